@@ -1,8 +1,8 @@
-"""The native routes that stop the engine and let it go on: pause, sleep, abort, and clear the cache.
+"""The native routes that stop and resume the engine: pause, sleep, abort, and clear the cache.
 
-Words are the engine's own: `in_flight` says what becomes of sequences that were accepted before, as
-for weight pushes. The borrowed dialects translate to the same `PauseState`; gRPC and the clients call
-these routes.
+The words are the engine's own: `in_flight` tells what becomes of the sequences that were accepted
+before, as it does for weight pushes. The borrowed dialects translate to the same `PauseState`; gRPC
+and the clients call these routes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class NativePause(Strict):
     in_flight: Annotated[
         InFlight,
         Field(
-            description="accepted sequences: continue keeps them and their KV; recompute gives their KV back and "
-            "computes it again after POST /engine/resume; abort ends them with what they have; drain lets them end first"
+            description="accepted sequences: continue keeps them and their KV; recompute gives "
+            "their KV back and computes it again after POST /engine/resume; abort ends them with "
+            "what they have; drain lets them end first"
         ),
     ] = "continue"
     new_requests: Annotated[
@@ -51,8 +52,8 @@ class NativeSleep(Strict):
     in_flight: Annotated[
         Literal["recompute", "abort", "drain"],
         Field(
-            description="accepted sequences: recompute goes on with the same tokens once all is awake; abort ends "
-            "them with what they have; drain lets them end first"
+            description="accepted sequences: recompute continues with the same tokens once all is "
+            "awake; abort ends them with what they have; drain lets them end first"
         ),
     ] = "recompute"
 
@@ -190,7 +191,8 @@ async def abort(service: Service, request: Request) -> Response:
     asked = await read_optional(NativeAbort, request)
     if (asked.ids is None) == (asked.all is None):
         raise InvalidRequest(
-            f"ids is {'absent' if asked.ids is None else 'given'} and so is all; give exactly one of them"
+            f"ids is {'absent' if asked.ids is None else 'given'} and so is all; give exactly one "
+            "of them"
         )
     return json_response(AbortReply(service.abort(asked.ids, caller_of(request))))
 

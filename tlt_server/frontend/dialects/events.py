@@ -1,6 +1,6 @@
-"""What clients wait for: `GET /events` tells the server's state, and again whenever it has changed.
+"""The state of the server, sent once and again after each change, for clients that wait for one.
 
-A state is the newest, not a history: a reader that is slow misses what lay between two of them, and
+An event holds the newest state, not a history: a slow reader misses the states in between, and
 nothing piles up.
 """
 
@@ -25,7 +25,7 @@ LOOK_S = 0.05
 WAIT_S = Parameter(
     "wait_s",
     "query",
-    "the longest time to wait for changes; 0: only the state that there is",
+    "the longest time to wait for changes; 0: only the current state",
     {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S, "default": 0},
 )
 
@@ -33,6 +33,8 @@ State = TypeVar("State")
 
 
 class ServerState(Struct, frozen=True):
+    """The facts that decide whether and how requests are served."""
+
     ready: Annotated[bool, Meta(description="whether a request sent now would be taken")]
     reason: Annotated[str, Meta(description="why not; else empty")]
     draining: Annotated[
@@ -52,7 +54,8 @@ class ServerState(Struct, frozen=True):
     engine_pid: Annotated[
         int,
         Meta(
-            description="the engine's process, another one after a restart; 0 until it has been ready"
+            description="the engine's process, another one after a restart; 0 until the engine has "
+            "been ready"
         ),
     ]
 
@@ -69,8 +72,9 @@ ROUTES = Routes()
     raises=(InvalidRequest,),
 )
 async def events(service: Service, request: Request) -> Response:
-    """The server's state, as the server-sent event `state`; with `?wait_s=`, at most a day,
-    again whenever it has changed.
+    """Send the server's state as the server-sent event `state`.
+
+    With `?wait_s=`, at most a day, it is sent again after each change.
     """
     wait_s = seconds(request, "wait_s", MAX_WAIT_S)
 
@@ -106,7 +110,7 @@ def server_state(service: Service) -> ServerState:
 
 
 async def changes(look: Callable[[], State], wait_s: float) -> AsyncIterator[State]:
-    """What `look` gives, and again whenever it gives something else, for so long."""
+    """Yield what `look` returns, at once and after each change, for `wait_s` seconds."""
     loop = asyncio.get_running_loop()
     end_s, state = loop.time() + wait_s, look()
     yield state

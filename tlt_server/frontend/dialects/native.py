@@ -1,9 +1,10 @@
-"""The native dialect: `POST /generate` with a batch of requests; a JSON reply, or server-sent
-events as items finish.
+"""The native dialect: `POST /generate` takes a batch of requests and replies with JSON, or with
+server-sent events as items finish.
 
-A JSON reply has one entry per item, in order of the request: a result or an error. When no item
-succeeded its status is the first error's. Events: `token`, `result`, `error` (one per item), and a
-last `done`. A batch that is detached, or has an Idempotency-Key, runs as a rollout.
+A JSON reply has one entry per item, in the order of the request: a result or an error. If no item
+succeeded, its status is that of the first error. The events are `token`, `result` or `error` (one
+per item), and a last `done`. A batch that is detached, or has an Idempotency-Key, runs as a
+rollout. A body in SGLang's form is handed to `sglang.generate`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tlt_server.errors import (
     StorageFailed,
     Unavailable,
 )
-from tlt_server.frontend.dialects.replies.items import Told, Usage, footer, phrase
+from tlt_server.frontend.dialects.replies.items import EndedItems, Usage, footer, phrase
 from tlt_server.frontend.dialects.sglang.generate import generate as sglang
 from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
@@ -51,11 +52,11 @@ from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
 
 MAX_KEY = 256
-BORROWED = ("text", "input_ids")  # fields that make a body SGLang's
+BORROWED = ("text", "input_ids")  # a body with one of these fields has SGLang's form
 IDEMPOTENCY_KEY = Parameter(
     "Idempotency-Key",
     "header",
-    "names the batch, so that it never runs twice: 1 to 256 printable characters",
+    "name of the batch, so that it never runs twice: 1 to 256 printable characters",
     {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[!-~]+$"},
 )
 
@@ -93,16 +94,16 @@ EXAMPLE = {
 async def generate(service: Service, request: Request) -> Response:
     """Generate n choices for each prompt of a batch.
 
-    All of the batch is admitted or nothing. The reply has one entry per item, in order: choices
-    or an error; where no item succeeded, its status is the first error's. With `stream`,
-    server-sent events: `token`, then `result` or `error` per item, and a last `done`. With
+    The whole batch is admitted, or none of it. The reply has one entry per item, in order: choices
+    or an error. If no item succeeded, its status is that of the first error. With `stream` the
+    reply is server-sent events: `token`, then `result` or `error` per item, and a last `done`. With
     `detach` the reply comes at once, with status 202 and the id of a rollout, which `GET
-    /rollouts/{id}` follows. With the header Idempotency-Key the batch goes on when the client
+    /rollouts/{id}` follows. With the header Idempotency-Key the batch continues when the client
     leaves, and the same request with the same key gets the same reply, never a second run.
 
-    A body with `text` or `input_ids` in place of `requests` is taken as SGLang's, and so is the
-    form of the reply: one object, or a list for several prompts or choices; a stream has chunks
-    with all that there is so far, and a last `[DONE]`.
+    A body with `text` or `input_ids` in place of `requests` has SGLang's form, and so has its
+    reply: one object, or a list for several prompts or choices. Chunks of a stream hold the whole
+    output so far, and `[DONE]` is the last.
     """
     key = _key(request)
     if not key:
@@ -119,8 +120,8 @@ async def generate(service: Service, request: Request) -> Response:
     asked = await _asked(service, content)
     if asked.stream and (asked.detach or key):
         raise InvalidRequest(
-            f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout is fetched, not "
-            "streamed: leave one of the two out"
+            f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout "
+            "is fetched, not streamed: leave one of the two out"
         )
     return await _answer(service, request, asked, key, digest)
 
@@ -134,7 +135,7 @@ async def _answer(
         caller_of(request).name,
     )
     if asked.detach or key:
-        # The same request may have begun while this one was tokenised.
+        # The same request may have started while this one was tokenised.
         rollout = service.rollouts.keyed(owner, key, digest) or service.rollouts.begin(
             batch, owner=owner, key=key, digest=digest, detached=asked.detach
         )
@@ -157,8 +158,8 @@ async def _attached(service: Service, request: Request, rollout: KeptRollout) ->
 
 async def _done(service: Service, rollout: KeptRollout) -> Response:
     await rollout.wait()
-    told = await asyncio.to_thread(Told, await service.rollouts.results(rollout))
-    return told.whole(service, told.by_id)
+    ended = await asyncio.to_thread(EndedItems, await service.rollouts.results(rollout))
+    return ended.whole(service, ended.by_id)
 
 
 def _is_borrowed(content: dict[str, Any]) -> bool:
@@ -166,7 +167,8 @@ def _is_borrowed(content: dict[str, Any]) -> bool:
     borrowed = [name for name in BORROWED if name in content]
     if borrowed and "requests" in content:
         raise InvalidRequest(
-            f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} SGLang's: send one"
+            f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} "
+            "SGLang's: send one"
         )
     if not borrowed and "requests" not in content:
         raise InvalidRequest(
@@ -176,7 +178,7 @@ def _is_borrowed(content: dict[str, Any]) -> bool:
 
 
 async def _asked(service: Service, content: dict[str, Any]) -> NativeRequest:
-    """Its items are checked one by one: others have their turn in between."""
+    """Check the body, its items one by one, so that other requests run in between."""
     items = content.get("requests")
     if isinstance(items, list):
         service.validator.check_count(NATIVE, len(items))
@@ -190,22 +192,22 @@ async def _asked(service: Service, content: dict[str, Any]) -> NativeRequest:
 
 
 def _key(request: Request) -> str:
-    """The Idempotency-Key, empty without one."""
+    """Return the Idempotency-Key, or an empty string."""
     key = request.headers.get("idempotency-key")
     if key is not None and not (re.fullmatch(r"[!-~]+", key) and len(key) <= MAX_KEY):
         raise InvalidRequest(
-            f"the header Idempotency-Key is {shown(key)}; it must be 1 to {MAX_KEY} printable ASCII characters without "
-            "spaces, such as a UUID"
+            f"the header Idempotency-Key is {shown(key)}; it must be 1 to {MAX_KEY} printable ASCII "
+            "characters without spaces, such as a UUID"
         )
     return key or ""
 
 
 async def _collect(service: Service, batch: RequestBatch, generation: Generation) -> Response:
-    told = Told()
+    ended = EndedItems()
     async for event in generation.events():
         if not isinstance(event, TokenEvent):
-            told.take(event)
-    return told.whole(service, (item.id for item in batch.items))
+            ended.take(event)
+    return ended.whole(service, (item.id for item in batch.items))
 
 
 async def _frames(
@@ -218,13 +220,11 @@ async def _frames(
                 usage.add(event)
             if isinstance(event, TokenEvent):
                 if not event.delta.token_ids and not event.delta.text:
-                    continue  # the end of a choice, which the item's result tells
+                    continue  # it only ends a choice, and the result has that
             else:
                 waiting.discard(event.id)
             yield _frame(*phrase(event))
-    except (
-        Exception
-    ) as error:  # our own bug, but the status line is long gone: say so in the stream
+    except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
         for id in waiting:
             yield _frame(*phrase(FailedItem(id, unexpected(error))))
     yield _frame("done", footer(service, usage))

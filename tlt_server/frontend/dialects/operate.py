@@ -1,8 +1,8 @@
-"""For operators and orchestrators: probes, metrics, and what this server is.
+"""Routes for operators and orchestrators: probes, metrics and server info.
 
-`/livez`: this process works and its engine has not gone, or is back. `/startupz`: the engine has
-been ready. `/readyz`: a request sent now would be taken. `/health`: it would, or a pause or a sleep
-that was asked for is all that stands against it.
+`/livez`: this process works, and its engine runs or will be restarted. `/startupz`: the engine has
+been ready. `/readyz`: a request sent now would be taken. `/health`: it would, or only a pause or a
+sleep that a client asked for prevents it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tlt_server.records import Phase
 
 
 class Startup(Struct, frozen=True):
+    """The progress of the engine's start."""
+
     started: Annotated[bool, Meta(description="whether the engine has been ready")]
     phases: Annotated[list[Phase], Meta(description="that have ended, in order")]
 
@@ -36,35 +38,35 @@ CONFIG_FORMAT = Parameter(
 
 @ROUTES.get("/health", needs="open", gives=Status, raises=(Unavailable,))
 async def healthy(service: Service, request: Request) -> Response:
-    """Whether requests are taken, but for a pause or a sleep that somebody asked for."""
+    """Check that only a pause or a sleep that a client asked for may keep requests out."""
     service.engine.check_serving()
     return json_response(Status())
 
 
 @ROUTES.get("/readyz", needs="open", gives=Status, raises=(Unavailable,))
 async def ready(service: Service, request: Request) -> Response:
-    """Whether a request sent now would be taken."""
+    """Check that a request sent now would be taken."""
     service.engine.check_available()
     return json_response(Status())
 
 
 @ROUTES.get("/livez", needs="open", gives=Status, raises=(Unavailable,))
 async def live(service: Service, request: Request) -> Response:
-    """Whether this process works and its engine has not gone."""
+    """Check that this process works and its engine has not gone for good."""
     service.engine.check_alive()
     return json_response(Status())
 
 
 @ROUTES.get("/startupz", needs="open", gives=Startup, gives_also_at=(503,))
 async def started(service: Service, request: Request) -> Response:
-    """Whether the engine has been ready, and how long each start-up phase took; 503 until then."""
+    """Show how long each start-up phase took; the status is 503 until the engine is ready."""
     state = Startup(service.engine.info is not None, service.engine.phases)
     return json_response(state, 200 if state.started else 503)
 
 
 @ROUTES.get("/metrics", needs="operate")
 async def metrics(service: Service, request: Request) -> Response:
-    """Prometheus metrics."""
+    """Return the metrics of this server for Prometheus."""
     return Response(
         service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
     )
@@ -72,5 +74,5 @@ async def metrics(service: Service, request: Request) -> Response:
 
 @ROUTES.get("/server_info", needs="any", parameters=(CONFIG_FORMAT,), gives=ServerInfo)
 async def info(service: Service, request: Request) -> Response:
-    """What this server is: model, engine, limits and settings."""
+    """Describe this server: model, engine, limits and settings."""
     return json_response(server_info(service, caller_of(request)))

@@ -1,9 +1,9 @@
-"""The built-in page: `GET /` is the file `page.html`, the same bytes for everybody, with no figure
-and no secret in it.
+"""The built-in page: `GET /` returns the file `page.html`, the same bytes for every caller, without
+figures or secrets.
 
 The browser reads what it shows from the other routes, with the key that its user enters. The
-Content-Security-Policy lets nothing in but this server's replies and the page's own script and
-style, by their digests.
+Content-Security-Policy admits only this server's replies and the page's own script and style, by
+their digests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUTES = Routes()
 
 @ROUTES.get("/", needs="open", text="text/html")
 async def page(service: Service, request: Request) -> Response:
-    """The built-in page: live figures, strategies over time, and a box to try a prompt."""
+    """Return the built-in page: live figures, strategies over time, and a box to try a prompt."""
     html, headers = _page()
     if headers["etag"] in re.findall(r'"[^"]*"', request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers=headers)
@@ -37,7 +37,7 @@ async def page(service: Service, request: Request) -> Response:
 
 @cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The page and the headers of its reply."""
+    """Read the page and make the headers of its reply."""
     html = PAGE.read_bytes()
     return (
         html,
@@ -53,6 +53,8 @@ def _page() -> tuple[bytes, dict[str, str]]:
 
 
 def _policy(html: str) -> str:
+    """Return the Content-Security-Policy of the page."""
+
     def digests(element: str) -> str:
         (content,) = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
         return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -1,7 +1,7 @@
-"""Rollouts: follow, fetch, list and delete the batches that `POST /generate` detached or began
-under an Idempotency-Key.
+"""Routes that follow, fetch, list and delete rollouts: batches that `POST /generate` detached or
+started under an Idempotency-Key.
 
-None of these needs the engine: results can be fetched while it restarts.
+None of them needs the engine, so results can be fetched while it restarts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
 from tlt_server.errors import InvalidRequest, NotFound
-from tlt_server.frontend.dialects.replies.items import Told
+from tlt_server.frontend.dialects.replies.items import EndedItems
 from tlt_server.frontend.generation.delivery import while_connected
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
@@ -23,11 +23,11 @@ from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 60.0
-ID = Parameter("id", "path", "of the reply to the request that began it")
+ID = Parameter("id", "path", "the id in the reply to the request that started the rollout")
 WAIT_S = Parameter(
     "wait_s",
     "query",
-    "the longest time to wait for its end",
+    "the longest time to wait for the end of the rollout",
     {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S},
 )
 
@@ -37,8 +37,9 @@ ROUTES = Routes()
 
 @ROUTES.get("/rollouts", needs="data", gives=RolloutList)
 async def every(service: Service, request: Request) -> Response:
-    """The rollouts kept that this key began, oldest first, without prompts and results; with
-    the scope operate, all of them.
+    """List the kept rollouts that this key started, oldest first, without prompts and results.
+
+    A key with the scope operate gets all of them.
     """
     return json_response(
         RolloutList(
@@ -68,22 +69,20 @@ async def every(service: Service, request: Request) -> Response:
     raises=(InvalidRequest, NotFound),
 )
 async def fetch(service: Service, request: Request) -> Response:
-    """The results of a rollout so far, and whether it is done.
+    """Fetch the results of a rollout so far, and whether it is done.
 
     With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching
-    changes nothing, so it may be repeated; but once a finished rollout has been fetched, it may
-    be forgotten early to make room for new ones.
+    changes nothing, so it may be repeated. Once a finished rollout was fetched, it may be forgotten
+    early to make room for new ones.
     """
-    rollout, wait_s = (
-        service.rollouts.find(request.path_params["id"], caller_of(request)),
-        seconds(request, "wait_s", MAX_WAIT_S),
-    )
+    rollout = service.rollouts.find(request.path_params["id"], caller_of(request))
+    wait_s = seconds(request, "wait_s", MAX_WAIT_S)
 
     async def when_done() -> Response:
         if wait_s and rollout.done_s is None:
             await rollout.wait(wait_s)
-        told = await asyncio.to_thread(Told, await service.rollouts.results(rollout))
-        results = told.content(service, told.by_id)
+        ended = await asyncio.to_thread(EndedItems, await service.rollouts.results(rollout))
+        results = ended.content(service, ended.by_id)
         return json_response(
             {
                 "id": rollout.header.id,
@@ -100,7 +99,7 @@ async def fetch(service: Service, request: Request) -> Response:
     "/rollouts/{id}", needs="data", parameters=(ID,), gives=RolloutStatus, raises=(NotFound,)
 )
 async def delete(service: Service, request: Request) -> Response:
-    """Abort what runs of a rollout, and forget it."""
+    """Abort the sequences of a rollout that still run, and forget it."""
     rollout = service.rollouts.find(request.path_params["id"], caller_of(request))
     service.rollouts.delete(rollout)
     return json_response(RolloutStatus(rollout.header.id, "deleted"))

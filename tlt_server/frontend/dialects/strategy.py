@@ -1,8 +1,8 @@
-"""Which strategy speculates: `GET /strategy` says what is in force, `PUT /strategy` replaces the
-policy between two steps.
+"""The strategy that speculates: `GET /strategy` shows what is in force, `PUT /strategy` replaces
+the policy between two steps.
 
-A switch never changes a token: it decides how many of the fixed tokens one pass reveals. Nothing is
-flushed, running requests go on.
+A switch never changes a token: a strategy decides how many of the fixed tokens one pass reveals.
+Nothing is flushed, and running requests continue.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from tlt_server.records import EngineInfo, SetPolicy, Strategy, parse_strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
 
-LIMITS = {
-    "depth": 64,
-    "width": 32,
-    "rows": 256,
-}  # of a strategy set while serving; larger trees gain nothing and stall a step
+# A strategy that is set while serving may not be larger: it would gain nothing and stall a step.
+LIMITS = {"depth": 64, "width": 32, "rows": 256}
 
 
 class PolicyFields(Strict):
+    """A policy, and the strategy that the policy fixed needs."""
+
     policy: Annotated[
         str,
         Field(
-            description="who chooses each step's strategy",
+            description="the policy that chooses each step's strategy",
             json_schema_extra={"enum": list(POLICIES)},
         ),
     ]
@@ -47,16 +46,16 @@ class PolicyFields(Strict):
 
 
 class StrategyState(Struct, frozen=True):
-    """What decides how much is speculated, and what could."""
+    """The policy and the strategy in force, and those that could be."""
 
-    policy: Annotated[str, Meta(description="who chooses each step's strategy")]
-    strategy: Annotated[str | None, Meta(description="the one of the policy fixed; else null")]
+    policy: Annotated[str, Meta(description="the policy that chooses each step's strategy")]
+    strategy: Annotated[str | None, Meta(description="strategy of the policy fixed; else null")]
     in_force: Annotated[
-        str | None, Meta(description="what the last step used; null before the first")
+        str | None, Meta(description="strategy of the last step; null before the first")
     ]
     arms: Annotated[list[str], Meta(description="the strategies that a policy chooses from")]
-    policies: Annotated[list[str], Meta(description="that can be set")]
-    drafters: Annotated[list[str], Meta(description="that are loaded")]
+    policies: Annotated[list[str], Meta(description="policies that can be set")]
+    drafters: Annotated[list[str], Meta(description="drafters that are loaded")]
 
 
 ROUTES = Routes()
@@ -64,7 +63,7 @@ ROUTES = Routes()
 
 @ROUTES.get("/strategy", needs="operate", gives=StrategyState, raises=(Unavailable,))
 async def look(service: Service, request: Request) -> Response:
-    """Which policy chooses, and which strategy was in force in the last step."""
+    """Show which policy chooses, and which strategy the last step used."""
     service.engine.check_running()
     return json_response(_state(service))
 
@@ -85,7 +84,7 @@ async def replace(service: Service, request: Request) -> Response:
     """
     service.engine.check_running()
     body = await request.body()
-    service.engine.check_running()  # the body may have taken its time
+    service.engine.check_running()  # again, since reading the body may take long
     assert service.engine.info is not None
     service.engine.set_policy(_parse(await read_object(body, "policy"), service.engine.info))
     return json_response(_state(service))
@@ -110,7 +109,7 @@ def _drafters(info: EngineInfo) -> list[str]:
 
 
 def _parse(content: dict[str, Any], info: EngineInfo) -> SetPolicy:
-    """A policy that this engine can follow, or `InvalidRequest`."""
+    """Return a policy that this engine can follow, or raise `InvalidRequest`."""
     asked, loaded = checked(PolicyFields, content), _drafters(info)
     policy, text = asked.policy, asked.strategy
     if policy not in POLICIES:
@@ -119,12 +118,14 @@ def _parse(content: dict[str, Any], info: EngineInfo) -> SetPolicy:
         )
     if policy != "off" and not loaded:
         raise InvalidRequest(
-            f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with --drafter"
+            f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with "
+            "--drafter"
         )
     if (policy == "fixed") != (text is not None):
         raise InvalidRequest(
-            f"policy is {policy!r} and strategy is {shown(text)}; strategy is for policy fixed, which needs one, "
-            f"for example {ladder(loaded, info.device).arms[-1].name if loaded else 'eagle:7x4x16'}"
+            f"policy is {policy!r} and strategy is {shown(text)}; strategy is for policy fixed, "
+            "which needs one, for example "
+            f"{ladder(loaded, info.device).arms[-1].name if loaded else 'eagle:7x4x16'}"
         )
     return SetPolicy(policy, _strategy(text, loaded) if text is not None else None)
 
@@ -136,8 +137,8 @@ def _strategy(text: str, loaded: list[str]) -> Strategy:
         raise InvalidRequest(error.message) from None
     if strategy.drafter not in loaded:
         raise InvalidRequest(
-            f"strategy {text!r} needs the drafter {strategy.drafter!r}; loaded are {', '.join(loaded)}: "
-            "use one of these, or restart the server with another --drafter"
+            f"strategy {text!r} needs the drafter {strategy.drafter!r}; loaded are "
+            f"{', '.join(loaded)}: use one of these, or restart the server with another --drafter"
         )
     for name, limit in LIMITS.items():
         value = getattr(strategy, name)

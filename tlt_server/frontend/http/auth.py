@@ -114,7 +114,8 @@ class Authentication:
                 self.gate.refused("foreign_name")
                 raise Forbidden(
                     f"the header {name} is {value[:100]!r}; a server without API keys "
-                    "answers to localhost only: call it by that name, or start it with --api-key-file"
+                    "answers to localhost only: call it by that name, or start it with "
+                    "--api-key-file"
                 )
 
 

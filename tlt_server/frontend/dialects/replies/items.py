@@ -1,6 +1,6 @@
-"""Items of a batch that have ended, in the native form: results, errors, and what they took.
+"""Items of a batch that have ended, in the native form: results, errors and usage.
 
-`native` replies with them, and `rollouts` with those of a rollout.
+`native` replies with the items of a batch, and `rollouts` with those of a rollout.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from tlt_server.frontend.service import Service
 
 
 class Usage(msgspec.Struct):
+    """Tokens of the items that have ended with a result."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -30,6 +32,7 @@ class Usage(msgspec.Struct):
 
 
 def phrase(event: Event) -> tuple[str, dict[str, Any]]:
+    """Return the name and the data of an event."""
     match event:
         case TokenEvent(id, delta):
             return "token", {
@@ -46,9 +49,9 @@ def phrase(event: Event) -> tuple[str, dict[str, Any]]:
             return "error", {"id": id, "error": error_body(error)}
 
 
-class Told:
-    """Items that have ended, encoded as they come: all at once would keep every other reply
-    waiting.
+class EndedItems:
+    """Items that have ended, each encoded when it comes. Encoding all at once would make every
+    other reply wait.
     """
 
     def __init__(self, ended: Iterable[FinishedItem | FailedItem] = ()) -> None:
@@ -66,11 +69,11 @@ class Told:
         self.by_id[event.id] = msgspec.Raw(msgspec.json.encode(phrase(event)[1]))
 
     def content(self, service: Service, ids: Iterable[str]) -> dict[str, Any]:
-        """Results, in this order, and what they took."""
+        """Return the results in the order of `ids`, and their usage."""
         return {"results": [self.by_id[id] for id in ids], **footer(service, self.usage)}
 
     def whole(self, service: Service, ids: Iterable[str]) -> Response:
-        """The reply to a batch whose items have all ended."""
+        """Return the reply to a batch whose items have all ended."""
         content = self.content(service, ids)
         if len(self.errors) == len(self.by_id):
             return json_response(

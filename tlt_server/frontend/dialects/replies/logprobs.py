@@ -1,8 +1,8 @@
-"""Log-probs in the two shapes of the OpenAI API, and those of a prompt.
+"""Log-probs of outputs in the two shapes of the OpenAI API, and log-probs of a prompt.
 
-Values are those of the native dialect: under the distribution that was sampled from, prompts under
-the unprocessed one. Offsets count characters of the choice's text before a stop string is cut off,
-so they do not depend on how a stream is cut into chunks.
+Values are those of the native dialect: an output's are under the distribution that was sampled
+from, a prompt's under the unprocessed one. Offsets count characters of the choice's text before a
+stop string is cut off, so they do not depend on how a stream is cut into chunks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Logprobs(Struct, frozen=True):
     top_logprobs: Annotated[
         list[dict[str, float] | None],
         Meta(
-            description="per token the log-probs of the most likely alternatives and of itself, by text; null for the first of a prompt"
+            description="per token the log-probs of the most likely alternatives and of itself, by "
+            "text; null for the first of a prompt"
         ),
     ]
     text_offset: Annotated[list[int], Meta(description="where each token begins, in characters")]
@@ -62,7 +63,7 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class PromptToken(Struct, frozen=True):
-    """What the prompt's token, or an alternative to it, would have been worth."""
+    """The log-prob of a prompt's token, or of an alternative to it."""
 
     logprob: Annotated[float, Meta(description="under the unprocessed distribution")]
     rank: Annotated[
@@ -87,11 +88,10 @@ class Scored(NamedTuple):
 def scored_prompt(
     token_ids: list[int], logprobs: list[TokenLogprobs | None], count: int
 ) -> list[Scored]:
-    """Prompt log-probs as the engine gives them: None for the first token, then the token itself
-    followed by the best.
+    """Pair the tokens of a prompt with their log-probs, and keep `count` alternatives, -1 for all.
 
-    `count` of these are kept, -1 for all. The list is empty for a sequence that ended before its
-    prompt was read.
+    The engine gives None for the first token, and else the token itself followed by the best. Its
+    list, and so the result, is empty for a sequence that ended before its prompt was read.
     """
     end = None if count < 0 else 1 + count
     return [
@@ -107,7 +107,7 @@ def scored_prompt(
 
 
 def whole(choice: FinishedChoice) -> Delta:
-    """A choice as the only thing that it ever gained."""
+    """Return a finished choice as the one delta that makes it."""
     return Delta(
         index=choice.index,
         token_ids=choice.token_ids,
@@ -133,7 +133,10 @@ class Speller:
         return f"token_id:{token_id}" if self._as_ids else self._pieces[token_id].text
 
     def completion(self, tokens: Iterable[Scored], offset: int) -> tuple[Logprobs, int]:
-        """`offset` is where the first token begins; the second result is where the last one ends."""
+        """Return the log-probs in the shape of completions, and where the last token ends.
+
+        `offset` is where the first token begins.
+        """
         shape = Logprobs([], [], [], [])
         for token_id, logprob, best in tokens:
             shape.tokens.append(self.name(token_id))

@@ -16,28 +16,30 @@ PushState = Literal[
 
 
 class PushReply(Struct, frozen=True):
-    """What became of a push, a commit, an abort or a rollback."""
+    """The outcome of a push, a commit, an abort or a rollback."""
 
     state: Annotated[
         PushState,
         Meta(
-            description="what became of it; gathering: tensors are missing that further calls bring; unchanged: the same push, or the version "
-            "to be committed, was live before, or nothing was pushed"
+            description="the outcome; gathering: further calls bring the missing tensors; "
+            "unchanged: the same push, or the version to be committed, was live before, or nothing "
+            "was pushed"
         ),
     ]
-    version: Annotated[str, Meta(description="of the push")]
+    version: Annotated[str, Meta(description="name of the version pushed")]
     role: Annotated[str, Meta(description="what was pushed")]
     weight_version: Annotated[str, Meta(description="the target's version that is live now")]
     checksums: Annotated[
         dict[str, str], Meta(description="of the tensors pushed: mix64 of their values, by name")
     ]
     phases_s: Annotated[
-        dict[str, float], Meta(description="what the push took, by phase, in seconds")
+        dict[str, float], Meta(description="duration of the push, by phase, in seconds")
     ]
-    pause_ms: Annotated[float, Meta(description="for which the commit kept the loop from stepping")]
+    pause_ms: Annotated[float, Meta(description="how long the commit kept the loop from stepping")]
 
 
 def outcome(report: WeightReport) -> Response:
+    """Return the reply that describes the report of the engine."""
     return json_response(
         PushReply(
             cast(PushState, report.result),

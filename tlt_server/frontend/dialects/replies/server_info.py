@@ -1,5 +1,5 @@
-"""What this server says of itself, in one reply for every dialect: its own keys, and those that
-other servers' clients look for.
+"""The description of this server, in one reply for every dialect: its own keys, and those that
+clients of other servers look for.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ParallelConfigInfo(Struct, frozen=True):
 
 
 class VllmConfigInfo(Struct, frozen=True):
-    """As clients of vLLM read it."""
+    """The configuration in the form that clients of vLLM read."""
 
     model_config: Annotated[ModelConfigInfo, Meta(description="what is served")]
     weight_transfer_config: Annotated[TransferConfig, Meta(description="how weights come")]
@@ -65,23 +65,23 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     ]
     engine: Annotated[
         EngineInfo | None,
-        Meta(description="what the engine says of itself; null until it has been ready"),
+        Meta(description="the engine's own description; null until it has been ready"),
     ]
     open_sequences: Annotated[int, Meta(description="accepted and not finished")]
-    max_queue: Annotated[int, Meta(description="the most of them")]
+    max_queue: Annotated[int, Meta(description="limit on open sequences")]
     config: Annotated[
         dict[str, Any],
         Meta(
-            description="every setting by name, but for those of keys and certificates; those that say "
-            "where things are, only for a key that may push weights or operate"
+            description="every setting by name, except those of keys and certificates; settings "
+            "that name places only for a key that may push weights or operate"
         ),
     ]
     vllm_config: Annotated[VllmConfigInfo, Meta(description="for clients of vLLM")]
     model_path: Annotated[
         str,
         Meta(
-            description="the directory of the model, its name for a key that may neither push nor operate; "
-            "this and what follows for clients of SGLang"
+            description="the directory of the model, or its name for a key that may neither push "
+            "nor operate; this and the following keys are for clients of SGLang"
         ),
     ]
     tokenizer_path: Annotated[str, Meta(description="the same")]

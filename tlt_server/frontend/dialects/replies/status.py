@@ -1,4 +1,4 @@
-"""The answer "yes" of a probe; a "no" is an error."""
+"""The positive answer of a probe; a negative one is an error."""
 
 from __future__ import annotations
 

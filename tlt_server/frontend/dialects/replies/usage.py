@@ -1,4 +1,4 @@
-"""Tokens that a request took, as the OpenAI API counts them."""
+"""Token counts of a request in the form of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class CachedTokens(Struct, frozen=True):
 
 
 class OpenAIUsage(Struct, frozen=True):
-    prompt_tokens: Annotated[int, Meta(description="of all prompts, each counted once")]
-    completion_tokens: Annotated[int, Meta(description="of all choices")]
-    total_tokens: Annotated[int, Meta(description="both")]
+    prompt_tokens: Annotated[int, Meta(description="tokens of all prompts, each counted once")]
+    completion_tokens: Annotated[int, Meta(description="tokens of all choices")]
+    total_tokens: Annotated[int, Meta(description="sum of both")]
     prompt_tokens_details: Annotated[
-        CachedTokens, Meta(description="what of the prompts was not computed anew")
+        CachedTokens, Meta(description="tokens of the prompts that were not computed again")
     ]

@@ -1,3 +1,5 @@
-"""Shapes of the dialect `sglang`, and its form of generation: what trainers that drive SGLang send
-and expect.
+"""The dialect `sglang`: what trainers that drive SGLang send and expect.
+
+In come its routes and the bodies that `native` hands to `generate`; both translate to the service.
+Out go replies in SGLang's shapes. Only `native` and the table of dialects import this room.
 """

@@ -1,8 +1,8 @@
 """Generation in SGLang's form: one reply or a list, log-probs as triples, and streams whose chunks
-hold all that there is so far.
+hold the whole output so far.
 
-Called by `POST /generate` for bodies with `text` or `input_ids`; errors have the native shape,
-which SGLang's is a part of.
+`POST /generate` calls this for bodies with `text` or `input_ids`. Errors have the native shape,
+which contains SGLang's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORDS = Words("the prompts", "prompt {i}", "sampling_params.", "sampling_params.
 
 async def generate(service: Service, request: Request, content: dict[str, Any]) -> Response:
     asked = checked(GenerateFields, without_nulls(content))
-    await asyncio.sleep(0)  # a large one has taken its time
+    await asyncio.sleep(0)  # other requests run, since checking a large body takes long
     assert service.engine.info is not None
     batch = await service.validator.batch(asked.native(), service.engine.info, WORDS)
     phrase = Phrase(service, asked, batch)
@@ -60,8 +60,8 @@ async def _whole(phrase: Phrase, generation: Generation) -> Response:
                 )
                 for choice in event.choices
             }
-    told = [found[place] for place in sorted(found)]
-    return json_response(told if phrase.asked.several else told[0])
+    ended = [found[place] for place in sorted(found)]
+    return json_response(ended if phrase.asked.several else ended[0])
 
 
 async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes]:
@@ -97,15 +97,13 @@ async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes
                     raise error
     except TltError as error:
         yield _frame(error_reply(error))
-    except (
-        Exception
-    ) as error:  # our own bug, but the status line is long gone: say so in the stream
+    except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
         yield _frame(error_reply(unexpected(error)))
     yield b"data: [DONE]\n\n"
 
 
 class _SoFar:
-    """What a choice has, while it grows."""
+    """The output so far of a choice that grows."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -127,6 +125,8 @@ class _SoFar:
 
 
 class Phrase:
+    """The reply in SGLang's form, whole or in chunks."""
+
     def __init__(self, service: Service, asked: GenerateFields, batch: RequestBatch) -> None:
         self.asked, self._service = asked, service
         self._places = {item.id: i for i, item in enumerate(batch.items)}
@@ -205,23 +205,23 @@ class Phrase:
         )
 
     def _prompt(self, id: str, choice: FinishedChoice) -> dict[str, Any]:
-        """Log-probs of the prompt, from where they are asked for."""
+        """Return the prompt's log-probs from the token on from which they are asked for."""
         if not isinstance(choice.prompt_logprobs, list):
             return {}
         found = scored_prompt(
             self._prompts[id], choice.prompt_logprobs, self.asked.top_logprobs_num
         )[self.asked.logprob_start_len :]
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "input_token_logprobs": [(logprob, token, None) for token, logprob, _ in found]
         }
         if self.asked.top_logprobs_num:
-            told["input_top_logprobs"] = [
+            fields["input_top_logprobs"] = [
                 None if logprob is None else _triples(best) for _, logprob, best in found
             ]
-        return told
+        return fields
 
     def _final_text(self, choice: FinishedChoice) -> str:
-        """As asked for: special tokens left out or not, the stop left out or not."""
+        """Return the text with or without special tokens and the stop, as the request asks."""
         params, text = self.asked.sampling_params, choice.text or ""
         stopped_by_token = choice.finish_reason == "stop" and not isinstance(
             choice.stop_reason, str
@@ -257,7 +257,8 @@ def _finish(choice: FinishedChoice) -> Finish:
         case "abort":
             return Finish(
                 "abort",
-                message="the request was aborted; what it had is here: send prompt and output again to go on",
+                message="the request was aborted; this is what it had: send prompt and output again "
+                "to continue",
             )
 
 

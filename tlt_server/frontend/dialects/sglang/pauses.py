@@ -39,8 +39,8 @@ ALL: tuple[Memory, ...] = ("weights", "kv_cache")
 async def pause(service: Service, request: Request) -> Response:
     """Stop generating until POST /continue_generation; new requests wait.
 
-    `abort` ends what runs with what it has, `retract` gives its KV back and computes it again
-    afterwards, `in_place` keeps it.
+    `abort` ends running sequences with what they have, `retract` gives their KV back and computes
+    it again afterwards, and `in_place` keeps it.
     """
     mode = (await read(PauseFields, request)).mode
     await service.engine.pauses.pause(MODES[mode], refuse=False, clear_cache=False)
@@ -56,7 +56,7 @@ async def pause(service: Service, request: Request) -> Response:
     raises=GONE,
 )
 async def resume(service: Service, request: Request) -> Response:
-    """Go on with what was paused or has waited."""
+    """Continue what was paused, and start what has waited."""
     await read(AnyFields, request)
     await service.engine.pauses.resume()
     return json_response(Acknowledged("Generation continued successfully."))
@@ -71,8 +71,10 @@ async def resume(service: Service, request: Request) -> Response:
     raises=(Forbidden, *GONE),
 )
 async def abort(service: Service, request: Request) -> Response:
-    """End a request, or all of them, with what they have: their replies come at once, with
-    finish_reason.type "abort". Another key's request, and all of them, need operate.
+    """End a request, or all of them, with what they have.
+
+    Their replies come at once, with finish_reason.type "abort". To end another key's request, or
+    all of them, needs the scope operate.
     """
     service.engine.check_running()
     asked = await read(SglangAbort, request)
@@ -94,8 +96,9 @@ async def abort(service: Service, request: Request) -> Response:
 )
 @ROUTES.get("/flush_cache", needs="operate", gives=Acknowledged, raises=(InvalidRequest, *GONE))
 async def flush(service: Service, request: Request) -> Response:
-    """Forget every cached prefix; 400 while sequences run, or are paused with their KV. Those
-    that only wait have none.
+    """Forget every cached prefix; 400 while sequences run, or are paused with their KV.
+
+    Sequences that only wait have no KV.
     """
     await read(AnyFields, request)
     try:
@@ -114,8 +117,9 @@ async def flush(service: Service, request: Request) -> Response:
     raises=(Conflict, StorageFailed, *GONE),
 )
 async def release(service: Service, request: Request) -> Response:
-    """Give memory back: KV, weights of target and drafter, or all; what runs goes on with the
-    same tokens afterwards.
+    """Give memory back: KV, weights of target and drafter, or all.
+
+    Running sequences continue with the same tokens afterwards.
     """
     asked = (await read(MemoryFields, request)).tags
     await service.engine.pauses.sleep(_memory(asked))
@@ -131,7 +135,7 @@ async def release(service: Service, request: Request) -> Response:
     raises=GONE,
 )
 async def take_again(service: Service, request: Request) -> Response:
-    """Take memory again, weights bit for bit as they were."""
+    """Take memory again, with the same bits in the weights as before."""
     asked = (await read(MemoryFields, request)).tags
     await service.engine.pauses.wake(_memory(asked))
     return json_response(Acknowledged("memory resumed"))

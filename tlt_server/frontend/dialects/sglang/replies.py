@@ -1,5 +1,5 @@
-"""What the dialect `sglang` replies. Errors of its weight routes say `success`, those of the others
-have the native shape.
+"""Replies of the dialect `sglang`. Errors of its weight routes have the key `success`; those of its
+other routes have the native shape.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from tlt_client.wire import VersionSpan
 from tlt_server.errors import TltError
 
-Scored = tuple[float | None, int, None]  # log-prob, token id, and its text, which is left out
+Scored = tuple[float | None, int, None]  # log-prob, token id, and null in place of its text
 
 
 class Finish(Struct, frozen=True):
-    """What ended a choice."""
+    """The end of a choice."""
 
     type: Annotated[Literal["stop", "length", "abort"], Meta(description="the kind of end")]
     matched: Annotated[
@@ -97,7 +97,7 @@ class Generated(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What became of a change."""
+    """The outcome of a change."""
 
     success: Annotated[bool, Meta(description="whether it was made")] = True
     message: Annotated[

@@ -1,5 +1,5 @@
-"""Bodies of the dialect `sglang`. Clients send many fields that mean nothing here: unknown ones are
-ignored, null is absent.
+"""Bodies of the dialect `sglang`. Unknown fields are ignored, since clients send many that have no
+meaning here, and null means absent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GROUP = "weight_update_group"  # where a trainer names none
 
 
 class SglangSampling(SharedSampling):
-    """`min_tokens` goes by `min_new_tokens` here."""
+    """Sampling in SGLang's words; `min_tokens` is called `min_new_tokens`."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra=null_is_absent)
 
@@ -129,18 +129,19 @@ class GenerateFields(Tolerant):
 
     @property
     def several(self) -> bool:
-        """Whether the reply is a list."""
+        """Tell whether the reply is a list."""
         return (
             _kind(self.text if self.text is not None else self.input_ids) == "list"
             or self.sampling_params.n > 1
         )
 
     def names(self, count: int) -> list[str | None]:
-        """One for each prompt."""
+        """Return the id of each prompt."""
         if isinstance(self.rid, list):
             if len(self.rid) != count:
                 raise InvalidRequest(
-                    f"rid has {len(self.rid)} names and there are {count} prompts; give each prompt one, or leave rid out"
+                    f"rid has {len(self.rid)} names and there are {count} prompts; give each prompt "
+                    "one, or leave rid out"
                 )
             return [*self.rid]
         return [self.rid] if count == 1 else [self.rid and f"{self.rid}_{i}" for i in range(count)]
@@ -148,7 +149,8 @@ class GenerateFields(Tolerant):
     def native(self) -> NativeRequest:
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest(
-                f"text is {'absent' if self.text is None else 'given'} and so is input_ids; give exactly one of them"
+                f"text is {'absent' if self.text is None else 'given'} and so is input_ids; give "
+                "exactly one of them"
             )
         if self.image_data:
             raise InvalidRequest(
@@ -230,7 +232,8 @@ class LeaveFields(NullIsAbsent):
 
 class DistributedFields(NullIsAbsent):
     names: list[TensorName] = Field(
-        description="of tensors, in the order in which they are broadcast; the drafter's may begin with `draft.`"
+        description="names of tensors, in the order in which they are broadcast; those of the "
+        "drafter may begin with `draft.`"
     )
     dtypes: list[str] = Field(description='as torch names them, such as "bfloat16"')
     shapes: list[Dimensions] = Field(description="of the tensors")
@@ -272,7 +275,7 @@ class ReadFields(NullIsAbsent):
     truncate_size: int = Field(100, ge=1, le=4096, description="how many of its first rows")
 
 
-NUMBER = re.compile("-?[0-9]{1,18}")  # in a query
+NUMBER = re.compile("-?[0-9]{1,18}")  # a whole number in a query
 
 
 async def read(model: type[Model], request: Request) -> Model:
@@ -280,7 +283,7 @@ async def read(model: type[Model], request: Request) -> Model:
 
 
 async def read_content(model: type[Model], request: Request) -> dict[str, Any]:
-    """Of the body, or without one of the query; nothing at all is an empty object."""
+    """Return the body, or without one the query, as an object, which may be empty."""
     body = await request.body()
     return without_nulls(
         await read_object(body, next(iter(model.model_fields), "nothing"))
@@ -290,7 +293,7 @@ async def read_content(model: type[Model], request: Request) -> dict[str, Any]:
 
 
 def _query(model: type[Model], request: Request) -> dict[str, Any]:
-    """What the model takes whole numbers for, as numbers."""
+    """Return the query, with numbers where the model takes whole numbers."""
     numbers = {name for name, field in model.model_fields.items() if field.annotation is int}
     return {
         name: int(value) if name in numbers and NUMBER.fullmatch(value) else value

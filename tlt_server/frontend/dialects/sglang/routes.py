@@ -1,4 +1,4 @@
-"""All routes of the dialect but POST /generate, which `dialects.native` hands to `generate`."""
+"""The routes of the dialect, except POST /generate, which is `dialects.native`'s."""
 
 from tlt_server.frontend.dialects.sglang import pauses, server, weights
 

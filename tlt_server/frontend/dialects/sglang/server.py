@@ -1,4 +1,4 @@
-"""Routes that tell what this server is and how it is, as clients of SGLang ask for it.
+"""Routes that describe this server, its health and its load, as clients of SGLang ask for them.
 
 GET /server_info, which several dialects share, is in `dialects.operate`.
 """
@@ -35,14 +35,15 @@ INCLUDE = Parameter(
 
 @ROUTES.get("/get_server_info", needs="any", gives=ServerInfo)
 async def about(service: Service, request: Request) -> Response:
-    """What this server is, as GET /server_info says it."""
+    """Describe this server, as GET /server_info does."""
     return json_response(server_info(service, caller_of(request)))
 
 
 @ROUTES.get("/health_generate", needs="data", gives=Status, raises=UNFINISHED)
 async def health_generate(service: Service, request: Request) -> Response:
-    """Whether a token can be made: one is. 503 while generation is paused or asleep, also when
-    that begins meanwhile.
+    """Check that a token can be made, by making one.
+
+    The status is 503 while generation is paused or asleep, also if that starts meanwhile.
     """
     service.engine.check_available()
     service.engine.pauses.check_generating()
@@ -70,7 +71,7 @@ async def _made(generation: Generation) -> Response:
 @ROUTES.get("/model_info", needs="any", gives=ModelInfo, raises=GONE)
 @ROUTES.get("/get_model_info", needs="any", gives=ModelInfo, raises=GONE)
 async def model_info(service: Service, request: Request) -> Response:
-    """The served model and the version of its weights."""
+    """Name the served model and the version of its weights."""
     model = server_info(service, caller_of(request)).model_path
     return json_response(
         ModelInfo(
@@ -84,13 +85,13 @@ async def model_info(service: Service, request: Request) -> Response:
 
 @ROUTES.get("/get_weight_version", needs="any", gives=VersionReply, raises=GONE)
 async def weight_version(service: Service, request: Request) -> Response:
-    """The target's version that is live."""
+    """Name the version of the target that is live."""
     return json_response(VersionReply(_info(service).weight_version))
 
 
 @ROUTES.get("/v1/loads", needs="any", parameters=(INCLUDE,), gives=LoadsReply, raises=GONE)
 async def loads(service: Service, request: Request) -> Response:
-    """How much is open, runs and waits, and how much KV it uses."""
+    """Count the sequences that are open, run and wait, and the KV positions in use."""
     own, gauges = _info(service), service.engine.gauges
     positions = own.pages * own.page_size
     used = positions - round(gauges.get("pages_free", own.pages)) * own.page_size

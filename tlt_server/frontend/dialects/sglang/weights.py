@@ -55,7 +55,7 @@ PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
     raises=(NotFound, Conflict, *GONE),
 )
 async def begin(service: Service, request: Request) -> Response:
-    """Begin a weight update: what is pushed until POST /end_weight_update becomes live then."""
+    """Start a weight update; what is pushed until POST /end_weight_update becomes live then."""
     service.engine.check_running()
     await service.session.begin((await read(BeginFields, request)).selector)
     return json_response(Outcome(message="Weight update begun."))
@@ -70,7 +70,7 @@ async def begin(service: Service, request: Request) -> Response:
     raises=PUSHED,
 )
 async def end(service: Service, request: Request) -> Response:
-    """Make what was pushed since the update was begun live, in one commit between two steps."""
+    """Make what was pushed since the update started live, in one commit between two steps."""
     await read(AnyFields, request)
     report = await service.session.end()
     return json_response(Outcome(message="Weight update ended.", new_version=report.state.target))
@@ -85,8 +85,9 @@ async def end(service: Service, request: Request) -> Response:
     raises=PUSHED,
 )
 async def from_disk(service: Service, request: Request) -> Response:
-    """Push weights from a directory: verified first, then live between two steps, or at the end
-    of the update that was begun.
+    """Push weights from a directory.
+
+    They are verified first, then become live between two steps, or at the end of the open update.
     """
     with service.session.pushing() as update:
         asked = await read(DiskFields, request)
@@ -124,8 +125,8 @@ async def from_disk(service: Service, request: Request) -> Response:
     },
 )
 async def join(service: Service, request: Request) -> Response:
-    """Join the trainer's process group, as the rank `rank_offset`. Answers once all ranks are
-    there.
+    """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
+    have joined.
     """
     asked = await read(SglangGroup, request)
     await service.broadcasts.join(
@@ -149,7 +150,7 @@ async def join(service: Service, request: Request) -> Response:
     raises=(Conflict, *GONE),
 )
 async def leave(service: Service, request: Request) -> Response:
-    """Leave a process group; one that is not joined is left already."""
+    """Leave a process group; it is no error if the group is not joined."""
     await service.broadcasts.leave((await read(LeaveFields, request)).group_name)
     return json_response(Outcome(message="Succeeded to destroy the weight update group."))
 
@@ -168,8 +169,9 @@ async def leave(service: Service, request: Request) -> Response:
     },
 )
 async def from_distributed(service: Service, request: Request) -> Response:
-    """Take the named tensors from the group. Once none of the model's is missing they are live,
-    or at the end of the update that was begun.
+    """Receive the named tensors from the group.
+
+    They become live once no tensor of the model is missing, or at the end of the open update.
     """
     with service.session.pushing() as update:
         service.engine.check_running()
@@ -202,12 +204,13 @@ async def from_distributed(service: Service, request: Request) -> Response:
     raises=(UnsafeChannel,),
 )
 async def from_tensor(service: Service, request: Request) -> Response:
-    """Refused, always: what comes here is pickled, and to read it is to run it."""
+    """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
     with service.session.pushing():
         await read(AnyFields, request)
         raise UnsafeChannel(
-            "update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it says; write "
-            "safetensors below the weight root and POST /update_weights_from_disk, or push with POST /update_weights"
+            "update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it "
+            "says; write safetensors below the weight root and POST /update_weights_from_disk, or "
+            "push with POST /update_weights"
         )
 
 
@@ -220,8 +223,8 @@ async def from_tensor(service: Service, request: Request) -> Response:
     raises=(Conflict, *GONE),
 )
 async def check(service: Service, request: Request) -> Response:
-    """Checksums of everything live, computed anew; or compare them, with a baseline or what was
-    remembered: 409 if any differs.
+    """Compute checksums of all live weights, or compare them with a baseline or with those that
+    were remembered; 409 if any differs.
     """
     asked = await read(CheckFields, request)
     sums, wrong = await service.checker.check(asked)
@@ -233,9 +236,12 @@ async def check(service: Service, request: Request) -> Response:
         return json_response(
             Outcome(message=f"nothing differs from {against}", match=True, mismatches=wrong)
         )
-    said = f"{len(wrong)} tensors differ from {against}: {', '.join(wrong[:8])}; push them again, or roll back"
+    message = (
+        f"{len(wrong)} tensors differ from {against}: {', '.join(wrong[:8])}; push them again, or "
+        "roll back"
+    )
     return json_response(
-        Outcome(success=False, message=said, match=False, mismatches=wrong), Conflict.http_status
+        Outcome(success=False, message=message, match=False, mismatches=wrong), Conflict.http_status
     )
 
 
@@ -265,8 +271,9 @@ async def check(service: Service, request: Request) -> Response:
     raises=(InvalidRequest, NotFound, Conflict, *GONE),
 )
 async def read_weights(service: Service, request: Request) -> Response:
-    """The first rows of a live tensor, as numbers; a drafter's name begins with `draft.`. 409
-    while the weights change or sleep.
+    """Read the first rows of a live tensor, as numbers; 409 while the weights change or sleep.
+
+    The name of a drafter's tensor begins with `draft.`.
     """
     asked = await read(ReadFields, request)
     report = await service.session.ask(

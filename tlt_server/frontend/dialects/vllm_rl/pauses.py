@@ -1,4 +1,6 @@
-"""Routes that pause, sleep, abort and clear the prefix cache, as trainers that drive vLLM call them."""
+"""Routes that pause, sleep, abort and clear the prefix cache, as trainers that drive vLLM call
+them.
+"""
 
 from __future__ import annotations
 
