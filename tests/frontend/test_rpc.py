@@ -277,7 +277,7 @@ def test_the_begin_of_a_reply_is_not_cut_off() -> None:
     async def called() -> Exchange:
         exchange = Exchange(context, method.operation, 0.05, secure=False)  # type: ignore[arg-type]
         await exchange.run(app, method, open_calls=0)  # type: ignore[arg-type]
-        await exchange.tell()
+        await exchange.answer()
         return exchange
 
     assert asyncio.run(called()).error is None and context.sent == ["metadata", b""]

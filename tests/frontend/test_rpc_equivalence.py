@@ -356,7 +356,7 @@ def over_http(server: LiveServer, method: str, case: Case) -> Answer:
     server's own translation.
     """
     operation = OPERATIONS[method]
-    says = {**case.says, **operation.says}
+    says = {**case.says, **operation.fixed}
     path = re.sub(
         r"{(\w+)}",
         lambda found: httpx.URL("/" + str(says.pop(found[1], ""))).path[1:],

@@ -111,7 +111,7 @@ def test_others_have_their_turn_between_pieces() -> None:
 def test_an_object_of_too_many_fields_is_refused_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bodies, "MOST", 1000)
+    monkeypatch.setattr(bodies, "MAX_MEMBERS", 1000)
     body = json.dumps({"sampling": {f"field {i} with a name": i for i in range(20000)}}).encode()
     with pytest.raises(InvalidRequest, match="has 20000 fields; the limit is 1000"):
         asyncio.run(decoded(body))
@@ -120,7 +120,7 @@ def test_an_object_of_too_many_fields_is_refused_before_it_is_made(
 def test_a_list_of_too_many_members_is_refused_before_they_are_made_but_not_one_of_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bodies, "MOST", 1000)
+    monkeypatch.setattr(bodies, "MAX_MEMBERS", 1000)
     for member in ("[]", '{"token_ids":[1]}', '"x"'):
         body = b'{"requests":[' + b",".join([member.encode()] * 150_000) + b"]}"
         with pytest.raises(

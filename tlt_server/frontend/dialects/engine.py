@@ -89,9 +89,9 @@ ROUTES = Routes()
 @ROUTES.post(
     "/engine/pause",
     needs="operate",
+    takes=NativePause,
     optional_body=True,
     gives=EngineState,
-    takes=NativePause,
     raises=(Conflict, *GONE),
 )
 async def pause(service: Service, request: Request) -> Response:
@@ -109,9 +109,9 @@ async def pause(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/engine/resume",
     needs="operate",
+    takes=NoFields,
     optional_body=True,
     gives=EngineState,
-    takes=NoFields,
     raises=GONE,
 )
 async def resume(service: Service, request: Request) -> Response:
@@ -124,9 +124,9 @@ async def resume(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/engine/sleep",
     needs="operate",
+    takes=NativeSleep,
     optional_body=True,
     gives=EngineState,
-    takes=NativeSleep,
     raises=(Conflict, StorageFailed, *GONE),
 )
 async def sleep(service: Service, request: Request) -> Response:
@@ -143,9 +143,9 @@ async def sleep(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/engine/wake",
     needs="operate",
+    takes=NativeWake,
     optional_body=True,
     gives=EngineState,
-    takes=NativeWake,
     raises=GONE,
 )
 async def wake(service: Service, request: Request) -> Response:
@@ -158,9 +158,9 @@ async def wake(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/engine/clear_cache",
     needs="operate",
+    takes=NativeClear,
     optional_body=True,
     gives=EngineState,
-    takes=NativeClear,
     raises=(Conflict, *GONE),
 )
 async def clear_cache(service: Service, request: Request) -> Response:

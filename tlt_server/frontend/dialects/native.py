@@ -196,8 +196,8 @@ def _key(request: Request) -> str:
     key = request.headers.get("idempotency-key")
     if key is not None and not (re.fullmatch(r"[!-~]+", key) and len(key) <= MAX_KEY):
         raise InvalidRequest(
-            f"the header Idempotency-Key is {shown(key)}; it must be 1 to {MAX_KEY} printable ASCII "
-            "characters without spaces, such as a UUID"
+            f"the header Idempotency-Key is {shown(key)}; it must be 1 to {MAX_KEY} printable "
+            "ASCII characters without spaces, such as a UUID"
         )
     return key or ""
 

@@ -1,7 +1,8 @@
-"""gRPC: another way to the routes. A method is one line of a table (`methods`) over the HTTP
-operation that it names.
+"""gRPC, another transport to the same application. A method is one line of a table (`methods`),
+which names its HTTP operation.
 
-A call runs through the same application as a request over HTTP (`exchange`), so validation, keys,
-limits, errors, logs and metrics are the same by construction; `messages` turns messages into JSON
-and back, by the names of their fields. Imported only with `grpc_port`.
+In come gRPC messages, which `messages` turns into JSON; out go messages made from the replies. A
+call runs through the application as a request over HTTP does (`exchange`), so validation, keys,
+limits, errors, logs and metrics are the same by construction. Only `build` imports this room, and
+only with `grpc_port`.
 """

@@ -1,9 +1,8 @@
-"""One HTTP operation of a call, run by the application that also answers HTTP: what it receives and
-sends are gRPC's messages.
+"""One HTTP operation of a gRPC call, run by the application that also answers HTTP.
 
-A message is read when the application asks for the body, so not before keys and limits were looked
-at. A client that cancels, or whose deadline passes, has disconnected; one that leaves a message
-unread for `send_timeout_s` likewise.
+The application receives and sends gRPC's messages. A message is read when the application asks for
+the body, so keys and limits are checked first. A client has disconnected if it cancels, if its
+deadline passes, or if it leaves a message unread for `send_timeout_s`.
 """
 
 from __future__ import annotations
@@ -25,32 +24,31 @@ from tlt_server.frontend.http.replies import REFUSED
 from tlt_server.frontend.rpc.messages import fill
 from tlt_server.frontend.rpc.methods import Method, Operation
 
-READ = (
-    "authorization",
-    "idempotency-key",
-    "origin",
-    "x-request-id",
-)  # of a call's metadata, as headers
-TOLD = (b"x-request-id", b"x-rollout-id", b"retry-after")  # of a reply's headers, as metadata
+# Metadata of a call that become headers, and headers of a reply that become metadata.
+TO_HEADERS = ("authorization", "idempotency-key", "origin", "x-request-id")
+TO_METADATA = (b"x-request-id", b"x-rollout-id", b"retry-after")
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class Exchange:
+    """The operation that one message of a call asks for."""
+
     def __init__(
         self, context: Context, operation: Operation, send_timeout_s: float, *, secure: bool
     ) -> None:
         self._context, self._send_timeout_s = context, send_timeout_s
         self._gone = asyncio.Event()
-        self._asked = self._started = self._streams = self._told = self._unread = False
+        self._asked = self._started = self._streams = self._answered = self._unread = False
         self._body = bytearray()
         self._state: dict[str, Any] = {}
         self._scope = _scope(context, operation, self._state, secure)
-        self.metadata: list[tuple[str, str]] = []  # of the reply
+        self.metadata: list[tuple[str, str]] = []  # metadata of the reply
         self._gives: type[Protobuf]
 
     async def run(self, app: ASGIApp, method: Method, *, open_calls: int) -> None:
-        """Until the application has answered. A caller that is cancelled has it see the client
-        leave, and waits for its end.
+        """Run the application until it has answered.
+
+        If this is cancelled, the application sees the client leave, and this waits for its end.
         """
         self._gives = method.gives
         self._state |= {ARRIVE: method.arrived, CONNECTIONS: open_calls}
@@ -64,7 +62,7 @@ class Exchange:
 
     @property
     def path(self) -> str:
-        """That was taken, once the message was read."""
+        """Path of the operation, final once the message was read."""
         path: str = self._scope["path"]
         return path
 
@@ -72,12 +70,13 @@ class Exchange:
     def error(self) -> TltError | None:
         if self._unread:
             return Cancelled(
-                f"the client left a message unread for {self._send_timeout_s:g} s (send_timeout_s); read faster"
+                f"the client left a message unread for {self._send_timeout_s:g} s "
+                "(send_timeout_s); read faster"
             )
         return self._state.get(REFUSED)
 
-    async def tell(self) -> None:
-        """Send what was not streamed."""
+    async def answer(self) -> None:
+        """Send the reply, unless it was streamed."""
         if not self._streams:
             make = self._message
             await self._write(
@@ -88,7 +87,7 @@ class Exchange:
 
     async def receive(self) -> Message:
         if self._started and REFUSED in self._state:
-            return {"type": "http.disconnect"}  # what still comes is of no use to anybody
+            return {"type": "http.disconnect"}  # nothing reads the rest
         if not self._asked:
             self._asked = True
             return {"type": "http.request", "body": await self._next(), "more_body": False}
@@ -96,7 +95,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def _next(self) -> bytes:
-        """The next message; an empty one behind the last."""
+        """Return the next message, and an empty one after the last."""
         data = await self._context.read()
         return data if isinstance(data, bytes) else b""
 
@@ -106,7 +105,7 @@ class Exchange:
             self._started = True
             self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
             self.metadata = [
-                (name.decode(), headers[name].decode()) for name in TOLD if name in headers
+                (name.decode(), headers[name].decode()) for name in TO_METADATA if name in headers
             ]
         elif self._streams:
             if message.get("body"):
@@ -117,8 +116,10 @@ class Exchange:
     async def _write(self, data: bytes) -> None:
         if self._gone.is_set():
             return
-        if not self._told:  # waits for no reader; were it cut off halfway, gRPC would send it a second time, and no status could follow
-            self._told = True
+        if not self._answered:
+            # This waits for no reader, so it is outside the timeout. If it were cut off halfway,
+            # gRPC would send it a second time, and no status could follow.
+            self._answered = True
             await self._context.send_initial_metadata(self.metadata)
         try:
             async with asyncio.timeout(self._send_timeout_s):
@@ -133,7 +134,7 @@ class Exchange:
         return message.SerializeToString()
 
     def _event(self, frame: bytes) -> bytes:
-        """A server-sent event, as the member of its name."""
+        """Return the message of a server-sent event, which sets the field of the event's name."""
         name, _, data = frame.removeprefix(b"event: ").partition(b"\ndata: ")
         message = self._gives()
         fill(message, {name.decode(): msgspec.json.decode(data)})
@@ -145,7 +146,7 @@ def _scope(context: Context, operation: Operation, state: dict[str, Any], secure
     headers = [
         (name.encode(), value.encode() if isinstance(value, str) else value)
         for name, value in metadata
-        if name in READ
+        if name in TO_HEADERS
     ]
     return {
         "type": "http",
@@ -157,7 +158,7 @@ def _scope(context: Context, operation: Operation, state: dict[str, Any], secure
         "raw_path": operation.path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [*headers, (b"transfer-encoding", b"chunked")],  # its length is not known yet
+        "headers": [*headers, (b"transfer-encoding", b"chunked")],  # the length is not known yet
         "client": _address(context.peer()),
         "server": None,
         "state": state,
@@ -165,7 +166,7 @@ def _scope(context: Context, operation: Operation, state: dict[str, Any], secure
 
 
 def _address(peer: str) -> tuple[str, int] | None:
-    """Of a peer as gRPC names it, such as `ipv4:127.0.0.1:50000` or `ipv6:%5B::1%5D:50000`."""
+    """Parse a peer of gRPC, such as `ipv4:127.0.0.1:50000` or `ipv6:%5B::1%5D:50000`."""
     kind, _, address = unquote(peer).partition(":")
     host, _, port = address.rpartition(":")
     return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdecimal() else None

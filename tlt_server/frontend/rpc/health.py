@@ -1,5 +1,5 @@
-"""`grpc.health.v1`: serving while a request sent now would be taken, as `/readyz` says. Open to
-everybody, like that.
+"""The service `grpc.health.v1`: serving while a request sent now would be taken, as for `/readyz`,
+and open to every caller like that route.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from tlt_server.frontend.rpc.methods import SERVICE
 
 
 class Health(HealthServicer):
+    """The health of the server and of its one service."""
+
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready = is_ready
         self.stopping = False  # ends the streams

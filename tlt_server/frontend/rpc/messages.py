@@ -1,8 +1,8 @@
-"""Messages as JSON has them and back, by the names of their fields; the rules stand at the top of
-`clients/proto/rollout.proto`.
+"""The translation of messages to JSON and back, by the names of their fields, by the rules at the
+top of `clients/proto/rollout.proto`.
 
-`tests/frontend/test_rpc_mirror.py` compares every message with the native type that it stands for,
-so no field can be missing here.
+`tests/frontend/test_rpc_mirror.py` compares every message with its native type, so no field can be
+missing here.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ def parsed(type: type[Message], data: bytes) -> Message:
         return type.FromString(data)
     except DecodeError:
         raise InvalidRequest(
-            f"the message of {len(data)} bytes is no {type.DESCRIPTOR.full_name}; send what rollout.proto says, made with "
-            "a compiler of protocol buffers"
+            f"the message of {len(data)} bytes is no {type.DESCRIPTOR.full_name}; send what "
+            "rollout.proto defines, made with a compiler of protocol buffers"
         ) from None
 
 
 def plain(message: Message, where: str = "") -> dict[str, Any]:
-    """The JSON object that a request stands for: what is set in it. The same message always gives
+    """Return the fields that are set in a message as a JSON object. The same message always gives
     the same object.
     """
     unknown = UnknownFieldSet(message)
     if len(unknown):
         raise InvalidRequest(
-            f"{where or 'the message'} has the field number {unknown[0].field_number}, which this server's "
-            f"{message.DESCRIPTOR.full_name} has not; leave it out, or use a newer server"
+            f"{where or 'the message'} has the field number {unknown[0].field_number}, which the "
+            f"{message.DESCRIPTOR.full_name} of this server does not have; leave it out, or use a "
+            "newer server"
         )
     found: dict[str, Any] = {}
     for field, value in message.ListFields():
@@ -66,7 +67,7 @@ def _finite(value: Any, path: str) -> Any:
 
 
 def fill(message: Message, content: Mapping[str, Any]) -> None:
-    """Set what a reply's JSON object says."""
+    """Set the fields of a message to those of a reply's JSON object."""
     about = message.DESCRIPTOR
     for name, value in content.items():
         if value is None:
@@ -89,14 +90,14 @@ def fill(message: Message, content: Mapping[str, Any]) -> None:
 
 
 def _fill_part(message: Message, part: Any) -> None:
-    """An element of a list: an object, a pair of the message's fields in their order, or null."""
+    """Fill an element of a list from an object, a list of its fields in order, or null."""
     if isinstance(part, list):
         part = dict(zip(message.DESCRIPTOR.fields_by_name, part, strict=True))
     fill(message, part or {})
 
 
 def _member(union: OneofDescriptor, value: str | int) -> FieldDescriptor:
-    """The one that holds a value of this type."""
+    """Return the field of the union that holds a value of this type."""
     kind = (
         FieldDescriptor.CPPTYPE_STRING if isinstance(value, str) else FieldDescriptor.CPPTYPE_INT32
     )

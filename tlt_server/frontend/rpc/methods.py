@@ -1,5 +1,7 @@
-"""The table: which HTTP operation a method is. What a message says becomes path, query and body;
-its types are those of the service in `clients/proto/rollout.proto`.
+"""The table of gRPC methods: which HTTP operation each method is.
+
+The content of a message becomes path, query and body. The types of messages are those of the
+service in `clients/proto/rollout.proto`.
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Operation(NamedTuple):
+    """An HTTP operation, and where the content of a message goes in it."""
+
     method: str
     path: str
-    says: Mapping[str, Any] = (
-        NOTHING  # what the name of the gRPC method says, and its message has no field for
-    )
-    in_query: bool = False  # not in the body
+    fixed: Mapping[str, Any] = NOTHING  # what the gRPC method implies; its message has no field
+    in_query: bool = False  # the content goes into the query, not into the body
 
     def arrived(self, content: dict[str, Any]) -> Arrived:
-        """What the request over HTTP would have said."""
-        content |= self.says
+        """Return the parts of the same request over HTTP."""
+        content |= self.fixed
         path = re.sub(
             r"{(\w+)}", lambda match: _segment(match[1], content.pop(match[1], "")), self.path
         )
-        path = path.replace("//", "/")  # an empty one is left out
+        path = path.replace("//", "/")  # an empty segment is left out
         if self.method == "PUT":
             return _part(path, **content)
         if not self.in_query:
@@ -52,7 +54,7 @@ class Operation(NamedTuple):
 
 
 def _segment(name: str, value: str) -> str:
-    """Of a path."""
+    """Check that a value can be one segment of a path."""
     if "/" in value:
         raise InvalidRequest(
             f"{name} is {shown(value)}; it must have no '/', as it is a part of a path"
@@ -61,7 +63,7 @@ def _segment(name: str, value: str) -> str:
 
 
 def _part(path: str, start: int = 0, total: int | None = None, data: bytes = b"") -> Arrived:
-    """A range of a file, whose place stands in a header."""
+    """Return a range of a file; a header holds its place."""
     total = start + len(data) if total is None else total
     headers = (
         ("content-length", str(len(data))),
@@ -93,24 +95,23 @@ OPERATIONS: dict[str, Operation] = {
     "GetInfo": Operation("GET", "/server_info", in_query=True),
     "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),
 }
-UPDATES: dict[str, Operation] = {  # of the messages of UpdateWeights, by what they hold
+UPDATES: dict[str, Operation] = {  # content of a message of UpdateWeights -> its operation
     "part": Operation("PUT", "/weights/{version}/{part}.safetensors"),
     "manifest": Operation("POST", "/update_weights"),
 }
-LAST = "manifest"  # of them
+LAST = "manifest"  # the content of the last message
 
 
 class Method:
-    """A method of the service, with the types that it has there."""
+    """A method of the service, with the types of its messages."""
 
     def __init__(self, name: str) -> None:
         about = SERVICE.methods_by_name[name]
         self.name, self.client_streaming = name, about.client_streaming
         self.takes: type[Message] = GetMessageClass(about.input_type)
         self.gives: type[Message] = GetMessageClass(about.output_type)
-        self.operation = OPERATIONS.get(
-            name, UPDATES[LAST]
-        )  # the one whose route is looked at before a message is read
+        # The route of this operation is checked before a message is read.
+        self.operation = OPERATIONS.get(name, UPDATES[LAST])
 
     def arrived(self, data: bytes) -> Arrived:
         message = parsed(self.takes, data)
@@ -119,7 +120,8 @@ class Method:
         held = message.WhichOneof("operation")
         if held is None:
             raise InvalidRequest(
-                f"the message holds none of {', '.join(UPDATES)}; send each part, then the {LAST}, which ends the stream"
+                f"the message holds none of {', '.join(UPDATES)}; send each part, then the {LAST}, "
+                "which ends the stream"
             )
         return UPDATES[held].arrived(plain(getattr(message, held), held))
 

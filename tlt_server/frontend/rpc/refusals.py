@@ -1,5 +1,5 @@
-"""An error as gRPC tells it: a status, and in the trailing metadata the typed error, when to try
-again, and the id of the request.
+"""Errors in gRPC's form: a status, and in the trailing metadata the typed error, when to try again,
+and the id of the request.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The gRPC server, in the loop of the HTTP one: the service, health and reflection, TLS, and bounds
+"""The gRPC server, in the loop of the HTTP server: the service, health, reflection, TLS, and bounds
 on what no application sees.
 
-On the wire a unary call is a stream of one message, so all methods are served as streams, and one
-path is all there is.
+On the wire a unary call is a stream of one message, so all methods are served as streams and there
+is only one path through this code.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tlt_server.frontend.rpc.methods import METHODS, SERVICE, Method
 from tlt_server.frontend.rpc.refusals import refuse
 from tlt_server.metrics import Metrics
 
-KEEPALIVE_S = 60  # a connection that is silent for so long is asked whether it lives
-KEEPALIVE_TIMEOUT_S = 20  # and closed when it does not answer
-MIN_PING_S = 10  # between two pings of a client; one that sends them faster is cut off
-BEYOND = 2  # times a limit of ours: up to there a refusal is ours and typed, beyond it gRPC's own
+KEEPALIVE_S = 60  # a connection that is silent this long gets a ping
+KEEPALIVE_TIMEOUT_S = 20  # a connection that does not answer the ping is closed after this time
+MIN_PING_S = 10  # time between two pings of a client; a client that sends them faster is cut off
+BEYOND = 2  # gRPC's limits are this many times ours, so that refusals up to there are typed
 SERVICES = (
     SERVICE.full_name,
     health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
@@ -41,6 +41,8 @@ SERVICES = (
 
 
 class RpcServer:
+    """The gRPC server in front of the application."""
+
     def __init__(
         self,
         app: ASGIApp,
@@ -64,8 +66,9 @@ class RpcServer:
         reflection.enable_server_reflection(SERVICES, self._server)
 
     async def start(self) -> str:
-        """Listen; the address, with the port that was free where 0 was asked for. `StartupError`
-        when it cannot be bound.
+        """Listen, and return the address with its port, a free one if the setting is 0.
+
+        `StartupError`: the address cannot be bound.
         """
         config = self._config
         host = f"[{config.host}]" if ":" in config.host else config.host
@@ -77,18 +80,21 @@ class RpcServer:
                 port = self._server.add_secure_port(address, _credentials(self._certificates))
         except RuntimeError:
             raise StartupError(
-                f"cannot bind {address} for gRPC; choose another --host or --grpc-port (0 = a free one)"
+                f"cannot bind {address} for gRPC; choose another --host or --grpc-port (0 = a free "
+                "one)"
             ) from None
         await self._server.start()
         return f"{host}:{port}"
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls; those that are open have so long to end."""
+        """Take no more calls, and give the open ones `grace_s` to end."""
         self._health.stopping = True
         await self._server.stop(grace_s)
 
 
 class _Calls(grpc.GenericRpcHandler):
+    """The methods of the service, each call counted."""
+
     def __init__(self, app: ASGIApp, config: Config, metrics: Metrics, *, secure: bool) -> None:
         self._app, self._config, self._metrics, self._secure = app, config, metrics, secure
         self._open = 0
@@ -107,9 +113,8 @@ class _Calls(grpc.GenericRpcHandler):
         self._open += 1
         code = "CANCELLED"
         try:
-            with structlog.contextvars.bound_contextvars(
-                grpc=method.name
-            ):  # in every line about this call
+            # Every log line about this call has the method's name.
+            with structlog.contextvars.bound_contextvars(grpc=method.name):
                 error, metadata = await self._call(method, context)
             code = error.grpc_code if error is not None else "OK"
             if error is not None:
@@ -121,7 +126,7 @@ class _Calls(grpc.GenericRpcHandler):
     async def _call(
         self, method: Method, context: Context
     ) -> tuple[TltError | None, list[tuple[str, str]]]:
-        """The operations that its messages hold, in order, up to the last one or to an error."""
+        """Run the operations of the call's messages, in order, up to the last or to an error."""
         while True:
             exchange = Exchange(
                 context, method.operation, self._config.send_timeout_s, secure=self._secure
@@ -130,14 +135,14 @@ class _Calls(grpc.GenericRpcHandler):
             if exchange.error is None and (
                 not method.client_streaming or exchange.path == method.operation.path
             ):
-                await exchange.tell()
-                return exchange.error, exchange.metadata  # it may have been left unread
+                await exchange.answer()
+                return exchange.error, exchange.metadata  # the answer may have been left unread
             if exchange.error is not None:
                 return exchange.error, exchange.metadata
 
 
 class _Reflection(grpc.aio.ServerInterceptor):
-    """Reflection is for those with a key, as `/openapi.json` is."""
+    """Interceptor that serves reflection to callers with a key, as for `/openapi.json`."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -164,7 +169,7 @@ async def _refused(error: TltError, requests: Any, context: Context) -> None:
 
 
 def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
-    """Each new connection takes the newest certificate."""
+    """Return credentials with which each new connection takes the newest certificate."""
 
     def newest() -> grpc.ServerCertificateConfiguration:
         pems = certificates()
@@ -177,15 +182,13 @@ def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
 
 def _options(config: Config) -> list[tuple[str, Any]]:
     return [
-        ("grpc.so_reuseport", 0),  # else two servers could share the port
+        ("grpc.so_reuseport", 0),  # otherwise two servers could share the port
         ("grpc.max_receive_message_length", BEYOND * config.max_body_mb * 2**20),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", config.max_header_kb * 1024),
         ("grpc.absolute_max_metadata_size", config.max_header_kb * 1024),
-        (
-            "grpc.compression_enabled_algorithms_bitset",
-            1,
-        ),  # none: what a compressed message unpacks to has no bound
+        # No compression, since the size of an unpacked message has no bound.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_concurrent_streams", BEYOND * config.max_connections),
         ("grpc.server_handshake_timeout_ms", int(config.header_timeout_s * 1000)),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),

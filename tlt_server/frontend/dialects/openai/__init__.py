@@ -1,3 +1,5 @@
-"""What the OpenAI dialect is made of: bodies that clients send, log-probs in both shapes, replies.
-`dialects.openai` has its routes.
+"""The dialect `openai`: completions, chat completions, models, tokenize and detokenize.
+
+In come bodies of the OpenAI API, which translate to native requests. Out go completions, whole or
+in chunks, and errors in the OpenAI envelope. Only the table of dialects imports this room.
 """

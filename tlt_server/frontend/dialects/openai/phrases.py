@@ -1,8 +1,8 @@
-"""How a choice is put into words: a phrase turns what the choice gained into a part; the last part
-also tells how it ended.
+"""Phrases, which turn what a choice gained into a part of the reply. The last part also tells how
+the choice ended.
 
-A whole reply is the one part of each choice, made by the same code from the choice itself, so a
-stream's chunks add up to it.
+A whole reply has one part per choice, made by the same code from the finished choice, so the chunks
+of a stream add up to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tlt_server.frontend.generation.validation import RequestBatch
 
 
 class _Ending(Struct, frozen=True):
-    """What only a choice's last part has."""
+    """The fields that only the last part of a choice has."""
 
     versions: bool  # whether weight versions were asked for
     eos: frozenset[int]
@@ -57,9 +57,8 @@ class CompletionPhrase:
         self._prompts = asked.prompts()
         self._prompt_ids = [item.requests[0].token_ids for item in batch.items]
         self._ending = _Ending(asked.return_weight_versions, eos)
-        self._offsets: dict[
-            int, int
-        ] = {}  # of choices that have begun: where the next token begins
+        # Choice -> where its next token begins, for choices that have started.
+        self._offsets: dict[int, int] = {}
         self._head = Completion(id=id, created=created, model=model, choices=[])
 
     def reply(
@@ -71,7 +70,7 @@ class CompletionPhrase:
         return msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
 
     def part(self, prompt: int, delta: Delta, ended: FinishedChoice | None) -> CompletionChoice:
-        """What choice `delta.index` of that prompt gained; with `ended`, its last part."""
+        """Return the part for a delta of a choice of that prompt; with `ended`, the last part."""
         asked, index = self._asked, prompt * self._asked.n + delta.index
         part = CompletionChoice(index=index, text=delta.text or "")
         tokens = scored(delta) if asked.alternatives() is not None else []
@@ -89,8 +88,9 @@ class CompletionPhrase:
         return part
 
     def _begin(self, part: CompletionChoice, prompt: int, delta: Delta) -> list[Scored]:
-        """What a choice's first part has in front; the prompt's tokens, where they are echoed with
-        log-probs.
+        """Add what the first part of a choice begins with.
+
+        Return the prompt's tokens if they are echoed with log-probs.
         """
         asked, token_ids = self._asked, self._prompt_ids[prompt]
         self._offsets[part.index] = 0
@@ -145,11 +145,11 @@ class ChatPhrase:
     ) -> ChatCompletion:
         metrics = parts[0].metrics if self._asked.n == 1 and parts else UNSET
         reply = msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
-        self._head.prompt_token_ids = self._head.prompt_logprobs = UNSET  # said once
+        self._head.prompt_token_ids = self._head.prompt_logprobs = UNSET  # sent once
         return reply
 
     def part(self, prompt: int, delta: Delta, ended: FinishedChoice | None) -> ChatChoice:
-        """What choice `delta.index` gained; with `ended`, its last part."""
+        """Return the part for a delta of a choice; with `ended`, its last part."""
         asked, first = self._asked, delta.index not in self._begun
         speech = Speech(role="assistant" if first else UNSET, content=delta.text or "")
         part = (

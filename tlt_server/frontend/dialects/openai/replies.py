@@ -1,5 +1,5 @@
-"""What the OpenAI dialect replies: the shapes, which are also those of the OpenAPI document, and
-errors and figures put into them.
+"""Replies of the OpenAI dialect: their shapes, which the OpenAPI document shows, and the errors and
+figures in them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Failure(Struct, frozen=True):
 
 
 class Speculation(Struct, frozen=True):
-    """Speculation of one choice."""
+    """The figures of speculation on one choice."""
 
     mean_acceptance_length: Annotated[
         float, Meta(description="tokens per step that had a draft, the bonus token included")
@@ -53,11 +53,11 @@ class Speculation(Struct, frozen=True):
     num_spec_steps: Annotated[int, Meta(description="steps that had a draft")]
     num_accepted_draft_tokens: Annotated[int, Meta(description="drafts accepted")]
     num_draft_tokens: Annotated[int, Meta(description="drafts verified")]
-    num_spec_tokens: Annotated[int, Meta(description="the most that one step accepted")]
+    num_spec_tokens: Annotated[int, Meta(description="the largest number that one step accepted")]
 
 
 class Metrics(Struct, frozen=True):
-    """Figures beside the answer."""
+    """The figures that a reply has in addition to its choices."""
 
     speculative_decoding: Annotated[
         Speculation | None, Meta(description="null for a choice that never had a draft")
@@ -68,9 +68,7 @@ class CompletionChoice(Struct, kw_only=True):
     index: Annotated[int, Meta(description="p * n + i for choice i of prompt p")]
     text: Annotated[
         str,
-        Meta(
-            description="what was generated, or in a chunk what was added; behind the prompt with `echo`"
-        ),
+        Meta(description="the output, or in a chunk what was added; with `echo` after the prompt"),
     ]
     logprobs: Annotated[Logprobs | None, Meta(description="of the tokens, where asked for")] = None
     finish_reason: Annotated[
@@ -100,12 +98,12 @@ class CompletionChoice(Struct, kw_only=True):
 class Speech(Struct):
     role: Annotated[Literal["assistant"] | UnsetType, Meta(description="who speaks")] = UNSET
     content: Annotated[
-        str | UnsetType, Meta(description="what was said, or in a chunk what was added")
+        str | UnsetType, Meta(description="the text, or in a chunk what was added")
     ] = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
-    """`message` in a whole reply, `delta` in a chunk of a stream."""
+    """A choice, with `message` in a whole reply and `delta` in a chunk of a stream."""
 
     index: Annotated[int, Meta(description="which of the n choices, from 0")]
     message: Annotated[Speech | UnsetType, Meta(description="the answer; in a whole reply")] = UNSET
@@ -142,13 +140,15 @@ class Completion(Struct, kw_only=True):
     choices: Annotated[
         list[CompletionChoice],
         Meta(
-            description="of all prompts; in a chunk those that gained something, in the last one with `usage` none"
+            description="choices of all prompts; in a chunk those that gained something, and none "
+            "in the last one with `usage`"
         ),
     ]
     usage: Annotated[
         OpenAIUsage | None | UnsetType,
         Meta(
-            description="tokens of the whole request; in chunks null but for the last one, with `include_usage`"
+            description="tokens of the whole request; in chunks null except in the last one, with "
+            "`include_usage`"
         ),
     ] = UNSET
     metrics: Annotated[Metrics | UnsetType, Meta(description="of a reply's only choice")] = UNSET
@@ -164,13 +164,15 @@ class ChatCompletion(Struct, kw_only=True):
     choices: Annotated[
         list[ChatChoice],
         Meta(
-            description="of the conversation; in a chunk those that gained something, in the last one with `usage` none"
+            description="choices of the conversation; in a chunk those that gained something, and "
+            "none in the last one with `usage`"
         ),
     ]
     usage: Annotated[
         OpenAIUsage | None | UnsetType,
         Meta(
-            description="tokens of the whole request; in chunks null but for the last one, with `include_usage`"
+            description="tokens of the whole request; in chunks null except in the last one, with "
+            "`include_usage`"
         ),
     ] = UNSET
     prompt_token_ids: Annotated[
@@ -199,7 +201,7 @@ class Models(Struct, frozen=True):
 
 class Tokens(Struct, frozen=True):
     tokens: Annotated[list[int], Meta(description="token ids")]
-    count: Annotated[int, Meta(description="how many")]
+    count: Annotated[int, Meta(description="number of token ids")]
     max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
 
 
@@ -208,7 +210,7 @@ class Detokenized(Struct, frozen=True):
 
 
 def failure(error: TltError) -> Failure:
-    """Refusals begin with the field that they are about."""
+    """Return the error in the OpenAI envelope. A refusal begins with the field that is wrong."""
     word = error.message.split(" ")[0].split("[")[0].split(".")[0]
     known = (
         CompletionRequest.model_fields.keys()
@@ -229,6 +231,7 @@ def failure(error: TltError) -> Failure:
 
 
 def figures(sd: SdReport) -> Metrics:
+    """Return the figures of a choice from its report of speculation."""
     if not sd.draft_steps:
         return Metrics(None)
     return Metrics(

@@ -57,7 +57,7 @@ class StreamOptions(Tolerant):
 
 
 class Asked(SharedSampling):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra=null_is_absent)
 
@@ -65,7 +65,8 @@ class Asked(SharedSampling):
     n: Count = Field(1, description="choices per prompt")
     seed: Seed | None = Field(
         None,
-        description="keys the choices' noise: the same seed gives the same tokens, here and on /generate",
+        description="keys the choices' noise: the same seed gives the same tokens, here and on "
+        "/generate",
     )
     top_k: int = Field(0, ge=-1, le=MAX_INT32, description="0 or -1: all tokens")
     logprobs: bool | int = Field(False, description="true, or a number of alternatives")
@@ -76,7 +77,7 @@ class Asked(SharedSampling):
         False, description="server-sent chunks as tokens come, instead of one reply"
     )
     stream_options: StreamOptions = Field(
-        StreamOptions(), description="what a stream holds besides"
+        StreamOptions(), description="what a stream has in addition"
     )
     return_token_ids: bool = Field(
         False, description="token_ids of the choices and prompt_token_ids"
@@ -97,17 +98,19 @@ class Asked(SharedSampling):
 
     @abstractmethod
     def alternatives(self) -> int | None:
-        """Alternatives per token; None: no log-probs are reported."""
+        """Return the number of alternatives per token, or None if no log-probs are reported."""
 
     @abstractmethod
     def length(self) -> int | None:
-        """The longest output; None: what the prompt leaves."""
+        """Return the limit on output tokens, or None for all that the prompt leaves."""
 
     def scored_prompt(self) -> int | None:
         return self.prompt_logprobs
 
     def native(self, prompts: list[dict[str, Any]]) -> NativeRequest:
-        """`prompts` are the items' fields that say what the prompt is."""
+        """Translate to the native request. `prompts` are the fields of each item that hold its
+        prompt.
+        """
         sampling = {
             name: getattr(self, name)
             for name in SharedSampling.model_fields.keys() & self.model_fields_set
@@ -128,7 +131,7 @@ class Asked(SharedSampling):
 
 
 def _kind(prompt: Any) -> str:
-    """Which form a prompt has, so that an error speaks of that form."""
+    """Return the form of a prompt, so that an error is about that form."""
     if not isinstance(prompt, list):
         return "str"
     first = prompt[0] if prompt else ""
@@ -184,7 +187,9 @@ class Part(Tolerant):
 
 
 class ChatMessage(BaseModel):
-    """The template sees every field; parts of the content are joined by line ends."""
+    """A message of which the template sees every field; parts of the content are joined by
+    newlines.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -209,7 +214,7 @@ class ChatMessage(BaseModel):
 
 
 def _with_arguments(call: Any) -> Any:
-    """A tool call as templates want it: the arguments an object, not JSON in a string."""
+    """Return a tool call as templates read it: the arguments as an object, not as a JSON string."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -226,7 +231,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 class TemplateFields(Tolerant):
-    """What the chat template takes besides the messages."""
+    """The inputs of the chat template other than the messages."""
 
     model_config = ConfigDict(json_schema_extra=null_is_absent)
 
@@ -235,7 +240,8 @@ class TemplateFields(Tolerant):
     )
     chat_template_kwargs: dict[str, Scalar | None] = Field(
         default_factory=dict,
-        description="scalars; the template sees those that it reads by name, such as enable_thinking",
+        description="scalars; the template sees those that it reads by name, such as "
+        "enable_thinking",
     )
     add_generation_prompt: bool = Field(True, description="open the assistant's turn")
 
@@ -263,7 +269,8 @@ class ChatRequest(Asked, TemplateFields):
         if self.logprobs is False:
             if self.top_logprobs:
                 raise InvalidRequest(
-                    f"top_logprobs is {self.top_logprobs} and logprobs is not set; set logprobs to true"
+                    f"top_logprobs is {self.top_logprobs} and logprobs is not set; set logprobs to "
+                    "true"
                 )
             return None
         return (

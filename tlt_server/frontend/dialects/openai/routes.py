@@ -2,8 +2,8 @@
 and detokenize.
 
 Bodies are translated to the native request and share its limits; errors have the OpenAI envelope. A
-reply is whole or not at all: the first item that fails ends the request with its error, in a stream
-as a chunk `{"error": ...}` before `[DONE]`.
+reply is complete or an error: the first item that fails ends the request with its error, which in a
+stream is a chunk `{"error": ...}` before `[DONE]`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ QUESTION = [{"role": "user", "content": "Compute 3*4+5."}]
 
 @ROUTES.get("/v1/models", needs="data", gives=Models)
 async def models(service: Service, request: Request) -> Response:
-    """The served model and its longest prompt plus output."""
+    """List the served model, with the limit on its prompt plus output."""
     info = service.engine.info
     longest = info.max_model_len if info is not None else service.config.max_model_len
     assert isinstance(longest, int)
@@ -74,9 +74,7 @@ async def models(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/v1/completions",
     needs="data",
-    raises=(NotFound, *UNFINISHED),
     takes=CompletionRequest,
-    gives=Completion,
     example={
         "prompt": ["2+2=", "3*4="],
         "n": 2,
@@ -84,14 +82,15 @@ async def models(service: Service, request: Request) -> Response:
         "seed": 7,
         "return_token_ids": True,
     },
+    gives=Completion,
     streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"])),
+    raises=(NotFound, *UNFINISHED),
 )
 async def completions(service: Service, request: Request) -> Response:
     """Complete one prompt or a batch of prompts, given as text or token ids.
 
-    Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream`,
-    server-sent chunks and a last `[DONE]`. Unknown fields are ignored; null is the same as
-    absent.
+    Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream` the reply
+    is server-sent chunks and a last `[DONE]`. Unknown fields are ignored, and null means absent.
     """
     asked, info = await _read(service, request, CompletionRequest)
     prompts = [
@@ -103,18 +102,18 @@ async def completions(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/v1/chat/completions",
     needs="data",
-    raises=(NotFound, *UNFINISHED),
     takes=ChatRequest,
-    gives=ChatCompletion,
     example={"messages": QUESTION, "max_completion_tokens": 64, "logprobs": True},
+    gives=ChatCompletion,
     streams=(("message", ChatCompletion), ("message", Failure), ("message", Literal["[DONE]"])),
+    raises=(NotFound, *UNFINISHED),
 )
 async def chat(service: Service, request: Request) -> Response:
     """Answer a conversation, put into the model's chat template with tools and
     chat_template_kwargs.
 
-    With `stream`, server-sent chunks and a last `[DONE]`. Unknown fields are ignored; null is
-    the same as absent.
+    With `stream` the reply is server-sent chunks and a last `[DONE]`. Unknown fields are ignored,
+    and null means absent.
     """
     asked, info = await _read(service, request, ChatRequest)
     service.validator.check_choices(asked.n)
@@ -127,17 +126,18 @@ async def chat(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/tokenize",
     needs="data",
-    raises=(NotFound, Unavailable),
     takes=TokenizeRequest,
-    gives=Tokens,
     example={"messages": QUESTION},
+    gives=Tokens,
+    raises=(NotFound, Unavailable),
 )
 async def tokenize(service: Service, request: Request) -> Response:
-    """Token ids of a text, or of a conversation put into the chat template."""
+    """Return the token ids of a text, or of a conversation put into the chat template."""
     asked, info = await _read(service, request, TokenizeRequest)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest(
-            f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give exactly one of them"
+            f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give "
+            "exactly one of them"
         )
     if asked.messages is not None:
         arguments = asked.template_arguments(asked.messages)
@@ -155,22 +155,23 @@ async def tokenize(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/detokenize",
     needs="data",
-    raises=(NotFound, Unavailable),
     takes=DetokenizeRequest,
-    gives=Detokenized,
     example={"tokens": [17, 18, 19]},
+    gives=Detokenized,
+    raises=(NotFound, Unavailable),
 )
 async def detokenize(service: Service, request: Request) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     asked, info = await _read(service, request, DetokenizeRequest)
     if service.text.tokenizer is None:
         raise InvalidRequest(
-            "tokens cannot be read: this model directory has no tokenizer.json; decode them where it is"
+            "tokens cannot be read: this model directory has no tokenizer.json; decode them where "
+            "that file is"
         )
     if asked.tokens and max(asked.tokens) >= info.vocab_size:
         raise InvalidRequest(
-            f"tokens has the token id {max(asked.tokens)}; ids of this model end at {info.vocab_size - 1}: "
-            "tokenise with the served model's tokenizer"
+            f"tokens has the token id {max(asked.tokens)}; ids of this model end at "
+            f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
         )
     return json_response(
         Detokenized(await asyncio.to_thread(service.text.decode, asked.tokens, special=True))
@@ -212,15 +213,16 @@ async def _answer(
 async def _read(service: Service, request: Request, model: type[Any]) -> tuple[Any, EngineInfo]:
     service.engine.check_available()
     body = await request.body()
-    service.engine.check_available()  # the body may have taken its time
+    service.engine.check_available()  # again, since reading the body may take long
     if issubclass(model, Asked):
-        service.engine.check_room(Demand(sequences=1))  # where nothing fits, none is parsed
+        service.engine.check_room(Demand(sequences=1))  # checked before a large body is parsed
     asked = await read(model, body)
-    await asyncio.sleep(0)  # a large one has taken its time
+    await asyncio.sleep(0)  # other requests run, since checking a large body takes long
     names = ("", service.config.served_model_name, str(service.config.model))
     if asked.model not in names:
         raise NotFound(
-            f"model is {asked.model[:100]!r}; this server serves {service.config.served_model_name!r}: name that one, or none"
+            f"model is {asked.model[:100]!r}; this server serves "
+            f"{service.config.served_model_name!r}: name that one, or none"
         )
     assert service.engine.info is not None
     return asked, service.engine.info
@@ -236,7 +238,7 @@ async def _conversation(
 
 
 class _Count:
-    """Usage, as items end."""
+    """The usage of a request, counted as its items end."""
 
     def __init__(self) -> None:
         self._prompt = self._cached = self._completion = 0
@@ -286,9 +288,7 @@ async def _chunks(
             yield _frame(phrase.reply([], count.usage()))
     except TltError as error:
         yield _frame(failure(error))
-    except (
-        Exception
-    ) as error:  # our own bug, but the status line is long gone: say so in the stream
+    except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
         yield _frame(failure(unexpected(error)))
     yield b"data: [DONE]\n\n"
 

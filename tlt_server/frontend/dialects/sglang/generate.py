@@ -257,8 +257,8 @@ def _finish(choice: FinishedChoice) -> Finish:
         case "abort":
             return Finish(
                 "abort",
-                message="the request was aborted; this is what it had: send prompt and output again "
-                "to continue",
+                message="the request was aborted; this is what it had: send prompt and output "
+                "again to continue",
             )
 
 

@@ -30,9 +30,9 @@ ALL: tuple[Memory, ...] = ("weights", "kv_cache")
 
 @ROUTES.post(
     "/pause_generation",
-    optional_body=True,
     needs="operate",
     takes=PauseFields,
+    optional_body=True,
     gives=Acknowledged,
     raises=GONE,
 )
@@ -49,9 +49,9 @@ async def pause(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/continue_generation",
-    optional_body=True,
     needs="operate",
     takes=AnyFields,
+    optional_body=True,
     gives=Acknowledged,
     raises=GONE,
 )
@@ -88,9 +88,9 @@ async def abort(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/flush_cache",
-    optional_body=True,
     needs="operate",
     takes=AnyFields,
+    optional_body=True,
     gives=Acknowledged,
     raises=GONE,
 )
@@ -110,9 +110,9 @@ async def flush(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/release_memory_occupation",
-    optional_body=True,
     needs="operate",
     takes=MemoryFields,
+    optional_body=True,
     gives=Acknowledged,
     raises=(Conflict, StorageFailed, *GONE),
 )
@@ -128,9 +128,9 @@ async def release(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/resume_memory_occupation",
-    optional_body=True,
     needs="operate",
     takes=MemoryFields,
+    optional_body=True,
     gives=Acknowledged,
     raises=GONE,
 )

@@ -57,7 +57,8 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     input_token_logprobs: Annotated[
         list[Scored] | UnsetType,
         Meta(
-            description="per prompt token from logprob_start_len on, the very first one's log-prob being null; where asked for"
+            description="per prompt token from logprob_start_len on; the log-prob of the very "
+            "first one is null; where asked for"
         ),
     ] = UNSET
     input_top_logprobs: Annotated[
@@ -121,6 +122,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class Acknowledged(Struct, frozen=True):
+    """The answer to a call that has succeeded."""
+
     message: Annotated[str, Meta(description="what was done")]
     status: Annotated[Literal["ok"], Meta(description="always the same")] = "ok"
 
@@ -138,7 +141,7 @@ class VersionReply(Struct, frozen=True):
 
 
 class Loads(Struct, frozen=True, kw_only=True):
-    """Of one replica."""
+    """The load of one replica."""
 
     dp_rank: Annotated[int, Meta(description="always 0")] = 0
     num_running_reqs: Annotated[int, Meta(description="sequences that decode")]
@@ -161,7 +164,7 @@ Rows = list[Any]
 
 
 def rows_of(values: bytes, shape: list[int]) -> bytes:
-    """`Rows` of float32 as JSON: made row by row, so that other threads get their turn."""
+    """Return `Rows` of float32 as JSON, made row by row so that other threads run in between."""
     each = memoryview(values)
     size = len(each) // shape[0]
     rows = (
@@ -174,4 +177,5 @@ def rows_of(values: bytes, shape: list[int]) -> bytes:
 
 
 def outcome_of(error: TltError) -> Outcome:
+    """Return the error in the shape of the weight routes."""
     return Outcome(success=False, message=error.message)

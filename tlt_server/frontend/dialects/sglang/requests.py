@@ -140,8 +140,8 @@ class GenerateFields(Tolerant):
         if isinstance(self.rid, list):
             if len(self.rid) != count:
                 raise InvalidRequest(
-                    f"rid has {len(self.rid)} names and there are {count} prompts; give each prompt "
-                    "one, or leave rid out"
+                    f"rid has {len(self.rid)} names and there are {count} prompts; give each "
+                    "prompt one, or leave rid out"
                 )
             return [*self.rid]
         return [self.rid] if count == 1 else [self.rid and f"{self.rid}_{i}" for i in range(count)]

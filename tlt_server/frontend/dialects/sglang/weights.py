@@ -48,10 +48,10 @@ PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
 
 @ROUTES.post(
     "/begin_weight_update",
-    optional_body=True,
-    gives=Outcome,
     needs="push-weights",
     takes=BeginFields,
+    optional_body=True,
+    gives=Outcome,
     raises=(NotFound, Conflict, *GONE),
 )
 async def begin(service: Service, request: Request) -> Response:
@@ -63,10 +63,10 @@ async def begin(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/end_weight_update",
-    optional_body=True,
-    gives=Outcome,
     needs="push-weights",
     takes=AnyFields,
+    optional_body=True,
+    gives=Outcome,
     raises=PUSHED,
 )
 async def end(service: Service, request: Request) -> Response:
@@ -79,9 +79,9 @@ async def end(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/update_weights_from_disk",
     needs="push-weights",
-    gives=Outcome,
     takes=DiskFields,
     example={"model_path": "step-7", "weight_version": "7"},
+    gives=Outcome,
     raises=PUSHED,
 )
 async def from_disk(service: Service, request: Request) -> Response:
@@ -112,9 +112,7 @@ async def from_disk(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/init_weights_update_group",
     needs="push-weights",
-    gives=Outcome,
     takes=SglangGroup,
-    raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE),
     example={
         "master_address": "127.0.0.1",
         "master_port": "29500",
@@ -123,6 +121,8 @@ async def from_disk(service: Service, request: Request) -> Response:
         "group_name": "slime-pp_0",
         "backend": "gloo",
     },
+    gives=Outcome,
+    raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE),
 )
 async def join(service: Service, request: Request) -> Response:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
@@ -143,10 +143,10 @@ async def join(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/destroy_weights_update_group",
-    optional_body=True,
-    gives=Outcome,
     needs="push-weights",
     takes=LeaveFields,
+    optional_body=True,
+    gives=Outcome,
     raises=(Conflict, *GONE),
 )
 async def leave(service: Service, request: Request) -> Response:
@@ -158,15 +158,15 @@ async def leave(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/update_weights_from_distributed",
     needs="push-weights",
-    gives=Outcome,
     takes=DistributedFields,
-    raises=(ChannelBroken, *PUSHED),
     example={
         "names": ["model.norm.weight"],
         "dtypes": ["float32"],
         "shapes": [[64]],
         "group_name": "slime-pp_0",
     },
+    gives=Outcome,
+    raises=(ChannelBroken, *PUSHED),
 )
 async def from_distributed(service: Service, request: Request) -> Response:
     """Receive the named tensors from the group.
@@ -197,10 +197,10 @@ async def from_distributed(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/update_weights_from_tensor",
-    optional_body=True,
-    gives=Outcome,
     needs="push-weights",
     takes=AnyFields,
+    optional_body=True,
+    gives=Outcome,
     raises=(UnsafeChannel,),
 )
 async def from_tensor(service: Service, request: Request) -> Response:
@@ -216,10 +216,10 @@ async def from_tensor(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/weights_checker",
-    optional_body=True,
-    gives=Outcome,
     needs="push-weights",
     takes=CheckFields,
+    optional_body=True,
+    gives=Outcome,
     raises=(Conflict, *GONE),
 )
 async def check(service: Service, request: Request) -> Response:
@@ -247,16 +247,15 @@ async def check(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/get_weights_by_name",
-    error_shape=error_reply,
     needs="push-weights",
     takes=ReadFields,
     example={"name": "model.norm.weight", "truncate_size": 4},
     gives=Rows,
     raises=(NotFound, Conflict, *GONE),
+    error_shape=error_reply,
 )
 @ROUTES.get(
     "/get_weights_by_name",
-    error_shape=error_reply,
     needs="push-weights",
     parameters=(
         Parameter("name", "query", "of the tensor", {"type": "string"}),
@@ -269,6 +268,7 @@ async def check(service: Service, request: Request) -> Response:
     ),
     gives=Rows,
     raises=(InvalidRequest, NotFound, Conflict, *GONE),
+    error_shape=error_reply,
 )
 async def read_weights(service: Service, request: Request) -> Response:
     """Read the first rows of a live tensor, as numbers; 409 while the weights change or sleep.

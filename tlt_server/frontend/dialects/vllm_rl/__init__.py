@@ -1,1 +1,5 @@
-"""Shapes of the dialect `vllm_rl`: what trainers that drive vLLM send and expect."""
+"""The dialect `vllm_rl`: what trainers that drive vLLM send and expect.
+
+In come its routes to pause, sleep, abort, push weights and generate from token ids, which translate
+to the service. Out go replies in vLLM's shapes. Only the table of dialects imports this room.
+"""

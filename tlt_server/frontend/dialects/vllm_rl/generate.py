@@ -32,18 +32,18 @@ WORDS = Words("token_ids", "token_ids", "", "sampling_params.")
     "/inference/v1/generate",
     needs="data",
     takes=TokensRequest,
-    gives=TokensReply,
     example={
         "token_ids": [17, 18, 19],
         "sampling_params": {"max_tokens": 8, "logprobs": 1, "seed": 7},
     },
+    gives=TokensReply,
     raises=(NotFound, *UNFINISHED),
 )
 async def generate(service: Service, request: Request) -> Response:
-    """Generate from token ids; unknown fields are ignored, null is the same as absent."""
+    """Generate from token ids. Unknown fields are ignored, and null means absent."""
     service.engine.check_available()
     content = without_nulls(await read_object(await request.body(), "token_ids"))
-    service.engine.check_room(Demand(sequences=1))  # the body may have taken its time
+    service.engine.check_room(Demand(sequences=1))  # checked before a large prompt is
     asked = checked(TokensRequest, content)
     if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
         served = service.config.served_model_name
@@ -73,7 +73,7 @@ async def _whole(service: Service, asked: TokensRequest, generation: Generation)
         )
 
     prompt = result.choices[0].prompt_logprobs
-    told = (
+    prompt_logprobs = (
         None
         if not isinstance(prompt, list)
         else speller.prompt(scored_prompt(asked.token_ids, prompt, params.prompt_logprobs or 0))
@@ -85,4 +85,6 @@ async def _whole(service: Service, asked: TokensRequest, generation: Generation)
         result.prompt_tokens + tokens,
         CachedTokens(result.cached_tokens),
     )
-    return json_response(TokensReply(result.id, [choice(of) for of in result.choices], told, usage))
+    return json_response(
+        TokensReply(result.id, [choice(of) for of in result.choices], prompt_logprobs, usage)
+    )

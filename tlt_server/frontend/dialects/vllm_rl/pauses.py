@@ -33,7 +33,7 @@ TAGS: dict[str, list[Memory]] = {"weights": ["weights"], "kv_cache": ["kv_cache"
 MODE = Parameter(
     "mode",
     "query",
-    "what becomes of what runs",
+    "what becomes of running sequences",
     {"type": "string", "enum": [*MODES], "default": "abort"},
 )
 CLEAR_CACHE = Parameter(
@@ -55,18 +55,19 @@ TAG_LIST = Parameter(
 
 @ROUTES.post(
     "/pause",
-    optional_body=True,
     needs="operate",
     parameters=(MODE, CLEAR_CACHE),
     takes=AnyFields,
+    optional_body=True,
     gives=Paused,
     raises=GONE,
 )
 async def pause(service: Service, request: Request) -> Response:
     """Stop generating until POST /resume.
 
-    `abort` ends what runs with what it has, `wait` answers when it has ended; both refuse new
-    requests with 503. `keep` freezes what runs with its KV, and new requests wait.
+    `abort` ends running sequences with what they have, `wait` replies when they have ended; both
+    refuse new requests with 503. `keep` freezes running sequences with their KV, and new requests
+    wait.
     """
     await read(AnyFields, request)
     mode = word(request, "mode", MODES, "abort")
@@ -78,10 +79,10 @@ async def pause(service: Service, request: Request) -> Response:
 
 
 @ROUTES.post(
-    "/resume", optional_body=True, needs="operate", takes=AnyFields, gives=Paused, raises=GONE
+    "/resume", needs="operate", takes=AnyFields, optional_body=True, gives=Paused, raises=GONE
 )
 async def resume(service: Service, request: Request) -> Response:
-    """Go on with what was frozen or has waited, and take new requests."""
+    """Continue what was frozen, start what has waited, and take new requests."""
     await read(AnyFields, request)
     await service.engine.pauses.resume()
     return json_response(Paused("resumed"))
@@ -89,21 +90,22 @@ async def resume(service: Service, request: Request) -> Response:
 
 @ROUTES.get("/is_paused", needs="any", gives=IsPaused)
 async def is_paused(service: Service, request: Request) -> Response:
-    """Whether a pause holds."""
+    """Tell whether a pause holds."""
     return json_response(IsPaused(service.engine.pauses.paused))
 
 
 @ROUTES.post(
     "/abort_requests",
-    optional_body=True,
     needs="data",
     takes=VllmAbort,
+    optional_body=True,
     gives=VllmDone,
     raises=(Forbidden, *GONE),
 )
 async def abort_requests(service: Service, request: Request) -> Response:
-    """End requests with what they have; their replies say finish_reason "abort". Another key's,
-    and all of them, need operate.
+    """End requests with what they have; their replies have the finish_reason "abort".
+
+    To end another key's requests, or all of them, needs the scope operate.
     """
     service.engine.check_running()
     names = (await read(VllmAbort, request)).request_ids
@@ -115,15 +117,16 @@ async def abort_requests(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/reset_prefix_cache",
-    optional_body=True,
     needs="operate",
     takes=AnyFields,
+    optional_body=True,
     gives=Succeeded,
     raises=GONE,
 )
 async def reset_prefix_cache(service: Service, request: Request) -> Response:
-    """Forget every cached prefix; what runs goes on with its own KV, which then serves nobody
-    else.
+    """Forget every cached prefix.
+
+    Running sequences continue with their own KV, which then serves no other request.
     """
     await read(AnyFields, request)
     await service.engine.pauses.clear_cache(unless_held=False)
@@ -132,19 +135,18 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/sleep",
-    optional_body=True,
     needs="operate",
     parameters=(LEVEL, MODE),
     takes=AnyFields,
+    optional_body=True,
     gives=Succeeded,
     raises=(Conflict, StorageFailed, *GONE),
 )
 async def sleep(service: Service, request: Request) -> Response:
-    """Give memory back: level 1 the KV, level 2 the weights of target and drafter too. New
-    requests get 503 until all is awake.
+    """Give memory back: level 1 the KV, level 2 the weights of target and drafter too.
 
-    `abort` ends what runs, `wait` lets it end first, `keep` drops its KV: it goes on with the
-    same tokens after POST /wake_up.
+    New requests get 503 until all is awake. `abort` ends running sequences, `wait` lets them end
+    first, and `keep` drops their KV: they continue with the same tokens after POST /wake_up.
     """
     await read(AnyFields, request)
     level, mode = word(request, "level", LEVELS, "1"), word(request, "mode", MODES, "abort")
@@ -154,15 +156,15 @@ async def sleep(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/wake_up",
-    optional_body=True,
     needs="operate",
     parameters=(TAG_LIST,),
     takes=AnyFields,
+    optional_body=True,
     gives=Succeeded,
     raises=GONE,
 )
 async def wake_up(service: Service, request: Request) -> Response:
-    """Take memory again, weights bit for bit as they were; without tags all of it."""
+    """Take memory again, without tags all of it, with the same bits in the weights as before."""
     await read(AnyFields, request)
     asked = words(request, "tags", TAGS)
     await service.engine.pauses.wake([memory for tag in asked or TAGS for memory in TAGS[tag]])
@@ -171,5 +173,5 @@ async def wake_up(service: Service, request: Request) -> Response:
 
 @ROUTES.get("/is_sleeping", needs="any", gives=IsSleeping)
 async def is_sleeping(service: Service, request: Request) -> Response:
-    """Whether any memory is given back."""
+    """Tell whether any memory is given back."""
     return json_response(IsSleeping(bool(service.engine.pauses.asleep)))

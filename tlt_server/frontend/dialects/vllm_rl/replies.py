@@ -1,4 +1,4 @@
-"""What the dialect `vllm_rl` replies, its errors included."""
+"""Replies of the dialect `vllm_rl`, its errors included."""
 
 from __future__ import annotations
 
@@ -70,12 +70,13 @@ class WeightInfo(Struct, frozen=True):
 
 
 class CheckReply(Struct, frozen=True, omit_defaults=True):
-    """Checksums of what is live, or how they compare."""
+    """The checksums of live weights, or the result of a comparison."""
 
     checksums: Annotated[
         dict[str, str] | None,
         Meta(
-            description="of what is live: mix64 of the values, by tensor; with the actions checksum and reset"
+            description="checksums of what is live: mix64 of the values, by tensor; with the "
+            "actions checksum and reset"
         ),
     ] = None
     match: Annotated[
@@ -115,6 +116,7 @@ class TokensReply(Struct, frozen=True):
 
 
 def fault(error: TltError) -> Faulty:
+    """Return the error in vLLM's envelope."""
     known = error.http_status in {status.value for status in HTTPStatus}
     return Faulty(
         Fault(

@@ -1,5 +1,5 @@
-"""Bodies of the dialect `vllm_rl`. Clients send many fields that mean nothing here: unknown ones
-are ignored, null is absent.
+"""Bodies of the dialect `vllm_rl`. Unknown fields are ignored, since clients send many that have no
+meaning here, and null means absent.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class TokensRequest(NullIsAbsent):
     def native(self) -> NativeRequest:
         if self.stream:
             raise InvalidRequest(
-                "stream is true; this route gives one whole reply: leave it out, or stream from POST /v1/completions"
+                "stream is true; this route gives one whole reply: leave it out, or stream from "
+                "POST /v1/completions"
             )
         params = self.sampling_params
         sampling = {
@@ -133,6 +134,6 @@ class VersionFields(NullIsAbsent):
 
 
 async def read(model: type[Model], request: Request) -> Model:
-    """No body at all is an empty object."""
+    """Check a body; without one, an empty object."""
     field = next(iter(model.model_fields), "nothing")
     return checked(model, without_nulls(await optional_object(await request.body(), field)))

@@ -1,4 +1,4 @@
-"""All routes of the dialect."""
+"""The routes of the dialect."""
 
 from tlt_server.frontend.dialects.vllm_rl import generate, pauses, server, weights
 

@@ -1,4 +1,4 @@
-"""Routes that tell what this server is, as clients of vLLM ask for it."""
+"""Routes that describe this server, as clients of vLLM ask for it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ROUTES = Routes(error_shape=fault)
 
 @ROUTES.get("/load", needs="any", gives=Load)
 async def load(service: Service, request: Request) -> Response:
-    """How much is open."""
+    """Count the sequences that are open."""
     return json_response(Load(len(service.engine)))
 
 
 @ROUTES.get("/version", needs="any", gives=ServerVersion)
 async def version(service: Service, request: Request) -> Response:
-    """The server's version."""
+    """Return the version of the server."""
     return json_response(ServerVersion(__version__))
 
 
 @ROUTES.get("/ping", needs="open", gives=Status, raises=(Unavailable,))
 async def ping(service: Service, request: Request) -> Response:
-    """Whether this process works and its engine has not gone."""
+    """Check that this process works and its engine has not gone for good."""
     service.engine.check_alive()
     return json_response(Status())

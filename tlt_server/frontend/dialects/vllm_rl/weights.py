@@ -51,7 +51,7 @@ INCLUDE_DP = Parameter("include_dp", "query", "accepted and without effect: ther
 
 @ROUTES.get("/get_world_size", needs="any", parameters=(INCLUDE_DP,), gives=WorldSize)
 async def world_size(service: Service, request: Request) -> Response:
-    """How many ranks of this server take weights."""
+    """Count the ranks of this server that take weights."""
     return json_response(WorldSize())
 
 
@@ -59,8 +59,6 @@ async def world_size(service: Service, request: Request) -> Response:
     "/init_weight_transfer_engine",
     needs="push-weights",
     takes=InitFields,
-    gives=VllmDone,
-    raises=JOINS,
     example={
         "init_info": {
             "master_address": "127.0.0.1",
@@ -70,10 +68,12 @@ async def world_size(service: Service, request: Request) -> Response:
             "backend": "gloo",
         }
     },
+    gives=VllmDone,
+    raises=JOINS,
 )
 async def init_transfer(service: Service, request: Request) -> Response:
-    """Join the trainer's process group, as the rank `rank_offset`. Answers once all ranks are
-    there.
+    """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
+    have joined.
     """
     await service.transfer.join((await read(InitFields, request)).init_info)
     return json_response(VllmDone("Weight transfer initialized"))
@@ -83,8 +83,6 @@ async def init_transfer(service: Service, request: Request) -> Response:
     "/init_broadcaster",
     needs="push-weights",
     takes=BroadcasterFields,
-    gives=VllmDone,
-    raises=JOINS,
     example={
         "host": "127.0.0.1",
         "port": 29500,
@@ -92,10 +90,12 @@ async def init_transfer(service: Service, request: Request) -> Response:
         "inference_world_size": 1,
         "backend": "gloo",
     },
+    gives=VllmDone,
+    raises=JOINS,
 )
 async def init_broadcaster(service: Service, request: Request) -> Response:
-    """Join the trainer's process group, in which `rank_offset` counts servers only. Answers
-    once all ranks are there.
+    """Join the trainer's process group, in which `rank_offset` counts servers only. The reply comes
+    once all ranks have joined.
     """
     await service.transfer.join((await read(BroadcasterFields, request)).info())
     return json_response(VllmDone("Weight transfer initialized"))
@@ -103,14 +103,14 @@ async def init_broadcaster(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/start_weight_update",
-    optional_body=True,
     needs="push-weights",
     takes=StartFields,
+    optional_body=True,
     gives=VllmDone,
     raises=(NotFound, Conflict, *GONE),
 )
 async def start(service: Service, request: Request) -> Response:
-    """Begin an update of the target's weights: what is pushed until POST /finish_weight_update
+    """Start an update of the target's weights; what is pushed until POST /finish_weight_update
     becomes live then.
     """
     return await _start(service, request, "target")
@@ -118,14 +118,14 @@ async def start(service: Service, request: Request) -> Response:
 
 @ROUTES.post(
     "/start_draft_weight_update",
-    optional_body=True,
     needs="push-weights",
     takes=StartFields,
+    optional_body=True,
     gives=VllmDone,
     raises=(NotFound, Conflict, *GONE),
 )
 async def start_draft(service: Service, request: Request) -> Response:
-    """Begin an update of the drafter's weights, as POST /start_weight_update does for the
+    """Start an update of the drafter's weights, as POST /start_weight_update does for the
     target.
     """
     return await _start(service, request, "draft")
@@ -140,21 +140,22 @@ async def _begin(service: Service, asked: StartFields, selector: Selector) -> No
     service.engine.check_running()
     if not asked.is_checkpoint_format:
         raise InvalidRequest(
-            "is_checkpoint_format is false; tensors are taken under their checkpoint's names only: send them so"
+            "is_checkpoint_format is false; tensors are taken under the names of a checkpoint "
+            "only: send them so"
         )
     await service.session.begin(selector)
 
 
 @ROUTES.post(
     "/finish_weight_update",
-    optional_body=True,
     needs="push-weights",
     takes=FinishFields,
+    optional_body=True,
     gives=PushReply,
     raises=(NotFound, Conflict, WeightsRefused, PushFailed, *GONE),
 )
 async def finish(service: Service, request: Request) -> Response:
-    """Make what was pushed since the update was begun live, in one commit between two steps."""
+    """Make what was pushed since the update started live, in one commit between two steps."""
     asked = await read(FinishFields, request)
     return outcome(await service.session.end(asked.weight_version or ""))
 
@@ -168,8 +169,8 @@ async def finish(service: Service, request: Request) -> Response:
     raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *GONE),
 )
 async def collective_rpc(service: Service, request: Request) -> Response:
-    """Begin, go on with or finish a weight update under the names by which SkyRL calls it; no
-    other method is called.
+    """Start, continue or finish a weight update under the names by which SkyRL calls it; no other
+    method is called.
     """
     asked = await read(RpcFields, request)
     match asked.method:
@@ -183,7 +184,8 @@ async def collective_rpc(service: Service, request: Request) -> Response:
             await service.session.end(checked(FinishFields, asked.arguments).weight_version or "")
         case unknown:
             raise InvalidRequest(
-                f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls {', '.join(RPC)} only"
+                f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls "
+                f"{', '.join(RPC)} only"
             )
     return json_response(Results([None]))
 
@@ -197,30 +199,28 @@ async def collective_rpc(service: Service, request: Request) -> Response:
     raises=(Conflict, PushFailed, *GONE),
 )
 async def rename(service: Service, request: Request) -> Response:
-    """Name the version that the open update pushes, or else the one that is live; its content
-    stays.
-    """
+    """Name the version that the open update pushes, or else the live one; its content stays."""
     await service.session.rename((await read(VersionFields, request)).new_version)
     return json_response(VllmDone("Weight version updated"))
 
 
 @ROUTES.get("/weight_info", needs="any", gives=WeightInfo, raises=GONE)
 async def info(service: Service, request: Request) -> Response:
-    """The versions that are live."""
+    """Return the versions that are live."""
     state = (await service.session.look()).state
     return json_response(WeightInfo(state.target, state.drafter))
 
 
 @ROUTES.post(
     "/weight_checker",
-    optional_body=True,
     needs="push-weights",
     takes=CheckFields,
+    optional_body=True,
     gives=CheckReply,
     raises=(Conflict, *GONE),
 )
 async def check(service: Service, request: Request) -> Response:
-    """Checksums of everything live, computed anew; or compare them with a baseline."""
+    """Compute checksums of all live weights, or compare them with a baseline."""
     sums, mismatches = await service.checker.check(await read(CheckFields, request))
     if mismatches is None:
         return json_response(CheckReply(checksums=sums))

@@ -1,4 +1,4 @@
-"""Routes that join and leave the process groups of pushes by broadcast."""
+"""Routes to join and leave process groups, through which weights are broadcast."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ GONE = (EngineFailed, Unavailable)
 
 
 class GroupsReply(Struct, frozen=True):
+    """The process groups after the call."""
+
     groups: Annotated[list[str], Meta(description="process groups that are joined")]
 
 
@@ -38,8 +40,8 @@ class GroupsReply(Struct, frozen=True):
     raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE),
 )
 async def join(service: Service, request: Request) -> Response:
-    """Join a trainer's process group, for pushes by broadcast. Answers once all ranks are
-    there.
+    """Join a trainer's process group, for pushes by broadcast. The reply comes once all ranks have
+    joined.
     """
     asked = await read_optional(GroupFields, request)
     return json_response(
@@ -60,10 +62,10 @@ async def join(service: Service, request: Request) -> Response:
 @ROUTES.delete(
     "/weight_groups/{name}",
     needs="push-weights",
-    parameters=(Parameter("name", "path", "of the group"),),
+    parameters=(Parameter("name", "path", "the name of the group"),),
     gives=GroupsReply,
     raises=(Conflict, *GONE),
 )
 async def leave(service: Service, request: Request) -> Response:
-    """Leave a process group; one that is not joined is left already."""
+    """Leave a process group; it is no error if the group is not joined."""
     return json_response(GroupsReply(await service.broadcasts.leave(request.path_params["name"])))

@@ -1,4 +1,4 @@
-"""Routes of weights that come by http, part by part, before they are pushed."""
+"""Routes that take weights by http, part by part, before they are pushed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PART_PATH = "/weights/{version}/{part}.safetensors"
 
 
 PART = (
-    Parameter("version", "path", "that the part belongs to"),
-    Parameter("part", "path", "a file name, without its ending"),
+    Parameter("version", "path", "the version that the part belongs to"),
+    Parameter("part", "path", "a file name without its suffix"),
 )
 CONTENT_RANGE = Parameter(
     "Content-Range", "header", "bytes FIRST-LAST/TOTAL; absent: the body is the whole part"
@@ -39,9 +39,8 @@ CONTENT_RANGE = Parameter(
 async def put(service: Service, request: Request) -> Response:
     """Send one part of a version: a safetensors file, whole or in ranges from its beginning.
 
-    Content-Range says where the body belongs; a range that came before is welcome with the same
-    bytes. The version is pushed by POST /update_weights with channel http once all parts are
-    there.
+    Content-Range tells where the body belongs. A range may be sent again with the same bytes. Once
+    all parts are sent, POST /update_weights with channel http pushes the version.
     """
     version, part = _part(request)
     length = request.headers.get("content-length")
@@ -55,20 +54,22 @@ async def put(service: Service, request: Request) -> Response:
     PART_PATH, needs="push-weights", parameters=PART, gives=PartStatus, raises=(Forbidden, NotFound)
 )
 async def part_status(service: Service, request: Request) -> Response:
-    """How much of a part is there, to go on after a broken connection."""
+    """Show how much of a part has come, to continue after a broken connection."""
     return json_response(opened(service).status(*_part(request)))
 
 
 def opened(service: Service) -> Uploads:
+    """Return the uploads; `Forbidden` if this server takes no weights by http."""
     if service.uploads is None:
         raise Forbidden(
-            "this server takes no weights by http; start it with http among its --weight-channels, and a --state-dir"
+            "this server takes no weights by http; start it with http among its --weight-channels, "
+            "and a --state-dir"
         )
     return service.uploads
 
 
 def _part(request: Request) -> tuple[str, str]:
-    """Version and file name."""
+    """Return the version and the file name in a path."""
     version = request.path_params["version"]
     if not is_version(version):
         raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")

@@ -1,7 +1,8 @@
-"""Routes that push, commit, abort and roll back weights, and that tell which are live.
+"""Routes that push, commit, abort and roll back weights, and that show which are live.
 
-The engine checks and decides; here bodies become commands. The reply to a push comes when the push
-has ended: committed, staged (with `"commit": false`), unchanged (a repeated push), or refused.
+The engine checks and decides; these routes turn bodies into commands. The reply to a push comes
+when the push has ended: committed, staged (with `"commit": false`), unchanged (a repeated push), or
+refused.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ VERSION = Parameter("version", "path", "the version that the push named")
 
 
 class WeightsReply(WeightState, frozen=True, kw_only=True):
+    """The state of the weights, of uploads and of the open update."""
+
     uploads: Annotated[
-        list[UploadStatus], Meta(description="versions on their way by http, oldest first")
+        list[UploadStatus], Meta(description="versions that come by http, oldest first")
     ] = []
     update: Annotated[
-        UpdateStatus | None,
-        Meta(description="the weight update that was begun and not ended; null without one"),
+        UpdateStatus | None, Meta(description="the open weight update; null without one")
     ] = None
 
 
@@ -74,13 +76,13 @@ class WeightsReply(WeightState, frozen=True, kw_only=True):
     raises=(Forbidden, NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *GONE),
 )
 async def push(service: Service, request: Request) -> Response:
-    """Push weights: stage and verify beside the running loop, commit between two steps.
+    """Push weights: stage and verify them while the engine runs, commit between two steps.
 
-    Until everything is verified nothing live changes. A repeated push of the same version and
-    content is a success. With weight_dir in place of version and path, the form of trainers
-    with a shared disk, the version is the directory's name and digest. With update_info the
-    named tensors come through the group of POST /init_weight_transfer_engine; the push ends
-    with the call that brings the last of the model's. Between POST /start_weight_update and
+    Nothing live changes until everything is verified. A repeated push of the same version and
+    content is a success. With weight_dir in place of version and path, the form of trainers with a
+    shared disk, the version is the directory's name and digest. With update_info the named tensors
+    come through the group of POST /init_weight_transfer_engine, and the push ends with the call
+    that brings the last tensor of the model. Between POST /start_weight_update and
     /finish_weight_update any push waits for the latter.
     """
     with service.session.pushing() as update:
@@ -98,7 +100,7 @@ async def push(service: Service, request: Request) -> Response:
 
 
 async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> WeightReport:
-    """Push what came by http; its parts are kept where the same push may yet succeed."""
+    """Push what came by http. Its parts are kept if the same push may still succeed."""
     keep, sealed = True, uploads.seal(manifest.version)
     try:
         report = await update.tried(replace(manifest, path=sealed.path))
@@ -109,9 +111,10 @@ async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> Weigh
 
 
 def _may_pass(report: WeightReport) -> bool:
-    """Whether a push that failed may succeed with the same parts: its storage failed, or something
-    was in its way before it read them. A conflict afterwards is one with what they hold, or an
-    abort.
+    """Tell whether a push that failed may succeed with the same parts.
+
+    It may if its storage failed, or if a conflict ended it before it read them. A later conflict is
+    with their content, or an abort.
     """
     if report.error is None:
         return False
@@ -121,7 +124,7 @@ def _may_pass(report: WeightReport) -> bool:
 
 @ROUTES.get("/weights", needs="push-weights", gives=WeightsReply, raises=GONE)
 async def look(service: Service, request: Request) -> Response:
-    """Which versions are live, kept for a rollback, and on their way."""
+    """Show which versions are live, kept for a rollback, and being pushed."""
     state = (await service.session.look()).state
     return json_response(
         WeightsReply(
@@ -141,7 +144,7 @@ async def look(service: Service, request: Request) -> Response:
     raises=(Conflict, PushFailed, *GONE),
 )
 async def rollback(service: Service, request: Request) -> Response:
-    """Make the version before live again, bit for bit."""
+    """Make the previous version live again, bit for bit."""
     asked = await read_optional(RollbackFields, request)
     return outcome(
         await service.session.ask(
@@ -159,8 +162,8 @@ async def rollback(service: Service, request: Request) -> Response:
     raises=(NotFound, *GONE),
 )
 async def abort_any(service: Service, request: Request) -> Response:
-    """End the push on its way, whatever it is called; one that still gathers tensors may have
-    no name. Nothing changes.
+    """End the open push, with or without a name; one that still gathers tensors may have none.
+    Nothing live changes.
     """
     await read_optional(NoFields, request)
     return outcome(await service.session.ask(AbortWeights(service.engine.command_id())))
@@ -169,15 +172,15 @@ async def abort_any(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/weights/{version}/commit",
     needs="push-weights",
-    optional_body=True,
-    gives=PushReply,
     parameters=(VERSION,),
     takes=NoFields,
+    optional_body=True,
+    gives=PushReply,
     raises=(NotFound, Conflict, WeightsRefused, PushFailed, *GONE),
 )
 async def commit(service: Service, request: Request) -> Response:
-    """Make a staged push live. Where the version's last push is live already it changes
-    nothing, so this may be asked again.
+    """Make a staged push live. If the version's last push is live already, nothing changes, so the
+    call may be repeated.
     """
     await read_optional(NoFields, request)
     return outcome(
@@ -190,25 +193,26 @@ async def commit(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/weights/{version}/abort",
     needs="push-weights",
-    optional_body=True,
-    gives=PushReply,
     parameters=(VERSION,),
     takes=PushAbort,
+    optional_body=True,
+    gives=PushReply,
     raises=(Forbidden, NotFound, Conflict, *GONE),
 )
 async def abort(service: Service, request: Request) -> Response:
-    """End a push that is not committed, and forget its parts that came by http; nothing
+    """End a push that is not committed, and forget its parts that came by http; nothing live
     changes.
 
-    With upload_only a push that has begun goes on, whoever's it is: that is how a sender takes
-    back what it has sent.
+    With upload_only a push that has started continues, also one of another sender. A sender takes
+    back what it has sent this way.
     """
     asked = await read_optional(PushAbort, request)
     version = request.path_params["version"]
     if asked.upload_only:
         if not opened(service).forget(version):
             raise NotFound(
-                f"there is no upload of version {version[:80]!r} that no push reads; GET /weights says what there is"
+                f"there is no upload of version {version[:80]!r} that no push reads; GET /weights "
+                "lists the uploads"
             )
     else:
         dropped = service.uploads is not None and service.uploads.drop(version)

@@ -23,7 +23,8 @@ class TensorFields(Strict):
     name: Annotated[
         TensorName,
         Field(
-            description="as the checkpoint names it; with role all, the drafter's begin with `draft.`"
+            description="the name in the checkpoint; with role all, the drafter's begin with "
+            "`draft.`"
         ),
     ]
     dtype: Annotated[
@@ -34,7 +35,8 @@ class TensorFields(Strict):
         str,
         Field(
             max_length=80,
-            description='"mix64:<hex>" of the values, or "sha256:<hex>" or "xxh3:<hex>" of the bytes pushed',
+            description='"mix64:<hex>" of the values, or "sha256:<hex>" or "xxh3:<hex>" of the '
+            "bytes pushed",
         ),
     ] = ""
 
@@ -45,8 +47,9 @@ class ManifestFields(Strict):
         str | None,
         Field(
             min_length=1,
-            description="by disk: directory of safetensors, absolute or below the weight root; by ipc: name of the socket that "
-            "the engine makes in the directory `sockets` of GET /weights",
+            description="by disk: directory of safetensors, absolute or below the weight root; by "
+            "ipc: name of the socket that the engine makes in the directory `sockets` of GET "
+            "/weights",
         ),
     ] = None
     role: Annotated[
@@ -56,8 +59,8 @@ class ManifestFields(Strict):
     channel: Annotated[
         Literal["disk", "http", "broadcast", "ipc"],
         Field(
-            description="how the tensors come: from a directory, from parts sent before, from a process group, or from memory of a process on "
-            "the same host"
+            description="how the tensors come: from a directory, from parts sent before, from a "
+            "process group, or from memory of a process on the same host"
         ),
     ] = "disk"
     drafter_path: Annotated[
@@ -66,8 +69,8 @@ class ManifestFields(Strict):
     tensors: Annotated[
         list[TensorFields],
         Field(
-            description="what must be there; empty: whatever the model has. By http each with its checksum, by broadcast and ipc with dtype "
-            "and shape, in the order they come"
+            description="tensors that must come; empty: all that the model has. By http each with "
+            "its checksum, by broadcast and ipc with dtype and shape, in the order they come"
         ),
     ] = []
     group: Annotated[
@@ -85,8 +88,8 @@ class ManifestFields(Strict):
     partial: Annotated[
         bool,
         Field(
-            description="by broadcast: `tensors` are some of the model's; calls of the same version bring the others, and the one that brings "
-            "the last of them ends the push"
+            description="by broadcast: `tensors` are some of the model's; calls of the same "
+            "version bring the others, and the call that brings the last of them ends the push"
         ),
     ] = False
     in_flight: Annotated[
@@ -98,7 +101,7 @@ class ManifestFields(Strict):
 
 
 class DirectoryFields(BaseModel):
-    """What trainers with a shared disk send; other fields are ignored."""
+    """The form of trainers with a shared disk; other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -125,7 +128,7 @@ class GroupFields(Strict):
             min_length=1,
             max_length=128,
             pattern=r"^[A-Za-z0-9._-]+$",
-            description="that pushes call it by",
+            description="the name that pushes call it by",
         ),
     ]
     master_address: Address
@@ -138,7 +141,8 @@ class GroupFields(Strict):
     prefixed: Annotated[
         bool,
         Field(
-            description="keys of the store begin with the group's name, as torch lays them for named groups"
+            description="keys of the store begin with the group's name, as torch stores them for "
+            "named groups"
         ),
     ] = False
 
@@ -147,8 +151,9 @@ class RollbackFields(Strict):
     to: Annotated[
         str,
         Field(
-            description="the version before, of the target, the drafter or both, that is to be live after it; makes a "
-            "repeated call safe. Absent: undo the last commit, of whichever models that brought"
+            description="the previous version, of the target, the drafter or both, that is to be "
+            "live after the call; makes a repeated call safe. Absent: undo the last commit, of the "
+            "models that it changed"
         ),
     ] = ""
     in_flight: Annotated[
@@ -157,8 +162,8 @@ class RollbackFields(Strict):
 
 
 class PushAbort(Strict):
-    """A body may be left out."""
+    """The extent of what an abort ends; the body may be left out."""
 
     upload_only: Annotated[
-        bool, Field(description="end what has come by http and is not being pushed, and no push")
+        bool, Field(description="end only what has come by http and is not being pushed")
     ] = False
