@@ -185,7 +185,7 @@ def test_metadata_are_bounded(stub: RolloutServiceStub) -> None:
             ).SerializeToString(),
             "requests[0].sampling.logit_bias[5] is inf",
         ),
-        (b"\x0a", "is no tlt.v1.GenerateRequest; send what rollout.proto says"),
+        (b"\x0a", "is no tlt.v1.GenerateRequest; send what rollout.proto defines"),
     ],
 )
 def test_messages_that_no_json_is_like_are_refused(
