@@ -2,7 +2,7 @@
 
 The frontend counts requests here; the engine's numbers arrive as `Outputs.gauges` and
 `Outputs.cycle` and are mapped by `engine_outputs`. A gauge name that `GAUGES` and `TOTALS` do not
-list still shows, as `tlt_engine_gauge{name=...}`. Every label has a bounded set of values, whatever
+list still shows, as `tlt_engine_figure{name=...}`. Every label has a bounded set of values, whatever
 clients and operators send.
 """
 
@@ -55,7 +55,7 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "running": ("tlt_running_sequences", "Sequences that decode."),
     "waiting": ("tlt_waiting_sequences", "Sequences admitted and waiting for a slot."),
     "pages_free": ("tlt_pages_free", "KV pages that can be handed out now, cached ones included."),
-    "pages_total": ("tlt_pages_total", "KV pages in all."),
+    "pages": ("tlt_pages", "KV pages in all."),
     "spanning": (
         "tlt_spanning_sequences",
         "Sequences whose KV is of more than one weight version.",
@@ -234,7 +234,7 @@ class Metrics:
             "device",
         )
         self.up = gauge(
-            "tlt_engine_up", "1 while an engine is ready, 0 before and between two lives of it."
+            "tlt_engine_up", "1 while an engine is ready, 0 before and between two epochs of it."
         )
         self.restarts = counter(
             "tlt_engine_restarts", "Restarts of the engine, by how it ended.", "reason"
@@ -297,7 +297,7 @@ class Metrics:
             name: counter(metric, sentence) for name, (metric, sentence) in TOTALS.items()
         }
         self._counted = dict.fromkeys(TOTALS, 0.0)
-        self._other = gauge("tlt_engine_gauge", "Further gauges of the engine, by name.", "name")
+        self._other = gauge("tlt_engine_figure", "Further figures of the engine, by name.", "name")
         self._others: dict[str, Gauge] = {}
         self._arms: dict[str, _Arm] = {}
         self._in_force = ""
@@ -322,7 +322,7 @@ class Metrics:
         self.build.clear()
         self.build.labels(__version__, info.model, info.numerics, info.drafter, info.device).set(1)
         self._set_live(info.weight_version, info.drafter_version)
-        self._engine["pages_total"].set(info.pages)
+        self._engine["pages"].set(info.pages)
         self._engine["pages_free"].set(info.pages)
         self.up.set(1)
 

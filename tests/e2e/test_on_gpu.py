@@ -150,7 +150,7 @@ def test_metrics_tell_of_it(client: Client, plain: list[Any]) -> None:
         len(choice[1]) for [choice] in plain
     )
     assert samples(client, "tlt_sd_accepted_tokens_total")['{strategy="eagle:7x4x16"}'] > 0
-    assert samples(client, "tlt_engine_gauge")['{name="calibration_drift"}'] > 0
+    assert samples(client, "tlt_engine_figure")['{name="calibration_drift"}'] > 0
     assert (
         samples(client, "tlt_engine_up")[""] == 1
         and samples(client, "tlt_running_sequences")[""] == 0

@@ -55,8 +55,24 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def complaints(exposition: str) -> str:
+    """Return what promtool says against the names, types and help texts of these metrics."""
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=exposition,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    said = checked.stdout + checked.stderr
+    assert bool(said.strip()) == (checked.returncode != 0), (checked.returncode, said)
+    return said
+
+
 class Prometheus:
     def __init__(self, target: str, place: Path) -> None:
+        self._target = target
         config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(DOCKER / name) for name in config["rule_files"]]
@@ -91,6 +107,12 @@ class Prometheus:
         self._process.terminate()
         self._process.wait(60)
         self._log.close()
+
+    def scraped(self) -> str:
+        """Return the server's exposition, as a scrape gets it."""
+        headers = {"authorization": f"Bearer {KEY}"}
+        reply = httpx.get(f"http://{self._target}/metrics", headers=headers, timeout=60)
+        return reply.raise_for_status().text
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         try:
@@ -180,3 +202,17 @@ def test_alerts_are_loaded_and_a_healthy_server_rings_none_that_is_critical(
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in RULES]
     assert all(rule["health"] in ("ok", "unknown") for rule in group["rules"]), group["rules"]
     assert not watched.query('ALERTS{severity="critical"}')
+
+
+def test_the_names_of_metrics_follow_the_conventions(watched: Prometheus) -> None:
+    exposition = watched.scraped()
+    assert "tlt_pages " in exposition and "tlt_engine_figure{" in exposition
+    assert complaints(exposition) == ""
+
+
+def test_promtool_objects_to_a_name_against_the_conventions() -> None:
+    require("promtool")
+    sound = "# HELP tlt_pages KV pages in all.\n# TYPE tlt_pages gauge\ntlt_pages 1\n"
+    assert complaints(sound) == ""
+    assert "_total" in complaints(sound.replace("tlt_pages", "tlt_pages_total"))
+    assert "help" in complaints("# TYPE tlt_pages gauge\ntlt_pages 1\n")

@@ -109,9 +109,9 @@ def test_the_engines_totals_go_on_when_a_new_engine_counts_from_zero() -> None:
         step(metrics, OFF, [0], preemptions=total, running=7.0, odd=3.0)
     found = shown(metrics)
     assert found["tlt_preemptions_total"] == {(): 6} and found["tlt_running_sequences"] == {(): 7}
-    assert found["tlt_engine_gauge"] == {("odd",): 3}
+    assert found["tlt_engine_figure"] == {("odd",): 3}
     step(metrics, OFF, [0], preemptions=1.0)
-    assert "tlt_engine_gauge" not in shown(metrics), "of a policy that is no longer in force"
+    assert "tlt_engine_figure" not in shown(metrics), "of a policy that is no longer in force"
 
 
 def test_a_drafter_falls_behind_with_every_change_of_the_target() -> None:

@@ -226,7 +226,7 @@ def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> N
         'tlt_sequences_total{result="length"}',
         "tlt_pages_free 60.0",
         'tlt_strategy_in_force{strategy="off"} 1.0',
-        'tlt_engine_gauge{name="odd_gauge"} 1.0',
+        'tlt_engine_figure{name="odd_gauge"} 1.0',
         "tlt_open_sequences 0.0",
         "tlt_build_info{",
     ):

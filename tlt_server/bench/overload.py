@@ -275,7 +275,7 @@ def _counts(client: Client) -> Counts:
         value = {sample.name: sample.value for sample in samples}
         counts = Counts(
             value["tlt_open_sequences"],
-            value["tlt_pages_total"] - value["tlt_pages_free"],
+            value["tlt_pages"] - value["tlt_pages_free"],
             {s.labels["result"]: s.value for s in samples if s.name == "tlt_sequences_total"},
             {
                 s.labels["reason"]: s.value
