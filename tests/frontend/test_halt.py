@@ -89,7 +89,7 @@ def test_what_is_aborted_comes_back_with_what_it_has(
     assert (
         len(meta["output_token_logprobs"]) == meta["completion_tokens"] and len(server.client) == 0
     )
-    assert len(server.call(lambda: server.client._routes)) == 0
+    assert len(server.call(lambda: server.client.open_ids)) == 0
 
 
 def test_only_the_request_named_is_aborted(server: LiveServer, pool: ThreadPoolExecutor) -> None:

@@ -1,0 +1,53 @@
+"""Commands that wait for the engine's answer. Each gets one answer, or one typed error when there is
+none any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from tlt_server.errors import TltError, Unavailable
+from tlt_server.records import Command, ControlCommand, ControlReport, WeightCommand, WeightReport
+
+Report = TypeVar("Report", WeightReport, ControlReport)
+
+
+class Answers(Generic[Report]):
+    """The answers of one kind that are awaited, by the command's id."""
+
+    def __init__(self, send: Callable[[Command], bool]) -> None:
+        """`send` returns whether there is an engine that may take the command."""
+        self._send = send
+        self._awaited: dict[str, asyncio.Future[Report]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._awaited)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._awaited
+
+    async def ask(self, command: WeightCommand | ControlCommand) -> Report:
+        """Send the command and return its answer. A caller that goes away does not stop what it
+        asked for.
+        """
+        answer = self._awaited[command.id] = asyncio.get_running_loop().create_future()
+        try:
+            if not self._send(command):
+                raise Unavailable("the engine does not take commands; poll /livez", retry_after_s=2)
+            return await answer
+        finally:
+            del self._awaited[command.id]
+
+    def settle(self, report: Report) -> None:
+        """Give a report to the caller that waits for it, unless that has gone."""
+        answer = self._awaited.get(report.id)
+        if answer is not None and not answer.done():
+            answer.set_result(report)
+
+    def fail(self, error: Callable[[], TltError]) -> None:
+        """End every wait; `error` makes one error for each."""
+        for answer in self._awaited.values():
+            if not answer.done():
+                answer.set_exception(error())

@@ -1,0 +1,236 @@
+"""The sequences that are open: where the outputs of each go, and the order in which the engine gets
+them.
+
+Invariant: every sequence sees exactly one output with a `finish_reason`, whatever happens to the
+engine, the client or the clock. `EngineClient` owns this and tells it about deaths and epochs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import structlog
+
+from tlt_server.errors import DeadlineExceeded, Poisoned, TltError
+from tlt_server.frontend.link.admission import Admission, Demand
+from tlt_server.frontend.link.submission import Resume, Route, Submission
+from tlt_server.frontend.link.suspects import KEPT_S, Suspects
+from tlt_server.metrics import Metrics
+from tlt_server.records import Abort, Command, GenerateRequest, StepOutput, Submit
+
+log = structlog.get_logger()
+
+
+class OpenSequences:
+    def __init__(
+        self, admission: Admission, metrics: Metrics, send: Callable[[Command], bool]
+    ) -> None:
+        self._admission, self._metrics, self._send = admission, metrics, send
+        self._suspects = Suspects()
+        self._routes: dict[str, Route] = {}  # in order of arrival
+        self._queue: deque[tuple[list[GenerateRequest], bool]] = (
+            deque()
+        )  # batches for the engine; True: one request, which goes on trial
+        self._on_trial = ""  # id; the engine gets nothing new before this trial is over
+        self._trial_tokens = 0  # the trial is over when the sequence has more tokens
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._routes)
+
+    @property
+    def held_ids(self) -> list[str]:
+        """Ids of the sequences that wait here, which the engine does not know."""
+        return [id for id, route in self._routes.items() if route.held]
+
+    def submit(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        deadline_s: float | None,
+        resume: Resume | None,
+        accepted: bool,
+    ) -> Submission:
+        """Admit a batch and hand it to the engine, all of it or (with an error of `Admission`)
+        nothing. An `accepted` batch was admitted before.
+        """
+        if not accepted:
+            self._admission.admit(Demand.of(requests))
+        submission = Submission([request.id for request in requests], self._abandon, resume)
+        self._admission.open(requests)
+        self._routes.update(
+            (request.id, Route(submission, request, held=True)) for request in requests
+        )
+        self._count()
+        free, suspect, refused = self._suspects.sort(requests, time.monotonic())
+        self._refuse(refused)
+        self._queue.append((free, False))
+        self._queue += [([request], True) for request in suspect]
+        self._advance()
+        if submission.open and deadline_s is not None:
+            submission.expire_at(deadline_s, lambda: self.expire(submission))
+        return submission
+
+    def dispatch(self, outputs: Iterable[StepOutput]) -> None:
+        for output in outputs:
+            self._route(output)
+
+    def abort(self, ids: Sequence[str], finish_reason: str) -> None:
+        """Ask the engine to end these; their last outputs carry `finish_reason`."""
+        live = [id for id in ids if id in self._routes]
+        for id in live:
+            if self._routes[id].held:
+                self._finish(id, finish_reason)
+            else:
+                self._routes[id].ending = finish_reason
+        if live:
+            self._send(Abort(ids=live, finish_reason=finish_reason))
+
+    def end_all(self, error: Callable[[], TltError]) -> None:
+        for id in self.ids:
+            self._end(id, error())
+
+    def died(self, started: Iterable[str], error: Callable[[], TltError]) -> None:
+        """End what cannot resume, and hold the rest until `resume`. `started`: ids of the sequences
+        that ran when the engine died.
+        """
+        running = [self._routes[id] for id in started if id in self._routes]
+        tried = next(
+            (
+                route.request
+                for route in running
+                if len(running) == 1 or route.request.id == self._on_trial
+            ),
+            None,
+        )
+        self._suspects.crashed(
+            [(route.request, route.tokens) for route in running], tried, time.monotonic()
+        )
+        self._queue.clear()
+        self._on_trial = ""
+        for id, route in list(self._routes.items()):
+            if route.submission.resume is None:
+                self._end(id, error())
+            elif route.ending:
+                self._finish(id, route.ending)
+            route.held = True
+
+    def resume(self) -> None:
+        """Submit again what was cut off: everything that is open, since nothing new was taken
+        before. What ran when the engine died goes first and one by one, each after the one before
+        has completed a step, so the request that crashes the engine is identified.
+        """
+        free, suspect, refused = self._suspects.sort(
+            [route.request for route in self._routes.values()], time.monotonic()
+        )
+        self._refuse(refused)
+        self._queue += [([rest], True) for request in suspect for rest in self._rest(request.id)]
+        batches: dict[Submission, list[GenerateRequest]] = {}
+        for request in free:
+            batches.setdefault(self._routes[request.id].submission, []).extend(
+                self._rest(request.id)
+            )
+        self._queue += [(batch, False) for batch in batches.values()]
+        self._advance()
+
+    def expire(self, submission: Submission) -> None:
+        ids = list(submission.open)
+        self._send(Abort(ids=ids))
+        for id in ids:
+            self._end(
+                id,
+                DeadlineExceeded(
+                    "the deadline (timeout_s) passed before the sequence ended; ask for fewer "
+                    "tokens or more time"
+                ),
+            )
+
+    def _rest(self, id: str) -> list[GenerateRequest]:
+        """Return what is left of a sequence that was cut off; nothing when it has to end."""
+        resume = self._routes[id].submission.resume
+        assert resume is not None
+        try:
+            return [resume(id)]
+        except TltError as error:
+            self._end(id, error)
+            return []
+
+    def _refuse(self, requests: Iterable[GenerateRequest]) -> None:
+        for request in requests:
+            log.warning("poisoned", id=request.id)
+            self._end(
+                request.id,
+                Poisoned(
+                    "was running at two crashes of the engine and got no further in between, so it "
+                    "is not run again; leave it out, or change its prompt or sampling, or wait "
+                    f"{KEPT_S / 60:g} minutes"
+                ),
+            )
+
+    def _advance(self) -> None:
+        """Give the engine what is next, up to a trial that is not over."""
+        while self._queue and not self._on_trial:
+            batch, trial = self._queue.popleft()
+            left = [request for request in batch if request.id in self._routes]
+            if left:
+                self._on_trial = left[0].id if trial else ""
+                self._trial_tokens = self._suspects.trial(left[0]) if trial else 0
+                for request in left:
+                    self._routes[request.id].held = False
+                self._send(Submit(left))
+
+    def _tried(self, id: str, tokens: float = math.inf) -> None:
+        """End the trial of this sequence if it has enough tokens, or has ended."""
+        if id == self._on_trial and tokens > self._trial_tokens:
+            self._on_trial = ""
+            self._advance()
+
+    def _end(self, id: str, error: TltError) -> None:
+        self._finish(id, "error", (error.code, error.message))
+
+    def _finish(self, id: str, finish_reason: str, error: tuple[str, str] | None = None) -> None:
+        self._route(
+            StepOutput(id=id, token_ids=[], logprobs=[], finish_reason=finish_reason, error=error)
+        )
+
+    def _route(self, output: StepOutput) -> None:
+        route = self._routes.get(output.id)
+        if route is None:
+            return  # ended here before the engine knew: aborted, expired, or past its stop string
+        route.tokens += len(output.token_ids)
+        self._admission.take(output)
+        if output.finish_reason is not None:
+            del self._routes[output.id]
+            self._count()
+            if output.finish_reason in ("stop", "length"):
+                self._suspects.completed(route.request)
+        route.submission.put(output)
+        self._tried(output.id, math.inf if output.finish_reason is not None else route.tokens)
+
+    def _abandon(self, submission: Submission) -> None:
+        ids = list(submission.open)
+        if ids:
+            self._send(Abort(ids=ids))
+            for id in ids:
+                if self._routes.pop(id, None) is not None:
+                    self._admission.close(id)
+                self._tried(id)
+            submission.open.clear()
+            self._metrics.sequences.labels("abandoned").inc(len(ids))
+            self._count()
+
+    def _count(self) -> None:
+        self._metrics.open_sequences.set(len(self._routes))
+        if self._routes:
+            self.idle.clear()
+        else:
+            self.idle.set()
