@@ -334,7 +334,9 @@ def test_a_deadline_after_the_last_end_aborts_nobody(server: LiveServer) -> None
     ):
         eventually(lambda: len(server.client) == 1)
         before = len(server.engine.aborted)
-        server.call(lambda: server.client._sequences.expire(Submission([], lambda submission: None)))
+        server.call(
+            lambda: server.client._sequences.expire(Submission([], lambda submission: None))
+        )
         time.sleep(0.1)
         assert (
             len(server.client) == 1

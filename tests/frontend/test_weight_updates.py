@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tlt_server.errors import Conflict, InvalidRequest, TltError
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.versions import Versions
+from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.records import (
     AbortWeights,
@@ -78,7 +78,7 @@ class Twin:
         self.answers: dict[str, asyncio.Future[WeightReport]] = {}
         self.open: Open | None = None
         self.live: tuple[str, list[Came]] = ("initial", [])
-        self.command_id, self.versions = lambda: str(next(ids)), Versions()
+        self.command_id, self.versions = lambda: str(next(ids)), WantedVersions()
         self.session = WeightSession(cast(EngineClient, self), stages=stages)
 
     async def weights(self, command: WeightCommand) -> WeightReport:

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from tlt_server.errors import StorageFailed
 from tlt_server.frontend.generation.validation import RequestItem
 from tlt_server.frontend.rollouts.journal import (
-    End,
     Grown,
     Header,
     Journal,
     KeptItem,
     Outline,
     Record,
+    RolloutEnd,
     frame,
     outline,
     past,
@@ -78,7 +78,7 @@ OUTPUTS = [
     ),
     StepOutput(id="a-0.2", token_ids=[6], logprobs=[-0.25], finish_reason="stop", stop_reason=6),
 ]
-RECORDS: list[Record] = [HEADER, Grown(OUTPUTS[:1]), Grown(OUTPUTS[1:]), End(3.5, 3)]
+RECORDS: list[Record] = [HEADER, Grown(OUTPUTS[:1]), Grown(OUTPUTS[1:]), RolloutEnd(3.5, 3)]
 FRAMES = [frame(record) for record in RECORDS]
 WHOLE = b"".join(FRAMES)
 ENDS = [sum(map(len, FRAMES[:i])) for i in range(len(FRAMES) + 1)]
@@ -155,7 +155,7 @@ def test_an_outline_is_read_without_the_outputs() -> None:
     length = len(other).to_bytes(4, "little")
     strange = length + zlib.crc32(other, zlib.crc32(length)).to_bytes(4, "little") + other
     assert outline(FRAMES[0] + strange + FRAMES[3]) == Outline(
-        HEADER, End(3.5, 3), ENDS[1] + len(strange) + len(FRAMES[3])
+        HEADER, RolloutEnd(3.5, 3), ENDS[1] + len(strange) + len(FRAMES[3])
     )
     assert outline(strange + FRAMES[3]) is None and outline(FRAMES[3]) is None
 

@@ -1,8 +1,11 @@
-"""No pickle, in any form, and nothing else that runs code while it reads data."""
+"""Rules over all code: no pickle in any form, nothing else that runs code while it reads data, and
+no class name that stands twice in one process.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -97,3 +100,69 @@ def test_the_lint_spares(source: str) -> None:
 @pytest.mark.parametrize("folder", ["kernels", "clients", "tests", "docker"])
 def test_folders_that_must_not_be_packages(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
+
+
+OTHER_END = {"clients/tlt_client/errors.py", "clients/tlt_client/wire.py"}
+TWICE = {  # names that still stand twice; take out what you rename, and add nothing
+    "AbortFields",
+    "Calibration",
+    "Call",
+    "Case",
+    "Choice",
+    "DecoderLayer",
+    "Engine",
+    "Failed",
+    "Gate",
+    "GatedMlp",
+    "GroupFields",
+    "Kept",
+    "Metrics",
+    "Network",
+    "NoFields",
+    "Outcome",
+    "Phase",
+    "Plan",
+    "Problem",
+    "Projection",
+    "Push",
+    "Rows",
+    "Running",
+    "Sampled",
+    "SamplingParams",
+    "Scored",
+    "SelfAttention",
+    "Size",
+    "Step",
+    "Strict",
+    "TensorFields",
+    "Told",
+}
+
+
+def places_of_classes(files: Iterable[Path]) -> dict[str, list[str]]:
+    """Return every public class name and the files that define it. The client's errors and messages
+    do not count against the frontend's, since both ends of a wire name the same thing alike.
+    """
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path in files:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(path.relative_to(ROOT)))
+    for places in found.values():
+        if all(
+            place in OTHER_END or place.startswith(("tlt_server/frontend/", "tlt_server/errors.py"))
+            for place in places
+        ):
+            places[:] = [place for place in places if place not in OTHER_END] or places[:1]
+    return dict(found)
+
+
+def test_a_class_name_stands_once_in_a_process() -> None:
+    classes = places_of_classes(
+        path
+        for path in OURS
+        if path.relative_to(ROOT).parts[0] in ("tlt_server", "kernels", "clients")
+    )
+    assert len(classes) > 300
+    twice = {name: places for name, places in classes.items() if len(places) > 1}
+    assert {name: places for name, places in twice.items() if name not in TWICE} == {}

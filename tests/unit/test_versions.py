@@ -7,7 +7,7 @@ import pytest
 
 from tests.frontend.fake_engine import INFO
 from tlt_server.errors import Conflict, Unavailable
-from tlt_server.frontend.link.versions import Versions
+from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.records import WeightReport, WeightState
 
 
@@ -25,8 +25,8 @@ def report(result: str, role: str, target: str, drafter: str = "d0") -> WeightRe
     )
 
 
-def begun(*lives: object, unanswered: bool = False) -> Versions:
-    versions = Versions()
+def begun(*lives: object, unanswered: bool = False) -> WantedVersions:
+    versions = WantedVersions()
     for life in lives:
         versions.begin(life, unanswered=unanswered)  # type: ignore[arg-type]
     return versions

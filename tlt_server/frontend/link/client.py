@@ -22,7 +22,7 @@ from tlt_server.frontend.link.link import Death, EngineLink
 from tlt_server.frontend.link.pause import PauseState
 from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.submission import Resume, Submission
-from tlt_server.frontend.link.versions import Versions
+from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
 from tlt_server.records import (
     Command,
@@ -58,7 +58,7 @@ class EngineClient:
         self._unanswered = False  # weight commands were open at a death; False again when ready
         self._command_ids = itertools.count(1)
         self._started = asyncio.Event()
-        self.versions = Versions()
+        self.versions = WantedVersions()
         self.pauses = PauseState(self.command_id, self._control)
         self.info: EngineInfo | None = None  # of the last epoch that was ready
         self.policy: SetPolicy | None = None  # None: the one that the engine was started with

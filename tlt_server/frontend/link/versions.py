@@ -15,7 +15,7 @@ ROLES = ("target", "drafter")
 RETRY_S = 10  # a push takes its time
 
 
-class Versions:
+class WantedVersions:
     def __init__(self) -> None:
         self.lost: dict[str, str] = {}  # role -> which version, and why
         self._wanted: dict[str, str] = {}

@@ -67,14 +67,14 @@ class Grown(Struct, frozen=True, tag="grown"):
     outputs: list[StepOutput]
 
 
-class End(Struct, frozen=True, tag="end"):
+class RolloutEnd(Struct, frozen=True, tag="end"):
     at_s: float
     tokens: int
 
 
-Record = Header | Grown | End
+Record = Header | Grown | RolloutEnd
 _DECODER = msgspec.msgpack.Decoder(Record)
-_END = msgspec.msgpack.encode(End(0.0, 0))[:10]  # as every end begins, and no other record
+_END = msgspec.msgpack.encode(RolloutEnd(0.0, 0))[:10]  # as every end begins, and no other record
 
 
 class Past(NamedTuple):
@@ -82,7 +82,7 @@ class Past(NamedTuple):
 
     header: Header
     outputs: list[StepOutput]
-    end: End | None
+    end: RolloutEnd | None
     length: int
 
 
@@ -90,7 +90,7 @@ class Outline(NamedTuple):
     """Of a journal, all but the outputs. `length`: bytes of whole frames."""
 
     header: Header
-    end: End | None
+    end: RolloutEnd | None
     length: int
 
 
@@ -106,7 +106,7 @@ def past(data: bytes) -> Past | None:
     """
     header: Header | None = None
     outputs: list[StepOutput] = []
-    end: End | None = None
+    end: RolloutEnd | None = None
     length = 0
     for record, after in _records(data):
         if end is not None or isinstance(record, Header) != (header is None):
@@ -116,7 +116,7 @@ def past(data: bytes) -> Past | None:
                 header = record
             case Grown():
                 outputs += record.outputs
-            case End():
+            case RolloutEnd():
                 end = record
         length = after
     return Past(header, outputs, end, length) if header is not None else None
@@ -127,7 +127,7 @@ def outline(data: bytes) -> Outline | None:
     the time.
     """
     header: Header | None = None
-    end: End | None = None
+    end: RolloutEnd | None = None
     length = 0
     for payload, after in _frames(data):
         if header is None or payload[: len(_END)] == _END:
@@ -139,7 +139,7 @@ def outline(data: bytes) -> Outline | None:
                 break
             if isinstance(record, Header):
                 header = record
-            elif isinstance(record, End):
+            elif isinstance(record, RolloutEnd):
                 end = record
         length = after
         if end is not None:

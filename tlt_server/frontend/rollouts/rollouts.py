@@ -37,12 +37,12 @@ from tlt_server.frontend.generation.validation import RequestBatch
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import unexpected
 from tlt_server.frontend.rollouts.journal import (
-    End,
     Grown,
     Header,
     Journal,
     KeptItem,
     Outline,
+    RolloutEnd,
     frame,
     outlines,
 )
@@ -327,7 +327,7 @@ class Rollouts:
         try:
             if error is not None:
                 raise error
-            self._append(rollout, frame(End(rollout.done_s, rollout.tokens)))
+            self._append(rollout, frame(RolloutEnd(rollout.done_s, rollout.tokens)))
         except TltError as cause:  # what cannot be written down is told from memory, and the file's room is given back
             for id in rollout.item_ids:
                 rollout.ended.setdefault(id, FailedItem(id, cause))
