@@ -21,7 +21,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tlt_server.begun import Begun
 from tlt_server.records import (
     OFF,
     Abort,
@@ -60,6 +59,7 @@ from tlt_server.records import (
     decode_command,
     encode,
 )
+from tlt_server.started import StartedFile
 
 EOS = 256
 DIES, FAILS, HANGS = (
@@ -183,7 +183,7 @@ class FakeEngine:
             context.destroy(linger=200)
 
     async def _loop(self) -> int:
-        parent, begun, beat_s = os.getppid(), Begun(self.directory), time.monotonic()
+        parent, begun, beat_s = os.getppid(), StartedFile(self.directory), time.monotonic()
         while os.getppid() == parent:  # ends with a killed test
             await asyncio.sleep(self.step_s)
             if self.deaf:

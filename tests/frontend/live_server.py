@@ -1,5 +1,5 @@
-"""A whole frontend over real sockets, in a thread, in front of a `FakeEngine`; each life of it is
-another one.
+"""A whole frontend over real sockets, in a thread, before a `FakeEngine`, which is a new one in each
+epoch.
 """
 
 from __future__ import annotations

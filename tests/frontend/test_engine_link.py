@@ -1,4 +1,4 @@
-"""One life of the engine: when it can be given commands."""
+"""One epoch of the engine: when it takes commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path)
         def take(event: Event) -> None:
             sent.append(link.send(SetPolicy("off")))
 
-        living = asyncio.create_task(link.live(process, take))
+        living = asyncio.create_task(link.run(process, take))
         events.connect(f"ipc://{tmp_path}/events")
         await events.send(encode(Ready(INFO)))
         await asyncio.sleep(0.2)

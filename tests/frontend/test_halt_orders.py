@@ -34,7 +34,7 @@ class Twin:
         self.paused, self.asleep, self.gone = False, set[Memory](), False
         self.standing = set[
             str
-        ]()  # ids of what a new life is told; if that fails, requests are refused all the same
+        ]()  # ids of commands to a new epoch; if they fail, requests are refused all the same
 
     async def ask(self, command: ControlCommand) -> None:
         if self.gone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from tlt_server.frontend.link.progress import ANEW, ProgressLines
+from tlt_server.frontend.link.progress import REWRITE, ProgressLines
 from tlt_server.records import Phase, PhaseProgress
 
 
@@ -19,11 +19,11 @@ def test_a_terminal_shows_each_step_in_one_line_that_the_next_one_writes_over() 
     for done in (1, 2):
         progress.phase_progress(PhaseProgress("prepare runner", done, 57))
     progress.phase(Phase("prepare runner", 9.5, "57 graphs"))
-    first, second, third = stream.getvalue().split(ANEW)[1:]
+    first, second, third = stream.getvalue().split(REWRITE)[1:]
     assert first.split() == ["prepare", "runner", "1", "of", "57"] and "\n" not in first + second
     assert third.endswith("57 graphs\n")
     progress.listening("http://x")
-    assert stream.getvalue().count(ANEW) == 3
+    assert stream.getvalue().count(REWRITE) == 3
 
 
 def test_elsewhere_a_line_every_ten_seconds() -> None:

@@ -1,6 +1,4 @@
-"""Lives of the engine: restarts, what becomes of open requests, refusals by name, versions that are
-lost.
-"""
+"""Epochs of the engine: restarts, open requests, refusals by name, lost versions."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ def server(model: Path) -> Iterator[LiveServer]:
 
 
 def die(server: LiveServer, prompt: int = 65) -> None:
-    """Kill the engine by a request, and wait until the next life is ready."""
-    life, said = server.engine, len(server.said.getvalue())
+    """Kill the engine by a request, and wait until the next epoch is ready."""
+    epoch, said = server.engine, len(server.said.getvalue())
     with Client(server.url, timeout_s=30) as client:
         [result] = client.generate([{"token_ids": [prompt, DIES]}]).results
     assert result.error is not None and (result.error.code, result.error.retryable) == (
@@ -45,7 +43,7 @@ def die(server: LiveServer, prompt: int = 65) -> None:
     )
     eventually(
         lambda: (
-            server.engine is not life
+            server.engine is not epoch
             and not server.client.failure
             and "the engine is back" in server.said.getvalue()[said:]
         )
@@ -212,19 +210,19 @@ def test_what_can_resume_is_submitted_again_in_order_before_anything_new(
     eventually(lambda: not server.client.failure)
     new = Collected(server, request("new"))
     assert new.ends() == {"new": ("length", None)}
-    life = server.engine
-    assert [(r.id, r.salt) for r in life.submitted] == [
+    epoch = server.engine
+    assert [(r.id, r.salt) for r in epoch.submitted] == [
         ("a", "resumed"),
         ("b", "resumed"),
         ("d", "resumed"),
         ("new", ""),
     ]
-    assert life.policies == [SetPolicy("off")] and first.resumed == ["a", "b"]
+    assert epoch.policies == [SetPolicy("off")] and first.resumed == ["a", "b"]
     server.call(second.submission.close)
     server.call(lambda: server.client.abort(["a", "b"]))
     assert first.ends() == {"a": ("abort", None), "b": ("abort", None), "short": ("length", None)}
     assert [output.error[0] for output in second.outputs if output.error] == ["not_found"]
-    eventually(lambda: len(server.client) == 0 and not life.running)
+    eventually(lambda: len(server.client) == 0 and not epoch.running)
 
 
 def test_deadlines_aborts_and_closing_work_while_the_engine_is_gone(model: Path) -> None:
@@ -258,7 +256,7 @@ def test_deadlines_aborts_and_closing_work_while_the_engine_is_gone(model: Path)
 def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServer) -> None:
     for _ in range(2):
         die(server)
-    life = server.engine
+    epoch = server.engine
     batch = {
         "requests": [{"id": "killer", "token_ids": [65, DIES]}, {"id": "fine", "prompt": "ab"}],
         "sampling": {"max_tokens": 256},
@@ -279,8 +277,8 @@ def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServe
     assert len(fine["choices"][0]["token_ids"]) == 256
     alone = httpx.post(f"{server.url}/generate", json={"requests": batch["requests"][:1]})
     assert alone.status_code == 422
-    assert server.engine is life and len(server.client) == 0
-    assert not any(DIES in request.token_ids for request in life.submitted)
+    assert server.engine is epoch and len(server.client) == 0
+    assert not any(DIES in request.token_ids for request in epoch.submitted)
 
 
 def test_a_resumed_request_that_kills_again_ends_instead_of_a_third_try(server: LiveServer) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from tlt_server.begun import Begun, read_begun
 from tlt_server.frontend.link import suspects as module
 from tlt_server.frontend.link.suspects import Suspects
 from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.started import StartedFile, read_started
 
 
 def request(prompt: int = 1, id: str = "a", **sampling: object) -> GenerateRequest:
@@ -94,17 +94,17 @@ def test_memory_is_bounded() -> None:
     )
 
 
-def test_what_was_begun_is_what_the_last_note_says(tmp_path: Path) -> None:
-    assert read_begun(tmp_path) == set()
-    begun = Begun(tmp_path)
-    assert read_begun(tmp_path) == set()
-    begun.note([f"{i}-0.0" for i in range(500)])
-    begun.note(["7-0.0", "8-1.3"])
-    assert read_begun(tmp_path) == {"7-0.0", "8-1.3"}
-    assert read_begun(tmp_path) == {"7-0.0", "8-1.3"}
-    assert not (tmp_path / "begun").stat().st_mode & 0o077
-    Begun(tmp_path)
-    assert read_begun(tmp_path) == set(), "a new life has begun nothing"
+def test_what_was_started_is_what_the_last_note_says(tmp_path: Path) -> None:
+    assert read_started(tmp_path) == set()
+    started = StartedFile(tmp_path)
+    assert read_started(tmp_path) == set()
+    started.note([f"{i}-0.0" for i in range(500)])
+    started.note(["7-0.0", "8-1.3"])
+    assert read_started(tmp_path) == {"7-0.0", "8-1.3"}
+    assert read_started(tmp_path) == {"7-0.0", "8-1.3"}
+    assert not (tmp_path / "started").stat().st_mode & 0o077
+    StartedFile(tmp_path)
+    assert read_started(tmp_path) == set(), "a new epoch has started nothing"
 
 
 def test_company_of_a_killer_is_no_reason_to_refuse() -> None:

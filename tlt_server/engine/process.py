@@ -20,7 +20,6 @@ from pathlib import Path
 
 import zmq
 
-from tlt_server.begun import Begun
 from tlt_server.engine.faults import told
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
@@ -35,6 +34,7 @@ from tlt_server.records import (
     decode_command,
     encode,
 )
+from tlt_server.started import StartedFile
 
 NICENESS = 5  # behind the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
@@ -58,7 +58,7 @@ def serve(
     engine, info = assemble(
         settings,
         lambda name, seconds, detail: send(Phase(name, seconds, detail)),
-        Begun(directory).note,
+        StartedFile(directory).note,
         lambda name, done, of: send(PhaseProgress(name, done, of)),
         directory=directory,
     )

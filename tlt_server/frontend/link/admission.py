@@ -1,11 +1,11 @@
-"""Who gets in: what is open in sequences, tokens and forecast KV pages, and how long a newcomer
-would wait.
+"""Admission: a request gets in by the sequences, tokens and forecast KV pages that are open, and by
+how long it would wait.
 
-A request gets in whole or not at all. What is over a bound by itself is `TooLarge` (413), but for
-the forecast, which alone it always passes; what does not fit beside the open ones is `QueueFull`,
-and what would wait for them beyond its time is `Overloaded` (both 429, with the seconds after which
-it should pass). Asked by the engine client, first of all before a prompt is tokenised: a refusal
-costs a few sums.
+A request gets in whole or not at all. One that is over a bound by itself is `TooLarge` (413); the
+bound by forecast never refuses a request that is alone. One that does not fit next to the open ones
+is `QueueFull`, and one that would wait for them longer than its time is `Overloaded` (both 429,
+with the seconds after which it should pass). The engine client asks before a prompt is tokenised,
+so a refusal costs a few sums.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
 from tlt_server.frontend.link.forecast import Forecast
 from tlt_server.records import Cycle, EngineInfo, GenerateRequest, StepOutput
 
-# Times what is forecast. Half of all waits are longer than their mean, and work that ends too late
-# is lost, while a refusal costs nothing as long as others wait.
+# Factor on a forecast. Half of all waits are longer than their mean, and work that ends too late is
+# lost, while a refusal costs nothing as long as others wait.
 CAUTION = 1.5
 
 
 class Demand(NamedTuple):
-    """What a request asks for, its sequences taken together; tokens that are not known yet count 0."""
+    """The demand of a request, its sequences together; tokens that are not known yet count 0."""
 
     sequences: int
     prompt_tokens: int = 0
-    output_tokens: int = 0  # max_tokens of all
+    output_tokens: int = 0  # sum of max_tokens
     begin_by_s: float = math.inf  # time.monotonic(), as are all deadlines
     deadline_s: float = math.inf
 
@@ -67,8 +67,8 @@ class _Bound(NamedTuple):
 
 
 class Admission:
-    """`engine` is set once the engine has said what it holds; before that there is no forecast of
-    pages.
+    """The count of what is open, and the bounds on it. `engine` is set once the engine has reported
+    its size; before that there is no forecast of pages.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Admission:
         )
         self.forecast = forecast or Forecast()
         self.engine: EngineInfo | None = None
-        self.prompt_tokens = self.output_tokens = 0  # of all that are open
+        self.prompt_tokens = self.output_tokens = 0  # sums over the open sequences
         self._open: dict[str, _Open] = {}
         self._clock = clock
 
@@ -100,31 +100,31 @@ class Admission:
 
     @property
     def pages(self) -> float:
-        """That the open sequences are expected to need at their ends."""
+        """Pages that the open sequences are expected to need at their ends."""
         return self._pages(len(self), self.prompt_tokens, self.output_tokens)
 
     # -- asking
 
     def admit(self, demand: Demand) -> None:
-        """Raise if it cannot get in now; changes nothing."""
+        """Raise if the demand cannot get in now. Changes nothing."""
         for bound in self._bounds(demand):
             if bound.known and bound.asked > bound.limit:
                 raise TooLarge(
-                    f"the request has {bound.asked:.0f} {bound.unit} ({bound.made_of}); the limit is {bound.limit:.0f} "
-                    f"({bound.setting}): split it"
+                    f"the request has {bound.asked:.0f} {bound.unit} ({bound.made_of}); the limit "
+                    f"is {bound.limit:.0f} ({bound.setting}): split it"
                 )
             if bound.open and bound.open + bound.asked > bound.limit:
                 over = bound.open + bound.asked - bound.limit
                 raise QueueFull(
-                    f"{bound.open:.0f} {bound.unit} are open and {bound.asked:.0f} more are over the limit of "
-                    f"{bound.limit:.0f} ({bound.setting}); wait for some to end",
+                    f"{bound.open:.0f} {bound.unit} are open and {bound.asked:.0f} more are over "
+                    f"the limit of {bound.limit:.0f} ({bound.setting}); wait for some to end",
                     retry_after_s=max(1.0, self._end_s(over / bound.open)),
                 )
         self._check_time(demand)
 
     def wait_s(self) -> float:
-        """Forecast until one more sequence would begin; 0 if at once, or if nothing is known."""
-        must_end = len(self) + 1 - self._places()
+        """Forecast the time until one more sequence would start; 0 if at once, or if unknown."""
+        must_end = len(self) + 1 - self._capacity()
         return self._end_s(must_end / len(self)) if must_end > 0 and self._open else 0.0
 
     def _bounds(self, demand: Demand) -> list[_Bound]:
@@ -155,8 +155,8 @@ class Admission:
         ]
 
     def _check_time(self, demand: Demand) -> None:
-        """Waiting for others must not take it beyond its time. What it needs itself is its own
-        affair: alone it always gets in.
+        """Refuse a demand that would wait for others longer than its time. The time that it needs
+        itself never refuses it: alone it always gets in.
         """
         wait_s = self.wait_s()
         if not wait_s:
@@ -176,8 +176,9 @@ class Admission:
         ):
             if forecast_s > allowed_s:
                 raise Overloaded(
-                    f"by forecast the request would {what} after {forecast_s:.1f} s, and it has {max(0.0, allowed_s):.1f} s "
-                    f"({setting}); send it again when less is open, or give it more time",
+                    f"by forecast the request would {what} after {forecast_s:.1f} s, and it has "
+                    f"{max(0.0, allowed_s):.1f} s ({setting}); send it again when less is open, "
+                    "or give it more time",
                     retry_after_s=max(1.0, min(wait_s, forecast_s - allowed_s)),
                 )
 
@@ -187,21 +188,21 @@ class Admission:
         tokens = prompt_tokens + self.forecast.share * output_tokens
         return tokens / self.engine.page_size + sequences / 2  # last pages are half full
 
-    def _places(self) -> float:
-        """Sequences that can run at once."""
+    def _capacity(self) -> float:
+        """Return how many sequences can run at once."""
         if self.engine is None:
             return math.inf
         by_pages = self.engine.pages * len(self) / self.pages if self._open else math.inf
         return max(1.0, min(self.engine.max_running, by_pages))
 
     def _end_s(self, part: float) -> float:
-        """Forecast until that part of the open sequences has ended."""
+        """Forecast the time until that part of the open sequences has ended."""
         return self.forecast.seconds(part * self.forecast.share * self.output_tokens)
 
     # -- opening and closing
 
     def open(self, requests: Sequence[GenerateRequest]) -> None:
-        """Count them in; `admit` has let them."""
+        """Count requests in, which `admit` has let in."""
         for request in requests:
             opened = self._open[request.id] = _Open(
                 len(request.token_ids), request.sampling.max_tokens
@@ -210,14 +211,15 @@ class Admission:
             self.output_tokens += opened.max_tokens
 
     def stepped(self, cycle: Cycle, waiting: float) -> None:
-        """The engine made a step, behind which so many wait in it. Whenever a newcomer would wait
-        it is full: what is refused for its wait is refused by what the engine does now.
+        """Take a step of the engine into the forecast if the engine is full. It is full whenever a
+        new request would wait, so a refusal for its wait follows what the engine does now.
+        `waiting`: sequences that wait in the engine after the step.
         """
-        if waiting or len(self) >= self._places():
+        if waiting or len(self) >= self._capacity():
             self.forecast.stepped(cycle)
 
     def take(self, output: StepOutput) -> None:
-        """An output of an open sequence; its last one closes it."""
+        """Count an output of an open sequence; the last one closes it."""
         opened = self._open[output.id]
         opened.given += len(output.token_ids)
         if output.finish_reason is not None:

@@ -1,5 +1,5 @@
-"""Commands that wait for the engine's answer. Each gets one answer, or one typed error when there is
-none any more.
+"""Commands that wait for the engine's answer. Each gets one answer, or one typed error when there
+is none any more.
 """
 
 from __future__ import annotations

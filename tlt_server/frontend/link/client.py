@@ -1,5 +1,4 @@
-"""What the frontend sees of the engine over all its epochs: submissions and commands out, outputs
-and answers in.
+"""The engine over all its epochs: submissions and commands go out, outputs and answers come in.
 
 `supervisor` reports when an epoch begins (`connect`) and ends (`died`), and hands over every event
 (`take`). `sequences` and `answers` keep what is open.
@@ -60,10 +59,10 @@ class EngineClient:
         self._started = asyncio.Event()
         self.versions = WantedVersions()
         self.pauses = PauseState(self.command_id, self._control)
-        self.info: EngineInfo | None = None  # of the last epoch that was ready
+        self.info: EngineInfo | None = None  # report of the last epoch that was ready
         self.policy: SetPolicy | None = None  # None: the one that the engine was started with
         self.last_cycle: Cycle | None = None
-        self.gauges: Mapping[str, float] = {}  # the engine's last
+        self.gauges: Mapping[str, float] = {}  # the last that the engine sent
         self.phases: list[Phase] = []
         self.failure = ""  # why there is no engine, from a death until the next epoch is ready
         self._again_s = 0.0  # time in which there may be one again
@@ -117,7 +116,7 @@ class EngineClient:
                     f"{reason}; GET /weights says what is live once the engine is back"
                 )
             )
-        self._sequences.died(death.begun, lambda: EngineFailed(reason))
+        self._sequences.died(death.started, lambda: EngineFailed(reason))
         return len(self._sequences)
 
     def _begin(self, info: EngineInfo) -> None:
@@ -244,7 +243,7 @@ class EngineClient:
             )
 
     def check_alive(self) -> None:
-        """`Unavailable` while the engine is gone, but not before it was ready for the first time."""
+        """`Unavailable` while the engine is gone, but not before it was ready once."""
         if self.failure:
             raise Unavailable(self.failure, retry_after_s=self._again_s)
 

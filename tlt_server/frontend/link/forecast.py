@@ -1,8 +1,8 @@
-"""What the engine delivers when it is full, and how much of max_tokens sequences use: learned from
-steps and ends, never configured.
+"""Forecast of the tokens/s of a full engine and of the share of max_tokens that sequences use.
 
-`Admission` asks, and tells which steps were full; others say nothing about a full engine.
-Until there is enough evidence nothing is known, and nobody is refused by forecast.
+Both are learned from steps and ends, never configured. `Admission` passes in only the steps of a
+full engine, since others say nothing about one. Until there is enough evidence nothing is known,
+and no request is refused by forecast.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from tlt_server.records import Cycle
 
 MEMORY_S = 5.0  # full steps this long ago count 1/e
 MEMORY_SEQUENCES = 256
-MIN_S = 1.0  # of full steps
-MIN_SEQUENCES = 16  # ended
-DEVIATIONS = 2.33  # above the mean: what about 99 of 100 sequences stay below
+MIN_S = 1.0  # time in full steps before anything is known
+MIN_SEQUENCES = 16  # ended sequences before anything is known
+DEVIATIONS = 2.33  # above the mean; about 99 of 100 sequences stay below
 
 
 class Forecast:
     def __init__(self) -> None:
         self._seen_s = self._seconds = self._tokens = self._running = 0.0  # all but the first fade
         self._ended = 0
-        self._share = self._square = 0.0  # of max_tokens: mean, and mean of the square
+        self._share = self._square = (
+            0.0  # share of max_tokens: its mean, and the mean of its square
+        )
 
     def stepped(self, cycle: Cycle) -> None:
-        """A full step."""
+        """Learn from a step of a full engine."""
         fade = math.exp(-cycle.step_s / MEMORY_S)
         self._seen_s += cycle.step_s
         self._seconds = self._seconds * fade + cycle.step_s
@@ -33,15 +35,16 @@ class Forecast:
         self._running = self._running * fade + cycle.context.decoding * cycle.step_s
 
     def ended(self, given: int, max_tokens: int) -> None:
-        """A sequence was given so many of at most `max_tokens`."""
+        """Learn from a sequence that ended with `given` of at most `max_tokens` tokens."""
         self._ended += 1
         weight, share = max(1 / self._ended, 1 / MEMORY_SEQUENCES), given / max_tokens
         self._share += weight * (share - self._share)
         self._square += weight * (share * share - self._square)
 
     def cut_off(self, given: int, max_tokens: int) -> None:
-        """It would have been given more. Without these, only short ones would teach; taken as they
-        are, a late start would.
+        """Learn from a sequence that its deadline cut off. It counts with at least the expected
+        share: without such sequences only short ones would count, and with their own length a late
+        start would look like a short output.
         """
         self.ended(max(given, round(self.share * max_tokens)), max_tokens)
 
@@ -51,25 +54,25 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sequences together; 0 as long as nothing is known."""
+        """Tokens per second of all sequences together; 0 as long as nothing is known."""
         return self._tokens / self._seconds if self.known else 0.0
 
     @property
     def share(self) -> float:
-        """Of max_tokens that a sequence is expected to use; 0 as long as too few have ended."""
+        """Share of max_tokens that a sequence is expected to use; 0 until enough have ended."""
         return self._share if self._ended >= MIN_SEQUENCES else 0.0
 
     @property
     def long_share(self) -> float:
-        """Of max_tokens that hardly any sequence goes beyond."""
+        """Share of max_tokens that hardly any sequence exceeds."""
         return min(
             1.0, self.share + DEVIATIONS * math.sqrt(max(0.0, self._square - self._share**2))
         )
 
     def seconds(self, tokens: float) -> float:
-        """Until the full engine has delivered that many, to whomever."""
+        """Return the time in which a full engine delivers this many tokens in all."""
         return tokens * self._seconds / self._tokens if self.known else 0.0
 
     def sequence_seconds(self, tokens: float) -> float:
-        """Until one sequence of a full engine has been given that many."""
+        """Return the time in which one sequence of a full engine gets this many tokens."""
         return self.seconds(tokens) * self._running / self._seconds if self.known else 0.0

@@ -1,9 +1,8 @@
-"""One life of the engine: sockets in a directory of its own, what comes out of them, and how it
-ends.
+"""One epoch of the engine: one process, from its launch to its end, and the sockets to it.
 
 Both sockets are bound here (`ipc://DIR/commands` PUSH, `ipc://DIR/events` PULL) and the engine
-connects. As every life has its own directory, nothing that one life left in a socket can reach the
-next. When `live` returns, the process is gone and reaped.
+connects. Every epoch has its own directory, so nothing that one epoch left in a socket can reach
+the next. When `run` returns, the process is gone and reaped.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 import zmq.asyncio
 
-from tlt_server.begun import read_begun
 from tlt_server.errors import EngineFailed, TltError, from_code
 from tlt_server.records import (
     Command,
@@ -32,15 +30,16 @@ from tlt_server.records import (
     decode_event,
     encode,
 )
+from tlt_server.started import read_started
 
-STOP_S = 5.0  # that an engine has to leave after Stop; then it is killed
+STOP_S = 5.0  # time that an engine has to exit after Stop; then it is killed
 LAST_WORDS_S = (
-    0.05  # after the exit: what is still in the socket is heard, and says more than the status
+    0.05  # after the exit, to read an error from the socket, which says more than a status
 )
 
 
 class EngineProcess(Protocol):
-    """As asyncio's `Process`."""
+    """The part of asyncio's `Process` that is used here."""
 
     def wait(self) -> Coroutine[Any, Any, int]: ...
 
@@ -50,12 +49,12 @@ class EngineProcess(Protocol):
 class Death(NamedTuple):
     ending: Ending
     error: TltError
-    begun: set[str]  # ids of the sequences that ran
-    see: str = ""  # where standard error says more
+    started: set[str]  # ids of the sequences that ran
+    see: str = ""  # the lines of standard error that say more
 
     @property
-    def told(self) -> str:
-        """To whoever reads standard error; clients get the error's message alone."""
+    def described(self) -> str:
+        """The reason for readers of standard error; clients get the error's message alone."""
         return f"{self.error.message}; see {self.see}" if self.see else self.error.message
 
 
@@ -68,18 +67,17 @@ class EngineLink:
         )
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.PULL)
-        self._commands = zmq.Context(io_threads=1).socket(
-            zmq.PUSH
-        )  # synchronous: a send never waits, so any code may abort
+        # a synchronous socket: a send never waits, so any code may abort
+        self._commands = zmq.Context(io_threads=1).socket(zmq.PUSH)
         for socket, name in ((self._events, "events"), (self._commands, "commands")):
             socket.set_hwm(0)
             socket.bind(f"ipc://{directory / name}")
-        self._heard = 0  # events
+        self._heard = 0  # number of events
         self._ready = False
-        self._phase = ""  # that start-up ended last
+        self._phase = ""  # the last phase of the start that has ended
 
     def send(self, command: Command) -> bool:
-        """Whether there is an engine that may take it."""
+        """Return whether there is an engine that may take the command."""
         try:
             self._commands.send(encode(command), zmq.NOBLOCK)
         except zmq.Again:
@@ -90,7 +88,7 @@ class EngineLink:
         self._context.destroy(linger=0)
         self._commands.context.destroy(linger=0)
 
-    async def live(self, process: EngineProcess, take: Callable[[Event], None]) -> Death:
+    async def run(self, process: EngineProcess, take: Callable[[Event], None]) -> Death:
         """Hand every event to `take` until the engine is gone. Cancelled, it asks the engine to
         stop, and waits.
         """
@@ -115,20 +113,20 @@ class EngineLink:
             status = await exited
             for task in (failed, silent):
                 task.cancel()
-        return self._death(status, failed, silent, read_begun(self._directory))
+        return self._death(status, failed, silent, read_started(self._directory))
 
     def _death(
         self,
         status: int,
         failed: asyncio.Task[TltError],
         silent: asyncio.Task[TltError],
-        begun: set[str],
+        started: set[str],
     ) -> Death:
         if failed.done() and not failed.cancelled():
-            return Death("failed", failed.result(), begun)
+            return Death("failed", failed.result(), started)
         if silent.done() and not silent.cancelled():
             return Death(
-                "hung", silent.result(), begun, "" if self._ready else "its messages above"
+                "hung", silent.result(), started, "" if self._ready else "its messages above"
             )
         how = (
             f"exited with status {status}"
@@ -141,10 +139,10 @@ class EngineLink:
             if status >= 0
             else "its messages above, and the system's log if memory was short"
         )
-        return Death("exited", EngineFailed(f"the engine process {how}{when}"), begun, where)
+        return Death("exited", EngineFailed(f"the engine process {how}{when}"), started, where)
 
     async def _listen(self, take: Callable[[Event], None]) -> TltError:
-        """Until the engine says, or shows, that it cannot go on."""
+        """Take events until the engine reports an error that ends it, and return that error."""
         while True:
             message = await self._events.recv()
             self._heard += 1
@@ -157,22 +155,19 @@ class EngineLink:
                     case Phase():
                         self._phase = event.name
                     case Ready():
-                        while not self._commands.poll(0, zmq.POLLOUT):  # noqa: ASYNC110 (a synchronous socket)
-                            await asyncio.sleep(
-                                0.001
-                            )  # each socket connects in its own time; what is sent before is lost
+                        # each socket connects in its own time; what is sent before is lost
+                        while not self._commands.poll(0, zmq.POLLOUT):  # noqa: ASYNC110 (synchronous)
+                            await asyncio.sleep(0.001)
                         self._ready = True
                 take(event)
-            except (
-                Exception
-            ) as error:  # an event that is lost would leave its request waiting for ever
+            except Exception as error:  # a lost event would leave its request waiting for ever
                 return EngineFailed(
-                    f"an event of the engine could not be taken in: {type(error).__name__}: {error}"
+                    f"an event of the engine could not be read: {type(error).__name__}: {error}"
                 )
 
     async def _silence(self) -> TltError:
-        """Until nothing was heard for too long, counted in turns of this loop: nobody is blamed
-        when the loop itself was held up.
+        """Wait until no event has come for too long, and return the error that says so. Time is
+        counted in turns of this loop, so a loop that was held up blames no engine.
         """
         silent_s, heard = 0.0, self._heard
         while True:
@@ -185,11 +180,11 @@ class EngineLink:
                 silent_s += tick_s
             if silent_s >= limit_s and not self._ready:
                 return EngineFailed(
-                    f"the engine was not ready within {limit_s:g} s (startup_timeout_s); raise it if a start may take that "
-                    "long"
+                    f"the engine was not ready within {limit_s:g} s (startup_timeout_s); raise it "
+                    "if a start may take that long"
                 )
             if silent_s >= limit_s:
                 return EngineFailed(
-                    f"the engine said nothing for {limit_s:g} s (hang_timeout_s) and was killed; raise it if a step may "
-                    "take that long"
+                    f"the engine said nothing for {limit_s:g} s (hang_timeout_s) and was killed; "
+                    "raise it if a step may take that long"
                 )

@@ -1,13 +1,13 @@
-"""Pause and sleep as every dialect means them: what the engine is told, whether new requests are
-refused, what a next life must know.
+"""Pause and sleep for every dialect: the commands to the engine, whether new requests are refused,
+and what the next epoch must know.
 
-One word per idea: `in_flight` says what becomes of what was submitted before (`records.Pause`),
+One word per idea: `in_flight` says what becomes of requests submitted before (`records.Pause`),
 `refuse` whether new requests get a 503 or wait. While anything sleeps they are refused. Both hold
-until they are taken back, over restarts of the engine, too.
+until they are taken back, over restarts of the engine too.
 
-Nothing is locked: the engine does commands in the order in which they are sent, and what holds is
-what its answers say, one after another, whoever still waits for them. What is asked and not
-answered yet counts only against new requests.
+Nothing is locked. The engine runs commands in the order in which they are sent, and its answers,
+one after another, say what holds, even when the caller has gone. A command that is not answered yet
+counts only against new requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Asked(NamedTuple):
     refuse: bool = False
 
     def after(self, state: _State) -> _State:
-        """What holds once it is done."""
+        """Return the state once the command is done."""
         match self.command:
             case Pause():
                 return state._replace(paused=True, refusing=self.refuse)
@@ -64,15 +64,13 @@ class PauseState:
     def __init__(
         self, command_id: Callable[[], str], ask: Callable[[ControlCommand], Awaitable[None]]
     ) -> None:
-        """`ask` sends before it waits, returns when the engine has done it, and raises what it says
-        against it.
+        """`ask` sends a command before it waits, returns when the engine has done it, and raises
+        the engine's error.
         """
         self._command_id, self._ask = command_id, ask
-        self._state = _State()  # of the engine, as its answers say
-        self._asked: dict[str, _Asked] = {}  # and not answered, by id
-        self._halting = (
-            asyncio.Event()
-        )  # the next pause or sleep is asked for; then there is a new one
+        self._state = _State()  # as the answers of the engine say
+        self._asked: dict[str, _Asked] = {}  # commands that are not answered, by id
+        self._halting = asyncio.Event()  # set by the next pause or sleep, then replaced
 
     @property
     def paused(self) -> bool:
@@ -110,13 +108,13 @@ class PauseState:
             raise Unavailable(HALTED, retry_after_s=RETRY_S)
 
     async def until_halted(self) -> Never:
-        """Raises as `check_generating` does, as soon as that does."""
+        """Wait until `check_generating` raises, and raise its error."""
         while True:
             self.check_generating()
             await self._halting.wait()
 
     def standing(self) -> list[ControlCommand]:
-        """What a new life of the engine has to be told first."""
+        """Return the commands that a new epoch of the engine gets first."""
         commands: list[ControlCommand] = []
         if self._state.paused:
             commands.append(Pause(self._command_id()))
@@ -125,24 +123,26 @@ class PauseState:
         return commands
 
     def answered(self, report: ControlReport) -> None:
-        """In the order in which the engine did it."""
+        """Take the engine's answers in, in the order in which it gave them."""
         asked = self._asked.pop(report.id, None)
         if asked is not None and report.error is None:
             self._state = asked.after(self._state)
 
     def died(self) -> None:
-        """The engine, and with it what it had not answered."""
+        """Forget the commands that the engine had not answered when it died."""
         self._asked.clear()
 
     async def pause(self, in_flight: InFlight, *, refuse: bool, clear_cache: bool) -> None:
-        """Done when the pause has begun: with `drain`, when everything has ended."""
+        """Return when the pause holds; with `drain`, when everything has ended."""
         await self._do(_Asked(Pause(self._command_id(), in_flight, clear_cache), refuse))
 
     async def resume(self) -> None:
         await self._do(_Asked(Resume(self._command_id())))
 
     async def sleep(self, memory: Collection[Memory], in_flight: InFlight = "recompute") -> None:
-        """Nothing keeps its KV: what does not end goes on from its tokens when all is awake."""
+        """Give memory back. No sequence keeps its KV: those that do not end continue from their
+        tokens when everything is awake.
+        """
         await self._do(_Asked(Sleep(self._command_id(), sorted(memory), in_flight)))
 
     async def wake(self, memory: Collection[Memory]) -> None:
@@ -152,7 +152,7 @@ class PauseState:
         await self._do(_Asked(ClearCache(self._command_id(), unless_held)))
 
     async def _do(self, asked: _Asked) -> None:
-        """A caller that goes away does not stop what it asked for."""
+        """Run a command. A caller that goes away does not stop what it asked for."""
         self._asked[asked.command.id] = asked
         if isinstance(asked.command, Pause | Sleep):
             self._halting.set()
@@ -160,5 +160,5 @@ class PauseState:
         try:
             await self._ask(asked.command)
         except TltError:
-            self._asked.pop(asked.command.id, None)  # if it was not even sent
+            self._asked.pop(asked.command.id, None)  # if it was never sent
             raise

@@ -1,8 +1,7 @@
-"""What an operator reads while the server starts: one line per phase, and one line that says what
-runs.
+"""Lines for an operator while the server starts: one per phase, and one that says what runs.
 
-A phase that takes long shows how far it is: on a terminal in one line that is written over,
-elsewhere in a line every ten seconds.
+A long phase shows its progress: on a terminal in one line that is written over, elsewhere in a line
+every ten seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tlt_server.config import ResolvedConfig
 from tlt_server.records import EngineInfo, Phase, PhaseProgress
 
 EVERY_S = 10.0
-ANEW = "\r\x1b[K"  # to the line's begin, and clear it
+REWRITE = "\r\x1b[K"  # go to the line's start and clear it
 
 
 class ProgressLines:
@@ -25,7 +24,7 @@ class ProgressLines:
     ) -> None:
         self._stream, self._clock = stream or sys.stderr, clock
         self._said_s = clock()
-        self._unfinished = False  # the cursor is behind a line that will be written over
+        self._unfinished = False  # the cursor is at the end of a line to be written over
 
     def phase(self, phase: Phase) -> None:
         self._say(f"  {phase.name:<28} {phase.seconds:8.2f} s  {phase.detail}".rstrip())
@@ -33,7 +32,7 @@ class ProgressLines:
     def phase_progress(self, phase: PhaseProgress) -> None:
         line = f"  {phase.name:<28} {phase.done:>4} of {phase.of}"
         if self._stream.isatty():
-            print(f"{ANEW}{line}", end="", file=self._stream, flush=True)
+            print(f"{REWRITE}{line}", end="", file=self._stream, flush=True)
             self._unfinished = True
         elif self._clock() - self._said_s >= EVERY_S:
             self._say(line)
@@ -46,9 +45,11 @@ class ProgressLines:
     def ready(self, url: str, config: ResolvedConfig, info: EngineInfo) -> None:
         full_length = info.pages * info.page_size // info.max_model_len
         self._say(
-            f"tlt: ready at {url} | model {config.served_model_name} | weights {info.weight_version} | {info.pages} pages of "
-            f"{info.page_size} | up to {info.max_running} sequences ({full_length} at full length) | "
-            f"drafter {info.drafter or 'none'} | policy {info.policy} | numerics {info.numerics.partition(':')[0]} | "
+            f"tlt: ready at {url} | model {config.served_model_name} | "
+            f"weights {info.weight_version} | {info.pages} pages of {info.page_size} | "
+            f"up to {info.max_running} sequences ({full_length} at full length) | "
+            f"drafter {info.drafter or 'none'} | policy {info.policy} | "
+            f"numerics {info.numerics.partition(':')[0]} | "
             f"{info.gpu or info.device}, {info.dtype}, attention {info.attention}"
         )
 
@@ -58,12 +59,14 @@ class ProgressLines:
     def died(self, reason: str, restart_in_s: float, waiting: int) -> None:
         when = f"in {restart_in_s:g} s" if restart_in_s else "now"
         self._say(
-            f"tlt: {reason} | restarting {when} | {waiting} sequences wait to resume, the others ended with a retryable error"
+            f"tlt: {reason} | restarting {when} | {waiting} sequences wait to resume, the others "
+            "ended with a retryable error"
         )
 
     def back(self, info: EngineInfo, after_s: float, waiting: int) -> None:
         self._say(
-            f"tlt: the engine is back after {after_s:.1f} s | weights {info.weight_version} | {waiting} sequences resume"
+            f"tlt: the engine is back after {after_s:.1f} s | weights {info.weight_version} | "
+            f"{waiting} sequences resume"
         )
 
     def gave_up(self, reason: str) -> None:
@@ -71,9 +74,10 @@ class ProgressLines:
 
     def draining(self, open_sequences: int, timeout_s: float) -> None:
         self._say(
-            f"tlt: draining {open_sequences} sequences (up to {timeout_s:g} s); send the signal again to stop at once"
+            f"tlt: draining {open_sequences} sequences (up to {timeout_s:g} s); send the signal "
+            "again to stop at once"
         )
 
     def _say(self, line: str) -> None:
-        print(f"{ANEW if self._unfinished else ''}{line}", file=self._stream, flush=True)
+        print(f"{REWRITE if self._unfinished else ''}{line}", file=self._stream, flush=True)
         self._unfinished, self._said_s = False, self._clock()

@@ -1,8 +1,8 @@
 """The sequences that are open: where the outputs of each go, and the order in which the engine gets
 them.
 
-Invariant: every sequence sees exactly one output with a `finish_reason`, whatever happens to the
-engine, the client or the clock. `EngineClient` owns this and tells it about deaths and epochs.
+Invariant: every sequence sees exactly one output with a `finish_reason`, also when the engine dies,
+the client leaves or time runs out. `EngineClient` owns this and tells it about deaths and epochs.
 """
 
 from __future__ import annotations

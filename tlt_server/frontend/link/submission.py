@@ -1,6 +1,4 @@
-"""The sequences of one request, between the engine client, which puts outputs in, and a dialect,
-which takes them out.
-"""
+"""The sequences of one request: `sequences` puts their outputs in, a generation takes them out."""
 
 from __future__ import annotations
 
@@ -11,12 +9,12 @@ from dataclasses import dataclass
 
 from tlt_server.records import GenerateRequest, StepOutput
 
-Resume = Callable[[str], GenerateRequest]  # id -> what is left to do of it
+Resume = Callable[[str], GenerateRequest]  # id -> the rest of that sequence
 
 
 class Submission:
-    """The sequences of one request: iterate for their outputs (what has come since, in order of
-    arrival) until each has ended.
+    """Iterate for the outputs that have come since, in order of arrival, until each sequence has
+    ended.
     """
 
     def __init__(
@@ -57,10 +55,10 @@ class Submission:
 
 @dataclass
 class Route:
-    """Where a sequence's outputs go."""
+    """The way of a sequence's outputs to its submission."""
 
     submission: Submission
     request: GenerateRequest
-    tokens: int = 0  # given so far
-    held: bool = False  # it waits here, and the engine does not know it
-    ending: str = ""  # the finish reason that the engine was asked for
+    tokens: int = 0  # tokens given so far
+    held: bool = False  # the sequence waits here, and the engine does not know it
+    ending: str = ""  # the finish reason that an abort asked for

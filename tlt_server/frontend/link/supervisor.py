@@ -1,9 +1,8 @@
-"""Keeps an engine alive: starts one, and when it ends another one, later each time, until they end
-too often.
+"""Restarts the engine: one epoch after another, with growing pauses, until they end too often.
 
-`launch(directory)` (from `build`) starts a process that connects to the sockets in `directory`;
-`engine_link` is one life, `engine_client` is what the rest of the frontend sees of all of them.
-Only an engine that has been ready once is restarted.
+`launch(directory)` (from `build`) starts a process that connects to the sockets in `directory`.
+`link` runs one epoch, and `client` is what the rest of the frontend sees of all epochs. Only an
+engine that has been ready once is restarted.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ log = structlog.get_logger()
 
 
 class Backoff:
-    """How long to wait before the next life: nothing after a first death, then twice as long for
-    each further one in the window.
+    """The wait before the next epoch: nothing after a first death, then twice as long for each
+    further one in the window.
     """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
@@ -42,7 +41,7 @@ class Backoff:
         self._deaths: deque[float] = deque()
 
     def death(self, at_s: float) -> float | None:
-        """Seconds to wait; None when this death was one too many."""
+        """Return the seconds to wait, or None when this death was one too many."""
         self._deaths.append(at_s)
         while self._deaths[0] <= at_s - self._window_s:
             self._deaths.popleft()
@@ -65,21 +64,20 @@ class Supervisor:
         self._config, self._launch, self._directory = config, launch, directory
         self._client, self._metrics, self._progress = client, metrics, progress
         self._backoff = Backoff(config.max_restarts, config.restart_window_s)
-        self._lives = 0
-        self._began_s = self._gone_s = (
-            0.0  # when this life was launched, when the one before was gone
-        )
-        self._start_s = 0.0  # that the last life took from its launch until it was ready
+        self._epochs = 0
+        self._launched_s = 0.0  # when this epoch began
+        self._gone_s = 0.0  # when the epoch before ended
+        self._start_s = 0.0  # time that the last epoch took from its launch until it was ready
 
     async def run(self) -> EngineFailed:
-        """One life after another; why there will be no further one. `StartupError` when the first
-        was never ready. Cancelled, it ends the engine.
+        """Run one epoch after another, and return why there will be no further one. `StartupError`
+        when the first was never ready. Cancelled, it ends the engine.
         """
         while True:
-            self._lives += 1
-            directory = self._directory / str(self._lives)
+            self._epochs += 1
+            directory = self._directory / str(self._epochs)
             directory.mkdir(mode=0o700)
-            self._began_s = time.monotonic()
+            self._launched_s = time.monotonic()
             link = EngineLink(
                 directory,
                 startup_timeout_s=self._config.startup_timeout_s,
@@ -87,12 +85,12 @@ class Supervisor:
             )
             with contextlib.closing(link):
                 self._client.connect(link)
-                death = await link.live(await self._launch(directory), self._take)
+                death = await link.run(await self._launch(directory), self._take)
             shutil.rmtree(directory)
             self._gone_s = time.monotonic()
-            error, lived_s = death.error, self._gone_s - self._began_s
+            error, lived_s = death.error, self._gone_s - self._launched_s
             if self._client.info is None:
-                raise error if isinstance(error, StartupError) else StartupError(death.told)
+                raise error if isinstance(error, StartupError) else StartupError(death.described)
             delay_s = self._backoff.death(self._gone_s)
             log.error(
                 "engine_gone",
@@ -101,19 +99,20 @@ class Supervisor:
                 reason=error.message,
                 lived_s=round(lived_s, 3),
                 open_sequences=len(self._client),
-                ran=sorted(death.begun)[:NAMED],
-                ran_in_all=len(death.begun),
+                ran=sorted(death.started)[:NAMED],
+                ran_in_all=len(death.started),
                 restart_in_s=delay_s,
             )
             waiting = self._client.died(death, delay_s, self._start_s)
             if delay_s is None:
                 reason = (
-                    f"the engine ended more often than max_restarts {self._config.max_restarts} allows within "
-                    f"{self._config.restart_window_s:g} s (restart_window_s), at last because {death.told}"
+                    f"the engine ended more often than max_restarts {self._config.max_restarts} "
+                    f"allows within {self._config.restart_window_s:g} s (restart_window_s), at "
+                    f"last because {death.described}"
                 )
                 self._progress.gave_up(reason)
                 return EngineFailed(reason)
-            self._progress.died(death.told, delay_s, waiting)
+            self._progress.died(death.described, delay_s, waiting)
             self._metrics.restarts.labels(death.ending).inc()
             await asyncio.sleep(delay_s)
 
@@ -125,8 +124,8 @@ class Supervisor:
             self._progress.phase_progress(event)
         if isinstance(event, Ready):
             now_s = time.monotonic()
-            self._start_s = now_s - self._began_s
-            if self._lives == 1:
+            self._start_s = now_s - self._launched_s
+            if self._epochs == 1:
                 info = event.info
                 log.info(
                     "engine_ready",
@@ -145,7 +144,7 @@ class Supervisor:
                 self._back(event.info, now_s - self._gone_s)
 
     def _back(self, info: EngineInfo, after_s: float) -> None:
-        log.warning("engine_back", life=self._lives, seconds=round(after_s, 3), lost=info.lost)
+        log.warning("engine_back", epoch=self._epochs, seconds=round(after_s, 3), lost=info.lost)
         self._progress.back(info, after_s, len(self._client))
         if self._client.versions.lost:
             self._progress.lost(self._client.versions.reason)

@@ -1,12 +1,12 @@
-"""Requests that may have killed the engine: running at two of its crashes, on trial and no further
-the second time, one is refused.
+"""Requests that may have crashed the engine. One that ran at two crashes, and got no further before
+the second one although it was on trial, is refused.
 
-Known by what it computes (prompt and sampling), not by its id or by a seed that the server chose.
-One that ended elsewhere the second time was more likely a bystander, and one that completes is
-cleared. Nobody is refused for the company of a killer: the engine client tries suspects one at a
-time, each until it has gone a step, or, where it ended twice at the same place, past that place.
-Only what was on trial at a crash, or ran alone, can be refused. Bounded, and forgotten after a
-while.
+A request is known by what it computes (prompt and sampling), not by its id or by a seed that the
+server chose. One that was elsewhere at the second crash was more likely a bystander, and one that
+completes is cleared. No request is refused for running next to the one that crashes the engine:
+suspects run one at a time, each until it has completed a step, or, where it was at the same place
+at both crashes, until it is past that place. Only a request that was on trial at a crash, or ran
+alone, can be refused. The number of suspects is bounded, and they are forgotten after a while.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from tlt_server.records import GenerateRequest
 
 KEPT = 4096  # requests remembered
 KEPT_S = 900.0  # after the last crash
-UNHEARD = 16  # output tokens that may have died with the engine, so the same end can look earlier by these
+# output tokens that may be lost with the engine, so the same place can look earlier by this many
+UNHEARD = 16
 
 
 @dataclass
 class _Suspect:
     tokens: int  # output tokens it had at the last crash
     at_s: float
-    again: bool  # at the crash before it was as far
+    again: bool  # it was as far at the crash before
     refused: bool
 
 
 class Sorted(NamedTuple):
-    """Requests by what is known of them, each in the order given."""
+    """Requests sorted by what is known of them, each list in the order given."""
 
     free: list[GenerateRequest]
     suspect: list[GenerateRequest]
@@ -44,9 +45,7 @@ class Sorted(NamedTuple):
 
 class Suspects:
     def __init__(self) -> None:
-        self._suspects: OrderedDict[bytes, _Suspect] = (
-            OrderedDict()
-        )  # by the time of the last crash
+        self._suspects = OrderedDict[bytes, _Suspect]()  # in order of the last crash
 
     def crashed(
         self,
@@ -54,8 +53,9 @@ class Suspects:
         tried: GenerateRequest | None,
         now_s: float,
     ) -> None:
-        """The engine died while these ran; each with the output tokens it had given. Choices of one
-        request count as the furthest one. `tried` is the one on trial, or the only one.
+        """Suspect the requests that ran when the engine died, each given with its number of output
+        tokens. Choices of one request count as the furthest one. `tried` is the request on trial,
+        or the only one.
         """
         furthest: dict[bytes, int] = {}
         for request, tokens in running:
@@ -73,13 +73,15 @@ class Suspects:
             self._suspects.popitem(last=False)
 
     def sort(self, requests: Sequence[GenerateRequest], now_s: float) -> Sorted:
-        """Nothing is hashed while there are no suspects."""
+        """Sort requests into free, suspect and refused. Nothing is hashed while there are no
+        suspects.
+        """
         self._forget(now_s)
         if not self._suspects:
             return Sorted([*requests], [], [])
         kinds, keys = Sorted([], [], []), dict[tuple[int, int], bytes]()
         for request in requests:
-            same = id(request.token_ids), id(request.sampling)  # of all choices of an item
+            same = id(request.token_ids), id(request.sampling)  # equal for all choices of an item
             key = keys[same] = keys.get(same) or fingerprint(request)
             known = self._suspects.get(key)
             (
@@ -88,7 +90,7 @@ class Suspects:
         return kinds
 
     def trial(self, request: GenerateRequest) -> int:
-        """How many output tokens its trial takes: it is over when the request has more of them."""
+        """Return the output tokens of a trial: it is over when the request has more of them."""
         known = self._suspects.get(fingerprint(request))
         return known.tokens if known is not None and known.again else 0
 

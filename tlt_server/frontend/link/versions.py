@@ -1,9 +1,9 @@
-"""Which weight versions were asked for, and which of them are lost: nothing is generated while
+"""The weight versions that were asked for, and which of them are lost. Nothing is generated while
 another version is live instead.
 
-A new life of the engine may hold something else than the life before: without a state directory
-what the model directory holds, with one whatever could be restored. The engine client tells what
-each life reports; a commit of the role that is lost ends the wait.
+A new epoch of the engine may hold other weights than the epoch before: without a state directory
+those of the model directory, with one those that could be restored. The engine client passes on
+what each epoch reports; a commit of the role that is lost ends the wait.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from tlt_server.errors import Conflict, Unavailable
 from tlt_server.records import EngineInfo, WeightReport
 
 ROLES = ("target", "drafter")
-RETRY_S = 10  # a push takes its time
+RETRY_S = 10  # about the time of a push
 
 
 class WantedVersions:
     def __init__(self) -> None:
-        self.lost: dict[str, str] = {}  # role -> which version, and why
+        self.lost: dict[str, str] = {}  # role -> the version, and why it is lost
         self._wanted: dict[str, str] = {}
 
     def begin(self, info: EngineInfo, *, unanswered: bool) -> None:
-        """A life is ready. `unanswered`: weight commands were open when the one before ended, so
-        only a spool knows what became live.
+        """Take in what a new epoch holds. `unanswered`: weight commands were open when the epoch
+        before ended, so only a spool knows what became live.
         """
         held = {"target": info.weight_version, "drafter": info.drafter_version}
         trusted = info.spooled and unanswered
@@ -32,7 +32,8 @@ class WantedVersions:
             else {role: version for role, version in self._wanted.items() if version != held[role]}
         )
         self.lost = {
-            role: f"the weight version {version!r} of the {role} is lost: the engine was restarted and holds {held[role]!r}"
+            role: f"the weight version {version!r} of the {role} is lost: the engine was restarted "
+            f"and holds {held[role]!r}"
             + ("" if info.spooled else "; --state-dir keeps versions over a restart")
             for role, version in missing.items()
         }
@@ -40,8 +41,8 @@ class WantedVersions:
         self._wanted |= {role: held[role] for role in ROLES if role not in self.lost}
 
     def reported(self, report: WeightReport) -> None:
-        """A push that finds its version live has what it asked for, as much as one that is
-        committed; a name brings nothing. What is quarantined is lost too.
+        """Take in the result of a push. One that finds its version live counts as one that is
+        committed; naming a version brings no weights. A quarantined version is lost too.
         """
         self.lost |= report.state.quarantined
         if report.result in ("committed", "named", "rolled_back", "unchanged"):
@@ -54,15 +55,13 @@ class WantedVersions:
                     self.lost.pop(role, None)
 
     def check_name(self) -> None:
-        """`Conflict` while the target is lost: what is live instead must not get the name of what
-        was.
-        """
+        """`Conflict` while the target is lost: what is live instead must not get its name."""
         if "target" in self.lost:
             raise Conflict(f"what is live cannot be named: {self.reason}")
 
     @property
     def reason(self) -> str:
-        """Why nothing is generated, and what helps; empty when nothing is lost."""
+        """The reason that nothing is generated, with the remedy; empty when nothing is lost."""
         return (
             f"{'; '.join(self.lost.values())}. Push that version, or another (POST /update_weights)"
             if self.lost

@@ -1,8 +1,8 @@
-"""What the engine has begun, on file: written by the scheduler's `on_start`, read by the frontend
-once the engine is dead.
+"""The sequences that the engine has started, on file. The scheduler's `on_start` writes it; the
+frontend reads it after the engine's death.
 
-A message may still be in the process when it dies, and dies with it; what was written to a file
-does not.
+A message may still be in the process when it dies, and is lost with it; what was written to a file
+is not.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-NAME = "begun"
-END = b"\n\n"  # behind the last id; older, longer lists may leave bytes behind it
+NAME = "started"
+END = b"\n\n"  # after the last id; an older, longer list may leave bytes after it
 
 
-class Begun:
+class StartedFile:
     def __init__(self, directory: Path) -> None:
         self._file = os.open(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def note(self, ids: Sequence[str]) -> None:
-        """These run from now on, and no others."""
+        """Write down the ids of all sequences that run from now on."""
         os.pwrite(self._file, "\n".join(ids).encode() + END, 0)
 
 
-def read_begun(directory: Path) -> set[str]:
-    """The ids of the last note; empty when there is none."""
+def read_started(directory: Path) -> set[str]:
+    """Return the ids of the last note; none when there is no file."""
     try:
         ids, end, _ = (directory / NAME).read_bytes().partition(END)
     except FileNotFoundError:
