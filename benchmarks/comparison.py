@@ -33,7 +33,7 @@ def goals_section(found: Sequence[Result]) -> Iterator[str]:
 class Ours(NamedTuple):
     """Our line in the comparison: milliseconds per step or cycle by batch."""
 
-    line: Mapping[str, Any]  # of goals.json
+    line: Mapping[str, Any]  # from goals.json
     step_ms: dict[int, float]
     file: str
 

@@ -15,7 +15,7 @@ GOALS = Path(__file__).with_name("goals.json")
 class Result(NamedTuple):
     """One file of `benchmarks/results`."""
 
-    name: str  # of the file
+    name: str  # file name
     entry: dict[str, Any]
 
     @property
@@ -29,7 +29,7 @@ class Result(NamedTuple):
 
 class Found(NamedTuple):
     value: float
-    name: str  # of the file
+    name: str  # file name
     commit: str
 
 
@@ -88,7 +88,7 @@ def _taken(goal: Mapping[str, Any], values: list[float]) -> float:
 
 
 def verdict(goal: Mapping[str, Any], value: float) -> str:
-    """How it stands to the goal."""
+    """Compare the value with the goal."""
     sign = -1 if goal.get("higher") else 1
     if sign * value <= sign * goal["stretch"]:
         return "stretch reached"

@@ -41,10 +41,8 @@ RUNS = {  # bits of kernels first: nothing counts before they are right
     "server": ("tests/e2e/test_on_gpu.py", *ALONE),
     "weight channels": ("tests/e2e/test_channels_on_gpu.py", *ALONE),
 }
-TEST_S, PART_S = (
-    240,
-    1800,
-)  # that a test may take, its fixtures included, and a part, which ends what hangs in a call of the driver
+TEST_S = 240  # one test with its fixtures
+PART_S = 1800  # one part; ends a test that hangs in a call of the driver
 EXACT = "exactness"
 EXACT_COMMAND = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
 
@@ -64,8 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         action="append",
         choices=[*RUNS, EXACT],
         metavar="NAME",
-        help=f"one of {', '.join([*RUNS, EXACT])} "
-        "[default: all]; may be given several times, and adds to the record of the same commit and machine",
+        help=f"one of {', '.join([*RUNS, EXACT])} [default: all]; may be given several times, "
+        "and adds to the record of the same commit and machine",
     )
     parser.add_argument(
         "-n",
@@ -106,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
                 )
         others, exact_before = (
             begun(entry) if asked.part else ({}, {})
-        )  # read anew: they may have run meanwhile, on another GPU
+        )  # read again: other GPUs may have added parts
         parts = others | mine
         found = figures(parts, exact if EXACT in mine else exact_before)
         write_entry(RECORD, entry | {"figures": found})
@@ -115,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(*command: str) -> int:
-    """Its exit status; not 0 for what had to be ended."""
+    """Return its exit status; not 0 for a run that had to be ended."""
     try:
         return subprocess.run([sys.executable, *command], timeout=PART_S).returncode
     except subprocess.TimeoutExpired:
@@ -137,12 +135,12 @@ def begun(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def code_and_machine(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Of a machine that runs several parts at a time each may have some of its cores."""
+    """Return what two records must share; parts that run at the same time share the cores."""
     return entry["commit"], re.sub(r"\d+ cores", "cores", entry["machine"]), entry["versions"]
 
 
 def figures(parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str, Any]:
-    """Green: every part ran, and nothing of it failed."""
+    """Return the record's figures; green if every part ran and nothing of it failed."""
     green = parts.keys() == {*RUNS, EXACT} and all(
         came["passed"] and not came["failed"] for came in parts.values()
     )
@@ -155,7 +153,7 @@ def figures(parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str
 
 
 def counts(report: Path, status: int) -> dict[str, Any]:
-    """Of a JUnit report and pytest's exit status: tests by how they ended, and which were red."""
+    """Count tests by how they ended, and name the red ones, from a JUnit report and exit status."""
     suites, ill = _suites(report), {"failure", "error"}
     cases = [case for suite in suites for case in suite.iter("testcase")]
     ends = [{at.tag for at in case} for case in cases]

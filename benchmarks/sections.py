@@ -9,7 +9,7 @@ from benchmarks.markdown import number, table
 
 Figures = dict[str, Any]
 
-SMALLEST_SHARE = 0.01  # of a cycle; kernels that take less are summed in one row
+SMALLEST_SHARE = 0.01  # part of a cycle; kernels that take less are summed in one row
 FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
 
 
@@ -104,8 +104,8 @@ def _cycle(figures: Figures) -> Iterator[str]:
     profiled = [r for r in figures["rows"] if "longest_kernels_ms" in r]
     if profiled and figures["shape"]["layers"] >= FULL_SIZE:
         yield (
-            "Where these cycles go, by the profiler, in ms. A kernel may be resident while it waits "
-            "for the one before; a moment that several share counts for the first of them."
+            "Where these cycles go, by the profiler, in ms. A kernel may be resident while it "
+            "waits for the one before; a moment that several share counts for the first of them."
         )
         yield _kernel_shares(profiled)
 
@@ -146,9 +146,9 @@ def _padded(figures: Figures) -> Iterator[str]:
         for r in figures["rows"]
     )
     yield (
-        f"Logits in {figures['dtype']} against the small target's in float32, both by transformers, "
-        f"at {figures['positions']} positions of its greedy answers; the largest logit is "
-        f"{figures['largest_logit']}. {found}."
+        f"Logits in {figures['dtype']} against the small target's in float32, both by "
+        f"transformers, at {figures['positions']} positions of its greedy answers; the largest "
+        f"logit is {figures['largest_logit']}. {found}."
     )
 
 
@@ -156,8 +156,9 @@ def _graphs(figures: Figures) -> Iterator[str]:
     yield _model(figures)
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["phases_s"].items())
     yield (
-        f"{figures['graphs']} graphs in {figures['graph_bytes'] / 1e9:.2f} GB, captured in {figures['capture_s']:.1f} s. Ready after "
-        f"{figures['ready_s']:.1f} s with a {figures['triton_cache']} Triton cache: {phases}."
+        f"{figures['graphs']} graphs in {figures['graph_bytes'] / 1e9:.2f} GB, "
+        f"captured in {figures['capture_s']:.1f} s. Ready after {figures['ready_s']:.1f} s "
+        f"with a {figures['triton_cache']} Triton cache: {phases}."
     )
 
 
@@ -165,9 +166,9 @@ def _exact(figures: Figures) -> Iterator[str]:
     yield (
         f"{_model(figures)} {figures['numerics'].capitalize()} numerics: "
         f"{figures['differing_tokens']} of {figures['tokens']} tokens "
-        f"({figures['differing_token_rate']:.2%}) and {figures['differing_logprob_bits']} log-probs "
-        f"differ in {figures['requests']} runs of requests over {figures['configurations']} "
-        f"configurations, with {figures['preemptions']} preemptions."
+        f"({figures['differing_token_rate']:.2%}) and {figures['differing_logprob_bits']} "
+        f"log-probs differ in {figures['requests']} runs of requests over "
+        f"{figures['configurations']} configurations, with {figures['preemptions']} preemptions."
     )
 
 
@@ -175,11 +176,11 @@ def _rollout(figures: Figures) -> Iterator[str]:
     if "shape" in figures:
         yield _model(figures)
     yield (
-        f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the two "
-        "plain engines. Responses that differ from plain decoding: "
-        f"{figures['responses_differing']}. `tail`: 64 requests, run to the end; `full`: 64 running "
-        "all the time. Fast numerics give other responses, so where at most 2 run they may have "
-        "other work."
+        f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the "
+        "two plain engines. Responses that differ from plain decoding: "
+        f"{figures['responses_differing']}. `tail`: 64 requests, run to the end; `full`: 64 "
+        "running all the time. Fast numerics give other responses, so where at most 2 run they may "
+        "have other work."
     )
     yield table(
         (
@@ -238,12 +239,14 @@ def _overload(figures: Figures) -> Iterator[str]:
 
 def _weights(figures: Figures) -> Iterator[str]:
     yield (
-        f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the "
-        "same bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced."
+        f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the "
+        "weights are live. The copy is of the same bytes on the same disk, synced. With "
+        "`--state-dir`, so every push is also spooled and synced."
     )
     yield (
-        f"The last two columns are of {figures['rounds']} more such rounds, while {figures['requests']} requests decode on the same "
-        "cores: the median, and of all these commits the longest for which no step could begin."
+        f"The last two columns are of {figures['rounds']} more such rounds, while "
+        f"{figures['requests']} requests decode on the same cores: the median, and the longest "
+        "time at a commit in which no step could start."
     )
     yield table(
         (
@@ -277,9 +280,10 @@ def _weights_gpu(figures: Figures) -> Iterator[str]:
         else "Without `--state-dir`, so nothing is spooled."
     )
     yield (
-        f"Medians of {figures['rounds']} pushes out of a trainer's GPU memory, while {figures['rows'][0]['requests']:.0f} requests "
-        f"decode. {spooling} By ipc trainer and engine share a GPU, by nccl each has one. Staged: from the first byte until every "
-        "tensor has been checked and summed. The gap is the longest wait for a token that any request saw at any of these commits."
+        f"Medians of {figures['rounds']} pushes out of a trainer's GPU memory, while "
+        f"{figures['rows'][0]['requests']:.0f} requests decode. {spooling} By ipc trainer and "
+        "engine share a GPU, by nccl each has one. Staged: from the first byte until every tensor "
+        "has been checked. The gap is the longest wait for a token of any request at these commits."
     )
     headings = (
         "channel",
@@ -337,8 +341,9 @@ def _tests(figures: Figures) -> Iterator[str]:
     exact = figures["exact"]
     if exact:
         yield (
-            f"`tlt bench exact --quick` on the shipped pair: {exact['differing_tokens']} tokens and {exact['differing_logprob_bits']} "
-            f"log-prob bits differ in {exact['requests']} runs of requests."
+            f"`tlt bench exact --quick` on the shipped pair: {exact['differing_tokens']} tokens "
+            f"and {exact['differing_logprob_bits']} log-prob bits differ in {exact['requests']} "
+            "runs of requests."
         )
 
 

@@ -41,7 +41,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """What docs/trainers.md says it talks to; its blocks run in order."""
+    """Serve as docs/trainers.md says; its blocks run in order."""
     directory = tmp_path_factory.mktemp("docs")
     for seed, name in enumerate(("step-1", "step-2")):
         perturbed_copy(TARGET, directory / "weights" / name, seed)
@@ -77,8 +77,8 @@ def test_an_example_runs(command: list[str], server: ServerProcess, tmp_path: Pa
 
 
 def test_every_route_has_an_example(server: ServerProcess) -> None:
-    """Of those that `/openapi.json` lists, with `curl` or with httpx in a block that runs, or as
-    what a trainer's half does there.
+    """Each route of `/openapi.json` is called with `curl` or with httpx in a block that runs, or by
+    a trainer's half there.
     """
     asked = (
         {("POST", "/weight_groups")}

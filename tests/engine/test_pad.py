@@ -33,12 +33,11 @@ from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy, Submit
 
 PAD = ("bench", "pad")
-TOLERANCE = 1e-4  # float32 over eight layers, logits of size 30; two implementations of the small model differ as much
-LONG = (
-    2,
-    3,
-    5,
-)  # problems whose greedy answers take over 200 tokens; behind an answer's end the small model's own rounding grows to 1e-2
+# Float32 over eight layers, logits of size 30; two implementations of the small model differ as much.
+TOLERANCE = 1e-4
+# Problems whose greedy answers take over 200 tokens; after an answer's end the small model's own
+# rounding grows to 1e-2.
+LONG = (2, 3, 5)
 MID = SHAPES["mid"]
 REAL = {
     "qwen2.5-7b": transformers.Qwen2Config(
@@ -143,8 +142,8 @@ def test_target_and_drafter_say_the_same(small, padded, texts):
         logits_RV, features_RF, drafted_RC = outputs(small, tokens)
         large_RV, large_RF, large_RC = outputs(padded, tokens)
         assert (large_RV[:, :vocab] - logits_RV).abs().max() < TOLERANCE, "logits_RV"
-        # A row's bits do not depend on the rows beside it, so this is what 200 steps of greedy
-        # decoding say.
+        # A row's bits do not depend on the rows next to it, so 200 steps of greedy decoding give
+        # the same.
         assert torch.equal(large_RV[-201:-1].argmax(-1), tokens[-200:])
         assert large_RV[:, vocab:].max() < -200, (
             "a token beyond the small vocabulary could be sampled"
@@ -179,7 +178,7 @@ def test_another_implementation_loads_it(directory, small, texts):
 
 @torch.no_grad()
 def test_tokens_beyond_the_small_vocabulary_are_understood(small, padded, texts):
-    """A prompt of any ids of the large vocabulary is the prompt of the small ids that they repeat."""
+    """A prompt of ids of the large vocabulary is the prompt of the small ids that they repeat."""
     vocab = small.target.vocab_size
     tokens = texts[0][:60]
     logits_RV = outputs(padded, tokens + vocab * (torch.arange(60) % 5))[0]
@@ -265,9 +264,8 @@ def test_nothing_is_zero_but_what_must_be():
                 mantissas = (
                     (tensor[300:].view(torch.int16) & 127).flatten().int().bincount(minlength=128)
                 )
-                assert mantissas.min() > 0.4 * mantissas.max(), (
-                    name
-                )  # of any normal numbers, the highest are half as frequent
+                # The highest mantissas of normal numbers are half as frequent as the lowest.
+                assert mantissas.min() > 0.4 * mantissas.max(), name
     assert zeros < 1e-3 * total
 
 
@@ -303,7 +301,7 @@ def test_real_shapes_have_the_real_models_names_shapes_and_dtypes(name):
 
 
 def test_the_norms_epsilon_is_the_small_ones():
-    """Also where the residual is so small that the epsilon decides, and in the 7B's width."""
+    """The epsilon holds where the residual is so small that it decides, and in the 7B's width."""
     pair = pad(TARGET, DRAFTER, SHAPES["qwen2.5-7b"], torch.float32, device="meta")
     shape, scale = SHAPES["qwen2.5-7b"], (256 / 3584) ** 0.5
     x_RH = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)) * torch.tensor(

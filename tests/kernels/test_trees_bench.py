@@ -1,4 +1,4 @@
-"""What `tlt bench trees` times can be launched, on any shape, and moves what it says."""
+"""The kernels that `tlt bench trees` times launch on any shape."""
 
 from __future__ import annotations
 

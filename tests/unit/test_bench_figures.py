@@ -1,4 +1,4 @@
-"""What benches make of timings and profiles, and what they write beside their figures."""
+"""Figures that benches compute from timings and profiles, and what they write with them."""
 
 from __future__ import annotations
 

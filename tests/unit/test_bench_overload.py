@@ -1,4 +1,4 @@
-"""What `tlt bench overload` makes of answers, and when it sends."""
+"""Judgement of answers by `tlt bench overload`, and the moments at which it sends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tlt_server.bench.goodput import Size, judge, percentile
 from tlt_server.bench.load import Answer, arrivals, closed_loop, open_loop
-from tlt_server.bench.overload import Size, judge, percentile
 
 SIZE = Size(ramp_s=1.0, window_s=4.0, timeout_s=2.0)
 

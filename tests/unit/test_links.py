@@ -1,4 +1,4 @@
-"""Links of every markdown file lead to a file and a heading that exist, and the docs site builds."""
+"""Links of every markdown file lead to files and headings that exist; the docs site builds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_WORDS = 30_000  # of the top pages and docs/, without the changelog
+MAX_WORDS = 30_000  # top pages and docs/, without the changelog
 PAGES = sorted(
     page
     for page in ROOT.rglob("*.md")

@@ -45,9 +45,17 @@ STEP = {
     "tokens_per_s": 250.4,
     "accept_length": 1.0,
 }
-TEST_REPORT = """<testsuites><testsuite time="3.25"><testcase classname="t" name="a" /><testcase classname="t" name="c"><failure />
-</testcase><testcase classname="t" name="c"><error /></testcase><testcase classname="t" name="b"><error /></testcase>
-<testcase classname="t" name="d"><skipped /></testcase></testsuite></testsuites>"""  # c failed twice: in the call and behind it
+ONE_PASSED = (
+    '<testsuites><testsuite time="1"><testcase classname="t" name="a" /></testsuite></testsuites>'
+)
+TEST_REPORT = """\
+<testsuites><testsuite time="3.25">
+<testcase classname="t" name="a" />
+<testcase classname="t" name="c"><failure /></testcase>
+<testcase classname="t" name="c"><error /></testcase>
+<testcase classname="t" name="b"><error /></testcase>
+<testcase classname="t" name="d"><skipped /></testcase>
+</testsuite></testsuites>"""  # c failed twice: in the call and in its teardown
 PASSED = {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}
 ALL_PASSED = dict.fromkeys([*RUNS, record_tests.EXACT], PASSED)
 SAME_BITS = {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0}
@@ -248,14 +256,14 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
     text = page(EXAMPLES)
     for line in (
         "| plain decode, batch 1 | ms per step | 4.1 | 3.7 | 3.80 | reached | [decode-h200]",
-        "| SD cycle of depth 7, batch 1, 32 rows | ms per cycle | 6.0 | 5.2 | 5.50 | reached | [cycle-h200]",
+        "32 rows | ms per cycle | 6.0 | 5.2 | 5.50 | reached | [cycle-h200]",
         "| price of strict, decode, batch 1-64 | % more time | 3 | 0 | 6.40 | short |",
         "| all graphs of the default configuration, memory | GB | 2 | 1 | 1.50 | reached |",
-        "| exactness: runs of requests compared, over all configurations | runs | 2000 | 2000 | 2304 | stretch reached |",
+        "over all configurations | runs | 2000 | 2000 | 2304 | stretch reached |",
         "| TLT Server, plain | 3.80 | 3.80 | 3.80 | 3.80 | 3.80 |",
         "| `gemm` | 3.000 |",
-        "| gap between tokens at the commit of pushed weights, ipc | ms | 25 | 20 | 21.50 | reached |",
-        "| gap between tokens at the commit of pushed weights, nccl | ms | 25 | 20 | 26.50 | short |",
+        "at the commit of pushed weights, ipc | ms | 25 | 20 | 21.50 | reached |",
+        "at the commit of pushed weights, nccl | ms | 25 | 20 | 26.50 | short |",
         "| random | 1000 | disk | 4.00 | 2.00x | 4.00 | 97.00 |",
         "| ipc | 15.2 | 2.00 | 7.6 |",
         "by rows: 1.034 (256).",
@@ -347,9 +355,7 @@ def test_counts_of_a_test_run(tmp_path: Path) -> None:
         "seconds": 3.2,
         "red": ["t::b", "t::c"],
     }
-    report.write_text(
-        '<testsuites><testsuite time="1"><testcase classname="t" name="a" /></testsuite></testsuites>'
-    )
+    report.write_text(ONE_PASSED)
     assert counts(report, 0)["failed"] == 0 and counts(report, 2)["failed"] == 1, (
         "interrupted before a test failed"
     )
@@ -394,7 +400,7 @@ def test_parts_add_to_the_record_of_the_same_code_and_machine(
             entry | {"commit": commit, "figures": figures(ALL_PASSED, SAME_BITS)},
         )
         assert begun(entry | {"commit": commit}) == ({}, {}), (
-            "nobody knows whether that is the same code"
+            "whether that is the same code is not known"
         )
 
 
@@ -414,11 +420,7 @@ def test_parts_run_one_by_one_into_one_record(
         file = Path(
             next(word for word in command if word.endswith("report")).removeprefix("--junitxml=")
         )
-        file.write_text(
-            json.dumps({"figures": SAME_BITS})
-            if "exact" in command
-            else '<testsuites><testsuite time="1"><testcase classname="t" name="a" /></testsuite></testsuites>'
-        )
+        file.write_text(json.dumps({"figures": SAME_BITS}) if "exact" in command else ONE_PASSED)
         return statuses["exact"] if "exact" in command else 0
 
     monkeypatch.setattr(record_tests, "run", ran)

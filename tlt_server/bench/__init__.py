@@ -1,1 +1,1 @@
-"""Benchmarks behind `tlt bench`."""
+"""The benches of `tlt bench`: a module with `run(args)` each, and what they share."""

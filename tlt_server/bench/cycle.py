@@ -1,10 +1,10 @@
 """`tlt bench cycle`: cycles of drafting, verifying and accepting; milliseconds, tokens per second,
 accept length, idle GPU.
 
-Times of cycles are those behind random prompts of 128 tokens, up to 512 tokens later, as `tlt bench
-decode` has them; what is accepted there says little. What a drafter is worth is timed on the demo
-task, at batch 1: one problem after another, each to its end, without the prompt and the first
-cycles. `--context` adds one request behind a long prompt.
+Cycles are timed after random prompts of 128 tokens, up to 512 tokens later, as in `tlt bench
+decode`; acceptance there says little. A drafter's worth is timed on the demo task, at batch 1: one
+problem after another, each to its end, without the prompt and the first cycles. `--context` adds
+one request after a long prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tlt_server.records import GenerateRequest, Strategy
 TREE, CHAIN = Strategy("eagle", 7, 4, 32), Strategy("eagle", 7, 1, 8)
 MAX_TREES = 2  # requests that the tree's rows are affordable for
 PROFILED = 20  # steps
-LONG_STEPS = 100  # behind a long prompt
+LONG_STEPS = 100  # after a long prompt
 ANSWER = 256  # tokens of an answer, at most
 PROBLEMS = 32
 QUICK_PROBLEMS = 4
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     if settings.drafter_directory is None:
         raise StartupError(
-            f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: name its directory"
+            f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: "
+            "name its directory"
         )
     settings = replace(
         settings,

@@ -1,7 +1,7 @@
-"""`tlt bench decode`: plain steps by batch, and with `--against fast` what a fixed order of
-addition costs.
+"""`tlt bench decode`: plain steps by batch, and with `--against fast` the cost of a fixed order
+of addition.
 
-Random prompts of 128 tokens and 512 tokens more. `--context` adds one request behind a long prompt;
+Random prompts of 128 tokens and 512 tokens more. `--context` adds one request after a long prompt;
 prefill is timed where numerics are compared. The price of strict is its time over the time of fast,
 less one. The drafter that is loaded keeps its KV in every plain step, as in a server; `--drafter
 none` leaves it out.
@@ -28,11 +28,11 @@ from tlt_server.errors import StartupError
 
 PROMPT, NEW = 128, 512  # tokens
 QUICK_NEW = 96
-LONG_NEW = 200  # behind a long prompt
+LONG_NEW = 200  # after a long prompt
 PREFILLS = ((1, 4096), (8, 2048))  # prompts at once, tokens of each
 QUICK_PREFILLS = ((1, 512), (4, 256))
-ROUNDS = 5  # of prefill
-REACHABLE = 5120  # tokens of the longest request of all these, so that tables are no larger than they need be
+ROUNDS = 5  # prefills per size; the median counts
+REACHABLE = 5120  # tokens of the longest of these requests, which bounds the tables
 
 Row = dict[str, Any]
 
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON."""
     if args.against and args.device == "cpu":
         raise StartupError(
-            "--against fast needs --device cuda: a CPU's matrix library keeps the mode it was loaded with; "
-            "`tlt bench rollout` compares both on a CPU, in two processes"
+            "--against fast needs --device cuda: a CPU's matrix library keeps the mode it was "
+            "loaded with; `tlt bench rollout` compares both on a CPU, in two processes"
         )
     batches = args.batch or args.batches[args.quick]
     base = replace(
@@ -192,7 +192,8 @@ def report(console: Console, figures: Row) -> None:
     console.print(table)
     for row in figures.get("prefill", ()):
         console.print(
-            f"prefill, {row['numerics']}, {row['prompts']} x {row['length']} tokens: {row['tokens_per_s']:.0f} tokens/s"
+            f"prefill, {row['numerics']}, {row['prompts']} x {row['length']} tokens: "
+            f"{row['tokens_per_s']:.0f} tokens/s"
         )
     for row in figures.get("price", ()):
         of = (

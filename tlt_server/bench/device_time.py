@@ -1,5 +1,5 @@
-"""Where a GPU's time goes during a few steps, from torch's profiler: how long it idles, and which
-kernels take longest.
+"""Profiles of a GPU during a few steps, by torch's profiler: how long it idles, and which kernels
+take longest.
 
 A kernel may be resident while it waits for the one before it. A moment that several share counts
 once, for the one that began first.
@@ -19,7 +19,7 @@ SHOWN = 40  # kernels: all there are
 
 
 class DeviceTime(NamedTuple):
-    """Of so many steps; milliseconds are per step."""
+    """Time of the profiled steps; milliseconds are per step."""
 
     steps: int
     span_ms: float  # from the first kernel's start to the last one's end
@@ -46,7 +46,7 @@ class DeviceTime(NamedTuple):
 def profile(
     engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, steps: int
 ) -> DeviceTime:
-    """So many whole-batch steps of these requests, which must last that long, on a GPU."""
+    """Profile `steps` whole-batch steps of these requests, which must last that long, on a GPU."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
@@ -66,7 +66,8 @@ def profile(
     ]
     if settled < SETTLE or done < steps or not events:
         raise EngineFailed(
-            f"the profiler saw {len(events)} events on the GPU in {done} of {steps} steps: the driver may forbid profiling"
+            f"the profiler saw {len(events)} events on the GPU in {done} of {steps} steps: "
+            "the driver may forbid profiling"
         )
     return device_time(
         [(event.name, event.time_range.start, event.time_range.end) for event in events], done
@@ -74,7 +75,7 @@ def profile(
 
 
 def device_time(events: list[tuple[str, float, float]], steps: int) -> DeviceTime:
-    """From (name, start, end) in microseconds."""
+    """Sum up events, which are (name, start, end) in microseconds."""
     by_name: dict[str, float] = {}
     reached = first = min(start for _, start, _ in events)
     for name, start, end in sorted(events, key=lambda event: event[1:]):

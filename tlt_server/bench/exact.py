@@ -38,13 +38,13 @@ Factors = Mapping[str, tuple[object, ...]]
 class Size(NamedTuple):
     requests: int
     max_tokens: int
-    long: int  # of the requests, so many may take long_tokens
+    long: int  # requests that may take long_tokens
     long_tokens: int
     alone: int  # requests at batch 1
 
 
 class Plan(NamedTuple):
-    """What is compared on a kind of device."""
+    """The comparisons made on a kind of device."""
 
     arms: Arms
     factors: Factors
@@ -84,7 +84,9 @@ PLANS = {
         Size(48, 48, 2, 256, 6),
         0,
     ),
-    "cuda": Plan(  # the smaller chunk leaves 16 prompt rows beside a full batch; the full size is minutes for a 7B model
+    # The smaller chunk leaves 16 prompt rows next to a full batch; the full size takes minutes
+    # for a 7B model.
+    "cuda": Plan(
         ON_GPU,
         {
             "arm": tuple(ON_GPU),
@@ -102,7 +104,7 @@ PLANS["interpreter"] = PLANS["cuda"]
 
 
 class Bits(NamedTuple):
-    """What a run said of one request."""
+    """The output of one request in one run."""
 
     tokens: list[int]
     logprobs: bytes  # float32
@@ -181,8 +183,8 @@ def with_length(request: GenerateRequest, i: int, size: Size) -> GenerateRequest
 def pages_for(
     configuration: Configuration, requests: list[GenerateRequest], size: Size, page_size: int
 ) -> int | None:
-    """Ample: None, the engine's own choice. Scarce: the longest request fits, but a full batch of them
-    does not.
+    """Return the number of pages. Ample: None, the engine's own choice. Scarce: the longest request
+    fits, but a full batch of them does not.
     """
     if configuration["pages"] == "ample":
         return None

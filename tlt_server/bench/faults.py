@@ -14,9 +14,8 @@ import numpy as np
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.runner import CpuRunner
 
-CALLS = range(
-    9, 39
-)  # of the sampler; thirty, because a single ulp may vanish when a log-prob is rounded
+# Calls of the sampler; thirty, because a single ulp may vanish when a log-prob is rounded.
+CALLS = range(9, 39)
 
 
 @contextmanager
@@ -65,9 +64,8 @@ def _on_device() -> Iterator[None]:
     def faulty(extend: Extend, logits_SV: torch.Tensor) -> Samples:
         sampled = sound(extend, logits_SV)
         if next(calls) in CALLS:
-            token_S1 = sampled.token_S.clamp(0, logits_SV.shape[1] - 1).to(torch.int64)[
-                :, None
-            ]  # of a dead row anything
+            # A dead row's token may be anything.
+            token_S1 = sampled.token_S.clamp(0, logits_SV.shape[1] - 1).to(torch.int64)[:, None]
             value_S1 = logits_SV.gather(1, token_S1)
             logits_SV.scatter_(
                 1, token_S1, value_S1.nextafter(torch.full_like(value_S1, torch.inf))

@@ -1,11 +1,10 @@
-"""All matmuls of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and
-cuBLAS beside it.
+"""`tlt bench gemm`: all matmuls of one Qwen2.5-7B step as one CUDA graph, with bytes read per
+second, and cuBLAS for comparison.
 
-`tlt bench gemm [--rows 1,8,64]` prints a table and, last, a line of JSON. A step is per
-layer qkv, o, gate-up with SiLU and down, then the LM head in float32; every layer has its own
-weights, so the L2 cache does not help. cuBLAS runs the same matmuls without SiLU, and in turns
-with ours; the step with the two norms that stand between the matmuls is timed, too. Data are
-random: zeros run faster than any model does.
+A step is per layer qkv, o, gate-up with SiLU and down, then the LM head in float32; every layer has
+its own weights, so the L2 cache does not help. cuBLAS runs the same matmuls without SiLU, in turns
+with ours; the step with the two norms between the matmuls is timed, too. Data are random: zeros run
+faster than any model does.
 """
 
 from __future__ import annotations
@@ -101,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     floor = sum(w.numel() for w in weights) * 2 / READ_BYTES_PER_S * 1e3
     found = []
     print(
-        f"{'rows':>6} {'step':>8} {'alone':>8} {'floor':>8} {'cuBLAS':>8} {'TB/s':>6} {'TFLOP/s':>8}"
+        f"{'rows':>6} {'step':>8} {'alone':>8} {'floor':>8} {'cuBLAS':>8} "
+        f"{'TB/s':>6} {'TFLOP/s':>8}"
     )
     for rows in args.rows:
         sampled = min(rows, 1024)  # a long prefill needs few logits
@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
             f"{floor / ms['alone'] * READ_BYTES_PER_S / 1e12:6.2f} {flops / ms['alone'] / 1e9:8.0f}"
         )
         print(
-            f"{rows:6d} {ms['step']:8.3f} {ms['alone']:8.3f} {floor:8.3f} {ms['cublas']:8.3f} {rates}",
+            f"{rows:6d} {ms['step']:8.3f} {ms['alone']:8.3f} {floor:8.3f} "
+            f"{ms['cublas']:8.3f} {rates}",
             flush=True,
         )
     finish(

@@ -1,4 +1,4 @@
-"""How long a GPU takes for what functions launch, by events; of small kernels by themselves:
+"""Time that a GPU takes for the kernels which functions launch, by events. Small kernels are
 captured as one CUDA graph and replayed.
 """
 
@@ -22,7 +22,7 @@ def require_gpu() -> None:
 
 
 def in_turns(runs: Mapping[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:
-    """Medians in ms. The runs take turns, so that a GPU that slows down under load slows them all."""
+    """Return medians in ms. The runs take turns, so a GPU that slows down under load slows all."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(WARMING + repeats):
         for name, run in runs.items():
@@ -36,7 +36,7 @@ def in_turns(runs: Mapping[str, Callable[[], object]], repeats: int = 15) -> dic
 
 
 def captured(function: Callable[[], object]) -> Callable[[], None]:
-    """Its replay. It runs once as it is, so that nothing is compiled inside the capture."""
+    """Return its replay. It runs once uncaptured, so that nothing is compiled in the capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

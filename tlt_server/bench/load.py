@@ -1,8 +1,8 @@
 """Load for a server, light enough not to be the bottleneck: raw HTTP/1.1 over connections that are
 kept and used again.
 
-`closed_loop` keeps so many requests open; `open_loop` sends at random moments of its own (Poisson),
-however the server fares. Every request sent gives one `Answer`.
+`closed_loop` keeps a number of requests open; `open_loop` sends at random moments (Poisson), even
+when the server is late. Every request sent gives one `Answer`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 class Connections:
-    """To one server; as many as there are requests open at once."""
+    """Connections to one server; as many as there are requests open at once."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -96,7 +96,7 @@ Ask = Callable[[float], Awaitable[Answer]]  # send the next request; the argumen
 
 
 async def closed_loop(ask: Ask, concurrency: int, seconds: float) -> list[Answer]:
-    """So many at a time, the next as soon as one is answered; none is begun after `seconds`."""
+    """Keep `concurrency` requests open, each followed by the next; none starts after `seconds`."""
     end_s = time.perf_counter() + seconds
 
     async def one() -> list[Answer]:

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_client import Client
-from tlt_client.wire import Reply, WireError
+from tlt_server.bench.goodput import Phase, Size, judge, percentile
 from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.demo.server import ServerProcess
@@ -39,47 +37,19 @@ FACTORS = (1, 2, 3)  # times the peak's rate
 CLOSED = 96  # requests open at once: half as many again as run
 MAX_TOKENS = 256
 KV_MEMORY_MB = 256  # small, so that all of it has been touched before memory is compared
-MIN_GOODPUT = 0.9  # of the peak, at the highest rate
+MIN_GOODPUT = 0.9  # part of the peak, at the highest rate
 SHED_MS = 50.0  # 99th percentile
-GROWTH = 0.05  # of memory while the highest rate lasts, or GROWTH_MIB
+GROWTH = 0.05  # part of memory while the highest rate lasts, or GROWTH_MIB
 GROWTH_MIB = 16.0
-
-
-class Size(NamedTuple):
-    ramp_s: float  # of each phase, not counted
-    window_s: float
-    timeout_s: float  # of a request
 
 
 FULL = Size(ramp_s=8, window_s=28, timeout_s=15)
 QUICK = Size(ramp_s=4, window_s=8, timeout_s=10)
 
 
-class _Refusal(msgspec.Struct):
-    error: WireError
-
-
-class Phase(NamedTuple):
-    """What became of the requests of one phase; all of them were answered."""
-
-    ends: dict[str, int]  # completed | late | an error's code | broken -> requests
-    goodput: float  # tokens per second of requests completed in time, within the window
-    per_s: float  # such requests per second
-    offered_per_s: float
-    completed_s: list[float]
-    shed_ms: list[float]
-    untyped_sheds: int  # 429 without a code that can be retried, or without Retry-After
-    lag_ms: float  # 99th percentile of how late the load itself was
-    memory_mib: list[tuple[float, float]]  # frontend's and engine's, every second
-
-    @property
-    def shed(self) -> int:
-        return len(self.shed_ms)
-
-
 def run(args: argparse.Namespace) -> int:
-    """Print a table and one line of JSON; 1 when a request has not exactly one end or (in the full
-    run) a bound is missed.
+    """Print a table and one line of JSON. Return 1 when a request has not exactly one end or, in
+    the full run, a bound is missed.
     """
     from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 
@@ -153,7 +123,8 @@ async def _phases(
     )
     if not peak.completed_s:
         raise StartupError(
-            f"no request was completed in the {size.window_s:g} s of the peak; measure when this machine is less busy"
+            f"no request was completed in the {size.window_s:g} s of the peak; "
+            "measure when this machine is less busy"
         )
     phases = {"peak": peak}
     for factor in factors:
@@ -164,71 +135,6 @@ async def _phases(
         )
     connections.close()
     return phases
-
-
-def judge(
-    answers: list[Answer],
-    started_s: float,
-    size: Size,
-    timeout_s: float,
-    memory_mib: list[tuple[float, float]],
-) -> Phase:
-    ends: Counter[str] = Counter()
-    completed_s, shed_ms, tokens, untyped = [], [], 0, 0
-    for answer in answers:
-        end, given = _end(answer)
-        if end == "completed" and answer.seconds > timeout_s:
-            end = "late"
-        ends[end] += 1
-        if (
-            end == "completed"
-            and size.ramp_s <= answer.ended_s - started_s < size.ramp_s + size.window_s
-        ):
-            completed_s.append(answer.seconds)
-            tokens += given
-        elif answer.status == 429:
-            shed_ms.append(answer.seconds * 1e3)
-            untyped += end == "broken" or not answer.header("retry-after").isdigit()
-    return Phase(
-        ends=dict(ends),
-        goodput=tokens / size.window_s,
-        per_s=len(completed_s) / size.window_s,
-        offered_per_s=len(answers) / (size.ramp_s + size.window_s),
-        completed_s=completed_s,
-        shed_ms=shed_ms,
-        untyped_sheds=untyped,
-        lag_ms=percentile([(answer.sent_s - answer.due_s) * 1e3 for answer in answers], 99),
-        memory_mib=memory_mib,
-    )
-
-
-def _end(answer: Answer) -> tuple[str, int]:
-    """How the request ended, and the tokens it was given."""
-    try:
-        if answer.status in (200, 504):
-            [result] = msgspec.json.decode(answer.body, type=Reply).results
-            if answer.status == 200:
-                return (
-                    ("completed", len(result.choices[0].token_ids))
-                    if result.choices
-                    else ("broken", 0)
-                )
-            return (
-                "late"
-                if result.error is not None and result.error.code == "deadline_exceeded"
-                else "broken",
-                0,
-            )
-        error = msgspec.json.decode(answer.body, type=_Refusal).error
-    except (ValueError, msgspec.MsgspecError):
-        return "broken", 0
-    return error.code if error.retryable else "broken", 0
-
-
-def percentile(values: list[float], part: float) -> float:
-    """The smallest value that so many of a hundred do not exceed; 0 of none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * part / 100) - 1)] if ordered else 0.0
 
 
 async def _watch(pids: tuple[int, int]) -> list[tuple[float, float]]:
@@ -251,12 +157,13 @@ def _child(pid: int) -> int:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
     except OSError:
         raise StartupError(
-            "this bench reads the memory of its processes from /proc, which is not there; run it on Linux"
+            "this bench reads the memory of its processes from /proc, which is not there; "
+            "run it on Linux"
         ) from None
 
 
 class Counts(NamedTuple):
-    """The server's own, after all load."""
+    """The server's own counts, after all load."""
 
     open_sequences: float
     pages_held: float

@@ -1,10 +1,10 @@
-"""What padding and bfloat16 do to a pair's target: its logits against the small target's, which are
-computed in float32.
+"""`tlt bench padded`: the effect of padding and bfloat16 on a pair's target, as the difference of
+its logits from the small target's in float32.
 
-`tlt bench padded --pair DIR [--json FILE]` reads a pair that `tlt bench pad` wrote, has
-the small target write greedy answers to problems of its task, and compares logits at every
-position: of the small target in bfloat16, and of the padded one, both computed by transformers, an
-implementation that shares nothing with ours. Prints a table and, last, a line of JSON.
+The bench reads a pair that `tlt bench pad` wrote, has the small target write greedy answers to
+problems of its task, and compares logits at every position: those of the small target in bfloat16,
+and of the padded one, both computed by transformers, an implementation that shares nothing with
+ours.
 """
 
 from __future__ import annotations

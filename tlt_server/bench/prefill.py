@@ -1,11 +1,10 @@
-"""Prefill of a model of Qwen2.5-7B's shapes against the libraries: cuBLAS and torch's flash
-attention in the same decoder.
+"""`tlt bench prefill`: prefill of a model of Qwen2.5-7B's shapes against the libraries, which are
+cuBLAS and torch's flash attention in the same decoder.
 
-`tlt bench prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and
-prompts are random. Prompts are computed in steps of 4,096 rows, as in the engine; the time is that
-of all steps, by CUDA events, the median of nine. The libraries' attention gets keys and values that
-lie as it likes them best, not in pages; their gate and up pass through one kernel of silu(gate) *
-up.
+Weights and prompts are random. Prompts are computed in steps of 4,096 rows, as in the engine; the
+time is that of all steps, by CUDA events, the median of nine. The libraries' attention gets keys
+and values in its preferred layout, not in pages; their gate and up pass through one kernel of
+silu(gate) * up.
 """
 
 from __future__ import annotations
@@ -199,7 +198,8 @@ def run(args: argparse.Namespace) -> int:
         for row in measure():
             rows.append(row)
             print(
-                f"{row['with']:16} {row['prompts']:8} {row['length']:7} {row['ms']:9.2f} {row['tokens_per_s']:9} {row['ratio']:9.3f}",
+                f"{row['with']:16} {row['prompts']:8} {row['length']:7} {row['ms']:9.2f} "
+                f"{row['tokens_per_s']:9} {row['ratio']:9.3f}",
                 flush=True,
             )
     figures = {

@@ -1,5 +1,5 @@
-"""What a bench leaves behind: its last line on stdout, one line of JSON, and with `--json` a file
-that also says where and how.
+"""The output of a bench: one line of JSON, the last on stdout, and with `--json` a file that also
+names command, commit, machine and versions.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def finish(args: argparse.Namespace, figures: Mapping[str, Any], *, on_gpu: bool
 
 
 def told(argument: str) -> str:
-    """Of a path only its end: where a machine keeps its files helps nobody."""
+    """Return the argument, of a path only its end: a machine's folders help no reader."""
     return f".../{Path(argument).name}" if argument.startswith("/") else argument
 
 
 def entry_of(
     figures: Mapping[str, Any], command: str, *, on_gpu: bool, commit: str | None = None
 ) -> dict[str, Any]:
-    """Figures with all that is needed to measure them again."""
+    """Return the figures with all that is needed to measure them again."""
     return {
         "command": command,
         "commit": commit or commit_here(),
@@ -106,8 +106,8 @@ def versions(*, on_gpu: bool) -> dict[str, str]:
 
 
 def commit_here() -> str:
-    """Of the directory that this code lies in; `unknown` outside a repository, `+` for changes that
-    are not committed, results aside.
+    """Return the commit of this code's directory: `unknown` outside a repository, with a `+` for
+    uncommitted changes, results aside.
     """
     git = ["git", "-C", str(Path(__file__).parents[2])]
     name = _said([*git, "rev-parse", "--short", "HEAD"])

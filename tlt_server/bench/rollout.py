@@ -1,4 +1,4 @@
-"""`tlt bench rollout`: what speculation is worth on the shipped pair, against our own engine
+"""`tlt bench rollout`: the worth of speculation on the shipped pair, against our own engine
 without it in the same run.
 
 Two engine processes, strict and fast numerics, which share a GPU; arms take turns within each
@@ -57,7 +57,7 @@ ARMS = {
         **BEG,
     },
 }
-GPU_KV_MB, GPU_MODEL_LEN = 16384, 4096  # of each of the two engines
+GPU_KV_MB, GPU_MODEL_LEN = 16384, 4096  # each of the two engines
 
 
 class Figures(NamedTuple):
@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     base, arms = replace(settings_of(args), max_running=RUNNING), ARMS[args.device]
     if args.numerics != "strict":
         raise StartupError(
-            "--numerics is fast; a rollout is timed in both strict and fast numerics: leave the flag out"
+            "--numerics is fast; a rollout is timed in both strict and fast numerics: "
+            "leave the flag out"
         )
     if args.device == "cuda":
         base = replace(
@@ -214,7 +215,7 @@ def speedup(
 
 
 def shares(found: list[Figures]) -> dict[str, float]:
-    """Of all rounds' time: what each strategy had, the most first."""
+    """Return each strategy's share of all rounds' time, the largest first."""
     seconds = {
         name: sum(f.time.get(name, 0.0) for f in found)
         for name in {name: 0 for f in found for name in f.time}

@@ -1,6 +1,6 @@
-"""Time of sampling, of reports on samples, and of choosing children on one GPU: `tlt bench sampling`.
+"""`tlt bench sampling`: time of sampling, of reports on samples, and of choosing children on a GPU.
 
-A table, then one line of JSON. Every figure is microseconds per call, from graphs of many calls
+Every figure is microseconds per call, from graphs of many calls
 over rotating logits (more than the cache holds), the median of replays. "head" rows fall off as
 rank^-1.5, "even" rows are normal with a deviation of 2.5, so that a top_p of 0.95 keeps thousands.
 """

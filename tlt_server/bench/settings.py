@@ -1,5 +1,5 @@
-"""What engine a bench measures: settings from its flags, and what a figure's reader has to know of
-them. No torch.
+"""The engine that a bench measures: settings from its flags, and the part of them that a reader of
+figures has to know. No torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from tlt_server.shared_settings import available_processors
 
 
 def settings_of(args: argparse.Namespace) -> EngineSettings:
-    """As the flags say; what they leave open suits a bench: no length beyond what it needs is
-    chosen here.
+    """Return settings from the flags, with defaults that suit a bench. Callers choose lengths, no
+    larger than they need.
     """
     from tlt_server.demo.workload import DRAFTER, TARGET
 
@@ -32,12 +32,12 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
 
 
 def at_most_what_it_takes(model: Path, tokens: int) -> int:
-    """A max_model_len of so many tokens, or the model's own limit."""
+    """Return a max_model_len of `tokens`, or the model's own limit."""
     return min(tokens, ModelConfig.read(model).max_position)
 
 
 def described(settings: EngineSettings) -> dict[str, object]:
-    """What a figure's reader has to know of the engine."""
+    """Return the settings that a reader of figures has to know."""
     config = ModelConfig.read(settings.model)
     return {
         "shape": {

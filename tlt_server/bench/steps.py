@@ -1,8 +1,7 @@
-"""What engine steps take, as the host sees them: the timing behind `tlt bench decode` and `tlt
-bench cycle`.
+"""Times of engine steps, as the host sees them, for `tlt bench decode` and `tlt bench cycle`.
 
-One engine in this process, its requests submitted straight to the loop. Timed are full-batch decode
-steps from the end of one to the end of the next, whatever the loop does in between; the figure is
+One engine in this process takes requests straight into the loop. Full-batch decode steps are timed
+from the end of one to the end of the next, with all that the loop does in between; the figure is
 their median. Text, HTTP and the link to a server's other process are not in it.
 """
 
@@ -24,7 +23,7 @@ from tlt_server.speculation.policies.fixed import Fixed
 
 SETTLE = 8  # steps at full batch before any is timed
 BRIEFLY = 3  # the same where requests take turns
-FIRST_IDS = 512  # random prompts are of the first token ids: every vocabulary has so many, and values cost nothing
+FIRST_IDS = 512  # random prompts use the first token ids, which every vocabulary has
 
 
 class Timed(NamedTuple):
@@ -40,7 +39,7 @@ class Timed(NamedTuple):
     accept_length: float  # tokens per request and step
 
     def figures(self) -> dict[str, object]:
-        """As benches write them."""
+        """Return the figures as benches write them."""
         low, high = self.quartiles_ms
         return {
             "batch": self.batch,
@@ -61,7 +60,7 @@ class _Steps(NamedTuple):
 
 
 def random_requests(count: int, prompt: int, new: int, *, seed: int) -> list[GenerateRequest]:
-    """Of exactly `new` tokens, each behind a prompt of its own."""
+    """Return requests for exactly `new` tokens, each after a prompt of its own."""
     draw = np.random.default_rng(seed)
     return [
         GenerateRequest(
@@ -97,8 +96,8 @@ def time_in_turn(
 
 
 def time_prefill(engine: Engine, prompts: int, length: int, *, rounds: int, seed: int = 0) -> float:
-    """Prompt tokens per second of so many new prompts at once, from their submission to their first
-    tokens; the median round.
+    """Return prompt tokens per second of `prompts` new prompts at once, from their submission to
+    their first tokens; the median round.
     """
     engine.policy = Fixed([OFF])
     rates = []
@@ -119,8 +118,8 @@ def finish(engine: Engine) -> None:
 def whole_cycles(
     engine: Engine, requests: list[GenerateRequest], strategy: Strategy
 ) -> Iterator[Cycle]:
-    """Run them as one batch and give each cycle of all of them together; ends when there are fewer.
-    Whoever stops early aborts them.
+    """Run the requests as one batch and yield each cycle of all of them together; end when there
+    are fewer. A caller that stops early aborts them.
     """
     engine.policy = Fixed([strategy])
     engine.send(Submit(requests))
@@ -167,8 +166,8 @@ def _steps(
 
 @contextmanager
 def _nothing_to_collect() -> Iterator[None]:
-    """As in the engine's own process: to look through all that was loaded takes longer than many
-    steps.
+    """Freeze the collector, as the engine's own process does: a look through all loaded objects
+    takes longer than many steps.
     """
     gc.collect()
     gc.freeze()
@@ -182,7 +181,8 @@ def _step(engine: Engine) -> Cycle | None:
     for output in engine.step():
         if output.error is not None:
             raise EngineFailed(
-                f"request {output.id} of the bench ended with an error, {output.error[0]}: {output.error[1]}"
+                f"request {output.id} of the bench ended with an error, "
+                f"{output.error[0]}: {output.error[1]}"
             )
     return engine.last_cycle
 

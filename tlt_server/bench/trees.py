@@ -1,9 +1,8 @@
-"""What a cycle does beside matmuls and attention, per call inside a CUDA graph: trees grow, rows
-are chosen, paths walked, KV kept.
+"""`tlt bench trees`: the parts of a cycle other than matmuls and attention, per call inside a CUDA
+graph: growing trees, choosing rows, walking paths, keeping KV.
 
-`tlt bench trees` prints a table and, last, a line of JSON. Every walk takes the whole
-path, so that all of its KV moves; `history` looks through the texts of a group of 8. Shapes of
-Qwen2.5-7B: 28 layers, 4 KV heads of 128, bfloat16.
+Every walk takes the whole path, so that all of its KV moves; `history` looks through the texts of a
+group of 8. Shapes of Qwen2.5-7B: 28 layers, 4 KV heads of 128, bfloat16.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ CASES = (
 
 
 def texts(case: Case, device: str) -> BatchSlots:
-    """Of few distinct tokens, so that history has matches; every batch slot is at `context` and has
-    room.
+    """Return batch slots whose texts have few distinct tokens, so that history has matches; every
+    slot is at `context` and has room.
     """
     longest = case.context + 4 * PAGE_SIZE * 64
     batch_slots = BatchSlots.allocate(case.requests + 1, longest, hidden=8, device=device)

@@ -1,5 +1,5 @@
-"""`tlt bench weights`: pushes by every channel of a CPU, against a plain copy of the
-same bytes on the same disk.
+"""`tlt bench weights`: pushes by every channel of a CPU, against a plain copy of the same bytes on
+the same disk.
 
 Two checkpoints: the shipped pair's target, and a random one of `--gib` GiB in float32. Each push
 goes into a real server, from the trainers' own halves, and ends when it is live; the copy is read,
@@ -42,8 +42,8 @@ from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
 
 HIDDEN, MLP = 1024, 4096
-LENGTH = 256  # of prompt and answer
-REQUESTS = 4  # that decode
+LENGTH = 256  # tokens of prompt and answer
+REQUESTS = 4  # decode meanwhile
 
 
 def random_checkpoint(directory: Path, gib: float) -> Path:
@@ -137,8 +137,8 @@ def decoding(url: str) -> Iterator[None]:
 def row(
     channel: str, size: int, copy_s: Sequence[float], alone: Sequence[Push], busy: Sequence[Push]
 ) -> dict[str, Any]:
-    """Of one channel: medians of the pushes into an idle server, and the longest pause of those
-    into a `busy` one.
+    """Return one channel's figures: medians of the pushes into an idle server, and the longest
+    pause of those into a `busy` one.
     """
     took, copy = statistics.median(push.seconds for push in alone), statistics.median(copy_s)
     phases = {
@@ -218,7 +218,8 @@ def run(args: argparse.Namespace) -> int:
         raise StartupError("--device cuda needs --channel and --model, and they are for it only")
     if args.device == "cpu" and args.state_dir:
         raise StartupError(
-            "--state-dir is for --device cuda; on a CPU every push is spooled beside the checkpoints"
+            "--state-dir is for --device cuda; "
+            "on a CPU every push is spooled next to the checkpoints"
         )
     if args.device == "cuda":
         from tlt_server.bench.weights_gpu import measure as measured
@@ -235,7 +236,8 @@ def run(args: argparse.Namespace) -> int:
             for found in measure(model, Path(name) / f"room-{model.name}", args.rounds):
                 rows.append(found)
                 print(
-                    f"{found['checkpoint']:8} {found['channel']:6} {found['push_s']:8.3f} s, {found['ratio']:6.2f} x a plain copy, "
+                    f"{found['checkpoint']:8} {found['channel']:6} {found['push_s']:8.3f} s, "
+                    f"{found['ratio']:6.2f} x a plain copy, "
                     f"paused for {found['longest_pause_ms']:6.2f} ms at most",
                     flush=True,
                 )

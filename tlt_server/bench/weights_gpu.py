@@ -29,12 +29,10 @@ from tlt_client.channels.ipc import IpcSender
 from tlt_client.wire import ItemResult, Token
 from tlt_server.demo.server import ServerProcess
 
-REQUESTS, LENGTH = 8, 16384  # that decode; longer than the pushes take
-SETTLE_S = 0.5  # of decoding before and after a push
-NOT_STAGING = (
-    "wait",
-    "commit",
-)  # phases; the others are from the first byte until the version is staged
+REQUESTS, LENGTH = 8, 16384  # they decode for longer than the pushes take
+SETTLE_S = 0.5  # decoding before and after a push
+# The other phases last from the first byte until the version is staged.
+NOT_STAGING = ("wait", "commit")
 
 
 class Decoding:
@@ -70,7 +68,7 @@ class Decoding:
         self._thread.join()
 
     def figures(self, begun: float) -> dict[str, float]:
-        """In milliseconds. `begun`: when the push was."""
+        """Return milliseconds; the push started at `begun`."""
         gaps = [
             [(after - before, after) for before, after in zip(times, times[1:], strict=False)]
             for times in self.times.values()
@@ -103,7 +101,7 @@ def last_gaps(times: list[float]) -> list[float]:
 
 @contextmanager
 def served(model: Path, channel: str, state: Path | None) -> Iterator[str]:
-    """On the GPU that the channel asks for; this process has the first one."""
+    """Serve on the GPU that the channel asks for; this process has the first one."""
     torch.cuda.init()
     flags = (
         "--device",

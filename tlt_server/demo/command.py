@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_next(console: Console, model: str, drafter: str) -> None:
-    request = '{"requests": [{"messages": [{"role": "user", "content": "Compute 3*4+5."}], "n": 4}], "stream": true}'
+    question = '{"role": "user", "content": "Compute 3*4+5."}'
+    request = f'{{"requests": [{{"messages": [{question}], "n": 4}}], "stream": true}}'
     console.print("Next, serve it yourself and ask:", style="bold")
     for line in (
         f"tlt serve --model {model} --drafter {drafter}",

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a live line per round on a terminal, plain lines elsewhere."""
+"""The demo's display while it runs: a live line per round on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rich.text import Text
 from tlt_server.demo.rounds import Moment, Outcome, Round
 
 PLAIN_EVERY_S = 5.0
-STARTING = "starting `tlt serve` (the very first start on a machine also compiles kernels, about 20 s; they are kept)"
+STARTING = (
+    "starting `tlt serve` (the very first start on a machine also compiles kernels, about 20 s; "
+    "they are kept)"
+)
 
 
 class Display:
@@ -104,5 +107,6 @@ def _line(moment: Moment, sequences: int) -> str:
     accepted = f" | accept length {engine.accept_length:.2f}" if engine.accept_length else ""
     return (
         f"running {engine.running} | finished {sequences - engine.open} of {sequences} | "
-        f"{moment.tokens / moment.seconds:.0f} tokens/s | in force {engine.strategy or 'none yet'}{accepted}"
+        f"{moment.tokens / moment.seconds:.0f} tokens/s | "
+        f"in force {engine.strategy or 'none yet'}{accepted}"
     )

@@ -63,8 +63,8 @@ class PushOutcome(NamedTuple):
 
 
 def perturbed_copy(model: Path, directory: Path, seed: int = 0) -> Path:
-    """The safetensors files of `model`, every float a little off; what else a push needs beside
-    them.
+    """Write the safetensors files of `model` with every float a little off, and copy the other
+    files that a push needs.
     """
     directory.mkdir(parents=True)
     draw = np.random.default_rng(seed)
@@ -104,7 +104,7 @@ def push_in_flight(
     seed: int,
     say: Callable[[str], None],
 ) -> PushOutcome:
-    """Start the batch once more, push `weights` when it is well on its way, and collect the spans."""
+    """Start the batch again, push `weights` when it is well on its way, and collect the spans."""
     before = client.weights()["target"]
     items: list[dict[str, Any]] = [
         {
@@ -154,13 +154,15 @@ def _push(trainer: Client, weights: Path) -> tuple[float, dict[str, Any]]:
 
 
 def push_lines(outcome: PushOutcome) -> list[str]:
-    """What is shown of it."""
+    """Return the lines that the demo shows of the push."""
     longest = sorted(outcome.spans, key=lambda name: -outcome.lengths[name])
     crossing = [name for name in longest if len(outcome.spans[name]) == 2]
     lines = [
-        f"New weights in the middle of a batch: {outcome.tensors} tensors live {outcome.push_s * 1e3:.0f} ms after the request; "
+        f"New weights in the middle of a batch: {outcome.tensors} tensors live "
+        f"{outcome.push_s * 1e3:.0f} ms after the request; "
         f"the loop paused for {outcome.pause_ms:.2f} ms.",
-        f"{outcome.crossing} of {len(outcome.spans)} responses were under way and went on; every token says which version made it:",
+        f"{outcome.crossing} of {len(outcome.spans)} responses were under way and went on; "
+        "every token says which version made it:",
     ]
     for name in crossing[:SHOWN]:
         spans = "  ".join(
@@ -169,7 +171,8 @@ def push_lines(outcome: PushOutcome) -> list[str]:
         lines.append(f"  response {name}: {spans}")
     if not outcome.sound:
         lines.append(
-            "  NO: spans do not cover the responses, or a request after the push was not of the new version alone"
+            "  NO: spans do not cover the responses, "
+            "or a request after the push was not of the new version alone"
         )
     return lines
 

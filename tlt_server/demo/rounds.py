@@ -17,7 +17,8 @@ from tlt_client import Client, ItemResult, ServerError
 from tlt_client.wire import Choice, Token
 from tlt_server.demo.task import EVAL_SEEDS, Problem, problem, reward
 
-FIRST = 439  # evaluation problem of seed 0: of the four from here on, one takes long, as in a reasoning rollout
+# Evaluation problem of seed 0: one of the four from here on takes long, as in a reasoning rollout.
+FIRST = 439
 LOOK_S = 0.25  # between two looks at the server's metrics
 
 
@@ -47,12 +48,12 @@ QUICK = Size(6, 8, 600)
 
 
 class Engine(NamedTuple):
-    """What the server's metrics say at a moment."""
+    """The server's metrics at one moment."""
 
     running: int
     open: int  # running or waiting
     strategy: str
-    accept_length: float  # of the last step; 0 without drafts
+    accept_length: float  # last step's; 0 without drafts
     passes: int  # target forward passes since start
 
 

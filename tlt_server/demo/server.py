@@ -1,7 +1,7 @@
 """`tlt serve` as a process of its own on a free loopback port, for as long as a `with` block lasts.
 
 Used by the demo and by the end-to-end tests. The process sees no `TLT_*` variable of ours, and no
-Ctrl-C: whoever started it stops it.
+Ctrl-C: its caller stops it.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def rounds_table(outcomes: list[Outcome]) -> Table:
         caption_justify="left",
         caption=fixed,
         title=(
-            f"{len(reference.lengths)} responses over HTTP, the same seeds in every round; each round starts\n"
-            "with no prefix, no text and no policy of an earlier one"
+            f"{len(reference.lengths)} responses over HTTP, the same seeds in every round; "
+            "each round starts\nwith no prefix, no text and no policy of an earlier one"
         ),
     )
     for heading in HEADINGS:

@@ -60,7 +60,9 @@ def solution(task: Problem, rng: Random) -> str:
 
 
 def reward(task: Problem, response_text: str) -> float:
-    """1.0 if the last `answer:` line is right, else 0.0. A countdown answer is an expression using every number once."""
+    """Return 1.0 if the last `answer:` line is right, else 0.0. A countdown answer is an expression
+    that uses every number once.
+    """
     found = re.findall(r"answer:[ ]*([^\n<]*)", response_text)
     if not found:
         return 0.0
@@ -162,7 +164,7 @@ def _random_tree(rng: Random, operators: int) -> Tree:
 
 
 def _bounded_value(tree: Tree) -> int | None:
-    """The value if every intermediate lies in 0..999 and products have a one-digit or tiny factor."""
+    """Return the value if all intermediates lie in 0..999 and products have a factor up to 12."""
     if isinstance(tree, int):
         return tree
     a, b = _bounded_value(tree[1]), _bounded_value(tree[2])

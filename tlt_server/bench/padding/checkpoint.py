@@ -1,5 +1,5 @@
 """A padded pair on disk, in the layouts every engine loads: a sharded Hugging Face target and an
-EAGLE-3 drafter beside it.
+EAGLE-3 drafter next to it.
 
 One shard is in memory at a time. config.json comes last: a directory that has one is complete.
 """

@@ -1,18 +1,21 @@
 """Every tensor of the padded pair. The small model's entries stand at `live` places; all others are
-random, and heard by nobody.
+random, and change no output.
 
 Why the outputs are the small model's (width d inside D, RMSNorm epsilon e):
-- **Matrices that write to the residual stream** (o, down, fc, embedding) hold, outside the live block, random values of 2^-48: no zeros,
-  which would flatter power and clocks, but bits as random as any weight's, whose sum is below the
-  rounding of everything it is added to. So extra channels stay empty, and extra heads, units and
-  layers add nothing. They are 32 % of what a step of a 7B reads; about one weight in 100,000 is
-  exactly zero.
-- **Matrices that read** (q, k, v, gate, up, LM head) are random at ordinary size: in live rows they read extra channels, which are empty.
-- **RMSNorm** then sees the same sum of squares over D instead of d channels: weights times sqrt(d / D), and the epsilon follows.
-- **One constant channel** of value c lies behind the live ones: written by the embedding (and by fc, from the first feature), added to by
-  nothing. Its square is taken out of the epsilon: e' = (e d - c^2) / D. Layers ignore it (norm
-  weight 0); the final norm makes it loud, and the head's extra rows turn it into large negative
-  logits: tokens beyond the small vocabulary are never sampled.
+- **Matrices that write to the residual stream** (o, down, fc, embedding) hold random values of
+  2^-48 outside the live block: no zeros, which would flatter power and clocks, but bits as random
+  as any weight's, whose sum is below the rounding of everything it is added to. So extra channels
+  stay empty, and extra heads, units and layers add nothing. They are 32 % of what a step of a 7B
+  reads; about one weight in 100,000 is exactly zero.
+- **Matrices that read** (q, k, v, gate, up, LM head) are random at ordinary size: in live rows they
+  read extra channels, which are empty.
+- **RMSNorm** then sees the same sum of squares over D instead of d channels: weights are multiplied
+  by sqrt(d / D), and the epsilon follows.
+- **One constant channel** of value c comes after the live ones. The embedding writes it (and fc,
+  from the first feature), and nothing adds to it. Its square is taken out of the epsilon:
+  e' = (e d - c^2) / D. Layers ignore it (norm weight 0); the final norm makes it large, and the
+  head's extra rows turn it into large negative logits: tokens beyond the small vocabulary are
+  never sampled.
 
 Legend: D hidden, V vocabulary, C draft vocabulary; `live` = places of the small model's entries
 along an axis.
@@ -43,11 +46,12 @@ from tlt_server.models.config import ModelConfig, read_json
 from tlt_server.models.eagle import feature_layers
 from tlt_server.models.loader import read_tensors, tensor_files
 
-WHISPER = 2.0**-48  # of random weights that write: a sum over 20,000 units of size 1 is 5e-13
-SHOUT = 256.0  # what the final norm makes of the constant channel where the small residual's root mean square is 1
-HUSH = (
-    -2048.0
-)  # the extra rows' weight on it: with a residual of 1,000 their logits are still below -500
+# Size of random weights that write: a sum over 20,000 units of size 1 is 5e-13.
+WHISPER = 2.0**-48
+# The constant channel after the final norm, where the small residual's root mean square is 1.
+SHOUT = 256.0
+# The extra rows' weight on it: with a residual of 1,000 their logits are still below -500.
+HUSH = -2048.0
 DTYPES = (torch.float32, torch.bfloat16)  # a whisper needs eight bits of exponent
 
 Named = Iterator[tuple[str, Tensor]]
@@ -72,7 +76,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model of the pair: `tensors()` starts its recipe anew."""
+    """One model of the pair: each call of `tensors()` starts its recipe."""
 
     source: Path  # the small model's directory: tokenizer, generation config, calibration
     config: dict[str, Any]
@@ -119,7 +123,8 @@ def pad(
     target_tensors, drafter_tensors = _read(target), _read(drafter)
     if "embed_tokens.weight" in drafter_tensors:
         raise ModelError(
-            f"{drafter}: the drafter has an embedding of its own; only one that reads its target's can be padded"
+            f"{drafter}: the drafter has an embedding of its own; "
+            "only one that reads its target's can be padded"
         )
     width = small.hidden_size
     constant = 2.0 ** math.floor(
@@ -191,9 +196,8 @@ class Padding:
         )
         self.axes = {
             "channel": Axis(hidden, channel),
-            "joined": Axis(
-                2 * hidden, torch.cat([channel, hidden + channel])
-            ),  # the drafter's embedding beside its feature
+            # The drafter's embedding, then its feature.
+            "joined": Axis(2 * hidden, torch.cat([channel, hidden + channel])),
             "features": Axis(
                 3 * hidden, torch.cat([channel, hidden + channel, 2 * hidden + channel])
             ),

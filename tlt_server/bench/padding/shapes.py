@@ -22,14 +22,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False},
 }
-KEPT = (
+KEPT = (  # fields of the small config
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
-)  # of the small config
+)
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,20 @@ def check_fit(target: ModelConfig, drafter: ModelConfig, draft_vocab: int, shape
     """`ModelError` unless the small pair fits into the shape."""
     if target.architecture not in ("Qwen2ForCausalLM", "LlamaForCausalLM"):
         raise ModelError(
-            f"a {target.architecture} cannot be padded; the small target must be a Qwen2 or a Llama without q and k norms"
+            f"a {target.architecture} cannot be padded; "
+            "the small target must be a Qwen2 or a Llama without q and k norms"
         )
     for who, small in (("target", target), ("drafter", drafter)):
         if small.mlp_bias or small.attention_bias:
             raise ModelError(
-                f"the small {who} has mlp_bias or attention_bias set, which the large one has no place for; use one without"
+                f"the small {who} has mlp_bias or attention_bias set, "
+                "which the large one has no place for; use one without"
             )
     for who, small in (("target", target), ("drafter", drafter)):
         if small.head_dim != shape.head_dim:
             raise ModelError(
-                f"the small {who}'s head_dim {small.head_dim} is not the shape's {shape.head_dim}; choose a shape that has it"
+                f"the small {who}'s head_dim {small.head_dim} is not the shape's "
+                f"{shape.head_dim}; choose a shape that has it"
             )
         _check_sizes(
             who,
@@ -86,7 +89,8 @@ def check_fit(target: ModelConfig, drafter: ModelConfig, draft_vocab: int, shape
         )
     if target.layers > shape.layers:
         raise ModelError(
-            f"the small target has {target.layers} layers, the large one {shape.layers}; raise --layers to {target.layers}"
+            f"the small target has {target.layers} layers, the large one {shape.layers}; "
+            f"raise --layers to {target.layers}"
         )
     _check_sizes("target", {"vocab_size": (target.vocab_size, shape.vocab)})
     _check_sizes(
@@ -102,13 +106,14 @@ def _check_sizes(who: str, sizes: dict[str, tuple[int, int]]) -> None:
     for name, (needed, room) in sizes.items():
         if needed > room:
             raise ModelError(
-                f"the small {who} does not fit: {name} needs {needed}, the shape has {room}; choose a larger shape"
+                f"the small {who} does not fit: {name} needs {needed}, the shape has {room}; "
+                "choose a larger shape"
             )
 
 
 def live_layers(small: int, large: int) -> tuple[int, ...]:
-    """Where each small layer stands, spread over the depth; what lies between adds nothing, so its
-    input is the small layer's.
+    """Return the place of each small layer, spread over the depth. Layers between add nothing, so a
+    small layer's input stays the same.
     """
     return tuple(index * large // small for index in range(small))
 
