@@ -33,7 +33,7 @@ from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy, Submit
 
 PAD = ("bench", "pad")
-# Float32 over eight layers, logits of size 30; two implementations of the small model differ as much.
+# Float32 over eight layers, logits of size 30; two implementations of the small model differ so.
 TOLERANCE = 1e-4
 # Problems whose greedy answers take over 200 tokens; after an answer's end the small model's own
 # rounding grows to 1e-2.
