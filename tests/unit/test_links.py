@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,28 @@ def test_all_docs_together_stay_short_enough_to_read() -> None:
     words = {page.name: len(page.read_text().split()) for page in counted}
     words.pop("CHANGELOG.md")
     assert sum(words.values()) <= MAX_WORDS, sorted(words.items(), key=lambda item: -item[1])
+
+
+def test_files_that_the_docs_name_exist() -> None:
+    """Backticked paths from the repository's root name files or folders."""
+    roots = "tests|tlt_server|kernels|clients|docs|examples|benchmarks|docker"
+    named = {
+        (page.name, path)
+        for page in (*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"))
+        for path in re.findall(rf"`((?:{roots})/[\w/.-]+)`", page.read_text())
+    }
+    outside = {"docker/secrets"}
+    missing = sorted(f"{page}: {path}" for page, path in named if not (ROOT / path).exists())
+    assert len(named) > 100
+    assert [line for line in missing if line.partition(": ")[2] not in outside] == []
+
+
+def test_the_import_list_is_that_of_the_contract() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().split("## Import direction")[1]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = {contract["id"]: contract.get("layers", ()) for contract in contracts["contracts"]}
+    listed = re.findall(r"\w+", re.findall(r"^```\n(.*?)^```$", text, re.M | re.S)[0])
+    contract = re.findall(r"(?:tlt_server\.)?(\w+)", " ".join(layers["layers"]))
+    assert [name for name in contract if name not in listed] == []
+    rooms = re.findall(r"`(\w+)`", text.split("In the frontend: ")[1].split(". It")[0])
+    assert rooms == list(layers["rooms"])
