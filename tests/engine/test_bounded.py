@@ -144,7 +144,7 @@ def test_a_join_that_fails_in_any_way_is_answered(
         error is not None
         and error[0] == "channel_broken"
         and "KeyError" in error[1]
-        and "make it anew" in error[1]
+        and "join it again" in error[1]
     )
 
 

@@ -124,7 +124,7 @@ def test_a_push_refused_while_another_is_on_the_wire(pair: Pair) -> None:
     pair.send(3.0, 4)
     assert pair.told(two)[0] == "committed" and pair.live == [2.0] * 4
     result, said = pair.told(three)
-    assert result == "conflict" and "'g'" in said and "make it anew" in said
+    assert result == "conflict" and "'g'" in said and "join it again" in said
     four = pair.push(NAMES, "four")
     pair.send(4.0, 4)
     assert pair.told(four)[0] == "channel_broken" and pair.live == [2.0] * 4

@@ -173,7 +173,7 @@ def test_a_place_that_has_no_room_after_all_gives_way_to_the_next_and_says_so(
     ]
     storage = Storage("device", lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path)
     made.clear()
-    with pytest.raises(PushFailed, match="could not be had.*--weight-staging none"):
+    with pytest.raises(PushFailed, match="could not be allocated.*--weight-staging none"):
         storage.make(100, Buffers(), make)
 
 
@@ -195,7 +195,7 @@ def test_a_disk_that_is_full_says_so_before_it_is_written_to(
         "posix_fallocate",
         lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
-    with pytest.raises(PushFailed, match="could not be had"):
+    with pytest.raises(PushFailed, match="could not be allocated"):
         Storage("disk", lambda: Free(0, 0, MIB), torch.device("cpu"), tmp_path).make(
             100, Buffers(), lambda: torch.zeros(3)
         )

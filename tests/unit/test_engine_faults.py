@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tlt_server.engine.faults import told
+from tlt_server.engine.faults import describe
 
 DETAILS = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call.\n"
@@ -23,10 +23,13 @@ DETAILS = (
 )
 def test_a_gpus_error_is_named_in_one_line(error: Exception) -> None:
     assert (
-        told(error, ready=True)
+        describe(error, ready=True)
         == "the GPU reported 'an illegal memory access was encountered'; the engine restarts"
     )
-    assert told(error, ready=False) == "the GPU reported 'an illegal memory access was encountered'"
+    assert (
+        describe(error, ready=False)
+        == "the GPU reported 'an illegal memory access was encountered'"
+    )
 
 
 def test_an_error_that_followed_a_gpus_error_is_a_gpus_error() -> None:
@@ -35,11 +38,11 @@ def test_an_error_that_followed_a_gpus_error_is_a_gpus_error() -> None:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         except RuntimeError:
             raise KeyError("slot") from None
-    assert "unspecified launch failure" in told(caught.value, ready=True)
+    assert "unspecified launch failure" in describe(caught.value, ready=True)
 
 
 def test_memory_that_ran_out_names_what_to_lower() -> None:
-    message = told(
+    message = describe(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ready=True
     )
     assert (
@@ -51,4 +54,4 @@ def test_memory_that_ran_out_names_what_to_lower() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ZeroDivisionError("no")])
 def test_a_fault_of_ours_keeps_its_name(error: Exception) -> None:
-    assert told(error, ready=True) == f"{type(error).__name__}: {error}"
+    assert describe(error, ready=True) == f"{type(error).__name__}: {error}"

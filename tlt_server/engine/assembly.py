@@ -1,12 +1,12 @@
-"""Builds an engine from its settings: model, KV, drafters, policy, scheduler, in timed phases; what
-computes is the device's.
+"""Builds an engine from its settings in timed phases: model, KV, runner with drafters, scheduler,
+policy. The device makes what computes.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from tlt_server.models.loader import own_dtype
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling, SetPolicy, Submit
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.policies import POLICIES, Policy
-from tlt_server.speculation.policies.arms import ladder
+from tlt_server.speculation.policies.arms import Ladder, ladder
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.survival import Calibration
@@ -58,12 +58,11 @@ def assemble(
     make_device: Callable[[DecidedSettings], Device] = make_device,
     directory: Path | None = None,
 ) -> tuple[Engine, EngineInfo]:
-    """A ready engine and what it says of itself. `StartupError` names what cannot be used and the
+    """Return a ready engine and its description. `StartupError` names what cannot be used and the
     remedy.
 
-    `on_start`: see `Scheduler`. `on_progress`: a phase that is long has done so many steps.
-    `make_device`: of settings in which nothing is left to the device. `directory`: where it may
-    make one of its own; whoever has made that removes it.
+    `on_start`: see `Scheduler`. `on_progress`: gets the name of a long phase, the steps done and
+    their number. `directory`: where the engine may make one of its own; the caller removes it.
     """
     phases: dict[str, float] = {}
 
@@ -98,22 +97,12 @@ def assemble(
         memory = device.allocate(live, max_model_len)
         max_model_len = min(max_model_len, memory.pages * settings.page_size)
         detail.append(
-            f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to {max_model_len}"
+            f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to "
+            f"{max_model_len}"
         )
     rungs = ladder(settings.drafters, settings.device)
     if settings.strategy is not None:
         rungs = rungs.with_arm(settings.strategy)
-
-    def make_policy(command: SetPolicy) -> Policy:
-        strategy = command.strategy or rungs.arms[-1]
-        if strategy.drafter and strategy.drafter not in rungs.drafters:
-            raise InvalidRequest(
-                f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: {', '.join(rungs.drafters) or 'none'}"
-            )
-        policy: Policy = POLICIES.resolve(command.policy)(
-            (strategy,) if command.policy == "fixed" else rungs.arms, rows=rungs.rows
-        )
-        return Capped(policy, settings.sd_max_batch) if settings.sd_max_batch else policy
 
     def make_sequence(request: GenerateRequest) -> Sequence:
         return Sequence(
@@ -137,17 +126,8 @@ def assemble(
             lambda: not options.intake.groups.hold_gpu,
         )
         matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""
-        detail.append(
-            "; ".join(
-                part
-                for part in (
-                    f"drafters: {', '.join(rungs.drafters) or 'none'}",
-                    matmuls,
-                    equipped.detail,
-                )
-                if part
-            )
-        )
+        described = (f"drafters: {', '.join(rungs.drafters) or 'none'}", matmuls, equipped.detail)
+        detail.append("; ".join(part for part in described if part))
     gate = Gate()
     scheduler = Scheduler(
         gate,
@@ -170,6 +150,7 @@ def assemble(
     in_flight = partial(settle, scheduler, equipped.runner)
     transaction = Transaction(live, options, Calibration.parse)
     pushes = WeightPushes(gate, transaction, scheduler, install, in_flight)
+    make_policy = partial(_make_policy, rungs, settings.sd_max_batch)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     engine = Engine(
@@ -184,16 +165,8 @@ def assemble(
         Halt(gate, scheduler, memory, pushes, dormant, in_flight),
     )
     with phase("warm up"):
-        arms = rungs.arms
-        per_drafter = [
-            arms[0],
-            *(
-                max((a for a in arms if a.drafter == name), key=lambda arm: arm.rows)
-                for name in rungs.drafters
-            ),
-        ]
         if device.warms_up:
-            _warm_up(engine, [Fixed([arm]) for arm in per_drafter], model.vocab_size, max_model_len)
+            _warm_up(engine, rungs, model.vocab_size, max_model_len)
         engine.policy = policy
     info = EngineInfo(
         model=settings.served_model_name or Path(settings.model).resolve().name,
@@ -242,13 +215,31 @@ def _options(
     return Options(settings.channels, intake, spool, storage)
 
 
-def _warm_up(
-    engine: Engine, policies: Iterable[Policy], vocab_size: int, max_model_len: int
-) -> None:
-    """A short rollout under each policy, so that no request waits for a compiler."""
+def _make_policy(rungs: Ladder, max_batch: int, command: SetPolicy) -> Policy:
+    """Return the policy that a command asks for, which speculates up to `max_batch` sequences."""
+    strategy = command.strategy or rungs.arms[-1]
+    if strategy.drafter and strategy.drafter not in rungs.drafters:
+        raise InvalidRequest(
+            f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: "
+            f"{', '.join(rungs.drafters) or 'none'}"
+        )
+    policy: Policy = POLICIES.resolve(command.policy)(
+        (strategy,) if command.policy == "fixed" else rungs.arms, rows=rungs.rows
+    )
+    return Capped(policy, max_batch) if max_batch else policy
+
+
+def _warm_up(engine: Engine, rungs: Ladder, vocab_size: int, max_model_len: int) -> None:
+    """Run a short rollout without drafts, then with each drafter's largest strategy, so that no
+    request waits for a compiler.
+    """
     length = max(1, min(8, max_model_len - 8))
-    for i, policy in enumerate(policies):
-        engine.policy = policy
+    largest = (
+        max((arm for arm in rungs.arms if arm.drafter == name), key=lambda arm: arm.rows)
+        for name in rungs.drafters
+    )
+    for i, arm in enumerate((rungs.arms[0], *largest)):
+        engine.policy = Fixed([arm])
         engine.send(
             Submit(
                 [

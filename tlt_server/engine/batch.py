@@ -18,8 +18,8 @@ from tlt_server.records import StepContext, TokenLogprobs
 
 
 class Chunk:
-    """Positions [start, end) of one sequence, which are this step's certain rows. It samples if they
-    reach the end of the sequence.
+    """Positions [start, end) of one sequence, which are this step's certain rows. It samples if
+    they reach the end of the sequence.
 
     If a step that samples is still in flight, the chunk is the sequence's last position, wherever
     that will be; start and end are then upper bounds.
@@ -35,7 +35,9 @@ class Chunk:
 
     @property
     def void(self) -> bool:
-        """Whether the sequence was preempted or has ended since, so that the outcome is dropped."""
+        """Tell whether the sequence was preempted or has ended since, so that the outcome is
+        dropped.
+        """
         return self.epoch != self.sequence.epoch
 
     def launch(self, depth: int) -> None:
@@ -71,8 +73,8 @@ class Batch:
 
 @dataclass
 class Emission:
-    """What a step found for one chunk: accepted draft tokens and the bonus token, or no token for a
-    prefill chunk that does not reach the end.
+    """The result of a step for one chunk: accepted draft tokens and the bonus token, or no token
+    for a prefill chunk that does not reach the end.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From a scheduler's batch and the chosen draft nodes to the rows that the model extends. No
+"""Lays out the rows that the model extends, from a scheduler's batch and the chosen draft nodes. No
 decisions here.
 """
 
@@ -17,7 +17,7 @@ from tlt_server.speculation.batch import Candidates, DraftBatch
 
 
 def draft_batch(chunks: list[Chunk], page_table_SP: NDArray[np.int32]) -> DraftBatch:
-    """What a drafter may see of the chunks to be speculated on."""
+    """Return what a drafter may see of the chunks that are speculated on."""
     sequences = [chunk.sequence for chunk in chunks]
     pages = max(len(s.pages) for s in sequences)
     return DraftBatch(
@@ -37,13 +37,12 @@ def draft_batch(chunks: list[Chunk], page_table_SP: NDArray[np.int32]) -> DraftB
 
 @dataclass(frozen=True)
 class Step:
-    """Rows ready for the model, and where they came from."""
+    """Rows ready for the model, and where they come from."""
 
     rows: Rows
     layout: RowLayout
-    sampled_R: NDArray[
-        np.int64
-    ]  # the rows whose logits are wanted: roots and drafts of sampling chunks, chunk after chunk
+    # Rows whose logits are needed: roots and drafts of sampling chunks, chunk after chunk.
+    sampled_R: NDArray[np.int64]
     table_WP: NDArray[np.int32]
 
 
@@ -56,8 +55,8 @@ def lay_out(
     candidates: Candidates,
     chosen_N: NDArray[np.int32],
 ) -> Step:
-    """Rows of `batch`; node n of the chosen draft nodes hangs off chunk `chunk_N[n]`, below chosen
-    node `parent_N[n]` (-1 = root).
+    """Lay out the rows of `batch`. Node n of the chosen draft nodes belongs to chunk `chunk_N[n]`,
+    below chosen node `parent_N[n]` (-1: its root).
     """
     chunks = batch.chunks
     pages = max(len(chunk.sequence.pages) for chunk in chunks)

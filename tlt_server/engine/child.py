@@ -1,4 +1,4 @@
-"""Starts an engine process and speaks with it: the parent's half of `process.py`. No torch.
+"""Starts an engine process and talks to it: the parent's half of `process.py`. No torch.
 
 The asynchronous frontend uses `start_engine` and its own sockets; benchmarks use `EngineChild`,
 which blocks.
@@ -36,8 +36,8 @@ POLL_MS = 200
 
 
 def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[bytes]:
-    """An engine that connects to the sockets `commands` and `events` in `directory` (bound by the
-    caller, mode 0700).
+    """Start an engine that connects to the sockets `commands` and `events` in `directory` (bound by
+    the caller, mode 0700).
     """
     environment = {**os.environ, **library_environment(settings.numerics)}
     process = subprocess.Popen(
@@ -52,7 +52,7 @@ def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[
 
 
 class EngineChild:
-    """A context manager around one engine process; raises the engine's own error if it cannot start
+    """A context manager for one engine process. Raises the engine's own error if that cannot start
     or dies.
     """
 
@@ -98,7 +98,7 @@ class EngineChild:
         self._commands.send(encode(command))
 
     def events(self) -> Iterator[Event]:
-        """Everything the engine says, as it comes; without end."""
+        """Yield the events of the engine as they come, without end."""
         while True:
             if self._events.poll(POLL_MS):
                 event = decode_event(self._events.recv())
@@ -107,5 +107,6 @@ class EngineChild:
                 yield event
             elif self._process.poll() is not None:
                 raise EngineFailed(
-                    f"the engine process ended with status {self._process.returncode}; its last lines are on stderr"
+                    f"the engine process ended with status {self._process.returncode}; "
+                    "its last lines are on stderr"
                 )

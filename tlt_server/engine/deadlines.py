@@ -1,8 +1,8 @@
-"""When which sequence is to be looked at: both its moments (begin by, end by) in one heap, so that
-a step pays for what is due alone.
+"""Deadlines of sequences, both of each (start by, end by) in one heap, so that a step pays only for
+those that are due.
 
-What has ended stays in the heap until it is due or the heap is mostly such; the scheduler, which
-asks, knows what is open.
+An entry of a sequence that has ended stays until it is due, or until most entries are such. The
+scheduler, which asks, knows the open ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from tlt_server.engine.sequence import Sequence
 
-MIN_SWEPT = 64  # entries; below it a sweep is not worth its while
+MIN_SWEPT = 64  # entries; a smaller heap is not worth a sweep
 
 
 class Deadlines:
@@ -21,21 +21,20 @@ class Deadlines:
         """`open_by_id` is the scheduler's own table."""
         self._open = open_by_id
         self._heap: list[tuple[float, int, Sequence]] = []
-        self._serial = itertools.count()  # so that sequences are never compared
+        self._serial = itertools.count()  # keeps the heap from comparing sequences
 
     def add(self, sequence: Sequence) -> None:
         for moment_s in (sequence.request.begin_by_s, sequence.request.deadline_s):
             if moment_s is not None:
                 heapq.heappush(self._heap, (moment_s, next(self._serial), sequence))
-        if len(self._heap) > MIN_SWEPT + 4 * len(
-            self._open
-        ):  # an open one has at most two entries: half of this has ended
+        # An open sequence has at most two entries, so at least half of a larger heap has ended.
+        if len(self._heap) > MIN_SWEPT + 4 * len(self._open):
             self._heap = [entry for entry in self._heap if self._is_open(entry[2])]
             heapq.heapify(self._heap)
 
     def due(self, now_s: float) -> list[Sequence]:
-        """Open sequences of which a moment has come, each once, in the order of those moments. They
-        are not named again for it.
+        """Take the open sequences that have a deadline by now, each once, in the order of those
+        deadlines.
         """
         found: dict[str, Sequence] = {}
         while self._heap and self._heap[0][0] <= now_s:
@@ -53,5 +52,5 @@ class Deadlines:
             "the heap is out of order"
         )
         assert len({serial for _, serial, _ in self._heap}) == len(self._heap), (
-            "an entry stands twice in the heap"
+            "the heap holds an entry twice"
         )

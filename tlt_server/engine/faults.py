@@ -1,27 +1,29 @@
-"""What is said of an exception that ends the engine: a GPU's error is told apart from a fault of
-ours. Imports no torch by itself.
+"""Describes an exception that ends the engine: a GPU's error is told apart from a fault of ours.
+Imports no torch by itself.
 """
 
 from __future__ import annotations
 
 import sys
 
-MARKS = (
-    "CUDA error",
-    "CUDA driver error",
-    "Triton Error [CUDA]",
-)  # of messages, by torch and Triton
+# What messages of torch and Triton about a GPU begin with.
+MARKS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
 
 
-def told(error: BaseException, *, ready: bool) -> str:
-    """One sentence for clients and operators. `ready`: the engine had been, so another one follows."""
+def describe(error: BaseException, *, ready: bool) -> str:
+    """Return one sentence for clients and operators. `ready`: the engine had been ready, so the
+    server starts another one.
+    """
     torch = sys.modules.get("torch")
     then = "; the engine restarts" if ready else ""
     link: BaseException | None = error
-    while link is not None:  # what followed a GPU's error was its doing
+    while link is not None:  # errors that follow a GPU's error are its consequences
         first = (str(link).splitlines() or [""])[0]
         if torch is not None and isinstance(link, torch.OutOfMemoryError):
-            return f"the GPU ran out of memory: {first}{then}; lower memory_fraction, max_running or max_rows if it happens again"
+            return (
+                f"the GPU ran out of memory: {first}{then}; lower memory_fraction, max_running or "
+                "max_rows if it happens again"
+            )
         if (torch is not None and isinstance(link, torch.AcceleratorError)) or (
             isinstance(link, RuntimeError) and first.startswith(MARKS)
         ):

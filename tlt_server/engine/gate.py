@@ -1,5 +1,5 @@
-"""Whether a step may run, and why not: the one answer for loop, scheduler, pauses and weight pushes.
-No torch.
+"""The gate before each step: whether a step may run, and why not, for loop, scheduler, pauses and
+weight pushes. No torch.
 
 Each of them holds the gate for its own reasons and releases it again; the state follows from the
 reasons alone. Reasons are independent of each other, except that no change of weights is under way
@@ -15,7 +15,7 @@ State = Literal["open", "draining", "closed"]
 
 
 class Reason(Enum):
-    """Why the gate is not open. `DRAINING` only keeps new sequences from starting."""
+    """A reason to hold the gate. `DRAINING` only keeps new sequences from starting."""
 
     PAUSED = "an operator paused generation"
     KV_ASLEEP = "the KV's memory is given back"
@@ -51,7 +51,7 @@ class Gate:
 
     @property
     def by_operator(self) -> bool:
-        """Whether sequences wait for a resume or a wake-up."""
+        """Tell whether sequences wait for a resume or a wake-up."""
         return not self._reasons.isdisjoint(BY_OPERATOR)
 
     def held_for(self, reason: Reason) -> bool:

@@ -64,7 +64,7 @@ class GroupJoins:
             self._reports.refuse(asked.id, from_code(error.code, str(error)))
         except Exception as cause:  # every command is answered
             failed = ChannelBroken(
-                f"the group cannot be joined ({type(cause).__name__}: {cause}); make it anew"
+                f"the group cannot be joined ({type(cause).__name__}: {cause}); join it again"
             )
             self._reports.refuse(asked.id, failed)
 
@@ -79,13 +79,13 @@ class GroupJoins:
         group = push.manifest.group
         if group and error.retryable:
             return ChannelBroken(
-                f"{error.message}. What came through group {group!r} is gone: make the group anew, "
-                "and send again what is asked for again"
+                f"{error.message}. What came through group {group!r} is gone: join the group "
+                "again, and send again what is asked for again"
             )
         left = group and group not in self._transaction.options.intake.groups
         if left and not isinstance(error, ChannelBroken):
             return type(error)(
                 f"{error.message}; group {group!r} is left, as more of this may come through it: "
-                "make it anew"
+                "join it again"
             )
         return error

@@ -62,7 +62,7 @@ class Halt:
 
     @property
     def due(self) -> bool:
-        """Whether a pause or sleep waited until nothing runs, and nothing does."""
+        """Tell whether a pause or sleep waited until nothing runs, and nothing does."""
         return bool(self._draining) and self._scheduler.idle
 
     def take_reports(self) -> list[ControlReport]:
@@ -81,7 +81,7 @@ class Halt:
         return self._take_ended()
 
     def advance(self) -> list[StepOutput]:
-        """Between two steps: execute the commands that waited until nothing runs."""
+        """Execute, between two steps, the commands that waited until nothing runs."""
         if self.due:
             draining, self._draining = self._draining, []
             for command in draining:

@@ -65,7 +65,7 @@ class Engine:
         self.pushes, self.halt = pushes, halt
         self._canary, self._make_policy = canary, make_policy
         self._commands = Commands(gate, scheduler, pushes, halt, make_sequence, self._set_policy)
-        self.last_cycle: Cycle | None = None  # of the last step, if it finished a batch
+        self.last_cycle: Cycle | None = None  # if the last step finished a batch
         self._last_end = 0.0
 
     def send(self, command: Command) -> None:
@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing happens until the next command."""
+        """Tell whether nothing happens until the next command."""
         due = self._commands or self.halt.due or self.pushes.due or self.scheduler.due
         return not (due or self.runner.in_flight)
 

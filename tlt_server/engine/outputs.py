@@ -1,4 +1,4 @@
-"""What a request is told after a step: the tokens that count, and how it ends, if it does."""
+"""Outputs of a step for its requests: the tokens that count, and how a request ends, if it does."""
 
 from __future__ import annotations
 

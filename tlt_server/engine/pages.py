@@ -1,8 +1,8 @@
-"""Which page belongs to whom: reference counts, the prefix index and eviction. No tensors.
+"""Pages of KV: reference counts, the prefix index and eviction. No tensors.
 
 A page is *held* (count > 0), *cached* (count 0 but still indexed under its key, evicted oldest
 first) or *free*. Only pages full of committed positions are published to the index, so stale or
-speculative KV never serves anybody.
+speculative KV never serves another sequence.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PageKey = bytes
 
 
 def root_key(weight_version: str, salt: str) -> PageKey:
-    """The key before the first page: KV of another weight version or salt can never match."""
+    """Return the key before the first page. KV of another weight version or salt never matches."""
     return hashlib.blake2b(repr((weight_version, salt)).encode(), digest_size=16).digest()
 
 
 def next_key(previous: PageKey, tokens: Sequence[int]) -> PageKey:
-    """The key of a page that holds `tokens` after the pages summed up in `previous`."""
+    """Return the key of a page that holds `tokens`, after the pages that `previous` stands for."""
     return hashlib.blake2b(previous + array("i", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -65,7 +65,7 @@ class PagePool:
         return found
 
     def allocate(self, n: int) -> list[int] | None:
-        """n pages with count 1, or None (and nothing changed) if there are not so many."""
+        """Take n pages with count 1; None, and no change, if fewer are available."""
         if n > self.available:
             return None
         pages = []
@@ -82,17 +82,15 @@ class PagePool:
         return pages
 
     def publish(self, page: int, key: PageKey) -> None:
-        """Index a held page whose positions are all committed; the first page of a key stays the
-        one.
-        """
+        """Index a held page whose positions are all committed. The first page of a key stays."""
         assert self._count[page] > 0, f"page {page} is published but not held"
         if key not in self._index and page not in self._key:
             self._index[key] = page
             self._key[page] = key
 
     def withdraw(self, pages: Iterable[int]) -> None:
-        """Held pages that nobody shall find any more: whoever holds them keeps them, and they are
-        free afterwards.
+        """Remove held pages from the index: no further sequence finds them, and they are free once
+        their holders release them.
         """
         for page in pages:
             assert self._count[page] > 0, f"page {page} is withdrawn but not held"

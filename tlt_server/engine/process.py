@@ -2,8 +2,8 @@
 one loop.
 
 Started by `build.py` as `python -m tlt_server.engine.process DIR`; the environment that strict
-numerics needs was set by the parent, before torch is imported here. Leaves when told to, when its
-parent is gone, or with one `Failed` event. After a fault it leaves at once: freeing what lies on a
+numerics needs was set by the parent, before torch is imported here. Ends after `Stop`, when its
+parent is gone, or with one `Failed` event. After a fault it ends at once: freeing what lies on a
 GPU whose context is lost may hang or abort.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import zmq
 
-from tlt_server.engine.faults import told
+from tlt_server.engine.faults import describe
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.records import (
@@ -36,7 +36,7 @@ from tlt_server.records import (
 )
 from tlt_server.started import StartedFile
 
-NICENESS = 5  # behind the frontend, which must answer at once also while every core computes
+NICENESS = 5  # after the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
 HEARTBEAT_S = 1.0  # from this thread, so that a loop which hangs falls silent
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
@@ -48,11 +48,10 @@ def serve(
     send: Callable[[Event], None],
     directory: Path,
 ) -> None:
-    """Build the engine, then step until it is told to stop or its parent is gone."""
+    """Build the engine, then step until a `Stop` has ended it or its parent is gone."""
     started = time.perf_counter()
-    from tlt_server.engine.assembly import (
-        assemble,
-    )  # here, because it takes a while and may fail: a phase like the others
+    # Imported here, as this takes a while and may fail: a phase like the others.
+    from tlt_server.engine.assembly import assemble
 
     send(Phase("import libraries", time.perf_counter() - started))
     engine, info = assemble(
@@ -63,10 +62,10 @@ def serve(
         directory=directory,
     )
     gc.collect()
-    gc.freeze()  # what was loaded stays; looking through it again would stop the loop for a quarter of a second
+    gc.freeze()  # what was loaded stays; a collection of it would stop the loop for 0.25 s
     send(Ready(info))
     reported: dict[str, float] = {}
-    said_s = time.monotonic()
+    last_event_s = time.monotonic()
     while not engine.finished and os.getppid() == settings.parent:
         timeout_ms = (STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS) if engine.idle else 0
         while commands.poll(timeout_ms):
@@ -75,19 +74,17 @@ def serve(
         outputs = engine.step()
         events: list[Event] = [*engine.reports()]
         gauges = engine.gauges()
-        if (
-            outputs or engine.last_cycle or gauges != reported
-        ):  # a command can change them without a step
+        # A command can change gauges without a step.
+        if outputs or engine.last_cycle or gauges != reported:
             reported = gauges
             events.append(Outputs(outputs, gauges, engine.last_cycle))
-        events += (
-            engine.control_reports()
-        )  # behind the ends, and the gauges, that they brought about
-        if not events and time.monotonic() - said_s >= HEARTBEAT_S:
+        # After the ends, and the gauges, that the commands brought about.
+        events += engine.control_reports()
+        if not events and time.monotonic() - last_event_s >= HEARTBEAT_S:
             events.append(Heartbeat())
         for event in events:
             send(event)
-            said_s = time.monotonic()
+            last_event_s = time.monotonic()
 
 
 def main() -> int:
@@ -116,10 +113,10 @@ def main() -> int:
         return 2
     except Exception as error:
         traceback.print_exc()
-        send(Failed(EngineFailed.code, told(error, ready=ready)))
+        send(Failed(EngineFailed.code, describe(error, ready=ready)))
         context.destroy(linger=2000)
         sys.stderr.flush()
-        os._exit(1)  # here, where the traceback still holds everything that would be freed
+        os._exit(1)  # while the traceback still holds everything that would be freed
     finally:
         context.destroy(linger=2000)
 

@@ -71,17 +71,17 @@ class WeightPushes:
 
     @property
     def due(self) -> bool:
-        """Whether the next step has something to do for a change, without a command."""
+        """Tell whether the next step has something to do for a change, without a command."""
         return self._gate.held_for(Reason.SETTLING) or self.transaction.cleanup.due
 
     @property
     def busy(self) -> bool:
-        """Whether threads work on something that no command will announce."""
+        """Tell whether threads work on something that no command will announce."""
         return self.in_use or self._joins.busy
 
     @property
     def in_use(self) -> bool:
-        """Whether the weights are read, or a push or a rollback is under way."""
+        """Tell whether the weights are read, or a push or a rollback is under way."""
         push = self.transaction.push
         return (
             self._changing
@@ -91,7 +91,7 @@ class WeightPushes:
 
     @property
     def _changing(self) -> bool:
-        """Whether the live storage is changing, or about to."""
+        """Tell whether the live storage is changing, or about to."""
         push = self.transaction.push
         if self._rollback is not None or push is None:
             return self._rollback is not None
@@ -141,7 +141,7 @@ class WeightPushes:
         if manifest.group:
             error = type(error)(
                 f"{error.message}; nothing takes what group {manifest.group!r} brings of it, so it "
-                "is left: make it anew"
+                "is left: join it again"
             )
         self._reports.refuse(command.id, error, version=manifest.version, role=manifest.role)
 
@@ -298,15 +298,15 @@ class WeightPushes:
         self.transaction.start()
 
     def _drains(self, in_flight: InFlight, changed: Changed) -> bool:
-        """Whether what runs must end before these weights change; then no sequence starts."""
+        """Tell whether what runs must end before these weights change; then no sequence starts."""
         if in_flight != "drain" or changed.target is None or not self._scheduler.started:
             return False
         self._gate.hold(Reason.DRAINING)
         return True
 
     def _may_change(self, in_flight: InFlight, changed: Changed) -> bool:
-        """Whether nothing reads, must end first, or is in flight. Outputs that were in flight are
-        delivered before the pause of a commit, not after it.
+        """Tell whether nothing reads, must end first, or is in flight. Outputs that were in flight
+        are delivered before the pause of a commit, not after it.
         """
         if self._reads.busy or self._drains(in_flight, changed):
             return False

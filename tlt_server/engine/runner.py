@@ -1,13 +1,15 @@
-"""Runs one batch: draft, verify, sample, accept, commit KV. The CPU runner does it within `launch`.
+"""Runs one batch on a CPU, within `launch`: draft, verify, sample, accept, commit KV.
 
-Decisions were made before (which requests, which strategy); nothing here changes a token: the
+Which requests run, and with which strategy, was decided before. Nothing here changes a token: the
 target's sample at every row is fixed by weights, prefix, parameters and seed, and drafts only
-decide how many of them one pass yields.
+decide how many of these samples one pass yields.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,11 +26,14 @@ from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder
 from tlt_server.records import Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
-from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.drafters.cpu import CpuDrafter
 from tlt_server.speculation.tree import select
 
-NOT_FINITE = "the model gave logits without a finite maximum for this request (NaN or overflow); check the weights that were loaded"
+NOT_FINITE = (
+    "the model gave logits without a finite maximum for this request (NaN or overflow); check the "
+    "weights that were loaded"
+)
 
 
 class Finished(NamedTuple):
@@ -59,7 +64,7 @@ class CpuRunner:
         return int(self._finished is not None)
 
     def collect(self, *, busy: bool) -> Finished | None:
-        """The batch just launched: nothing is held back on a CPU, `busy` or not."""
+        """Take the batch just launched. On a CPU nothing is held back, `busy` or not."""
         finished, self._finished = self._finished, None
         return finished
 
@@ -72,7 +77,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, strategy: Strategy) -> None:
-        drafts = _Drafts(batch, strategy, self._drafters, self._page_table_SP, self._cache.scratch)
+        drafts = _draft(batch, strategy, self._drafters, self._page_table_SP, self._cache.scratch)
 
         step = lay_out(
             batch,
@@ -142,8 +147,8 @@ class CpuRunner:
     def _add_prompt_logprobs(
         self, batch: Batch, step: Step, forward: Forward, emissions: list[Emission]
     ) -> None:
-        """Log-probs of prompt tokens, for the rare request that asks: row p gives those of position
-        p + 1.
+        """Add the log-probs of prompt tokens for requests that ask, which are rare. Row p gives
+        those of position p + 1.
         """
         first_row = 0
         for w, (chunk, emission) in enumerate(zip(batch.chunks, emissions, strict=True)):
@@ -162,46 +167,50 @@ class CpuRunner:
             first_row = int(step.layout.root_W[w] + step.layout.drafts_W[w]) + 1
 
 
-class _Drafts:
-    """The draft rows of one step, and where their outcome is reported. Without a drafter there are
-    none.
-    """
+class _Drafts(NamedTuple):
+    """The draft rows of one step, and who learns their outcome."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        strategy: Strategy,
-        drafters: dict[str, CpuDrafter],
-        page_table_SP: NDArray[np.int32],
-        scratch: int,
-    ) -> None:
-        self.candidates = Candidates.empty()
-        self.chosen_N = self.parent_N = self.chunk_N = np.zeros(0, np.int32)
-        self._drafter: CpuDrafter | None = None
-        chunks = [
-            w for w, chunk in enumerate(batch.chunks) if chunk.decodes and chunk.sequence.request.sd
-        ]
-        if not strategy.drafter or not chunks:
-            return
-        self._drafter = drafters[strategy.drafter]
-        self._seen: DraftBatch = draft_batch([batch.chunks[w] for w in chunks], page_table_SP)
-        self.candidates = self._drafter.propose(self._seen, strategy)
-        budget = min((strategy.rows - 1) * len(chunks), scratch)
-        self.chosen_N, self.parent_N, _ = select(self.candidates, len(chunks), budget)
-        self.chunk_N = np.array(chunks, np.int32)[self.candidates.request_N[self.chosen_N]]
+    candidates: Candidates
+    chosen_N: NDArray[np.int32]
+    parent_N: NDArray[np.int32]
+    chunk_N: NDArray[np.int32]
+    learn: Callable[[NDArray[np.int8]], None]  # by candidate: accepted 1, rejected 0, not chosen -1
 
     def observe(self, accepted_N: NDArray[np.int8]) -> None:
-        """`accepted_N` says of every chosen node, in order, whether it is on its request's path."""
-        if self._drafter is None:
-            return
+        """Pass on, for every chosen node in order, whether it is on its request's path."""
         outcome = np.full(len(self.candidates), -1, np.int8)
         outcome[self.chosen_N] = accepted_N
-        self._drafter.observe(self._seen, self.candidates, outcome)
+        self.learn(outcome)
+
+
+def _draft(
+    batch: Batch,
+    strategy: Strategy,
+    drafters: dict[str, CpuDrafter],
+    page_table_SP: NDArray[np.int32],
+    scratch: int,
+) -> _Drafts:
+    """Let the strategy's drafter propose, and choose the nodes to verify: `scratch` at most."""
+    chunks = [
+        w for w, chunk in enumerate(batch.chunks) if chunk.decodes and chunk.sequence.request.sd
+    ]
+    if not strategy.drafter or not chunks:
+        none_N = np.zeros(0, np.int32)
+        return _Drafts(Candidates.empty(), none_N, none_N, none_N, lambda outcome: None)
+    drafter = drafters[strategy.drafter]
+    seen = draft_batch([batch.chunks[w] for w in chunks], page_table_SP)
+    candidates = drafter.propose(seen, strategy)
+    budget = min((strategy.rows - 1) * len(chunks), scratch)
+    chosen_N, parent_N, _ = select(candidates, len(chunks), budget)
+    chunk_N = np.array(chunks, np.int32)[candidates.request_N[chosen_N]]
+    return _Drafts(
+        candidates, chosen_N, parent_N, chunk_N, partial(drafter.observe, seen, candidates)
+    )
 
 
 def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[Emission]:
-    """Per chunk the target's tokens along the accepted path, with their log-probs."""
-    at_R = np.full(len(step.rows), -1, np.int64)  # where a row stands among the sampled ones
+    """Return for each chunk the target's tokens along the accepted path, with their log-probs."""
+    at_R = np.full(len(step.rows), -1, np.int64)  # row -> its index among the sampled rows
     at_R[step.sampled_R] = np.arange(len(step.sampled_R))
     tokens, logprobs = sampled.token_S.tolist(), sampled.logprob_S.tolist()
     raw_logprobs = sampled.raw_logprob_S.tolist() if sampled.raw_logprob_S is not None else []

@@ -137,12 +137,12 @@ class Scheduler:
 
     @property
     def due(self) -> bool:
-        """Whether the next step has sequences to run."""
+        """Tell whether the next step has sequences to run."""
         return not self.idle and not self._gate.closed
 
     @property
     def holds_kv(self) -> bool:
-        """Whether a sequence has pages. One that waits has none; the KV that was saved from a
+        """Tell whether a sequence has pages. One that waits has none; the KV that was saved from a
         mixed-version sequence lies elsewhere and serves no other.
         """
         return len(self.running) > 0

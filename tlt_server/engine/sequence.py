@@ -1,11 +1,11 @@
-"""One sequence while the engine owns it: its tokens, pages and progress. Changed by the scheduler
-alone.
+"""One sequence while the engine owns it: its tokens, pages and progress. Only the scheduler changes
+it.
 
 `computed` positions have committed KV. A decoding sequence has computed = length - 1: its last
-token is the root of the next step. A runner may tell its results a step late, so steps can be in
-flight: `launched` positions are certain rows of steps taken or in flight, and what is in flight
-will append at least `sure` and at most `ahead` tokens. A preempted sequence has computed = 0 and
-takes the same way as a fresh prompt; so does one that an engine before this one began
+token is the root of the next step. A runner may deliver its results a step late, so steps can be in
+flight: `launched` positions are certain rows of steps that are over or in flight, and what is in
+flight will append at least `sure` and at most `ahead` tokens. A preempted sequence has computed = 0
+and is treated as a fresh prompt; so is one that an earlier engine started
 (`GenerateRequest.generated`).
 """
 
@@ -22,7 +22,7 @@ from tlt_server.records import GenerateRequest, TokenLogprobs
 
 
 class SavedKV(NamedTuple):
-    """What a preempted sequence had in its pages."""
+    """The KV that a preempted sequence had in its pages."""
 
     kv: object
     computed: int
@@ -38,24 +38,22 @@ class Sequence:
         self._tokens[: self.length] = request.token_ids + request.generated
         self.computed = self.launched = 0
         self.sure = self.ahead = 0
-        self.epoch = 0  # what was launched in an earlier one is void: the sequence was preempted or has ended since
-        self.cached_tokens: int | None = (
-            None  # prompt tokens found in the prefix index at first admission
-        )
+        self.epoch = 0  # advances when the sequence is preempted or ends: earlier chunks are void
+        # Prompt tokens found in the prefix index at first admission.
+        self.cached_tokens: int | None = None
         self.arrived_s = 0.0  # by the scheduler's clock
-        self.queued_s: float | None = None  # from then until its first admission
+        self.queued_s: float | None = None  # from arrival until its first admission
         self.pages: list[int] = []
         self.published = 0  # leading pages offered to the prefix index
         self.batch_slot = -1  # row of the page table while running
         self.preemptions = 0
         self.mixed_version = False  # its KV is of more than one weight version
-        self.private = False  # some of its KV is of before a flush
-        self.saved: SavedKV | None = (
-            None  # KV of a preempted sequence that cannot be computed again
-        )
+        self.private = False  # some of its KV is older than a flush
+        # KV of a preempted sequence, if it cannot be computed again.
+        self.saved: SavedKV | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they go out
         self._page_size = page_size
-        self._keys: list[PageKey] = []  # of the version that reads it, see `start_over`
+        self._keys: list[PageKey] = []  # under the version that reads it, see `start_over`
 
     @property
     def id(self) -> str:
@@ -63,7 +61,7 @@ class Sequence:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """Prompt + output; a view."""
+        """Prompt and output; a view."""
         return self._tokens[: self.length]
 
     @property
@@ -82,31 +80,31 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Only its last token is not computed: one row makes it sample, and draft rows may hang off
-        that row.
+        """Tell whether only its last token is not computed: then one row makes it sample, and draft
+        rows may follow that row.
         """
         return self.computed == self.length - 1
 
     @property
     def unlaunched(self) -> int:
-        """Known positions that no step computes yet, the root of the next decoding step among them."""
+        """Known positions that no step computes yet, with the root of the next decoding step."""
         return self.length - self.launched
 
     @property
     def by_host(self) -> bool:
-        """Its logits are edited by its text, which only the host does, so no step of it may be
-        planned before the last one is known.
+        """Tell whether its logits are edited according to its text. Only the host does that, so a
+        step of it is planned only once the last one is known.
         """
         return self.state.edits
 
     @property
     def reports(self) -> bool:
-        """More is said of its tokens than their log-probs."""
+        """Tell whether more than log-probs of its tokens is reported."""
         return self.state.raw or self.state.alternatives > 0
 
     @property
     def shares(self) -> bool:
-        """Others may be served by its KV."""
+        """Tell whether other sequences may use its KV."""
         return not self.mixed_version and not self.private
 
     @property
@@ -114,7 +112,7 @@ class Sequence:
         return self.output_len > 0 or self.batch_slot >= 0 or self.preemptions > 0
 
     def start_over(self, version: str) -> None:
-        """It has no KV; `version` computes all of it. The scheduler calls this when it takes the
+        """Compute all of its KV with `version`. The scheduler calls this when it takes the
         sequence, and again when KV is dropped.
         """
         assert self.batch_slot < 0 and self.saved is None
@@ -131,7 +129,7 @@ class Sequence:
         self.epoch += 1
 
     def page_keys(self, count: int) -> list[PageKey]:
-        """Keys of the first `count` pages; all their tokens must be known."""
+        """Return the keys of the first `count` pages, whose tokens must all be known."""
         size = self._page_size
         while len(self._keys) <= count:
             i = len(self._keys) - 1

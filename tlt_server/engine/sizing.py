@@ -1,5 +1,5 @@
-"""How long a sequence may be and how many KV pages there are: what was asked for, held against the
-model and the memory.
+"""The longest sequence and the number of KV pages: what was asked for, checked against the model
+and the memory.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 
-MAX_POSITIONS = 1 << 22  # the rotary table of so many takes 4 GB at a head width of 128
+MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
 
 
 def served_length(settings: EngineSettings, config: ModelConfig) -> int:
-    """Positions of the longest sequence; `StartupError` when the model or this server has fewer
-    than asked for.
+    """Return the positions of the longest sequence. `StartupError` when the model or this server
+    has fewer than asked for.
     """
     chosen = settings.max_model_len or config.max_position
     if chosen > config.max_position:
@@ -24,14 +24,15 @@ def served_length(settings: EngineSettings, config: ModelConfig) -> int:
         )
     if chosen > MAX_POSITIONS:
         raise StartupError(
-            f"max_model_len {chosen} is above the most this server takes, {MAX_POSITIONS}; set max_model_len lower"
+            f"max_model_len {chosen} is above this server's limit of {MAX_POSITIONS} positions; "
+            "lower it"
         )
     return chosen
 
 
 def kv_pages(settings: DecidedSettings, bytes_per_page: int, max_model_len: int) -> int:
-    """Pages as asked for, or as many as fit and could be in use at once; `StartupError` when they
-    are too few or too many.
+    """Return the pages asked for, or as many as fit and could be in use at once. `StartupError`
+    when they are too few or too many.
     """
     need = -(-max_model_len // settings.page_size)
     pages = settings.pages
@@ -40,14 +41,16 @@ def kv_pages(settings: DecidedSettings, bytes_per_page: int, max_model_len: int)
         pages = settings.kv_memory_mb * 2**20 // bytes_per_page
         if pages < need:
             raise StartupError(
-                f"kv_memory_mb {settings.kv_memory_mb} holds {pages} pages, one sequence of max_model_len {max_model_len} needs {need}; "
-                f"raise it to {-(-need * bytes_per_page // 2**20)} or lower max_model_len"
+                f"kv_memory_mb {settings.kv_memory_mb} holds {pages} pages, one sequence of "
+                f"max_model_len {max_model_len} needs {need}; raise it to "
+                f"{-(-need * bytes_per_page // 2**20)} or lower max_model_len"
             )
         pages = min(pages, need * settings.max_running)  # more could never be in use at once
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if pages * bytes_per_page > installed:
         raise StartupError(
-            f"{pages} pages of {settings.page_size} tokens take {pages * bytes_per_page // 2**20} MiB, this machine has "
-            f"{installed // 2**20}; lower pages, page_size or kv_memory_mb"
+            f"{pages} pages of {settings.page_size} tokens take "
+            f"{pages * bytes_per_page // 2**20} MiB, this machine has {installed // 2**20}; lower "
+            "pages, page_size or kv_memory_mb"
         )
     return pages

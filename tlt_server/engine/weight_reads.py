@@ -17,7 +17,7 @@ from tlt_server.threads import Crew
 from tlt_server.weights.versions import Versions
 
 MAX_READERS = 4  # at once, including those that wait for a change to end
-MAX_NUMBERS = 2**21  # that one command reads of a tensor
+MAX_NUMBERS = 2**21  # elements of a tensor, read by one command
 
 
 class WeightReads:

@@ -1,3 +1,3 @@
-"""Weight pushes as transactions: stage beside the running loop, verify, swap between two steps,
+"""Weight pushes as transactions: stage next to the running loop, verify, swap between two steps,
 keep the version before.
 """

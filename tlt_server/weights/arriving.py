@@ -1,5 +1,5 @@
-"""One role's weights on their way into a network: every tensor is checked on the very bytes that are
-kept, then copied to its place and, where there is a spool, written to it.
+"""One role's weights on their way into a network: every tensor is checked on the very bytes that
+are kept, then copied to its place and, where there is a spool, written to it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Make(Protocol):
 
 @dataclass(frozen=True)
 class Steps:
-    """What arriving weights need from the transaction."""
+    """Callables that arriving weights need from the transaction."""
 
     keep: Callable[[str, str, Data], None] | None  # role, file, content; the spool's, if any
     parse_calibration: Callable[[bytes, str], object]  # content, where it is from
@@ -192,8 +192,9 @@ class Arriving:
         sums = dict(self.sums)
         if TIED_HEAD in self.others and sums.pop(TIED_HEAD, sums[EMBEDDING]) != sums[EMBEDDING]:
             raise WeightsRefused(
-                f"{self.place}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; "
-                "leave it out, or serve a model whose config.json says tie_word_embeddings: false"
+                f"{self.place}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties "
+                "them; leave it out, or serve a model whose config.json says tie_word_embeddings: "
+                "false"
             )
         return Target("", self.network, sums)  # type: ignore[arg-type]
 

@@ -1,5 +1,5 @@
-"""What a push brings, as far as it has come: from manifests to complete, checked weights. Used in
-the staging thread; knows no channel, as tensors come from a `Receiver`.
+"""The weights that a push brings, from manifests to complete, checked weights. Used in the staging
+thread; knows no channel, as tensors come from a `Receiver`.
 
 With storage of its own nothing live is touched, and the result can be swapped in without a further
 decision. In place, a tensor is written once it alone was checked; a failure after the first write
@@ -34,7 +34,7 @@ class Candidate:
         self.headless = headless is not None
         self._version = headless.version if headless else ""
         self._steps = steps
-        self._receiver: Receiver | None = None  # of the manifest that is being taken
+        self._receiver: Receiver | None = None  # while a manifest is taken
         self._stopped = False
         self._roles: dict[str, Arriving] = {}
         if headless:
@@ -48,16 +48,16 @@ class Candidate:
 
     @property
     def overwritten(self) -> list[str]:
-        """In place: roles whose live values have changed."""
+        """Roles whose live values have changed, in place."""
         return [name for name, role in self._roles.items() if role.overwritten]
 
     def has(self, manifest: Manifest) -> bool:
-        """Whether a tensor that the manifest names has come before."""
+        """Tell whether a tensor that the manifest names has come before."""
         owners = (owner(entry.name, manifest.role) for entry in manifest.tensors)
         return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
 
     def stop(self) -> None:
-        """From another thread: end a wait for a trainer, also one that has not begun yet."""
+        """End a wait for a trainer, also one that has not begun yet. Called from another thread."""
         self._stopped = True
         receiver = self._receiver
         if receiver is not None:

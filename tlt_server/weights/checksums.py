@@ -1,4 +1,4 @@
-"""Checksums of tensors: of a push as it declares them, and mix64 of the values that are live."""
+"""Checksums of tensors: those that a push declares, and mix64 of the live values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ XXH3_128_DIGITS = 32
 
 
 def kind_of(declared: str) -> str:
-    """Of a declared checksum; xxh3 comes in two lengths."""
+    """Return the kind of a declared checksum; xxh3 comes in two lengths."""
     kind, _, digits = declared.partition(":")
     return "xxh3_128" if kind == "xxh3" and len(digits) == XXH3_128_DIGITS else kind
 
 
 def checksum(kind: str, tensor: Tensor) -> str:
-    """`kind:hex` of a contiguous tensor: of its values if mix64, else of its bytes (row-major,
-    little-endian).
+    """Return `kind:hex` for a contiguous tensor: mix64 is of its values, every other kind of its
+    bytes (row-major, little-endian).
     """
     if kind == "mix64":
         return mix64(tensor)
@@ -42,12 +42,12 @@ def checksum(kind: str, tensor: Tensor) -> str:
 
 
 class Content(NamedTuple):
-    sum: str  # mix64 of a tensor's values; whatever type holds them, they have one
+    sum: str  # mix64 of a tensor's values, the same in every dtype that holds them
     finite: bool
 
 
 def content(tensor: Tensor) -> Content:
-    """Computed where it lies, in one reading."""
+    """Read the tensor once, on its device."""
     if tensor.device.type == "cuda":
         from tlt_kernels.gpu.sums import mixed_sum
     else:
@@ -61,12 +61,12 @@ def mix64(tensor: Tensor) -> str:
 
 
 def live_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of every tensor's values in the checkpoint's own shape, whatever the layout they live in."""
+    """Return mix64 of every tensor's values in the checkpoint's shape, in any layout."""
     return {name: mix64(tensor) for name, tensor in parameters.items()}
 
 
 def digest(sums: Mapping[str, str]) -> str:
-    """One name for all of it."""
+    """Return one name for all checksums."""
     return hashlib.sha256(
         "\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()
     ).hexdigest()

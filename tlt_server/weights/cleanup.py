@@ -1,5 +1,5 @@
-"""What weights leave behind: memory of networks and folders of the spool, let go of in threads, as
-it takes a while.
+"""Memory of networks and folders of the spool that are not used any more, freed in threads, as this
+takes a while.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Cleanup:
 
     @property
     def due(self) -> bool:
-        """Whether `run` has something to do."""
+        """Tell whether `run` has something to do."""
         return bool(self._networks or self._folders)
 
     def drop(self, networks: Iterable[TargetNetwork | DrafterNetwork]) -> None:

@@ -1,5 +1,5 @@
-"""Which content a version's name stands for, so that a retry is told from a mistake: a name means
-one content for ever.
+"""The content that each version's name stands for, so that a retry is told from a mistake: a name
+means one content for ever.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ REMEMBERED = 1024
 
 
 class Names:
-    """Of what is live and what was before it, however long, and of the last versions that were
-    live.
+    """Names of the live and the previous versions, for as long as they are kept, and of the last
+    versions that were live.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,9 @@ class Names:
             known = in_use.get((role, part.version), self._digests.get((role, part.version)))
             if known is not None and known != part.digest:
                 raise Conflict(
-                    f"version {part.version!r} of the {role} was pushed before with other content (digest {known[:12]}, now "
-                    f"{part.digest[:12]}); give changed weights a new version"
+                    f"version {part.version!r} of the {role} was pushed before with other content "
+                    f"(digest {known[:12]}, now {part.digest[:12]}); give changed weights a new "
+                    "version"
                 )
 
     def add(self, role: str, part: Target | Drafter) -> None:

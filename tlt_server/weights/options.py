@@ -1,4 +1,4 @@
-"""Where weights may come from, where they are staged, and where committed ones are kept."""
+"""Options of pushes: where weights may come from, are staged, and are kept once committed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The weights of a version: a target and perhaps a drafter, each complete and with its checksums.
 
-`Live` is what the engine uses, `Changed` what takes the place of some of it. Neither is changed once
-made.
+`Live` is what the engine uses, `Changed` what takes the place of some of it. Neither is changed
+once made.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Drafter:
 @dataclass(frozen=True)
 class Changed:
     """The weights of one or both roles that a push brings or a rollback restores; also the previous
-    version of each role, as far as one is kept.
+    version of each role, where one is kept.
     """
 
     target: Target | None = None

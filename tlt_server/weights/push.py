@@ -15,7 +15,7 @@ from tlt_server.weights.staging import Staging
 
 @dataclass
 class Waiting:
-    """It was accepted, and `Transaction.start` stages it."""
+    """The push was accepted; `Transaction.start` stages it."""
 
     name: ClassVar = "waiting"
     out_of_step: bool = False  # its group also brings a push that nothing takes
@@ -23,7 +23,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Gathering:
-    """What has come is in order, and more is to come."""
+    """The parts that have come are in order, and more are to come."""
 
     name: ClassVar = "gathering"
     since_s: float
@@ -31,7 +31,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Staged:
-    """It is complete and verified."""
+    """The push is complete and verified."""
 
     name: ClassVar = "staged"
     changed: Changed
@@ -41,7 +41,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Its weights are live under its version already."""
+    """The weights are live under their version already."""
 
     name: ClassVar = "unchanged"
     changed: Changed
@@ -49,7 +49,7 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Failed:
-    """It ends with an error."""
+    """The push ends with an error."""
 
     name: ClassVar = "failed"
     error: TltError
@@ -91,12 +91,12 @@ class Push:
 
     @property
     def to_commit(self) -> bool:
-        """Whether it is committed once it is staged."""
+        """Tell whether it is committed once it is staged."""
         return self.manifest.commit or (isinstance(self.state, Staged) and self.state.due)
 
     @property
     def takes_more(self) -> bool:
-        """Whether a further part is taken now."""
+        """Tell whether a further part is taken now."""
         open_ = isinstance(self.state, Gathering) or (
             isinstance(self.state, Staged) and not self.to_commit
         )
@@ -104,7 +104,7 @@ class Push:
 
     @property
     def ending(self) -> bool:
-        """Whether it has failed or was aborted."""
+        """Tell whether it has failed or was aborted."""
         match self.state:
             case Failed():
                 return True
@@ -114,20 +114,20 @@ class Push:
 
     @property
     def brings_bytes(self) -> bool:
-        """Whether bytes for it are, or will soon be, taken from its group."""
+        """Tell whether bytes for it are, or will soon be, taken from its group."""
         return isinstance(self.state, Waiting | Staging)
 
     @property
     def leaves_bytes(self) -> bool:
-        """Whether bytes stay in its group, after its thread has ended, that the next push would
-        take for its own. When one part has failed, others may be on their way.
+        """Tell whether bytes stay in its group, after its thread has ended, that the next push
+        would take for its own. When one part has failed, others may be on their way.
         """
         failed_part = self.manifest.partial and isinstance(self.state, Failed)
         return self.candidate.opened is not self.manifest or failed_part
 
     @property
     def consequence(self) -> str:
-        """What its failure means for the weights in use, for messages."""
+        """The effect of its failure on the weights in use, for messages."""
         if not self.candidate.overwritten:
             return ""
         return (
@@ -136,7 +136,7 @@ class Push:
         )
 
     def goes_on_with(self, manifest: Manifest) -> bool:
-        """Whether the manifest brings more of this push; otherwise it begins another."""
+        """Tell whether the manifest brings more of this push; otherwise it begins another."""
         mine = self.manifest
         same = (mine.session, mine.version, mine.in_flight, mine.commit) == (
             manifest.session,

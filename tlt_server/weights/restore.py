@@ -1,8 +1,8 @@
-"""At start: the versions that were live when the engine before this one ended, from the spool, bit
+"""Restores, at start, the versions that were live when the last engine ended, from the spool: bit
 for bit or not at all.
 
-A version that is lost is named and the model directory's weights stand in for it; the frontend
-serves nothing from them until a push takes their place.
+A version that is lost is named and the model directory's weights stand in for it. The frontend
+serves nothing from them until a push replaces them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Restored(NamedTuple):
 def restore(
     spool: Spool, started: Live, parse_calibration: Callable[[bytes, str], object]
 ) -> Restored:
-    """`started` (what the model directories hold) brought to what was committed last, as far as
-    that is there.
+    """Replace the weights in `started`, which the model directories hold, by those committed last,
+    where the spool has them.
     """
     live, lost = started, {}
     for role, kept in spool.current().items():
         if role not in started.by_role:
-            continue  # this time without a drafter
+            continue  # the server has no drafter this time
         try:
             live = _restored(role, kept, spool, live, parse_calibration)
         except TltError as error:
             spool.lose(role, kept)
             lost[role] = (
-                f"the committed weight version {kept.version!r} of the {role} is lost: {error.message}; restore "
-                f"{spool.directory} and restart"
+                f"the committed weight version {kept.version!r} of the {role} is lost: "
+                f"{error.message}; restore {spool.directory} and restart"
             )
     spool.sweep()
     return Restored(live, lost)
@@ -76,6 +76,7 @@ def _restored(
     if part.digest != kept.digest:
         where = kept.directory or "the model directory"
         raise StartupError(
-            f"the content of {where} has changed (digest {part.digest[:12]}, committed was {kept.digest[:12]})"
+            f"the content of {where} has changed (digest {part.digest[:12]}, committed was "
+            f"{kept.digest[:12]})"
         )
     return live.updated(Changed(target=part) if isinstance(part, Target) else Changed(drafter=part))

@@ -1,18 +1,18 @@
-"""Which parts of weights make one push. Trainers send a step in several calls, and few say which
+"""The parts of weights that make one push. Trainers send a step in several calls, and few say which
 step it is or where it begins.
 
-Parts of one session belong together. Others are a series: what one sender sends from its first
-tensor on, in the order that it keeps; a sender is a version, or without one a group. Invariant:
-what completes is one series without a gap. A part that brings a tensor with which its sender began
-before begins a push, another one goes on with the push that gathers; all else is refused. So
-however a push ended before it was complete (refused, silent, aborted, replaced), nobody has to
-remember that it did: its other parts find nothing to go on with, and parts of two steps never meet.
-One tensor may come behind the part that completed its push: the head that is tied to the embedding,
-if it is the same.
+Parts of one session belong together. Other parts form a series: everything that one sender sends,
+from its first tensor on, in an order that it keeps. A sender is a version, or without one a group.
+Invariant: a push that completes is one series without a gap. A part that brings a tensor with which
+its sender began before begins a push. Another part goes on with the push that gathers; every other
+part is refused. So however a push ended before it was complete (refused, silent, aborted,
+replaced), that need not be remembered: its other parts find no push to go on with, and parts of two
+steps never meet. One tensor may come after the part that completed its push: the head that is tied
+to the embedding, if both are the same.
 
-That rests on a trainer beginning a push when it has joined its group. A part that was refused is no
-beginning, as its group is left (`Transaction.skip`) and has to be joined anew, as after a restart
-of the engine. One that never reached the server may have been one: versions and sessions exclude
+This rests on a trainer beginning a push when it has joined its group. A part that was refused is no
+beginning, as its group is left (`Transaction.skip`) and has to be joined again, as after a restart
+of the engine. A part that never reached the server may have been one: versions and sessions exclude
 that.
 """
 
@@ -26,12 +26,15 @@ from tlt_server.records import Manifest
 from tlt_server.weights.push import Push, first_tensor
 
 REMEMBERED = 1024  # senders
-ELSE = "with a version, or within a session (POST /begin_weight_update, /start_weight_update), or join the group anew"
+ELSE = (
+    "with a version, or within a session (POST /begin_weight_update, /start_weight_update), or "
+    "join the group again"
+)
 
 
 class _Sender(NamedTuple):
     version: str
-    group: str  # where there is no version
+    group: str  # empty if there is a version
 
     def __str__(self) -> str:
         return (
@@ -42,7 +45,7 @@ class _Sender(NamedTuple):
 
 
 class Series:
-    """How senders begin. The transaction brings every part that is no session's."""
+    """The first tensor of each sender. The transaction brings every part that is no session's."""
 
     def __init__(self) -> None:
         self._starts: OrderedDict[tuple[_Sender, str], str] = (
@@ -50,8 +53,8 @@ class Series:
         )  # sender and role -> tensor
 
     def admit(self, part: Manifest, push: Push | None) -> bool:
-        """Whether the part goes on with `push`, which takes more; else it begins one. `Conflict`
-        where it may do neither.
+        """Tell whether the part goes on with `push`, which takes more; otherwise it begins one.
+        `Conflict` where it may do neither.
         """
         sender, (role, tensor) = _sender(part), first_tensor(part)
         other = _sender(push.manifest) if push is not None and not push.manifest.session else None
@@ -66,19 +69,20 @@ class Series:
             return True
         if start not in (None, tensor):
             raise Conflict(
-                f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the push begun so has ended, or "
-                f"has that tensor, or other fields; push from {start!r} on, in the order of before, or {ELSE}"
+                f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the "
+                "push that began so has ended, or has that tensor, or other fields; push from "
+                f"{start!r} on, in the order of before, or {ELSE}"
             )
         if other is not None and other != sender and not other.version and not sender.version:
             raise Conflict(
-                f"a push of {other} is on its way, from which what comes through another group cannot be told; push all "
-                f"through one group, or {ELSE}"
+                f"a push of {other} is on its way, from which parts that come through another "
+                f"group cannot be told; push all through one group, or {ELSE}"
             )
         self.note(part)
         return False
 
     def note(self, part: Manifest) -> None:
-        """It has come, whatever becomes of it."""
+        """Note that the part has come, also if it is refused."""
         (role, tensor), sender = first_tensor(part), _sender(part)
         self._starts.setdefault((sender, role), tensor)
         self._starts.move_to_end((sender, role))
@@ -86,7 +90,7 @@ class Series:
             self._starts.popitem(last=False)
 
     def follows(self, part: Manifest, last: Manifest) -> bool:
-        """Whether the part is of the sender of `last`, which begins with another tensor."""
+        """Tell whether the sender of `last` sent the part and begins with another tensor."""
         role, tensor = first_tensor(part)
         return self.both(part, last) and self._starts.get((_sender(part), role)) not in (
             None,
@@ -94,14 +98,14 @@ class Series:
         )
 
     def forget(self, group: str) -> None:
-        """Its trainer is gone; another one may begin otherwise."""
+        """Forget a group whose trainer is gone; the next one may begin with another tensor."""
         self._starts = OrderedDict(
             (key, start) for key, start in self._starts.items() if key[0] != _Sender("", group)
         )
 
     @staticmethod
     def both(one: Manifest, other: Manifest) -> bool:
-        """Whether both are parts of one sender."""
+        """Tell whether both are parts of one sender."""
         return (
             one.partial
             and other.partial

@@ -2,10 +2,10 @@
 was committed.
 
 Files are written from the very bytes that were verified, while they are staged. Only files that
-came by http, which nobody but the server writes, are linked, once they are confirmed: a trainer
-that rewrites a file of its own in place would change a link too. The commit itself is one rename of
-`current.json`; whatever it does not name is garbage, and goes. Called by the transaction, and
-`current` by the engine at start.
+came by http, which only the server writes, are linked, once they are confirmed: a trainer that
+rewrites a file of its own in place would change a link too. The commit itself is one rename of
+`current.json`; a folder that it does not name is garbage, and is removed. Called by the
+transaction; `current` by the engine at start.
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ from tlt_server.weights.parts import Changed, Live
 
 CURRENT = "current.json"
 PUSH_PREFIX = "push-"
-NO_LINKS = (
-    errno.EXDEV,
-    errno.EPERM,
-    errno.ENOTSUP,
-    errno.EMLINK,
-)  # what a file system without them says
-Data = (
-    Iterable[bytes | memoryview] | Path
-)  # a file's bytes; or a file below the state directory that is not written any more
+# Errors of a file system that cannot link.
+NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
+# A file's bytes; or a file below the state directory that is not written any more.
+Data = Iterable[bytes | memoryview] | Path
 
 
 class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,12 +55,11 @@ class Spool:
         self._draft = self.directory / f"{CURRENT}.new"
         self._places: dict[tuple[str, str], str] = {}  # (role, digest) -> directory
         self._prepared: dict[tuple[str, str], str] = {}  # the same after the next commit
-        self._lost: dict[
-            str, Kept
-        ] = {}  # role -> what stays recorded until a commit of that role, as it could not be restored
+        # Role -> the version that could not be restored, recorded until a commit of that role.
+        self._lost: dict[str, Kept] = {}
         self._pushing: set[str] = set()  # roles that the next commit brings
 
-    # while a push is staged, in its thread
+    # -- while a push is staged, in its thread -----------------------------------------------------
 
     def begin(self) -> None:
         """Make the folder of this push, unless an earlier part of it has."""
@@ -73,8 +67,8 @@ class Spool:
             self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
 
     def keep(self, role: str, file: str, data: Data) -> None:
-        """A file of bytes may be kept anew, with others; one that is linked may not: nobody writes
-        where a link leads.
+        """Write or link a file. A file of bytes may be written again with others; a linked one may
+        not, as no link is written through.
         """
         assert self._pushed is not None
         path = self._pushed / role / file
@@ -87,13 +81,13 @@ class Spool:
         _sync(path)
 
     def discarded(self) -> list[Path]:
-        """The push does not become a version; its folders, for `settle`."""
+        """Give up the push, which does not become a version; return its folders, for `settle`."""
         pushed, self._pushed = self._pushed, None
         return [pushed] if pushed is not None else []
 
     def prepare(self, pushed: Changed, live: Live) -> None:
-        """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the
-        push that was kept. Where that fails, what was prepared before stays prepared.
+        """Write what `commit` will rename: `live` will be live, and `pushed` is the part of it that
+        came with the push that was kept. If this fails, what was prepared before stays prepared.
         """
         new = (
             {
@@ -121,17 +115,17 @@ class Spool:
         unfinished.replace(self._draft)
         self._prepared, self._pushing = prepared, pushing
 
-    # between two steps
+    # -- between two steps -------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """What was prepared is what a restart loads; one rename."""
+        """Make what was prepared that which a restart loads, by one rename."""
         self._draft.replace(self.directory / CURRENT)
         self._places, self._pushed = self._prepared, None
         self._lost = {role: kept for role, kept in self._lost.items() if role not in self._pushing}
 
     def garbage(self, wanted: Iterable[Live | Changed]) -> list[Path]:
-        """Folders that neither a restart nor a rollback to one of `wanted` can need; only while no
-        push is staged.
+        """Return the folders that neither a restart nor a rollback to one of `wanted` can need.
+        Only while no push is staged.
         """
         used = {(role, part.digest) for parts in wanted for role, part in parts.by_role.items()}
         used |= {(role, kept.digest) for role, kept in self._lost.items()}
@@ -141,20 +135,20 @@ class Spool:
             folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept
         ]
 
-    # off the critical path, in any thread
+    # -- off the critical path, in any thread ------------------------------------------------------
 
     def settle(self, garbage: Iterable[Path]) -> None:
-        """Make the last rename durable, then remove what nobody needs."""
+        """Make the last rename durable, then remove the garbage."""
         with contextlib.suppress(OSError):
             _sync(self.directory)
         for folder in garbage:
             shutil.rmtree(folder, ignore_errors=True)
 
-    # at start
+    # -- at start ----------------------------------------------------------------------------------
 
     def current(self) -> Mapping[str, Kept]:
-        """Role -> what was live last; empty when nothing was ever committed. `StartupError` when
-        that cannot be said.
+        """Return role -> what was live last; empty when nothing was ever committed. `StartupError`
+        when that is not known.
         """
         path = self.directory / CURRENT
         try:
@@ -163,13 +157,13 @@ class Spool:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
             raise StartupError(
-                f"{path} is damaged ({error}), so the committed weight version is not known; restore the file, or start "
-                "with another --state-dir and push again"
+                f"{path} is damaged ({error}), so the committed weight version is not known; "
+                "restore the file, or start with another --state-dir and push again"
             ) from None
         if current.model != self._model:
             raise StartupError(
-                f"the state directory {self.directory} belongs to the model {current.model}, not {self._model}; "
-                "name another --state-dir"
+                f"the state directory {self.directory} belongs to the model {current.model}, not "
+                f"{self._model}; name another --state-dir"
             )
         for role, kept in current.roles.items():
             if kept.directory:
@@ -177,13 +171,13 @@ class Spool:
         return current.roles
 
     def lose(self, role: str, kept: Kept) -> None:
-        """Not restored, so something else is live: whatever else is committed, a restart shall miss
-        this version again.
+        """Note a version that was not restored, so that a restart misses it again, also after
+        commits of the other role.
         """
         self._lost[role] = kept
 
     def sweep(self) -> None:
-        """Remove what pushes left behind that were never committed; after `current`."""
+        """Remove the folders of pushes that were never committed; after `current`."""
         kept = {place.partition("/")[0] for place in self._places.values()}
         self.settle(
             [folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept]

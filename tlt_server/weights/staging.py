@@ -23,7 +23,7 @@ LOOK_S = 0.05  # between two looks whether a push that waits was aborted
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the thread asks the transaction for."""
+    """Callables with which the thread asks the transaction."""
 
     options: Options
     memory_is_free: Callable[[], list[threading.Event]]  # set once what was dropped is freed
@@ -38,8 +38,8 @@ class _Aborted(Exception):
 
 class Staging:
     """The state of a push while the thread works. The loop writes `aborted`, `gap` and
-    `out_of_step`. The thread writes `outcome`, which the loop reads after the end: complete weights,
-    an error, or None where what came is in order and more is to come.
+    `out_of_step`. The thread writes `outcome`, which the loop reads after the end: complete
+    weights, an error, or None where what came is in order and more is to come.
     """
 
     name: ClassVar = "staging"

@@ -1,10 +1,10 @@
-"""Where a pushed version lies while it is staged: beside the live one if there is room, else in
+"""Memory for a pushed version while it is staged: next to the live one if there is room, else in
 pinned host memory, else in mapped files.
 
-The device says what is free, and what a receiver needs beside the model is kept free; the first
-place with room is taken, or the one that was asked for. A model is made as always, but the storage
-it allocates comes from that place; where there is no room after all the next place is tried. On a
-CPU the device's memory is the host's.
+The device says what is free, and the buffers of a receiver are kept free; the first place with room
+is taken, or the one that was asked for. A model is made as always, but the storage it allocates
+comes from that place. If there is no room after all the next place is tried. On a CPU the device's
+memory is the host's.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ Model = TypeVar("Model")
 Place = Literal["device", "host", "disk"]
 Asked = Literal["device", "host", "disk", "none"] | None  # None: the first with room
 MEMORY, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-LIMITS = {  # file -> of what is used, and the count in memory.stat of what of it is read from files and can be dropped
+# File with a limit -> file with the bytes used, and the count in memory.stat of those that were
+# read from files and can be dropped. The second line is version 1 of control groups.
+LIMITS = {
     "memory.max": ("memory.current", "inactive_file"),
     "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "total_inactive_file"),
-}  # of version 1
+}
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
 REMEDY = (
-    "make room, name a --state-dir on a larger disk, or start the server with --weight-staging none, which writes over the weights "
-    "in use"
+    "make room, name a --state-dir on a larger disk, or start the server with --weight-staging "
+    "none, which writes over the weights in use"
 )
 
 
 class Free(NamedTuple):
-    """Bytes that a staged version may take; of no use here: 0."""
+    """Bytes that a staged version may take; 0 for a place without use on this device."""
 
     device: int
     host: int
@@ -58,7 +60,7 @@ class HostMemory(NamedTuple):
 
 
 def host_memory() -> HostMemory:
-    """The lesser of what the machine has and what its control group may still take."""
+    """Return the lesser of what the machine has and what its control group may still take."""
     lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
     available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     for file, (usage, cache) in LIMITS.items():
@@ -79,12 +81,12 @@ def host_memory() -> HostMemory:
 
 
 def disk_free(directory: Path | None) -> int:
-    """Of the file system that holds `directory`; 0 without one."""
+    """Return the free bytes of the file system that holds `directory`; 0 without one."""
     return shutil.disk_usage(directory).free if directory else 0
 
 
 def choose(asked: Asked, need: int, free: Free) -> list[Place]:
-    """The places with room, the best one first, or `PushFailed` with what is lacking."""
+    """Return the places with room, the best one first. `PushFailed` if none has."""
     assert asked != "none", "in place there is nothing to choose"
     allowed = PLACES if asked is None else (asked,)
     places = [place for place in allowed if getattr(free, place) >= need]
@@ -95,7 +97,7 @@ def choose(asked: Asked, need: int, free: Free) -> list[Place]:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether it says, in one of the many ways there are, that memory or a disk had no room."""
+    """Tell whether the error says, in any of the many ways, that memory or a disk had no room."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
     said = str(error).lower()
@@ -105,19 +107,19 @@ def ran_out(error: BaseException) -> bool:
 
 
 class Storage:
-    """`free` is asked at every push; `directory` holds mapped files, which no other process sees
-    and which go with the model.
+    """`free` is called at every push. `directory` holds mapped files, which no other process sees
+    and which are gone with the model.
     """
 
     def __init__(
         self, asked: Asked, free: Callable[[], Free], device: torch.device, directory: Path | None
     ) -> None:
         self.in_place = asked == "none"
-        self.place: Place | None = None  # of the last version staged
+        self.place: Place | None = None  # where the last version was staged
         self._asked, self._free, self._device, self._directory = asked, free, device, directory
 
     def make(self, need: int, buffers: Buffers, make: Callable[[], Model]) -> Model:
-        """A model of `need` bytes in the first place that has room for it and `buffers`;
+        """Make a model of `need` bytes in the first place that has room for it and `buffers`.
         `PushFailed` where none has.
         """
         if self.in_place:
@@ -131,19 +133,20 @@ class Storage:
                     raise
                 said = (str(error) or type(error).__name__).splitlines()[0]
                 print(
-                    f"tlt: no room for a staged version after all: {place}, {need // 2**20} MiB ({said})",
+                    f"tlt: no room for a staged version after all: {place}, {need // 2**20} MiB "
+                    f"({said})",
                     file=sys.stderr,
                 )
             else:
                 self.place = place
                 return made
         raise PushFailed(
-            f"a staged version takes {need // 2**20} MiB, which could not be had although they seemed to be free ({said}); "
-            f"{REMEDY}"
+            f"a staged version takes {need // 2**20} MiB, which seemed to be free and could not be "
+            f"allocated ({said}); {REMEDY}"
         )
 
     def _beside(self, buffers: Buffers) -> Free:
-        """What is free beside them."""
+        """Return what is free in addition to the buffers."""
         free = self._free()
         taken = Buffers(max(buffers), max(buffers)) if self._device.type == "cpu" else buffers
         return Free(max(0, free.device - taken.device), max(0, free.host - taken.host), free.disk)
@@ -160,8 +163,8 @@ class Storage:
 
 
 class _Elsewhere(TorchFunctionMode):
-    """Within it `torch.empty`, `zeros` and `ones` of a shape give storage from `allocate`, whatever
-    device they name.
+    """A mode in which `torch.empty`, `zeros` and `ones` of a shape take storage from `allocate`,
+    also if they name a device.
     """
 
     def __init__(self, allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> None:
@@ -178,12 +181,11 @@ class _Elsewhere(TorchFunctionMode):
 
 
 def _mapped(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in a file that has no name any more."""
+    """Return a tensor in a file that has no name any more."""
     count = max(1, torch.Size(shape).numel())
     with tempfile.NamedTemporaryFile(dir=directory) as file:
-        os.posix_fallocate(
-            file.fileno(), 0, count * dtype.itemsize
-        )  # a full disk says so here, not by killing who writes
+        # A full disk fails here, instead of killing the process that writes.
+        os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype)[
             : torch.Size(shape).numel()
         ].view(shape)

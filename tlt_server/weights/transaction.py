@@ -1,12 +1,12 @@
 """One push at a time: accept it, stage and verify it in a thread, commit it between two steps.
 
-Owned by the engine's loop, whose thread calls everything here; what runs in the staging thread is in
-`staging.py`. Until `commit` every failure leaves the live weights alone (`versions.py`). A push
+Owned by the engine's loop, whose thread calls everything here; what runs in the staging thread is
+in `staging.py`. Until `commit` every failure leaves the live weights alone (`versions.py`). A push
 that repeats a version with the same bits is a success that changes nothing.
 
-Where weights are staged in place (`Storage.in_place`) there is no copy: whoever owns the transaction
-keeps the loop from stepping between `start` and the end of the push, and a push that fails after its
-first write quarantines its roles until the next commit.
+Where weights are staged in place (`Storage.in_place`) there is no copy: the owner of the
+transaction keeps the loop from stepping between `start` and the end of the push, and a push that
+fails after its first write quarantines its roles until the next commit.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Transaction:
     # -- parts arrive ------------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest) -> Push:
-        """Return the push that the manifest begins, goes on with, or repeats while it is on its way.
-        `Forbidden` where the channel is closed, `Conflict` during another push. After any error the
-        caller calls `refuse`.
+        """Return the push that the manifest begins, goes on with, or repeats while it is on its
+        way. `Forbidden` where the channel is closed, `Conflict` during another push. After any
+        error the caller calls `refuse`.
         """
         self._check_open(manifest)
         headless = self._headless(manifest)
@@ -82,7 +82,8 @@ class Transaction:
             if self.push.manifest == manifest and not (manifest.partial or self.push.ending):
                 return self.push
             raise Conflict(
-                f"version {self.push.title} is being pushed; wait for it or abort it, then push again"
+                f"version {self.push.title} is being pushed; wait for it or abort it, then push "
+                "again"
             )
         self.push = Push(manifest, manifest, Candidate(self._steps, headless))
         if self.versions.repeats(manifest):
@@ -152,7 +153,7 @@ class Transaction:
     # -- groups ------------------------------------------------------------------------------------
 
     def brings(self, group: str) -> bool:
-        """Whether a push takes, or is about to take, what comes through this group."""
+        """Tell whether a push takes, or is about to take, what comes through this group."""
         push = self.push
         return push is not None and push.manifest.group == group and push.brings_bytes
 
@@ -170,7 +171,7 @@ class Transaction:
 
     def leave(self, group: str) -> None:
         """Leave a group: what it has brought of a push without a version will not be completed, and
-        whoever joins it again begins a push.
+        a trainer that joins it again begins a push.
         """
         self.options.intake.groups.leave(group)
         self._series.forget(group)
@@ -181,7 +182,7 @@ class Transaction:
             and push.manifest.group == group
             and not (push.version or push.manifest.session)
         ):
-            self._give_up(push, f"group {group!r} was left or joined anew")
+            self._give_up(push, f"group {group!r} was left or joined again")
 
     # -- the states of a push ----------------------------------------------------------------------
 
@@ -323,7 +324,7 @@ class Transaction:
         return Staged(changed, staged.since_s, staged.due)
 
     def commit(self, push: Push, staged: Staged) -> Live:
-        """Make the staged weights live; the caller installs what is returned before the next step."""
+        """Make the staged weights live. The caller installs the result before the next step."""
         in_place = self.options.storage.in_place
         live = self.versions.commit(staged.changed, push.manifest, in_place=in_place)
         self.push = None

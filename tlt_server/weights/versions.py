@@ -23,7 +23,7 @@ class Versions:
         """`live` may come without checksums: they are computed with the first push."""
         self.live, self.previous = live, Changed()
         self.quarantined: dict[str, str] = {}  # role -> why its live weights are no version
-        self.last: Manifest | None = None  # of the commit that made `live`; None after a rollback
+        self.last: Manifest | None = None  # the last commit's; None after a rollback
         self._spool, self._cleanup = spool, cleanup
         # Version -> the roles that its last push made live; of versions that are live or kept.
         self._made: dict[str, frozenset[str]] = {}
@@ -36,7 +36,7 @@ class Versions:
     # -- what is live ------------------------------------------------------------------------------
 
     def completed(self) -> Live:
-        """Return what is live, with the checksums that no push has needed yet. Called by threads."""
+        """Return what is live, with checksums, which are computed once. Called by threads."""
         self.live = self.live.complete()
         for role, part in self.live.by_role.items():
             self._names.add(role, part)
@@ -53,12 +53,12 @@ class Versions:
         )
 
     def made(self, version: str) -> bool:
-        """Whether all that the last push of this version made live is live."""
+        """Tell whether all that the last push of this version made live is live."""
         roles = self._made.get(version, frozenset())
         return bool(roles) and roles <= {*self.live_as(version).by_role}
 
     def has(self, changed: Changed) -> bool:
-        """Whether these weights are live under these versions."""
+        """Tell whether these weights are live under these versions."""
         live = self.live.by_role
         return not self.quarantined and all(
             role in live and (live[role].version, live[role].digest) == (part.version, part.digest)
@@ -66,8 +66,8 @@ class Versions:
         )
 
     def repeats(self, manifest: Manifest) -> bool:
-        """Whether the manifest repeats the last commit, and its checksums say so before anything is
-        brought. What comes through a group has to be taken from there in any case.
+        """Tell whether the manifest repeats the last commit, and its checksums say so before
+        anything is brought. What comes through a group has to be taken from there in any case.
         """
         return (
             _repeatable(manifest) == self.last
@@ -112,7 +112,8 @@ class Versions:
             )
         if "target" in self.quarantined:
             raise Conflict(
-                f"what is live is no version ({self.quarantined['target']}); push one, and name that"
+                f"what is live is no version ({self.quarantined['target']}); push one, and name "
+                "that"
             )
         if self._spool is not None:
             self.live = self.live.complete()
@@ -132,8 +133,8 @@ class Versions:
 
     def to_roll_back(self, to: str) -> Changed:
         """Return what a rollback makes live: for each role that had version `to` before, that;
-        without `to`, for the roles of the last commit. Empty where `to` is live. `Conflict` where it
-        is neither live nor kept.
+        without `to`, for the roles of the last commit. Empty where `to` is live. `Conflict` where
+        it is neither live nor kept.
         """
         of_last = self.last.roles if self.last is not None else ()
         parts = self.previous.only(
