@@ -36,7 +36,7 @@ PIECE_BYTES = 4 * 2**20
 
 
 def parts(version: str, weights: dict[str, torch.Tensor]) -> Iterator[UpdateWeightsRequest]:
-    """One safetensors file in pieces, then the manifest with each tensor's checksum."""
+    """Yield one safetensors file in pieces, then the manifest with each tensor's checksum."""
     data = save(weights)
     for start in range(0, len(data), PIECE_BYTES):
         piece = Part(
@@ -90,7 +90,7 @@ async def steps(address: str, model: Path, count: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("address", help="of the server's gRPC port")
+    parser.add_argument("address", help="host and port of the server's gRPC")
     parser.add_argument("model", type=Path, help="directory of the model that is served")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()

@@ -1,5 +1,5 @@
 """Client of TLT Server: `Client` and `AsyncClient` over HTTP, the wire models, the tree of errors
-(`tlt_client.errors`). No torch.
+(`tlt_client.errors`). Importing it imports no torch.
 
 from tlt_client import Client
 

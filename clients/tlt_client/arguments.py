@@ -1,8 +1,8 @@
-"""What a caller gives, checked before anything is sent of it: an `InvalidArgument` names the value,
+"""Checks of a caller's arguments before anything is sent: an `InvalidArgument` names the value,
 what it must be, and the remedy.
 
-Called where a client is made, and by `calls`. A version's name is the one thing here that the
-server checks too, by this rule.
+Called by a client's constructor and by `calls`. The server checks a version's name by the same
+rule.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import msgspec
 from tlt_client.errors import InvalidArgument
 
 KEY = re.compile(r"[\x21-\x7e]+")
-VERSION = r"^[^/\x00-\x1f\x7f]*[^./\x00-\x1f\x7f][^/\x00-\x1f\x7f]*$"  # an address that ends in dots alone names another place
+# A URL whose last segment is dots alone names another place.
+VERSION = r"^[^/\x00-\x1f\x7f]*[^./\x00-\x1f\x7f][^/\x00-\x1f\x7f]*$"
 MAX_VERSION = 256  # characters
-VERSION_MUST = f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, and not dots alone, such as run-7"
+VERSION_MUST = (
+    f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, and "
+    "not dots alone, such as run-7"
+)
 
 
 def url_of(address: str) -> str:
-    """Of a server; it may hold a password, which is not quoted."""
+    """Return the server's URL. It may hold a password, which no message quotes."""
     try:
         parsed = httpx.URL(address)
         if parsed.scheme in ("http", "https") and parsed.host:
@@ -34,12 +38,13 @@ def url_of(address: str) -> str:
         pass
     shown = address.rpartition("@")[2][:200] if isinstance(address, str) else type(address).__name__
     raise InvalidArgument(
-        f"url is {shown!r}; it must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000"
+        f"url is {shown!r}; it must begin with http:// or https:// and name a host, such as "
+        "http://127.0.0.1:8000"
     )
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
-    """The header that carries the key, which no message quotes."""
+    """Return the header that carries the key, which no message quotes."""
     if not api_key:
         return {}
     if not isinstance(api_key, str):
@@ -54,8 +59,9 @@ def bearer(api_key: str | None) -> dict[str, str]:
             else "no visible ASCII character"
         )
         raise InvalidArgument(
-            f"api_key has {len(api_key)} characters, of which number {at + 1} is {what}; a key is visible ASCII "
-            "characters: take off what surrounds it where it is read (.strip() after reading a file)"
+            f"api_key has {len(api_key)} characters, of which number {at + 1} is {what}; a key "
+            "has visible ASCII "
+            "characters only: strip white space where you read it (.strip() after reading a file)"
         )
     return {"authorization": f"Bearer {api_key}"}
 
@@ -67,7 +73,8 @@ def is_version(name: str) -> bool:
 def version_of(name: str) -> str:
     if not isinstance(name, str):
         raise InvalidArgument(
-            f"version is {str(name)[:80]} of type {type(name).__name__}; it must be text, such as {f'run-{name}'[:80]!r}"
+            f"version is {str(name)[:80]} of type {type(name).__name__}; it must be text, such as "
+            f"{f'run-{name}'[:80]!r}"
         )
     if not is_version(name):
         raise InvalidArgument(f"version is {name[:80]!r}; it must {VERSION_MUST}")
@@ -75,7 +82,9 @@ def version_of(name: str) -> str:
 
 
 def check_finite(name: str, value: Any) -> None:
-    """JSON has no other numbers: what is none would arrive as null, and nobody would say why."""
+    """Raise `InvalidArgument` for a number that is not finite: JSON has no form for it, and it
+    would arrive as null.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidArgument(f"{name} is {value}; it must be a finite number")
     if isinstance(value, msgspec.Struct):
@@ -92,17 +101,19 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """What JSON has no form for, of numpy and torch: numbers and lists of numbers."""
+    """Return numbers of numpy and torch, and arrays of them, in a form that JSON has."""
     if hasattr(value, "tolist"):
         numbers = value.tolist()
         if type(numbers) is type(value):
             raise InvalidArgument(
-                f"the request holds {str(value)[:80]} of type {type(value).__name__}; give Python's own numbers"
+                f"the request holds {str(value)[:80]} of type {type(value).__name__}; give "
+                "Python's own numbers"
             )
         check_finite(f"a {type(value).__name__} in the request", numbers)
         return numbers
     if isinstance(value, SupportsIndex):
         return operator.index(value)
     raise InvalidArgument(
-        f"the request holds a {type(value).__name__}, for which JSON has no form; give numbers, texts, lists, mappings"
+        f"the request holds a {type(value).__name__}, for which JSON has no form; give numbers, "
+        "text, lists, mappings"
     )

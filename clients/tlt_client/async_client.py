@@ -17,7 +17,7 @@ from tlt_client.wire import AbortReply, EngineState, Reply, RolloutSummary, Stre
 
 
 class AsyncClient:
-    """The same for asyncio."""
+    """Asyncio client, with the arguments and operations of `Client`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class AsyncClient:
         return self._transport.events(call)
 
     def rollout(self, id: str) -> AsyncRollout:
-        """A handle of a rollout begun before; nothing is asked yet."""
+        """Return a handle of a rollout that was started before; nothing is sent."""
         return AsyncRollout(self._transport, id)
 
     async def rollouts(self) -> list[RolloutSummary]:

@@ -1,7 +1,7 @@
-"""Every operation of the server as a value: the request it is, and how its reply is read. No
-network and no clock in here.
+"""Operations of the server as values: a request, and how its reply is read. This module does no
+I/O and reads no clock.
 
-`Client` and `AsyncClient` send these; an operation is written once, here.
+`Client` and `AsyncClient` send these values; an operation is written once, here.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _state = read_as(EngineState)
 class Call(Generic[T]):
     method: str
     path: str
-    read: Callable[[httpx.Response], T]  # the reply as a value, or the error that it stands for
+    read: Callable[[httpx.Response], T]  # return the reply's value, or raise its error
     content: bytes | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     params: Mapping[str, float] = field(default_factory=dict)
-    repeatable: bool = False  # sent twice, it does what it does sent once
+    repeatable: bool = False  # a second run equals the first
     streams: bool = False  # the reply is read as it comes
-    wait_s: float = 0.0  # that the server may take on top of what a reply takes
-    within_s: float | None = None  # it has to answer, where the client would wait longer
+    wait_s: float = 0.0  # time that the server may wait before it replies
+    within_s: float | None = None  # upper bound of the wait for a reply
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         limits = http.timeout
@@ -79,7 +79,7 @@ def _put(
     headers: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Call[T]:
-    """A call with a JSON body."""
+    """Return a call with a JSON body."""
     body = msgspec.json.encode(content, enc_hook=plain)
     return Call(
         method, path, read, body, {"content-type": "application/json", **(headers or {})}, **options
@@ -135,7 +135,7 @@ def detach(
     queue_timeout_s: float | None,
     key: str | None,
 ) -> Call[str]:
-    """Gives the id of the rollout."""
+    """Return a call whose value is the id of the rollout."""
     body = _body(items, sampling, timeout_s, queue_timeout_s, detach=True)
     return _put(
         "POST",
@@ -150,7 +150,7 @@ def detach(
 def stream(
     items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None
 ) -> Call[httpx.Response]:
-    """Gives the response, open."""
+    """Return a call whose value is the open response."""
     return _put(
         "POST",
         "/generate",
@@ -248,18 +248,20 @@ def update_weights(
 
 
 def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    """Sent again it brings nothing by a channel whose bytes come beside the call. `NotLive` where
-    it ends staged and was to commit.
+    """Return a call that is repeatable unless tensors come outside of it, by broadcast or ipc. It
+    raises `NotLive` where the push ends staged and was to commit.
     """
-    beside, commits = fields.get("channel") in ("broadcast", "ipc"), fields.get("commit", True)
+    outside, commits = fields.get("channel") in ("broadcast", "ipc"), fields.get("commit", True)
 
     def read(response: httpx.Response) -> Mapping[str, Any]:
         reply = json_object(response)
         if reply["state"] == "staged" and commits:
             raise NotLive(
-                f"version {version!r} is staged, not live: somebody has begun a weight update on this server and not ended it "
-                "(POST /finish_weight_update or /end_weight_update, which makes it live; GET /weights says since when it is "
-                "open); end it, then push again, or push with commit=False"
+                f"version {version!r} is staged, not live: a weight update is open on this server "
+                "(GET /weights says since "
+                "when; POST /finish_weight_update or /end_weight_update makes it live); end it, "
+                "then push again, or push "
+                "with commit=False"
             )
         return reply
 
@@ -268,7 +270,7 @@ def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, A
         "/update_weights",
         {"version": version_of(version), **fields},
         read,
-        repeatable=not beside,
+        repeatable=not outside,
     )
 
 
@@ -306,7 +308,9 @@ def commit_weights(version: str) -> Call[Mapping[str, Any]]:
 
 
 def abort_weights(version: str, upload_only: bool) -> Call[Mapping[str, Any]]:
-    """Of an upload alone it ends another call's failure, which is not to wait for it."""
+    """Return a call that ends a push. With `upload_only` it follows another call's failure, which
+    must not wait for it, so its wait is short.
+    """
     path = f"/weights/{in_path(version)}/abort" if version else "/weights/abort"
     return _put(
         "POST",

@@ -23,13 +23,13 @@ from tlt_client.wire import AbortReply, EngineState, Reply, RolloutSummary, Stre
 
 
 class Client:
-    """Blocking client. `timeout_s` bounds one wait for the network, not a generation: give
-    `generate` a `timeout_s` for that, and a `queue_timeout_s` for how long the engine may take to
-    begin it. `api_key` goes along as the bearer token, `tls` says whom to trust.
+    """Blocking client. `timeout_s` bounds one wait for the network, not a generation: for that give
+    `generate` a `timeout_s`, and a `queue_timeout_s` for the time until the engine starts it.
+    `api_key` is sent as the bearer token; `tls` says which servers to trust.
 
-    With `retries` what failed and may pass is sent again. So that a batch never runs twice it then
-    has an idempotency key, yours or a new one, and is a rollout: it goes on when this client
-    leaves. A stream is sent again only until it has begun.
+    With `retries` a call that failed and may succeed later is sent again. So that a batch never
+    runs twice, it then has an idempotency key, yours or a new one, and is a rollout: it goes on
+    when this client leaves. A stream is sent again only until it has started.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Client:
         idempotency_key: str | None = None,
         detach: bool = False,
     ) -> Reply | Rollout:
-        """The whole reply, or with `detach` at once a handle of the rollout that makes it.
+        """Return the whole reply; with `detach` return at once a handle of its rollout.
 
         With an `idempotency_key`, such as a UUID, the same call may be repeated after any failure:
         it never runs twice.
@@ -97,57 +97,57 @@ class Client:
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> Generator[StreamEvent, None, None]:
-        """Tokens as they come, each item as it ends, then one `Done`. Closing the iterator aborts
-        what still runs.
+        """Yield tokens as they come, each item as it ends, then one `Done`. Closing the iterator
+        aborts the items that still run.
         """
         call = calls.stream(items, sampling, timeout_s, queue_timeout_s)
         return self._transport.events(call)
 
     def rollout(self, id: str) -> Rollout:
-        """A handle of a rollout begun before; nothing is asked yet."""
+        """Return a handle of a rollout that was started before; nothing is sent."""
         return Rollout(self._transport, id)
 
     def rollouts(self) -> list[RolloutSummary]:
-        """The rollouts that this key began, oldest first; with the scope operate, everybody's."""
+        """Return this key's rollouts, oldest first; with the scope operate, those of all keys."""
         return self._transport.ask(calls.rollouts())
 
     def server_info(self) -> Mapping[str, Any]:
-        """What the server is: model, engine, limits and settings."""
+        """Return the server's model, engine, limits and settings."""
         return self._transport.ask(calls.server_info())
 
     def strategy(self) -> Mapping[str, Any]:
-        """The policy in force, the strategy of the last step, and the arms."""
+        """Return the policy in force, the strategy of the last step, and the arms."""
         return self._transport.ask(calls.strategy())
 
     def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
         """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`) between
-        two steps; never changes a token.
+        two steps; this never changes a token.
         """
         return self._transport.ask(calls.set_strategy(policy, strategy))
 
     def pause(
         self, in_flight: str = "continue", *, new_requests: str = "wait", clear_cache: bool = False
     ) -> EngineState:
-        """Stop generating until `resume`. `in_flight`: what runs is frozen with its KV (`continue`),
-        gives it back and computes it again (`recompute`), ends with what it has (`abort`), or ends
-        first (`drain`). New requests `wait`, or get a 503 (`refuse`).
+        """Stop generating until `resume`. `in_flight`: accepted sequences keep their KV
+        (`continue`), give it back and compute it again (`recompute`), end with what they have
+        (`abort`), or end first (`drain`). New requests `wait`, or get a 503 (`refuse`).
         """
         return self._transport.ask(calls.pause(in_flight, new_requests, clear_cache))
 
     def resume(self) -> EngineState:
-        """Go on with what was paused or has waited."""
+        """Go on with paused sequences and waiting requests."""
         return self._transport.ask(calls.resume())
 
     def abort(self, *ids: str, all: bool = False) -> AbortReply:
-        """End the items of these ids, or `all` that are open, with what they have; their replies say
-        finish_reason "abort". An id that is not open has ended already.
+        """End the items of these ids, or `all` that are open, with what they have; their replies
+        say finish_reason "abort". An id that is not open has ended already.
         """
         return self._transport.ask(calls.abort(ids, all))
 
     def sleep(self, *memory: str, in_flight: str = "recompute") -> EngineState:
         """Give memory back: "weights", "kv_cache", or without a name both. New requests are refused
-        until all is awake; what runs goes on then with the same tokens (`recompute`), or ends with
-        what it has (`abort`), or ends first (`drain`).
+        until all is awake. Accepted sequences go on then with the same tokens (`recompute`), end
+        with what they have (`abort`), or end first (`drain`).
         """
         return self._transport.ask(calls.sleep(memory, in_flight))
 
@@ -156,25 +156,25 @@ class Client:
         return self._transport.ask(calls.wake(memory))
 
     def clear_cache(self, *, unless_held: bool = False) -> EngineState:
-        """Forget every cached prefix; what runs keeps its own KV. With `unless_held` a `Conflict`
-        instead while sequences hold KV.
+        """Forget every cached prefix; running sequences keep their own KV. With `unless_held` raise
+        `Conflict` instead while sequences hold KV.
         """
         return self._transport.ask(calls.clear_cache(unless_held))
 
     def update_weights(
         self, path: str | PathLike[str], version: str, **fields: Any
     ) -> Mapping[str, Any]:
-        """Push the safetensors directory `path`, below the server's weight root; returns once it is
+        """Push the safetensors directory `path`, below the server's weight root; return once it is
         live (or staged, or refused).
 
-        Further fields of the manifest: `role`, `drafter_path`, `tensors`, `in_flight` (continue,
-        recompute, abort, drain), `commit`.
+        `fields` are further ones of the manifest: `role`, `drafter_path`, `tensors`, `in_flight`
+        (continue, recompute, abort, drain), `commit`.
         """
         return self._transport.ask(calls.update_weights(path, version, fields))
 
     def push_weights(self, version: str, **fields: Any) -> Mapping[str, Any]:
-        """A push by any channel, as its manifest says; `tlt_client.channels` sends what belongs to
-        it.
+        """Push by any channel, as the manifest's `fields` say; `tlt_client.channels` sends the
+        tensors.
         """
         return self._transport.ask(calls.push_weights(version, fields))
 
@@ -182,17 +182,18 @@ class Client:
         self, version: str, part: str, data: bytes, *, start: int, total: int
     ) -> Mapping[str, Any]:
         """Send bytes `[start, start + len(data))` of a part of a version; the reply says how many
-        are there.
+        bytes the server has.
         """
         return self._transport.ask(calls.put_weights(version, part, data, start, total))
 
     def weights_part(self, version: str, part: str) -> Mapping[str, Any]:
-        """How much of a part is there."""
+        """Return how much of a part the server has."""
         return self._transport.ask(calls.weights_part(version, part))
 
     def join_group(self, name: str, **fields: Any) -> Mapping[str, Any]:
-        """Let the server join the process group `name`; it answers once all ranks are there.
-        Fields: `master_address`, `master_port`, `rank_offset`, `world_size`, `backend`, `prefixed`.
+        """Let the server join the process group `name`; return once all ranks have joined.
+        `fields`: `master_address`, `master_port`, `rank_offset`, `world_size`, `backend`,
+        `prefixed`.
         """
         return self._transport.ask(calls.join_group(name, fields))
 
@@ -200,50 +201,48 @@ class Client:
         return self._transport.ask(calls.leave_group(name))
 
     def commit_weights(self, version: str) -> Mapping[str, Any]:
-        """Make a push live that was staged with `commit=False`; `unchanged` where its last push is
-        live already.
+        """Make a push live that was staged with `commit=False`; its state is `unchanged` where the
+        version is live already.
         """
         return self._transport.ask(calls.commit_weights(version))
 
     def abort_weights(self, version: str = "", *, upload_only: bool = False) -> Mapping[str, Any]:
-        """End the push of this version, or the one on its way whatever it is called, while it is
-        not committed; nothing changes. With `upload_only` only what was sent of the version by http
-        and is not being pushed.
+        """End the push of this version, or without a version the open one, before it is committed;
+        live weights do not change. With `upload_only` drop only the parts of the version that came
+        by http and are not being pushed.
         """
         return self._transport.ask(calls.abort_weights(version, upload_only))
 
     def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
-        """Undo the last commit; or with `to` make that version live again, of each model that had
-        it before, which makes a repeated call safe.
+        """Undo the last commit. With `to` make that version live again in each model that had it
+        before, so that a repeated call is safe.
         """
         return self._transport.ask(calls.roll_back_weights(fields))
 
     def weights(self) -> Weights:
-        """Versions that are live, that a rollback would restore, and that are on their way, by http
-        in parts or as a push.
-        """
+        """Return the live versions, those that a rollback restores, open pushes and uploads."""
         return self._transport.ask(calls.weights())
 
     def weight_checksums(self) -> Mapping[str, str]:
-        """mix64 of every live tensor's values (`tlt_client.channels.sums`)."""
+        """Return the mix64 checksum of every live tensor (`tlt_client.channels.checksums`)."""
         return self._transport.ask(calls.weight_checksums("checksum"))
 
     def remember_weight_checksums(self) -> Mapping[str, str]:
-        """The same; the server remembers them for `compare_weights`."""
+        """Return the same checksums; the server remembers them for `compare_weights`."""
         return self._transport.ask(calls.weight_checksums("reset"))
 
     def compare_weights(self, baseline: Mapping[str, str] | None = None) -> list[str]:
-        """Names of tensors that differ from a `baseline` of checksums, or without one from those
-        that the server remembers.
+        """Return the names of tensors that differ from a `baseline` of checksums, or without one
+        from the checksums that the server remembers.
         """
         return self._transport.ask(calls.compare_weights(baseline))
 
     def metrics(self) -> str:
-        """The Prometheus exposition, as text."""
+        """Return the Prometheus exposition, as text."""
         return self._transport.ask(calls.metrics())
 
     def is_ready(self) -> bool:
-        """Whether a request sent now would be taken; a server that is not reached is not ready."""
+        """Return whether a request sent now would be taken; an unreachable server is not ready."""
         return self._transport.run(flows.ready())
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""What can go wrong on the way to a result: one class for each error code of the server, and what
-the connection can do.
+"""Errors of the client: one class for each error code of the server, and those of the connection.
 
 TltClientError
 ├── ConnectionFailed ── NotReached
@@ -24,22 +23,22 @@ class ConnectionFailed(TltClientError):
 
 
 class NotReached(ConnectionFailed):
-    """There was no connection, so the request was not sent."""
+    """No connection was made, so the request was not sent."""
 
 
 class InvalidArgument(TltClientError, ValueError):
-    """What was given cannot be sent; nothing was."""
+    """An argument that cannot be sent; nothing was sent."""
 
 
 class NotLive(TltClientError):
-    """A push was taken, and what it brought is not what the server generates with, though nobody
-    asked for that by `commit=False`.
+    """The server took a push and does not generate with it, although the caller did not ask for
+    `commit=False`.
     """
 
 
 class ServerError(TltClientError):
-    """The server refused the request or could not finish it. Of a code that this client does not
-    know it is the class itself.
+    """The server refused the request or could not finish it. An error code that this client does
+    not know has this class itself.
     """
 
     of_code: ClassVar[str] = ""
@@ -83,7 +82,7 @@ class Unauthenticated(ServerError):
 
 
 class Forbidden(ServerError):
-    """Not with this key, not from there, or not to there."""
+    """This key, this origin or this place of the file system is not allowed."""
 
     of_code = "forbidden"
 
@@ -101,13 +100,13 @@ class MethodNotAllowed(ServerError):
 
 
 class Conflict(ServerError):
-    """It does not fit what the server is doing or already holds."""
+    """The request does not fit what the server is doing or already holds."""
 
     of_code = "conflict"
 
 
 class WeightsRefused(ServerError):
-    """The pushed weights failed a check; what was live is live still."""
+    """The pushed weights failed a check; the live weights have not changed."""
 
     of_code = "weights_refused"
 
@@ -119,33 +118,33 @@ class PushFailed(ServerError):
 
 
 class ChannelBroken(ServerError):
-    """A push broke off because its sender went away, fell silent or sent too little, or what it
-    sent could not be kept; it must send again, not only ask again.
+    """A push broke off: its sender went away, fell silent or sent too little, or the server could
+    not keep the bytes. The sender must send them again; a repeated request alone does not help.
     """
 
     of_code = "channel_broken"
 
 
 class QueueFull(ServerError):
-    """The server's queue has no room for it now."""
+    """The server's queue has no room for the request now."""
 
     of_code = "queue_full"
 
 
 class Overloaded(ServerError):
-    """By forecast it would miss its time."""
+    """The server forecasts that the request would miss its deadline."""
 
     of_code = "overloaded"
 
 
 class QueueTimeout(ServerError):
-    """It was not begun within its queue_timeout_s."""
+    """The request did not start within its queue_timeout_s."""
 
     of_code = "queue_timeout"
 
 
 class UnsafeChannel(ServerError):
-    """Weights in a form that is not read, because to read it is to run it."""
+    """Weights in a form that the server does not read, because reading it runs code."""
 
     of_code = "unsafe_channel"
 
@@ -157,13 +156,13 @@ class RequestTimeout(ServerError):
 
 
 class Cancelled(ServerError):
-    """It was ended by somebody who may."""
+    """The request was ended by a caller who may do so."""
 
     of_code = "cancelled"
 
 
 class DeadlineExceeded(ServerError):
-    """Its deadline (timeout_s) passed."""
+    """The request's deadline (timeout_s) passed."""
 
     of_code = "deadline_exceeded"
 
@@ -175,21 +174,21 @@ class Unavailable(ServerError):
 
 
 class EngineFailed(ServerError):
-    """The engine died with this request, or the server left with this change of weights, which may
-    be done or not.
+    """The engine died with this request, or the server stopped during this change of weights; the
+    change may be done or not.
     """
 
     of_code = "engine_failed"
 
 
 class Poisoned(ServerError):
-    """The engine died twice with it, so it is not run again."""
+    """The engine died twice with this request, so it is not run again."""
 
     of_code = "poisoned"
 
 
 class StorageFailed(ServerError):
-    """What must be kept cannot be."""
+    """The server cannot store something that it must keep."""
 
     of_code = "storage_failed"
 
@@ -215,7 +214,7 @@ def server_error(
     retryable: bool = False,
     retry_after_s: float | None = None,
 ) -> ServerError:
-    """The error of the class that its code has."""
+    """Return an error of the class of its code."""
     return _BY_CODE.get(code, ServerError)(
         code, message, status=status, retryable=retryable, retry_after_s=retry_after_s
     )

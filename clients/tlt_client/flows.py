@@ -1,8 +1,8 @@
-"""What takes more than one call: tries until one succeeds, polls until a rollout is done. No
-network in here either.
+"""Operations of more than one call: tries until one succeeds, polls until a rollout is done. This
+module does no I/O either.
 
-A flow is a generator of steps: a `Call` to send, whose value or error it is given, or a `Pause`.
-`Client` runs it blocking, `AsyncClient` in a loop.
+A flow is a generator of steps. A step is a `Call` to send, whose value or error the flow receives,
+or a `Wait`. `Transport` runs it blocking, `AsyncTransport` in a loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Flow = Generator[Call[Any] | Wait, Any, T]
 
 
 def tried(call: Call[T], retries: Retries) -> Flow[T]:
-    """The value of a call, sent again as `retries` says."""
+    """Return the value of a call, which is sent again as `retries` says."""
     for count in itertools.count(1):
         try:
             value: T = yield call
@@ -46,7 +46,7 @@ def tried(call: Call[T], retries: Retries) -> Flow[T]:
 
 
 def ready() -> Flow[bool]:
-    """No connection is a no."""
+    """Return whether the server is ready; without a connection it is not."""
     try:
         value: bool = yield calls.ready()
         return value
@@ -55,8 +55,8 @@ def ready() -> Flow[bool]:
 
 
 def result(id: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> Flow[Reply]:
-    """A rollout's whole reply. Waits also while the server restarts; `TimeoutError` when time is
-    up, and the rollout goes on.
+    """Return a rollout's whole reply; wait also while the server restarts. Raise `TimeoutError`
+    when time is up; the rollout goes on.
     """
     give_up_s = clock() + timeout_s
     while True:
@@ -72,5 +72,6 @@ def result(id: str, timeout_s: float, clock: Callable[[], float] = time.monotoni
                 return Reply(found.results, found.usage, found.numerics)
         if left_s <= 0:
             raise TimeoutError(
-                f"the rollout {id} is not done after {timeout_s:g} s; it goes on: ask again, or delete it"
+                f"the rollout {id} is not done after {timeout_s:g} s; it goes on: ask again, or "
+                "delete it"
             )

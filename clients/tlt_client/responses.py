@@ -1,6 +1,4 @@
-"""Names in a request's path; responses of the server as wire objects, or as the error that they
-stand for.
-"""
+"""Responses of the server as wire objects or as errors, and names in a request's path."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class _Refusal(msgspec.Struct):
 
 
 def succeeded(response: httpx.Response) -> httpx.Response:
-    """The response, or the `ServerError` that it stands for."""
+    """Return the response, or raise the `ServerError` that it carries."""
     if not response.is_error:
         return response
     wait = response.headers.get("retry-after", "")
@@ -45,7 +43,7 @@ def succeeded(response: httpx.Response) -> httpx.Response:
 
 
 def whole_reply(response: httpx.Response) -> Reply:
-    """The reply; one in which every item failed comes with an error status and is still a reply."""
+    """Return the reply. One in which every item failed has an error status and is still a reply."""
     if response.is_error:
         try:
             return _REPLY.decode(response.content)
@@ -63,7 +61,7 @@ json_object: Callable[[httpx.Response], Mapping[str, Any]] = read_as(dict[str, A
 
 
 def in_path(name: str) -> str:
-    """One segment of a path, whatever the name holds."""
+    """Return the name as one segment of a path, quoted where it must be."""
     return quote(name, safe="")
 
 

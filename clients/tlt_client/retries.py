@@ -1,6 +1,4 @@
-"""When a call is sent again, and how long after: exponential backoff with jitter, bounded in number
-and in length.
-"""
+"""Retries of a call: exponential backoff with jitter, bounded in number and in length."""
 
 from __future__ import annotations
 
@@ -16,17 +14,18 @@ from tlt_client.errors import (
     TltClientError,
 )
 
-REFUSED = (408, 429, 503)  # with these nothing of the request was done, or what may be done twice
+REFUSED = (408, 429, 503)  # nothing of the request was done, or only what may be done twice
 
 
 @dataclass(frozen=True)
 class Retries:
-    """`times` more tries at most. The pause before try k is drawn between half and all of `first_s`
-    x 2^k, `longest_s` at most, and not shorter than the server's Retry-After; where that asks for
-    more than `longest_s`, the error is raised instead.
+    """Rule of up to `times` more tries. The pause before try k is drawn between half and all of
+    `first_s` x 2^k, with `longest_s` as the upper bound and the server's Retry-After as the lower
+    one; where Retry-After is above `longest_s`, the error is raised instead.
 
-    Sent again is what was refused or never arrived; and, where a second run of it is no different
-    from the first (reads, weight pushes, batches with an idempotency key), also what broke off.
+    A call is sent again if it was refused or never arrived. It is also sent again after a broken
+    connection, if a second run of it equals the first (reads, weight pushes, batches with an
+    idempotency key).
     """
 
     times: int = 4
@@ -36,7 +35,8 @@ class Retries:
     def __post_init__(self) -> None:
         if self.times < 0 or not 0 <= self.first_s <= self.longest_s:
             raise InvalidArgument(
-                f"times is {self.times}, first_s {self.first_s} and longest_s {self.longest_s}; none may be negative, "
+                f"times is {self.times}, first_s {self.first_s} and longest_s {self.longest_s}; "
+                "none may be negative, "
                 "nor first_s above longest_s"
             )
 
@@ -48,22 +48,20 @@ class Retries:
         repeatable: bool,
         drawn: Callable[[], float] = random.random,
     ) -> float | None:
-        """Before the next try, after `tried` of them; None where there is none."""
+        """Return the pause before the next try, after `tried` tries; None if there is none."""
         if tried > self.times or not _passes(error, repeatable):
             return None
-        least_s = (error.retry_after_s or 0.0) if isinstance(error, ServerError) else 0.0
-        if least_s > self.longest_s:
+        min_s = (error.retry_after_s or 0.0) if isinstance(error, ServerError) else 0.0
+        if min_s > self.longest_s:
             return None
-        return max(
-            least_s, min(self.longest_s, self.first_s * 2 ** (tried - 1)) * (1 + drawn()) / 2
-        )
+        return max(min_s, min(self.longest_s, self.first_s * 2 ** (tried - 1)) * (1 + drawn()) / 2)
 
 
 NEVER = Retries(times=0)
 
 
 def _passes(error: TltClientError, repeatable: bool) -> bool:
-    """Whether the same call may succeed later, without being done twice."""
+    """Return whether the same call may succeed later, without being done twice."""
     if isinstance(error, ServerError):
         return error.retryable and (repeatable or error.status in REFUSED)
     return isinstance(error, NotReached) or (repeatable and isinstance(error, ConnectionFailed))

@@ -10,30 +10,30 @@ from tlt_client.wire import Reply, RolloutReply
 
 
 class Rollout:
-    """A batch on its way: it goes on whatever becomes of this client. Results are kept for a while
-    after its end (`rollout_ttl_s`).
+    """A batch that goes on without its client. The server keeps results for `rollout_ttl_s` after
+    its end.
     """
 
     def __init__(self, transport: Transport, id: str) -> None:
         self._transport, self.id = transport, id
 
     def fetch(self, wait_s: float = 0.0) -> RolloutReply:
-        """What has ended so far; with `wait_s` (at most 60), once all has ended or that time is up."""
+        """Return the results so far; with `wait_s` (at most 60) wait until all have ended."""
         return self._transport.ask(calls.fetch(self.id, wait_s))
 
     def result(self, timeout_s: float = 3600.0) -> Reply:
-        """The whole reply. Waits also while the server restarts; `TimeoutError` when time is up,
-        and the rollout goes on.
+        """Return the whole reply; wait also while the server restarts. Raise `TimeoutError` when
+        time is up; the rollout goes on.
         """
         return self._transport.run(flows.result(self.id, timeout_s))
 
     def delete(self) -> None:
-        """Abort what runs of it, and forget it."""
+        """Abort its running items, and forget it."""
         self._transport.ask(calls.delete(self.id))
 
 
 class AsyncRollout:
-    """The same for asyncio."""
+    """`Rollout` for asyncio."""
 
     def __init__(self, transport: AsyncTransport, id: str) -> None:
         self._transport, self.id = transport, id

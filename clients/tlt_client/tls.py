@@ -1,4 +1,4 @@
-"""How a client knows its server, and shows who it is."""
+"""TLS of a client: which servers it trusts, and the certificate that it shows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tlt_client.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files. `ca`: what signed the server's certificate; None for what this machine trusts.
-    `cert` and `key`: the client's own, for a server that asks for one.
+    """PEM files. `ca` signed the server's certificate; None means what this machine trusts. `cert`
+    and `key` are the client's own, for a server that asks for a certificate.
     """
 
     ca: str | PathLike[str] | None = None
@@ -20,7 +20,7 @@ class Tls:
     key: str | PathLike[str] | None = None
 
     def context(self) -> ssl.SSLContext:
-        """`InvalidArgument` where the files cannot be used."""
+        """Return the context; raise `InvalidArgument` where the files cannot be used."""
         if (self.cert is None) != (self.key is None):
             raise InvalidArgument(
                 f"cert is {self.cert} and key is {self.key}; give both, or neither"
@@ -31,7 +31,8 @@ class Tls:
                 context.load_cert_chain(self.cert, self.key, password=lambda: "")
         except (OSError, ssl.SSLError) as error:
             raise InvalidArgument(
-                f"ca {self.ca}, cert {self.cert}, key {self.key} cannot be used ({error}); name PEM files, the key "
+                f"ca {self.ca}, cert {self.cert}, key {self.key} cannot be used ({error}); name "
+                "PEM files, the key "
                 "without a passphrase"
             ) from None
         return context

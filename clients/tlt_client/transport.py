@@ -1,4 +1,4 @@
-"""What sends calls and takes the steps of flows: `Transport` blocks, `AsyncTransport` runs in a loop.
+"""Transports send calls and take the steps of flows: `Transport` blocks, `AsyncTransport` awaits.
 
 Each belongs to one client, which asks it for every operation; a rollout's handle uses it too. All
 network of the package but that of channels is here.

@@ -54,7 +54,7 @@ class GenerateBody(Struct, kw_only=True, omit_defaults=True):
     stream: bool = False
     timeout_s: float | UnsetType = UNSET
     queue_timeout_s: float | UnsetType = (
-        UNSET  # a sequence that has not begun by then ends with the error queue_timeout
+        UNSET  # a sequence that has not started by then ends with the error queue_timeout
     )
     detach: bool = False
 
@@ -81,7 +81,8 @@ class SdReport(Struct, frozen=True):
     mean_accept_length: Annotated[
         float | None,
         Meta(
-            description="tokens per step that had a draft, the bonus token included; null without such a step"
+            description="tokens per step that had a draft, the bonus token included; null without "
+            "such a step"
         ),
     ] = None
     histogram: Annotated[
@@ -98,7 +99,8 @@ class Choice(Struct, frozen=True, kw_only=True):
     text: Annotated[
         str | None,
         Meta(
-            description="the output as text, without stop token or stop string; null where the model has no tokenizer"
+            description="the output as text, without stop token or stop string; null where the "
+            "model has no tokenizer"
         ),
     ]
     logprobs: Annotated[
@@ -128,7 +130,8 @@ class Choice(Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[
         list[Alternatives | None] | None,
         Meta(
-            description="per prompt token its own and the most likely alternatives, null for the first; where asked for"
+            description="per prompt token its own and the most likely alternatives, null for the "
+            "first; where asked for"
         ),
     ] = None
 
@@ -179,7 +182,7 @@ class Progress(Struct, frozen=True):
 
 
 class RolloutStatus(Struct, frozen=True):
-    """What became of one rollout."""
+    """The id and state of one rollout."""
 
     id: Annotated[str, Meta(description="with which it is followed, fetched and deleted")]
     status: Annotated[
@@ -230,13 +233,14 @@ class RolloutReply(Struct, frozen=True):
 
 
 class EngineState(Struct, frozen=True):
-    """Whether generation is paused, or memory is given back."""
+    """State of the engine: a pause, memory that is given back."""
 
     paused: Annotated[bool, Meta(description="whether a pause holds")]
     new_requests: Annotated[
         Literal["run", "wait", "refuse"],
         Meta(
-            description="what becomes of them now: they run, wait for the end of a pause, or get a 503"
+            description="what becomes of them now: they run, wait for the end of a pause, or get "
+            "a 503"
         ),
     ]
     asleep: Annotated[
@@ -252,44 +256,44 @@ class AbortReply(Struct, frozen=True):
 
 
 class UploadStatus(TypedDict):
-    """A version on its way by http."""
+    """An upload of a version by http."""
 
     version: str
-    parts: int  # that were begun
-    bytes: int  # that are there
-    total: int  # that the parts begun will have
+    parts: int  # parts that were started
+    bytes: int  # bytes that the server has
+    total: int  # bytes that the started parts will have
     age_s: float  # since its first byte
     idle_s: float  # since its last byte
 
 
 class UpdateStatus(TypedDict):
-    """A weight update that was begun and not ended: what anybody pushes stays staged until its end."""
+    """An open weight update: every push stays staged until its end."""
 
-    selector: str  # whose weights it brings
+    selector: str  # the model whose weights it brings
     pushes: int  # calls that have pushed in it
-    age_s: float  # since it was begun
-    ends_in_s: float  # after which the server drops it, if nobody calls
+    age_s: float  # since it was started
+    ends_in_s: float  # the server drops it then, unless it is called
 
 
 class Weights(TypedDict):
-    """What is live, what could be rolled back to, what is on its way. Servers of other versions may
-    say less, or more.
+    """Live weights, those that a rollback restores, and those that are open. Servers of other
+    versions may say less, or more.
     """
 
-    target: str  # the version that is live
-    drafter: str  # the drafter's; empty where there is none to push
+    target: str  # the target's live version
+    drafter: str  # the drafter's; empty where none can be pushed
     previous: dict[str, str]  # role -> version before, which a rollback can restore
-    open: dict[str, str]  # version, role and state of a push on its way; empty without one
+    open: dict[str, str]  # version, role and state of the open push; empty without one
     spooled: bool  # committed versions are kept for a restart
     quarantined: dict[str, str]  # role -> why nothing is generated
     groups: list[str]  # process groups that the server has joined
     sockets: str  # directory of the sockets of pushes by ipc; empty: the channel is closed
-    uploads: list[UploadStatus]  # versions on their way by http, oldest first
-    update: UpdateStatus | None  # the weight update that was begun and not ended
+    uploads: list[UploadStatus]  # oldest first
+    update: UpdateStatus | None  # the open weight update
 
 
 class Token(Struct, frozen=True, kw_only=True):
-    """Streamed: new tokens of choice `index` of item `id`; text may lag behind the tokens."""
+    """New tokens of choice `index` of item `id` in a stream; text may come later than tokens."""
 
     id: Annotated[str, Meta(description="of the item")]
     index: Annotated[int, Meta(description="which of the item's n choices, from 0")]
@@ -297,7 +301,8 @@ class Token(Struct, frozen=True, kw_only=True):
     text: Annotated[
         str | None,
         Meta(
-            description="the new text, which may lag behind the tokens; null where the model has no tokenizer"
+            description="the new text, which may come later than the tokens; null where the model "
+            "has no tokenizer"
         ),
     ]
     logprobs: Annotated[
@@ -332,7 +337,7 @@ _EVENTS: dict[str, msgspec.json.Decoder[Any]] = {
 
 
 class EventParser:
-    """Server-sent events from lines; `feed` returns an event when a line completes one."""
+    """Parser of server-sent events; `feed` returns an event when a line completes one."""
 
     def __init__(self) -> None:
         self._name, self._data = "", ""

@@ -7,8 +7,10 @@ from tlt_server.demo.task import RESPONSE_TOKEN_CAP
 ROWS = ("8", "16", "32")
 INTRODUCTION = """# The demo pair
 
-A small Qwen2 target that does written-out arithmetic, and its EAGLE-3 drafter. Made by the scripts in `examples/arith`; every
-figure below was measured by `evaluate.py` and stands in `figures.json`. The target imitates careful and hasty writers on purpose,
+A small Qwen2 target that does written-out arithmetic, and its EAGLE-3 drafter. Made by the \
+scripts in `examples/arith`; every
+figure below was measured by `evaluate.py` and stands in `figures.json`. The target imitates \
+careful and hasty writers on purpose,
 so that it solves only a part of the problems and reinforcement learning has room."""
 
 
@@ -97,13 +99,17 @@ def model_card(figures: dict) -> str:
     parts = [
         INTRODUCTION,
         f"Measured on {e['machine']}, {e['versions']};\n"
-        f"{hot['samples']} eval problems at T=1, {cold['samples']} at T=0. Target with bf16 matrix products; drafter and trees in\n"
+        f"{hot['samples']} eval problems at T=1, {cold['samples']} at T=0. Target with bf16 "
+        "matrix products; drafter and trees in\n"
         "float32 from the bf16 checkpoint.",
         table(["goal", "measured", "wanted", "reached"], goals(hot)),
         table(["", "T=1", "T=0"], compared),
-        "Accept length = tokens per cycle, the bonus included; a response's last cycle counts only the tokens left. Trees: shared noise,\n"
-        f"{e['width']} nodes expanded per level, rows include the root and are chosen by the calibrated chance.",
-        f"At T=0 the countdown search can repeat one try for ever: {cold['share_at_cap']:.1%} of greedy responses end by the cap.\n"
+        "Accept length = tokens per cycle, the bonus included; a response's last cycle counts "
+        "only the tokens left. Trees: shared noise,\n"
+        f"{e['width']} nodes expanded per level, rows include the root and are chosen by the "
+        "calibrated chance.",
+        f"At T=0 the countdown search can repeat one try for ever: {cold['share_at_cap']:.1%} of "
+        "greedy responses end by the cap.\n"
         "Sample at T=1.",
         table(["share of cycles that accept at least this deep, T=1", *levels], accepted),
         table(["the target's token is among k children (parent on the path), T=1", *levels], among),
@@ -112,19 +118,28 @@ def model_card(figures: dict) -> str:
             ["length decile, T=1: up to tokens", *(d["tokens_up_to"] for d in deciles)],
             [["solved", *(f"{d['solved']:.3f}" for d in deciles)]],
         ),
-        f"Target: {e['target_parameters']} parameters, {e['target_layers']} layers; {target['step']} steps over "
-        f"{target['tokens'] / 1e6:.0f}M tokens (padding included) of\n{target['documents']} written solutions in "
+        f"Target: {e['target_parameters']} parameters, {e['target_layers']} layers; "
+        f"{target['step']} steps over "
+        f"{target['tokens'] / 1e6:.0f}M tokens (padding included) of\n{target['documents']} "
+        "written solutions in "
         f"{target['seconds']:.0f} s, seed {target['seed']}, "
         f"peak learning rate {target['lr']}.",
-        f"Drafter: {e['drafter_parameters']} parameters, draft vocabulary {e['draft_vocab']}; {drafter['step']} steps over "
-        f"{drafter['tokens'] / 1e6:.0f}M tokens (padding included) of\n{drafter['samples']} samples of the target at T=1 in "
-        f"{drafter['seconds']:.0f} s, {drafter['test_steps']} training-time-test steps, seed {drafter['seed']}, peak learning rate "
+        f"Drafter: {e['drafter_parameters']} parameters, draft vocabulary {e['draft_vocab']}; "
+        f"{drafter['step']} steps over "
+        f"{drafter['tokens'] / 1e6:.0f}M tokens (padding included) of\n{drafter['samples']} "
+        "samples of the target at T=1 in "
+        f"{drafter['seconds']:.0f} s, {drafter['test_steps']} training-time-test steps, seed "
+        f"{drafter['seed']}, peak learning rate "
         f"{drafter['lr']}.",
-        "Seeds: training problems and sampling noise from `TRAIN_SEEDS`, evaluation from `EVAL_SEEDS` of `tlt_server/demo/task.py`;\n"
+        "Seeds: training problems and sampling noise from `TRAIN_SEEDS`, evaluation from "
+        "`EVAL_SEEDS` of `tlt_server/demo/task.py`;\n"
         "disjoint as seeds (a short problem can occur under two).",
-        "`drafter/calibration.safetensors`: `survival` [phase, rank, gap bucket] = P(child is the target's token | its parent is on\n"
-        "the path) at T=1; phase 0 = children of the root; gap = distance of perturbed values to the best child (of the best child: to\n"
-        f"the second); bucket = number of `gap_edges` at or below the gap. Fitted on {e['calibration_samples']} samples of eval\n"
+        "`drafter/calibration.safetensors`: `survival` [phase, rank, gap bucket] = P(child is the "
+        "target's token | its parent is on\n"
+        "the path) at T=1; phase 0 = children of the root; gap = distance of perturbed values to "
+        "the best child (of the best child: to\n"
+        "the second); bucket = number of `gap_edges` at or below the gap. Fitted on "
+        f"{e['calibration_samples']} samples of eval\n"
         "problems that the accept lengths do not use.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -16,7 +16,7 @@ from torch import nn
 def save_state(
     directory: Path, model: nn.Module, optimizer: torch.optim.AdamW, record: dict
 ) -> None:
-    """Replace the checkpoint in `directory`; the JSON is written last and names the tensors' step."""
+    """Replace the checkpoint in `directory`; the JSON, written last, names the tensors' step."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"model.{name}": value.detach().cpu().contiguous()
@@ -36,7 +36,7 @@ def save_state(
 
 
 def load_state(directory: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> dict | None:
-    """Restore in place; the record, or None where there is no checkpoint."""
+    """Restore in place; return the record, or None if there is no checkpoint."""
     if not (directory / "state.json").exists():
         return None
     tensors = load_file(directory / "state.safetensors")

@@ -154,7 +154,7 @@ class Batcher:
         return Batch(tokens, length, self.prompt_lengths[rows], self.seeds[rows])
 
     def epoch(self, number: int):
-        """Every sequence once (those past the last bucket are left out), batches in random order."""
+        """Yield every sequence once, batches in random order; skip those past the last bucket."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         bucket_of = torch.bucketize(self.lengths, torch.tensor(self.buckets))
         plans = []

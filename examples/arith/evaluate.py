@@ -172,7 +172,8 @@ def main() -> None:
     cold["accept"] = accept_lengths(drafter, target, table, greedy_measured, options, 0.0)
     evaluation = {
         "machine": options.machine,
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, tokenizers {tokenizers.__version__}, "
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"tokenizers {tokenizers.__version__}, "
         f"safetensors {safetensors.__version__}",
         "depth": options.depth,
         "width": options.width,

@@ -24,7 +24,10 @@ from tokenizers import (
 
 from tlt_server.demo import chat, task
 
-QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def train_tokenizer(documents: int, vocab_size: int) -> Tokenizer:
@@ -61,7 +64,8 @@ def train_tokenizer(documents: int, vocab_size: int) -> Tokenizer:
     missing = vocab_size - len(chat.SPECIALS) - tokenizer.get_vocab_size()
     if missing:
         raise ValueError(
-            f"the corpus gives {missing} merges too few for a vocabulary of {vocab_size}: use more documents or a smaller one"
+            f"the corpus gives {missing} merges too few for a vocabulary of {vocab_size}: use "
+            "more documents or a smaller one"
         )
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in chat.SPECIALS]

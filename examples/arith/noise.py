@@ -32,7 +32,7 @@ def philox_4x32(
 
 
 def gumbel(seeds_R: torch.Tensor, positions_R: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Noise [R, vocab] float32 for rows of (seed, position), both int64; `vocab` a multiple of 4."""
+    """Noise [R, vocab] float32 for rows of int64 (seed, position); `vocab` is a multiple of 4."""
     zeros = torch.zeros((len(seeds_R), vocab // 4), dtype=torch.int64, device=seeds_R.device)
     blocks = torch.arange(vocab // 4, device=seeds_R.device)[None] + zeros
     words = philox_4x32(

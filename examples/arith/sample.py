@@ -157,7 +157,8 @@ def main() -> None:
         lengths = sequences.offsets.diff() - sequences.prompt_lengths
         quantiles = torch.quantile(lengths.float(), torch.tensor([0.5, 0.9, 0.99])).tolist()
         print(
-            f"{time.monotonic() - started:6.1f}s {first + len(seeds)} samples, solved {rewards.mean():.3f}, p50/p90/p99 {quantiles}, "
+            f"{time.monotonic() - started:6.1f}s {first + len(seeds)} samples, solved "
+            f"{rewards.mean():.3f}, p50/p90/p99 {quantiles}, "
             f"max {lengths.max()}, at cap {(lengths >= options.cap).float().mean():.4f}",
             flush=True,
         )

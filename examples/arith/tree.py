@@ -41,7 +41,7 @@ class Calibration:
 
 
 def gaps_of(top_values: torch.Tensor) -> torch.Tensor:
-    """Gap of each ranked child [..., K]: to the best child; the best child's own is to the second."""
+    """Gap of each ranked child [..., K] to the best one; the best one's own is to the second."""
     gaps = top_values[..., :1] - top_values
     return torch.cat([gaps[..., 1:2], gaps[..., 1:]], -1)
 
@@ -97,9 +97,8 @@ def fit_calibration(
     survival = (hits.view(-1, GAP_BUCKETS) + 2 * prior[:, None]) / (
         counts.view(-1, GAP_BUCKETS) + 2
     )
-    survival = survival.clamp(
-        1e-6, 1 - 1e-6
-    )  # strictly inside (0, 1) in float32 too: a child never ties with its parent
+    # Strictly inside (0, 1) in float32 too, so a child never ties with its parent.
+    survival = survival.clamp(1e-6, 1 - 1e-6)
     table = Calibration(survival.view(2, CHILDREN, GAP_BUCKETS).float(), edges)
     among = (found / seen[:, None]).tolist()
     return table, {
@@ -110,7 +109,7 @@ def fit_calibration(
 
 @dataclass
 class Walk:
-    """What cycles over a set of samples gave."""
+    """Counts of cycles over a set of samples."""
 
     cycles: int = 0
     tokens: int = 0
@@ -138,7 +137,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Context:
-    """What the drafter knows of a batch before any cycle: features g, and keys and values of every
+    """Inputs of the drafter for a batch before any cycle: features g, and keys and values of every
     true slot; [sequence, position, ...].
     """
 
@@ -208,7 +207,7 @@ def accepted_drafts(
     sequence_M: torch.Tensor,
     root_M: torch.Tensor,
 ) -> torch.Tensor:
-    """Accepted drafts [M] of one cycle from positions `root_M` of the context's rows `sequence_M`."""
+    """Accepted drafts [M] of one cycle from positions `root_M` of the context's `sequence_M`."""
     kept, attention = drafter.kept_ids, drafter.midlayer.self_attn
     device, count, extent = kept.device, len(root_M), int(root_M.max()) + 1
     keys_MTD, values_MTD = context.keys[sequence_M, :extent], context.values[sequence_M, :extent]

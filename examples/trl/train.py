@@ -28,7 +28,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 
 
 def solved(completions: list[Any], number: list[int], **_: Any) -> list[float]:
-    """1 for a right answer, and a little for getting to one."""
+    """Return 1 for a right answer, and a little for any answer."""
     texts = [completion[0]["content"] for completion in completions]
     return [
         reward(problem(i), text) + 0.1 * ("answer:" in text)
@@ -57,10 +57,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=4, help="of each step")
-    parser.add_argument("--completions", type=int, default=8, help="of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of each completion")
-    parser.add_argument("--url", help="of a server; without it one is started")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts per step")
+    parser.add_argument("--completions", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--max-tokens", type=int, default=256, help="tokens per completion")
+    parser.add_argument("--url", help="a server's address; without it the script starts one")
     asked = parser.parse_args()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with ExitStack() as stack:
@@ -113,7 +113,8 @@ def main() -> None:
         rollouts.sync(trainer)
         rollouts.close()
         print(
-            f"the server has {client.weights()['target']}, the weights after step {trainer.state.global_step}"
+            f"the server has {client.weights()['target']}, the weights after step "
+            f"{trainer.state.global_step}"
         )
 
 

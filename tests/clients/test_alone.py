@@ -37,12 +37,14 @@ async def asked():
         return (await client.generate(items, sampling=short)).results[0].choices[0].text
 
 with Client(url, api_key="key", timeout_s=20) as client:
-    assert client.generate(items, sampling=short).results[0].choices[0].text == asyncio.run(asked()) == "abc"
+    text = client.generate(items, sampling=short).results[0].choices[0].text
+    assert text == asyncio.run(asked()) == "abc"
     assert isinstance(list(client.stream(items, sampling=short))[-1], Done)
     rollout = client.generate(items, sampling=short, detach=True)
     assert rollout.result(60).results[0].choices[0].text == "abc"
     rollout.delete()
-    assert client.update_weights("p", "v1")["state"] == "committed" and client.weights()["target"] == "v1"
+    assert client.update_weights("p", "v1")["state"] == "committed"
+    assert client.weights()["target"] == "v1"
     try:
         client.set_strategy("beg")
     except ServerError as error:
@@ -52,7 +54,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules}))
 
 
 def closure(names: list[str]) -> Iterator[metadata.Distribution]:
-    """The distributions that these names stand for, and what they need here, without extras."""
+    """Return these distributions and what they need here, without extras."""
     seen, left = set[str](), list(names)
     while left:
         requirement = Requirement(left.pop())
@@ -69,11 +71,12 @@ def closure(names: list[str]) -> Iterator[metadata.Distribution]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that an interpreter can be given in place of its installed packages."""
+    """Make a directory that replaces an interpreter's installed packages."""
     place, source = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("source") / "clients"
-    shutil.copytree(
-        CLIENTS, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
-    )  # where a build leaves its traces
+    traces = shutil.ignore_patterns(
+        "__pycache__", "*.egg-info", "build"
+    )  # left by an earlier build
+    shutil.copytree(CLIENTS, source, ignore=traces)
     install = [
         sys.executable,
         "-m",
@@ -111,7 +114,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def python(alone: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Isolated: no site packages, no variables; `alone` stands first in its path."""
+    """Run isolated: no site packages, no variables; `alone` is first in its path."""
     begin = f"import sys; sys.path.insert(0, {str(alone)!r})\n"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TLT_"))
@@ -168,9 +171,7 @@ def test_all_of_its_files_are_installed(alone: Path) -> None:
 
 
 def test_every_module_of_it_is_imported_without_what_is_heavy(alone: Path) -> None:
-    """Also those that `tlt_client` does not import by itself; in an environment that has torch to
-    load.
-    """
+    """Every module of `tlt_client` is imported by name, where torch could be loaded."""
     modules = [
         ".".join(Path("tlt_client", name).with_suffix("").parts).removesuffix(".__init__")
         for name in sorted(files(alone / "tlt_client"))

@@ -1,4 +1,4 @@
-"""What cannot be sent is refused where it is given, in words that say what it must be."""
+"""Arguments that cannot be sent are refused where they are given, with what they must be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tlt_client import AsyncClient, Client, Retries
 from tlt_client.errors import ConnectionFailed, InvalidArgument
 from tlt_server.__main__ import main
 
-SECRET = "sk-4711-of-nobody"
+SECRET = "sk-4711-not-a-key"
 
 
 @pytest.fixture
@@ -98,7 +98,10 @@ def test_an_address_and_a_key_that_fit_are_taken() -> None:
 
 # versions
 
-ALLOWED = "have 1 to 256 characters, none of them '/' or a control character, and not dots alone, such as run-7"
+ALLOWED = (
+    "have 1 to 256 characters, none of them '/' or a control character, and not dots alone, "
+    "such as run-7"
+)
 CALLS: list[Callable[[Any, Any], Any]] = [
     lambda client, version: client.update_weights("p", version),
     lambda client, version: client.push_weights(version, path="p"),

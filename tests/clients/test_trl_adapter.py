@@ -1,4 +1,4 @@
-"""What the adapter for TRL asks of the server, for what a trainer gives it. Real trainers are in
+"""Calls that the adapter for TRL makes for a trainer's arguments. Real trainers are in
 `tests/e2e/test_trl.py`.
 """
 
@@ -26,7 +26,7 @@ SAMPLING = {
 
 
 class Server:
-    """Both halves' other side: answers with the version that was pushed, a token per choice."""
+    """Client and sender in one: replies with the pushed version, and one token per choice."""
 
     def __init__(self) -> None:
         self.pushed: list[tuple[str, list[str], dict[str, Any]]] = []

@@ -18,7 +18,8 @@ def test_no_module_of_the_client_imports_torch() -> None:
     script = (
         "import sys\nsys.modules['torch'] = None\n"  # importing it would fail
         f"import {', '.join(names)}\n"
-        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('transformers', 'tlt_server')))"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('transformers', "
+        "'tlt_server')))"
     )
     assert (
         subprocess.run(

@@ -23,7 +23,7 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.e2e.trainers import Calls
-from tlt_client.channels.sums import mix64
+from tlt_client.channels.checksums import mix64
 from tlt_server.demo.workload import DRAFTER, TARGET
 
 HOST, LIMIT = "127.0.0.1", timedelta(seconds=60)

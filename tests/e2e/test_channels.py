@@ -260,5 +260,5 @@ def test_the_command_pushes_shows_and_rolls_back(
     assert status == 2 and "not a whole safetensors file" in err
     assert (
         main(["weights", "status", "--url", "http://127.0.0.1:9"]) == 1
-        and "does not answer" in capsys.readouterr().err
+        and "cannot be reached" in capsys.readouterr().err
     )

@@ -29,9 +29,9 @@ from tests.e2e.conftest import PAIR
 from tlt_client import Client
 from tlt_client.adapters.trl import OffPolicy, OpenSender, RolloutFunc, WeightTransfer
 from tlt_client.channels.broadcast import BroadcastSender
+from tlt_client.channels.checksums import mix64
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
-from tlt_client.channels.sums import mix64
 from tlt_server.demo.chat import render_prompt
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import problem

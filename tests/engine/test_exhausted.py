@@ -106,7 +106,7 @@ def test_memory_that_ends_for_good_in_the_receiver_breaks_the_group_and_the_next
     assert (error.code, error.retryable) == ("channel_broken", False)
     assert (
         "could not take what was still on its way" in error.message
-        and "make the group anew" in error.message
+        and "make the group again" in error.message
     )
     assert "Before that: memory ran out" in error.message and "bucket_bytes" in error.message
     assert sender._group.broken

@@ -121,11 +121,11 @@ def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(
 @pytest.mark.parametrize(
     ("offers", "said"),
     [
-        ([(1, 0, 12)], "bucket 0 of 12 bytes was due"),
-        ([(0, 0, 11)], "bucket 0 of 12 bytes was due"),
+        ([(1, 0, 12)], "instead of bucket 0 of 12 bytes"),
+        ([(0, 0, 11)], "instead of bucket 0 of 12 bytes"),
         ([(0, 53, 12)], "12 bytes from 53 on of 64"),
         ([(0, 2**64 - 1, 12)], "of 64"),
-        ([(0, 0, 12), (0, 0, 12)], "bucket 1 of 10 bytes was due"),
+        ([(0, 0, 12), (0, 0, 12)], "instead of bucket 1 of 10 bytes"),
         ([(0, 0, 12), (1, 0, 10), (1, 0, 10)], "more came than the manifest names"),
     ],
 )
@@ -145,7 +145,7 @@ def test_an_offer_of_something_else_is_refused(
 
 @pytest.mark.parametrize(
     ("message", "said"),
-    [(b"short", "5 bytes came where 24"), (bytes(100), "25 bytes came where 24")],
+    [(b"short", "5 bytes came instead of 24"), (bytes(100), "25 bytes came instead of 24")],
 )
 def test_a_message_of_another_length_breaks_the_push(
     message: bytes, said: str, intake: Intake, memory: SharedMemory
@@ -172,7 +172,7 @@ GRANTED = Grant(1, bytes(16), bytes(64), 64)
             lambda: [os.dup(share(32, CPU).descriptors[0])],
             "32 bytes and was granted with 64",
         ),
-        (GRANTED, lambda: [os.open("/dev/null", os.O_RDONLY)], "send one, of a memory file"),
+        (GRANTED, lambda: [os.open("/dev/null", os.O_RDONLY)], "send one of a memory file"),
         (GRANTED, list, "0 descriptors"),
         (GRANTED._replace(kind=7), list, r"kind 7, known are \[1, 2\]"),
         (GRANTED._replace(kind=2), list, "on GPU 00000000-0000"),

@@ -41,8 +41,7 @@ def test_a_push_that_ends_staged_without_having_asked_for_it_is_an_error(
 ) -> None:
     post(server, "/begin_weight_update")
     with pytest.raises(
-        NotLive,
-        match="'v1' is staged, not live: somebody has begun a weight update.*/end_weight_update",
+        NotLive, match="'v1' is staged, not live: a weight update is open.*/end_weight_update"
     ):
         client.update_weights("p", "v1")
     with Client(server.url, retries=Retries(times=3, first_s=5)) as patient, pytest.raises(NotLive):
@@ -83,8 +82,8 @@ def test_the_command_shows_the_update_and_its_push_fails(
     )
     said = tlt("status")[1]
     assert (
-        "a weight update of target is open since" in said
-        and "POST /end_weight_update makes live" in said
+        "a weight update of the target has been open for" in said
+        and "POST /end_weight_update commits it" in said
     )
     assert tlt("push", str(tmp_path), "--version", "v2", "--stage")[0] == 0
     post(server, "/begin_weight_update")

@@ -34,7 +34,7 @@ def test_it_speaks_to_a_server_that_asks_for_a_certificate(
         for missing in ([], own[:2]):
             assert (
                 main(["weights", "status", *url, *missing]) == 1
-                and "--tls-ca, --tls-cert and --tls-key" in capsys.readouterr().err
+                and "--tls-ca, --tls-cert, --tls-key" in capsys.readouterr().err
             )
         assert (
             main(["weights", "status", *url, *own[:4]]) == 2
@@ -74,7 +74,7 @@ def test_a_file_without_a_plain_key_is_named(
 ) -> None:
     (tmp_path / "own").write_text(content)
     assert main(["weights", "status", "--api-key-file", str(tmp_path / "own")]) == 2
-    assert f"{tmp_path / 'own'} begins with no plain key" in capsys.readouterr().err
+    assert f"{tmp_path / 'own'} does not begin with a plain key" in capsys.readouterr().err
 
 
 def test_an_abort_names_its_version(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,8 +196,8 @@ def test_what_is_on_its_way_is_listed_and_shown(
     assert main(["weights", "status", "--url", server.url]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "on its way by http: 'run-1', 2 parts, 7 of 104 bytes, begun" in said
-        and "abort ends it" in said
+        "upload: 'run-1', 2 parts, 7 of 104 bytes, started" in said
+        and "abort VERSION ends it" in said
     )
     client.abort_weights("run-1", upload_only=True)
     assert [upload["version"] for upload in client.weights()["uploads"]] == ["run-2"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.kernels.triton_tests import DEVICE, gpu
 
 # isort: split
-from tlt_client.channels.sums import finished, mix64
+from tlt_client.channels.checksums import finished, mix64
 from tlt_kernels.cpu import sums as cpu
 from tlt_kernels.gpu import sums as on_gpu
 

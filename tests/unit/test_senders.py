@@ -94,23 +94,23 @@ def sender(
 @pytest.mark.parametrize(
     "given, says",
     [
-        (list, "no tensors came; push a state dict .*, and an iterator only once"),
-        (lambda: iter(()), "no tensors came; push a state dict .*, and an iterator only once"),
-        (dict, "no tensors came"),
+        (list, "there are no tensors; push a state dict .*, and an iterator only once"),
+        (lambda: iter(()), "there are no tensors; push a state dict .*, and an iterator only once"),
+        (dict, "there are no tensors"),
         (
             lambda: [*TENSORS.items(), ("a", torch.ones(1))],
             "tensor 'a' comes twice; push each tensor once",
         ),
-        (lambda: {"a": np.ones(3)}, "tensor 'a' is a ndarray; push tensors of torch"),
+        (lambda: {"a": np.ones(3)}, "tensor 'a' is a ndarray; push torch tensors"),
         (
             lambda: torch.nn.Linear(2, 2),
             r"tensors is a Linear; push a state dict \(model.state_dict\(\)\)",
         ),
         (
             lambda: torch.nn.Linear(2, 2).parameters(),
-            "tensors gives a Parameter, where a name and a tensor are due",
+            "tensors yields a Parameter instead of a name and a tensor",
         ),
-        (lambda: ["a", "b"], "tensors gives a str, where a name and a tensor are due"),
+        (lambda: ["a", "b"], "tensors yields a str instead of a name and a tensor"),
     ],
 )
 def test_what_names_no_tensors_is_refused_in_the_same_words(

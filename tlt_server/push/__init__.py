@@ -1,3 +1,3 @@
-"""`tlt weights`: push a checkpoint to a running server, look at its versions, abort, roll back. No
-torch.
+"""`tlt weights`: push a checkpoint to a running server, show its versions, abort, roll back. It
+imports no torch.
 """

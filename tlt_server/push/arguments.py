@@ -1,4 +1,4 @@
-"""Flags of `tlt weights`; light, because `tlt --help` imports it."""
+"""Flags of `tlt weights`. `tlt --help` imports this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="push a checkpoint",
         allow_abbrev=False,
         description=(
-            "Push a directory of safetensors, or one file. Exit status 0: live (with --stage: staged); 1: refused, broken off, or staged "
-            "because somebody has begun a weight update, and what was live before is live still; 2: the arguments or files cannot be used."
+            "Push a directory of safetensors files, or one file, to a running server. Exit "
+            "status: 0 if the weights are live (with "
+            "--stage: staged); 1 if the push was refused, broke off, or stays staged because a "
+            "weight update is open on the server "
+            "(the weights before are then still live); 2 if the arguments or files cannot be used."
         ),
     )
     push.add_argument(
@@ -27,77 +30,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--version",
         required=True,
         metavar="NAME",
-        help="what every token made by these weights will carry [required]",
+        help="name of these weights; replies give it with every token that they make [required]",
     )
     push.add_argument(
         "--channel",
         choices=("disk", "http"),
         default="disk",
-        help="disk: the server reads the directory itself; http: it is sent [default disk]",
+        help="disk: the server reads the directory itself; http: the files are sent [default disk]",
     )
     push.add_argument(
         "--role",
         choices=("target", "drafter"),
         default="target",
-        help="whose weights PATH holds [default target]",
+        help="the model whose weights these are [default target]",
     )
     push.add_argument(
         "--drafter",
         type=Path,
         metavar="DIR",
-        help="a drafter's directory, to go live in the same moment as the target",
+        help="directory of a drafter that goes live in the same commit as the target",
     )
     push.add_argument(
         "--in-flight",
         choices=("continue", "recompute", "abort", "drain"),
         default="continue",
-        help="what becomes of running requests [default continue]",
+        help="running requests: continue with their KV; recompute it; abort them; drain: let them "
+        "end first [default continue]",
     )
     push.add_argument(
         "--stage",
         action="store_true",
-        help="stop before the commit; POST /weights/{version}/commit makes it live",
+        help="stage without a commit; POST /weights/{version}/commit makes the version live",
     )
     status = verbs.add_parser(
-        "status", help="which versions are live, kept and on their way", allow_abbrev=False
+        "status", help="show live, previous and open versions", allow_abbrev=False
     )
     rollback = verbs.add_parser(
-        "rollback", help="undo the last commit, of whichever models it brought", allow_abbrev=False
+        "rollback", help="undo the last commit, of each model in it", allow_abbrev=False
     )
     rollback.add_argument(
         "--to",
         default="",
         metavar="NAME",
-        help="the version before, of target or drafter, to be live afterwards; makes a repeated call safe",
+        help="the previous version, of target or drafter, that is to be live again; makes a "
+        "repeated call safe",
     )
     abort = verbs.add_parser(
-        "abort", help="end a push that is not live, and forget its parts", allow_abbrev=False
+        "abort", help="end a push that is not live, and drop its parts", allow_abbrev=False
     )
-    abort.add_argument("version", metavar="VERSION", help="that the push named")
+    abort.add_argument("version", metavar="VERSION", help="the push's version")
     for verb in (push, status, rollback, abort):
         verb.add_argument(
             "--url",
             default="http://127.0.0.1:8000",
-            help="of the server [default http://127.0.0.1:8000]",
+            help="the server's address [default http://127.0.0.1:8000]",
         )
         verb.add_argument(
             "--api-key-file",
             type=Path,
             metavar="FILE",
-            help="its first key is sent as the API key; a file of the server's own format will do",
+            help="file whose first key is sent as the API key; the server's own key file has the "
+            "right format",
         )
         verb.add_argument(
             "--tls-ca",
             type=Path,
             metavar="FILE",
-            help="PEM certificates that the server's is checked with [default what this machine trusts]",
+            help="PEM certificates that sign the server's [default: those that this machine "
+            "trusts]",
         )
         verb.add_argument(
             "--tls-cert",
             type=Path,
             metavar="FILE",
-            help="PEM certificate to show a server that asks for one",
+            help="PEM certificate of this client, for a server that asks for one",
         )
         verb.add_argument(
-            "--tls-key", type=Path, metavar="FILE", help="its private key, without a passphrase"
+            "--tls-key",
+            type=Path,
+            metavar="FILE",
+            help="PEM private key of --tls-cert, without a passphrase",
         )

@@ -1,4 +1,4 @@
-"""What `tlt weights` does: asks the server by the client, says what became of it. Every failure
+"""The command `tlt weights`: it calls the server by the client and prints the result. Every failure
 ends in one line with its remedy.
 """
 
@@ -35,8 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     except ConnectionFailed as error:
         say.print(
-            f"tlt: {arguments.url} does not answer ({error}); start the server, or name another --url, or what its TLS needs: "
-            "--tls-ca, --tls-cert and --tls-key. What became of a push that was under way: tlt weights status",
+            f"tlt: {arguments.url} cannot be reached ({error}); start the server, or give another "
+            "--url, or the files that its TLS "
+            "needs (--tls-ca, --tls-cert, --tls-key). To see the result of a push that broke off: "
+            "tlt weights status",
             markup=False,
         )
         return 1
@@ -51,10 +53,11 @@ def _push(client: Client, arguments: argparse.Namespace, console: Console) -> No
     path: Path = arguments.path
     for named in filter(None, (path, arguments.drafter)):
         if not named.exists():
-            raise StartupError(f"there is no {named}; name a directory of safetensors files")
+            raise StartupError(f"{named} does not exist; give a directory of safetensors files")
     if arguments.drafter is not None and arguments.role == "drafter":
         raise StartupError(
-            f"--role drafter says that {path} holds a drafter, and --drafter names another; leave one out"
+            f"--role drafter says that {path} is a drafter, and --drafter gives another one; "
+            "leave one of them out"
         )
     fields: dict[str, Any] = {
         "in_flight": arguments.in_flight,
@@ -66,12 +69,13 @@ def _push(client: Client, arguments: argparse.Namespace, console: Console) -> No
     else:
         if not path.is_dir():
             raise StartupError(
-                f"{path} is one file, and by disk the server reads a directory; name its directory, or use --channel http"
+                f"{path} is one file, but by disk the server reads a directory; give its "
+                "directory, or use --channel http"
             )
         if arguments.drafter is not None:
             fields["drafter_path"] = str(arguments.drafter.resolve())
         reply = client.push_weights(arguments.version, path=str(path.resolve()), **fields)
-    _say(reply, console)
+    _print_reply(reply, console)
 
 
 def _sent(
@@ -92,10 +96,11 @@ def _sent(
         )
 
 
-def _say(reply: Mapping[str, Any], console: Console) -> None:
+def _print_reply(reply: Mapping[str, Any], console: Console) -> None:
     whose = {"all": "target and drafter"}.get(reply["role"], reply["role"])
     console.print(
-        f"{reply['state']}: version {reply['version']!r} of the {whose}; live is {reply['weight_version']!r}",
+        f"{reply['state']}: version {reply['version']!r} of the {whose}; live is "
+        f"{reply['weight_version']!r}",
         markup=False,
     )
     phases = ", ".join(
@@ -124,34 +129,40 @@ def _status(client: Client, arguments: argparse.Namespace, console: Console) -> 
     console.print(f"before: {before or 'nothing to roll back to'}", markup=False)
     if state["open"]:
         console.print(
-            f"on its way: {state['open']['version']!r} of the {state['open']['role']}, {state['open']['state']}",
+            f"open: {state['open']['version']!r} of the {state['open']['role']}, "
+            f"{state['open']['state']}",
             markup=False,
         )
     for upload in state.get("uploads", ()):
         console.print(
-            f"on its way by http: {upload['version']!r}, {upload['parts']} parts, {upload['bytes']} of {upload['total']} bytes, "
-            f"begun {upload['age_s']:.0f} s ago, the last byte came {upload['idle_s']:.0f} s ago; "
-            "POST /weights/VERSION/abort ends it",
+            f"upload: {upload['version']!r}, {upload['parts']} parts, {upload['bytes']} of "
+            f"{upload['total']} bytes, started "
+            f"{upload['age_s']:.0f} s ago, last byte {upload['idle_s']:.0f} s ago; tlt weights "
+            "abort VERSION ends it",
             markup=False,
         )
     update = state.get("update")
     if update is not None:
         console.print(
-            f"a weight update of {update['selector']} is open since {update['age_s']:.0f} s: what anybody pushes stays staged "
-            "until POST /end_weight_update makes live what it holds. POST /begin_weight_update before that drops it; so does the "
-            f"server in {update['ends_in_s']:.0f} s, if nobody calls",
+            f"a weight update of the {update['selector']} has been open for {update['age_s']:.0f} "
+            "s: every push stays staged until "
+            "POST /end_weight_update commits it. POST /begin_weight_update drops it, and so does "
+            "the server in "
+            f"{update['ends_in_s']:.0f} s without a call",
             style="bold yellow",
             markup=False,
         )
     for reason in state["quarantined"].values():
-        console.print(f"nothing is generated: {reason}", style="bold red", markup=False)
+        console.print(f"generation is stopped: {reason}", style="bold red", markup=False)
     console.print(
         f"kept over a restart: {'yes' if state['spooled'] else 'no (--state-dir keeps them)'}"
     )
 
 
 def _rollback(client: Client, arguments: argparse.Namespace, console: Console) -> None:
-    _say(client.roll_back_weights(**({"to": arguments.to} if arguments.to else {})), console)
+    _print_reply(
+        client.roll_back_weights(**({"to": arguments.to} if arguments.to else {})), console
+    )
 
 
 def _abort(client: Client, arguments: argparse.Namespace, console: Console) -> None:
@@ -188,5 +199,8 @@ def _key(file: Path | None) -> str | None:
     lines = [line.split() for line in file.read_text().splitlines()]
     first = next((words[0] for words in lines if words and not words[0].startswith("#")), "")
     if not first or first.startswith("sha256:"):
-        raise StartupError(f"{file} begins with no plain key; write one into its first line")
+        raise StartupError(
+            f"{file} does not begin with a plain key (a sha256 cannot be sent); write the key "
+            "into its first line"
+        )
     return first

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import xxhash
 from torch import Tensor
 
-from tlt_client.channels.sums import finished, xxh3
+from tlt_client.channels.checksums import finished, xxh3
 from tlt_client.channels.tensors import raw
 from tlt_server.errors import WeightsRefused
 

@@ -1,6 +1,6 @@
-"""Adapters: what trainers ask for that take an object instead of an address. One file each, over
-`Client` and the channels alone.
+"""Adapters for trainers that take an object instead of an address. One file each, over the clients
+and the channels alone.
 
-Nothing of a trainer is imported before it calls, so each is importable where the trainer, and
-torch, are not.
+An adapter imports its trainer inside functions only, so it can be imported where the trainer, and
+torch, are not installed.
 """

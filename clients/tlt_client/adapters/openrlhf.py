@@ -1,12 +1,12 @@
-"""OpenRLHF: an actor with the methods that its trainer calls on a vLLM actor, in front of a server
-that runs already.
+"""OpenRLHF: an actor with the methods that its trainer calls on a vLLM actor, for a server that
+runs already.
 
-    engines =
-    [ray.remote(RolloutActor).options(max_concurrency=1000).remote("http://10.0.0.1:8000")]
+    actor = ray.remote(RolloutActor).options(max_concurrency=1000)
+    engines = [actor.remote("http://10.0.0.1:8000")]
 
 No tensor passes through the actor: the server itself is the rank `rank_offset` of the trainer's
-group, and each `update_weight` names the tensor that rank 0 broadcasts next. They are gathered; the
-call that brings the last of the model's makes all of them live.
+group, and each `update_weight` names the tensor that rank 0 broadcasts next. The server gathers the
+tensors; the call that brings the model's last one makes all of them live.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tlt_client.channels.groups import Membership, WeightGroup, host_store
 from tlt_client.errors import server_error
 from tlt_client.wire import VersionSpan
 
-SAMPLING = (
+SAMPLING = (  # fields that vLLM's SamplingParams and the server name alike
     "temperature",
     "top_p",
     "min_p",
@@ -35,7 +35,7 @@ SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
-)  # as vLLM's SamplingParams names them, and the server
+)
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,11 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """Of vLLM's CompletionOutput what OpenRLHF reads, and which weights made which tokens."""
+    """The fields of vLLM's CompletionOutput that OpenRLHF reads, and the weight versions."""
 
     token_ids: list[int]
     text: str
-    logprobs: (
-        list[dict[int, Logprob]] | None
-    )  # per token its own; None where they were not asked for
+    logprobs: list[dict[int, Logprob]] | None  # one per token; None if they were not asked for
     finish_reason: str
     weight_versions: list[VersionSpan]
     index: int = 0
@@ -64,7 +62,7 @@ class RequestOutput:
 
 
 class RolloutActor:
-    """One server. Every call may overlap with any other, as in an asyncio actor of Ray."""
+    """Actor of one server. Calls may overlap, as in an asyncio actor of Ray."""
 
     def __init__(
         self, url: str, *, api_key: str | None = None, executor: Any = None, run: str = ""
@@ -88,13 +86,13 @@ class RolloutActor:
         backend: str,
         use_ray: bool,
     ) -> None:
-        """Returns once all ranks are there. Over nccl the group is the communicator that OpenRLHF
-        0.11 makes, which is vLLM's; over gloo one of torch, named as its helper for named groups
-        names it.
+        """Join the trainer's group; return once all ranks have. Over nccl it is the communicator
+        that OpenRLHF 0.11 makes, which is vLLM's. Over gloo it is one of torch's named groups.
         """
         if use_ray:
             raise NotServed(
-                "use_ray is true, and this server joins no groups of Ray; leave --vllm.sync_with_ray out"
+                "use_ray is true, and this server joins no groups of Ray; leave "
+                "--vllm.sync_with_ray out"
             )
         await self._client.join_group(
             group_name,
@@ -110,8 +108,8 @@ class RolloutActor:
     async def update_weight(
         self, name: str, dtype: Any, shape: Any, empty_cache: bool = False
     ) -> str:
-        """Take one tensor, which rank 0 broadcasts meanwhile; the state of the push: gathering, or
-        committed with the last of them.
+        """Let the server take one tensor, which rank 0 broadcasts at the same time. Return the
+        push's state: gathering, or committed with the last tensor.
         """
         entry = {"name": name, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
         reply = await self._client.push_weights(
@@ -127,30 +125,33 @@ class RolloutActor:
             self._pushes += 1
         elif empty_cache:
             raise NotServed(
-                f"{name!r} was to be the last tensor, and the model has others that did not come; push all of its parameters"
+                f"{name!r} is the trainer's last tensor, but others of the model did not come; "
+                "push all of its parameters"
             )
         return state
 
     async def update_weight_cuda_ipc(self, *args: Any, **kwargs: Any) -> None:
         raise NotServed(
-            "update_weight_cuda_ipc carries handles as pickles, which are not read; leave --train.colocate_all out, or "
-            "set --vllm.sync_backend gloo and make a TrainerGroup: then weights are broadcast"
+            "update_weight_cuda_ipc carries handles as pickles, which this server does not read; "
+            "leave --train.colocate_all "
+            "out, or set --vllm.sync_backend gloo and make a TrainerGroup: then weights are "
+            "broadcast"
         )
 
-    # halts
+    # pause, sleep
 
     async def reset_prefix_cache(self) -> None:
         await self._client.clear_cache()
 
     async def pause_generation(self) -> None:
-        """What runs is frozen with its KV; what comes waits."""
+        """Freeze running sequences with their KV; new requests wait."""
         await self._client.pause("continue")
 
     async def resume_generation(self) -> None:
         await self._client.resume()
 
     async def sleep(self, level: int = 1) -> None:
-        """Level 1 gives the KV's memory back, level 2 the weights' too."""
+        """Give the KV's memory back; at level 2 that of the weights too."""
         await self._client.sleep(*(("kv_cache",) if level == 1 else ("kv_cache", "weights")))
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
@@ -161,14 +162,16 @@ class RolloutActor:
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None
     ) -> RequestOutput:
-        """`sampling_params`: an object with the fields of vLLM's SamplingParams, one choice."""
+        """Generate one choice. `sampling_params` has the fields of vLLM's SamplingParams."""
         if multi_modal_data:
             raise NotServed(
-                f"multi_modal_data holds {sorted(multi_modal_data)}, and this server generates text from tokens; leave it out"
+                f"multi_modal_data holds {sorted(multi_modal_data)}, but this server generates "
+                "from text alone; leave it out"
             )
         if getattr(sampling_params, "n", 1) != 1:
             raise NotServed(
-                f"n is {sampling_params.n}, and this call gives one choice; ask as often as there are to be choices"
+                f"n is {sampling_params.n}, but this call returns one choice; call it once for "
+                "each choice"
             )
         self._unfinished += 1
         try:
@@ -219,8 +222,8 @@ class RolloutActor:
         num_samples: int = 1,
         images: Any = None,
     ) -> list[Any]:
-        """What OpenRLHF's executor makes of `num_samples` runs of this prompt, each by calls of
-        `generate`.
+        """Return the results of OpenRLHF's executor for `num_samples` runs of the prompt; each run
+        calls `generate`.
         """
         if self._executor is None:
             from openrlhf.utils.agent import SingleTurnAgentExecutor
@@ -247,7 +250,7 @@ class RolloutActor:
 
 class TrainerGroup:
     """Rank 0 of the group, with the `broadcast` of the communicator that OpenRLHF 0.11 makes by
-    `stateless_init_process_group`: in its place where there is no NCCL.
+    `stateless_init_process_group`, which it replaces where there is no NCCL.
     """
 
     def __init__(
@@ -260,7 +263,7 @@ class TrainerGroup:
         backend: str = "gloo",
         timeout_s: float = 120.0,
     ) -> None:
-        """Returns once all ranks are there, so the actors are asked to join before."""
+        """Make the group and return once all ranks have joined; ask the actors to join first."""
         store = host_store(master_address, master_port, world_size, timeout_s)
         member = Membership(
             group_name,
@@ -275,7 +278,7 @@ class TrainerGroup:
         self._group = WeightGroup(member, store)
 
     def broadcast(self, tensor: Any, src: int = 0, stream: Any = None) -> None:
-        """From here to all; done when it returns, so on no stream in particular."""
+        """Broadcast from this rank; return once it is done, so `stream` has no effect."""
         self._group.end(self._group.begin(tensor.detach().to(self._group.device).contiguous()))
 
     def close(self) -> None:
@@ -288,8 +291,8 @@ def _seeded(asked: Any) -> dict[str, int]:
 
 
 def _sampling(asked: Any) -> dict[str, Any]:
-    """The server's fields; those about text alone (`detokenize`, `skip_special_tokens`, ...) have
-    no meaning for tokens.
+    """Return the server's sampling fields. Those about text alone (`detokenize`, ...) are left out,
+    as they have no effect on tokens.
     """
     given = {name: getattr(asked, name, None) for name in SAMPLING}
     top_k = getattr(asked, "top_k", None) or 0

@@ -1,9 +1,9 @@
 """TRL: `RolloutFunc` for `GRPOTrainer(rollout_func=...)`, `WeightTransfer` for
 `AsyncGRPOTrainer(weight_transfer=...)`.
 
-Both push the policy by any channel, given as what makes the trainer's half of it: `HttpSender`,
-`BroadcastSender`, `lambda client: DiskSender(client, root)`. Only public attributes of the trainer
-are read, and nothing of TRL is imported.
+Both push the policy by any channel; its argument is a function from a client to the sender:
+`HttpSender`, `BroadcastSender`, `lambda client: DiskSender(client, root)`. They read only public
+attributes of the trainer, and import nothing of TRL.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ SEED_BITS = 63
 
 
 class OffPolicy(TltClientError):
-    """Tokens came that the policy as it was pushed has not made, or not to their end."""
+    """A choice has tokens of other weights than the pushed policy, or was aborted."""
 
 
 class WeightTransfer:
-    """Every push is a version of its own: `RUN-1`, `RUN-2`, ..., counted as AsyncGRPOTrainer counts
-    its `model_version`.
-    """
+    """Pushes of versions RUN-1, RUN-2, ..., numbered like AsyncGRPOTrainer's `model_version`."""
 
     def __init__(
         self,
@@ -41,8 +39,8 @@ class WeightTransfer:
         run: str = "",
         in_flight: str = "continue",
     ) -> None:
-        """`run`: a name that this server has not heard; empty: a random one. `in_flight`: what
-        becomes of requests that have begun.
+        """`run`: a name that is new to the server; empty means a random one. `in_flight`: what
+        becomes of started requests.
         """
         self._client, self._open, self._run, self._in_flight = (
             client,
@@ -55,22 +53,20 @@ class WeightTransfer:
 
     @property
     def version(self) -> str:
-        """That was pushed last."""
+        """The version that was pushed last."""
         return f"{self._run}-{self._count}"
 
     def init_weight_transfer(self) -> None:
-        """Make the trainer's half; by broadcast that is to make the group together with the server."""
+        """Make the sender; by broadcast this makes the group together with the server."""
         if self._sender is None:
             self._sender = self._open(self._client)
 
     def pause(self) -> None:
-        """Nothing waits for the weights: they are staged beside what runs, and become live between
-        two of the server's steps.
-        """
+        """Do nothing: the server stages weights while it generates, and commits between steps."""
 
     def send_weights(self, iterator: Tensors) -> None:
-        """Returns once they are live. Whatever fails raises; what was live before is live then, if
-        the server stages what comes.
+        """Push and return once the weights are live. Any failure raises; the weights before are
+        then still live if the server stages pushes.
         """
         self.init_weight_transfer()
         assert self._sender is not None
@@ -78,7 +74,7 @@ class WeightTransfer:
         self._sender.push(iterator, self.version, in_flight=self._in_flight)
 
     def resume(self) -> None:
-        """Nothing was paused."""
+        """Do nothing: `pause` does nothing."""
 
     def destroy(self) -> None:
         if self._sender is not None:
@@ -87,8 +83,8 @@ class WeightTransfer:
 
 
 class RolloutFunc:
-    """Called by the trainer with the prompts of this process, as often each as it wants completions
-    of it.
+    """Rollout function of a trainer, which calls it with this process's prompts, each repeated once
+    per completion.
     """
 
     def __init__(
@@ -99,25 +95,26 @@ class RolloutFunc:
         run: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """`timeout_s`: for one batch; without it the server's own."""
+        """`timeout_s` is the deadline of one batch; without it the server's default holds."""
         self._client, self._timeout_s = client, timeout_s
         self._transfer = WeightTransfer(client, sender, run=run)
-        self._pushed: tuple[Any, int] | None = None  # whose weights, after which step
+        self._pushed: tuple[Any, int] | None = None  # the trainer, and its step at the last push
         self._version = ""
         self._calls = 0
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
-        """Token ids and the log-probs that they were sampled with, one completion for each prompt
-        (a text, or messages).
+        """Return token ids and the log-probs that they were sampled with, one completion for each
+        prompt (a text, or messages).
 
-        `OffPolicy` where a token is not of the weights pushed last, `ServerError` where an item
+        Raise `OffPolicy` if a token is not of the weights pushed last, `ServerError` if an item
         failed.
         """
         prompt_ids: list[list[int]] = _token_ids(prompts, trainer)
         self.sync(trainer)
         self._calls += 1
         seeds = Random(
-            f"{trainer.args.seed} {trainer.state.global_step} {trainer.accelerator.process_index} {self._calls}"
+            f"{trainer.args.seed} {trainer.state.global_step} {trainer.accelerator.process_index} "
+            f"{self._calls}"
         )
         items = [
             {"token_ids": ids, "n": n, "seed": seeds.getrandbits(SEED_BITS)}
@@ -164,9 +161,11 @@ class RolloutFunc:
             versions = [span.version for span in choice.weight_versions]
             if versions != [self._version] or choice.finish_reason == "abort":
                 raise OffPolicy(
-                    f"choice {choice.index} of item {result.id} ended with {choice.finish_reason!r} and has tokens of the "
-                    f"versions {versions}, the policy was pushed as {self._version!r}; while this trainer generates, nobody "
-                    "else may push, roll back or abort on its server"
+                    f"choice {choice.index} of item {result.id} ended with "
+                    f"{choice.finish_reason!r} and has tokens of the "
+                    f"versions {versions}, but the policy was pushed as {self._version!r}; let no "
+                    "other program push, roll back "
+                    "or abort on this server while the trainer generates"
                 )
         return result.choices
 
@@ -175,8 +174,8 @@ class RolloutFunc:
 
 
 def _policy(trainer: Any) -> Tensors:
-    """Whole parameters under their checkpoint's names, tied ones once. A collective where they are
-    sharded.
+    """Return whole parameters under their checkpoint's names, tied ones once. Where they are
+    sharded this is a collective.
     """
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     names = [
@@ -187,11 +186,12 @@ def _policy(trainer: Any) -> Tensors:
 
 
 def _token_ids(prompts: Sequence[Any], trainer: Any) -> Any:
-    """As the trainer would tokenise them: text as it is, messages by its chat template."""
+    """Tokenize prompts as the trainer does: text as it is, messages by its chat template."""
     if trainer.tools:
         raise ValueError(
-            f"the trainer has {len(trainer.tools)} tools; TRL goes on after a tool's answer with a generation of its own, "
-            "without log-probs: train without tools, or write a rollout_func that runs them"
+            f"the trainer has {len(trainer.tools)} tools, and after a tool's answer TRL itself "
+            "generates, without log-probs; "
+            "train without tools, or write a rollout_func that runs them"
         )
     if isinstance(prompts[0], str):
         return trainer.processing_class(text=list(prompts))["input_ids"]
@@ -201,7 +201,8 @@ def _token_ids(prompts: Sequence[Any], trainer: Any) -> Any:
     } - {"text"}
     if others:
         raise ValueError(
-            f"a prompt holds parts of the types {sorted(map(str, others))}; the server takes text: leave other parts out"
+            f"a prompt has parts of the types {sorted(map(str, others))}, but the server takes "
+            "text only; leave other parts out"
         )
     return trainer.processing_class.apply_chat_template(
         conversation=list(prompts),
@@ -213,19 +214,19 @@ def _token_ids(prompts: Sequence[Any], trainer: Any) -> Any:
     )["input_ids"]
 
 
-def _repeated(prompts: Sequence[list[int]], most: int) -> Iterator[tuple[list[int], int]]:
-    """Each prompt with how often it comes in a row, at most `most` at once: choices of one item
-    share the prompt's KV.
+def _repeated(prompts: Sequence[list[int]], max_count: int) -> Iterator[tuple[list[int], int]]:
+    """Yield each run of equal prompts as the prompt and its count, split at `max_count`: choices of
+    one item share the prompt's KV.
     """
     for prompt, same in groupby(prompts):
         left = len(list(same))
         while left:
-            yield prompt, min(left, most)
-            left -= min(left, most)
+            yield prompt, min(left, max_count)
+            left -= min(left, max_count)
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:
-    """The server refuses what it does not know of `generation_kwargs`."""
+    """Return the trainer's sampling fields; the server refuses unknown `generation_kwargs`."""
     args = trainer.args
     return {
         "temperature": args.temperature,

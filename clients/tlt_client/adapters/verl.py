@@ -1,11 +1,11 @@
-"""verl: the rollout backend `tlt`, servers that run already, in place of engines that verl starts.
+"""verl: the rollout backend `tlt`, with servers that run already instead of engines that verl
+starts.
 
-`register()` in every process of verl, by a module that VERL_USE_EXTERNAL_MODULES names; then
-`actor_rollout_ref.rollout.name=tlt`, and in `rollout.engine_kwargs.tlt` what `Settings` says. Three
-classes take verl's places: `Server` is the actor that verl's clients call, `replica_class()` the
-RolloutReplica that starts it, `rollout_class()` the BaseRollout that brings weights to it. A
-version is named RUN-STEP, so every token says by which of verl's global steps its weights were
-made.
+Call `register()` in every process of verl, from a module that VERL_USE_EXTERNAL_MODULES names. Set
+`actor_rollout_ref.rollout.name=tlt`, and `rollout.engine_kwargs.tlt` to the fields of
+`VerlSettings`. Three classes replace verl's: `Server` is the actor that verl's clients call,
+`replica_class()` the RolloutReplica that starts it, `rollout_class()` the BaseRollout that brings
+weights to it. A version is named RUN-STEP, so every token tells the global step of its weights.
 """
 
 from __future__ import annotations
@@ -28,39 +28,41 @@ from tlt_client.client import Client
 from tlt_client.errors import server_error
 
 NAME = "tlt"
-TEXT_ONLY = (
+TEXT_ONLY = (  # sampling parameters without effect on tokens
     "detokenize",
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
-)  # of sampling parameters
+)
 
 
 @dataclass(frozen=True)
 class VerlSettings:
-    """`rollout.engine_kwargs.tlt`."""
+    """The fields of `rollout.engine_kwargs.tlt`."""
 
-    urls: tuple[str, ...]  # of the servers; replica i has the i-th
-    weight_root: str = ""  # of the servers, on a disk that the rollout's workers see: weights go by it; empty: by http
-    in_flight: str = "continue"  # what becomes of requests that have begun when weights come
+    urls: tuple[str, ...]  # one per server; replica i has the i-th
+    weight_root: str = ""  # the servers' weight root, if workers see it; empty: push by http
+    in_flight: str = "continue"  # what becomes of started requests when weights come
     api_key_file: str = ""
 
     @classmethod
     def of(cls, config: Any) -> VerlSettings:
-        """From a RolloutConfig."""
+        """Return the settings of a RolloutConfig."""
         given = dict((config.engine_kwargs or {}).get(NAME) or {})
         unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
         if unknown or not given.get("urls"):
             raise NotServed(
-                f"rollout.engine_kwargs.{NAME} has {sorted(given) or 'nothing'}; urls must list at least one server, and "
-                f"all that it takes is {', '.join(cls.__dataclass_fields__)}"
+                f"rollout.engine_kwargs.{NAME} has {sorted(given) or 'nothing'}; urls must list "
+                "at least one server, and "
+                f"the known fields are {', '.join(cls.__dataclass_fields__)}"
             )
         return cls(**{**given, "urls": tuple(given["urls"])})
 
     def url(self, replica_rank: int) -> str:
         if not 0 <= replica_rank < len(self.urls):
             raise NotServed(
-                f"there is no server for replica {replica_rank}; rollout.engine_kwargs.{NAME}.urls lists {len(self.urls)}: "
+                f"there is no server for replica {replica_rank}; "
+                f"rollout.engine_kwargs.{NAME}.urls lists {len(self.urls)}: "
                 "list one for each replica"
             )
         return self.urls[replica_rank].rstrip("/")
@@ -81,20 +83,18 @@ def register(name: str = NAME) -> None:
 
 
 class Server:
-    """The actor of one replica: what verl calls on it becomes calls of its server. Every call may
-    overlap with any other.
-    """
+    """Actor of one replica: it turns verl's calls into calls of its server. Calls may overlap."""
 
     def __init__(self, config: Any, replica_rank: int) -> None:
         settings = VerlSettings.of(config)
         self._client = AsyncClient(settings.url(replica_rank), api_key=settings.api_key())
         self._config = config
-        self._longest = 0  # prompt plus output
+        self._max_len = 0  # prompt plus output; known after `launch`
         self._rejecting = False
 
     async def launch(self) -> None:
         """Return once the server has answered."""
-        self._longest = (await self._client.server_info())["engine"]["max_model_len"]
+        self._max_len = (await self._client.server_info())["engine"]["max_model_len"]
 
     async def generate(
         self,
@@ -106,14 +106,15 @@ class Server:
         audio_data: Any = None,
         mm_processor_kwargs: Any = None,
     ) -> Any:
-        """A TokenOutput; `stop_reason` is "aborted" where it is to be asked again with what it had,
-        else "completed".
+        """Return a TokenOutput. Its `stop_reason` is "aborted" where verl must ask again with the
+        tokens so far, else "completed".
         """
         from verl.workers.rollout.replica import TokenOutput
 
         if any(data is not None for data in (image_data, video_data, audio_data)):
             raise NotServed(
-                "the request has images, video or audio, and this server generates text from tokens; leave them out"
+                "the request has images, video or audio, but this server generates from text "
+                "alone; leave them out"
             )
         if self._rejecting:
             return TokenOutput(
@@ -158,8 +159,8 @@ class Server:
         return _step((await self._client.server_info())["engine"]["weight_version"])
 
     def _sampling(self, asked: Mapping[str, Any], prompt: int) -> dict[str, Any]:
-        """The server's fields; what it does not know it refuses by name. Where nothing is said
-        verl's configuration holds.
+        """Return the server's sampling fields, by default those of verl's configuration. The server
+        refuses unknown ones by name.
         """
         own = {
             name: value
@@ -177,13 +178,13 @@ class Server:
             "repetition_penalty": self._config.repetition_penalty,
         } | own
         return own | {
-            "max_tokens": max(1, min(wanted, self._longest - prompt)),
+            "max_tokens": max(1, min(wanted, self._max_len - prompt)),
             "top_k": max(0, asked.get("top_k") or 0),
         }
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """What runs ends with what it has, what comes waits until `resume_generation`; with
-        `reject_request` it is aborted, too.
+        """End running requests with what they have. New ones wait until `resume_generation`; with
+        `reject_request` they are aborted too.
         """
         self._rejecting = reject_request
         await self._client.pause("abort")
@@ -199,10 +200,10 @@ class Server:
         await self._client.clear_cache()
 
     async def sleep(self) -> None:
-        """Nothing: the server's memory is its own, and verl does not wake it before it asks again."""
+        """Do nothing: verl would not wake the server before it asks again."""
 
     async def wake_up(self) -> None:
-        """Nothing slept."""
+        """Do nothing: `sleep` does nothing."""
 
     async def release_kv_cache(self) -> None:
         if self._config.free_cache_engine:
@@ -214,7 +215,8 @@ class Server:
 
     async def start_profile(self, **asked: Any) -> None:
         raise NotServed(
-            "this server has no profiler; its figures are at GET /metrics: leave rollout.profiler out"
+            "this server has no profiler; leave rollout.profiler out, and read its figures at GET "
+            "/metrics"
         )
 
 
@@ -223,8 +225,8 @@ def replica_class() -> type[Any]:
     from verl.workers.rollout.replica import RolloutReplica
 
     class TltReplica(RolloutReplica):
-        """One server, at the URL of its rank; for trainers whose rollouts have resources of their
-        own (mode standalone).
+        """Replica of one server, at the URL of its rank, for trainers whose rollouts have their own
+        resources (mode standalone).
         """
 
         async def launch_servers(self) -> None:
@@ -241,7 +243,7 @@ def replica_class() -> type[Any]:
             self._server_handle, self._server_address = server, url.partition("://")[2]
 
         def get_ray_class_with_init_args(self) -> Any:
-            """The workers that verl's checkpoint engine sends weights to."""
+            """Return the workers to which verl's checkpoint engine sends weights."""
             import ray
             from verl.checkpoint_engine.base import CheckpointEngineWorker
             from verl.single_controller.ray import RayClassWithInitArgs
@@ -268,8 +270,8 @@ def rollout_class() -> type[Any]:
     from verl.workers.rollout.base import BaseRollout
 
     class TltRollout(BaseRollout):
-        """In each worker of a replica; the first of them pushes, the others take part in gathering
-        the tensors.
+        """Rollout in each worker of a replica; the first worker pushes, the others take part in
+        gathering the tensors.
         """
 
         def __init__(
@@ -306,15 +308,16 @@ def rollout_class() -> type[Any]:
             peft_config: Any = None,
             **kwargs: Any,
         ) -> None:
-            """Returns once they are live. Whatever fails raises, and has changed nothing."""
+            """Push and return once the weights are live. Any failure raises and changes nothing."""
             if wire_format != "named_tensors":
                 raise NotServed(
-                    f"wire_format is {wire_format!r}, and this server takes whole tensors; set "
+                    f"wire_format is {wire_format!r}, but this server takes whole tensors; set "
                     "rollout.checkpoint_engine.backend to one that sends them, such as nccl"
                 )
             if peft_config is not None:
                 raise NotServed(
-                    "the weights are a LoRA adapter's, and this server takes merged ones; set model.lora.merge=True"
+                    "the weights are a LoRA adapter's, but this server takes merged ones; set "
+                    "model.lora.merge=True"
                 )
             tensors = _in_thread(weights, asyncio.get_running_loop())
             if not self.is_leader_rank:
@@ -331,8 +334,8 @@ def rollout_class() -> type[Any]:
 
 
 def _in_thread(weights: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, Any]]:
-    """Tensors one by one, for a thread beside `loop`, in which an asynchronous generator goes on.
-    Copies: verl fills its buffers again.
+    """Yield tensors one by one to another thread, while an asynchronous generator runs in `loop`.
+    They are copies, because verl reuses its buffers.
     """
     if not hasattr(weights, "__aiter__"):
         for name, tensor in weights:
@@ -357,6 +360,6 @@ def _seeded(asked: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _step(version: str) -> int | None:
-    """Of a version that verl has pushed."""
+    """Return the global step in the name of a version that verl has pushed."""
     said = version.rpartition("-")[2] if version.startswith("verl-") else ""
     return int(said) if said.isdecimal() else None

@@ -1,10 +1,10 @@
 """Channels: how weights travel from a trainer to the engine. One file each, with both halves; torch
 is imported inside functions only.
 
-A trainer's half sends what `state_dict().items()` gives. The engine's half is a `Receiver`, made in
-the thread that stages a push and closed by it whatever happens. It says which tensors will come and
-hands them over in whatever groups the channel has; that they are the right ones is checked by its
-caller, once for all channels.
+A trainer's half is a `Sender`; it sends the items of a state dict. The engine's half is a
+`Receiver`, made in the thread that stages a push and always closed by it. It says which tensors
+will come and yields them in batches; its caller checks that they are the right ones, once for all
+channels.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
     from tlt_client.channels.tensors import TensorSpec
 
-CHANNELS = {  # name -> the engine's half; its file holds the trainer's, too
+CHANNELS = {  # name -> the engine's half; its file holds the trainer's too
     "disk": "tlt_client.channels.disk:DiskReceiver",
     "http": "tlt_client.channels.http:HttpReceiver",
     "broadcast": "tlt_client.channels.broadcast:BroadcastReceiver",
     "ipc": "tlt_client.channels.ipc:IpcReceiver",
 }
-DRAFTER_PREFIX = "draft."  # of the drafter's tensors where both roles come in one stream
+DRAFTER_PREFIX = "draft."  # begins the names of the drafter's tensors in a push of both roles
 
 Tensors = Iterable[tuple[str, "Tensor"]]
 
 
 class Announced(Protocol):
-    """One tensor of a manifest; empty fields are not known beforehand."""
+    """One tensor of a manifest; an empty field is not known before the tensor comes."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class Announced(Protocol):
 
 
 class Announcement(Protocol):
-    """What a manifest says that a channel needs."""
+    """The fields of a manifest that channels need."""
 
     @property
     def role(self) -> str: ...  # target | drafter | all
@@ -75,35 +75,33 @@ class Announcement(Protocol):
 
 @dataclass(frozen=True)
 class Intake:
-    """Where an engine takes weights from."""
+    """Places from which an engine takes weights."""
 
     root: Path | None = None  # directories of the channel disk lie below it
-    marker: str = ""  # a file that a complete one of them holds
-    uploads: Path | None = None  # where the server puts what comes by http
-    sockets: Path | None = (
-        None  # directory of its own in which it meets trainers of the channel ipc
-    )
-    groups: Groups = field(default_factory=Groups)  # that the engine has joined
+    marker: str = ""  # a file that each complete directory holds
+    uploads: Path | None = None  # directory of parts that came by http
+    sockets: Path | None = None  # private directory in which it meets trainers of the channel ipc
+    groups: Groups = field(default_factory=Groups)  # the engine's joined groups
 
     @property
     def timeout_s(self) -> float:
-        """Of one wait for a trainer."""
+        """The limit of one wait for a trainer."""
         return self.groups.timeout_s
 
 
 class TensorBatch(NamedTuple):
-    """Tensors of one role, as many as the channel gives at once."""
+    """Tensors of one role that a channel yields at once."""
 
     role: str
     where: str  # for messages
     tensors: dict[str, Tensor]
-    file: Path | None = (
-        None  # below the state directory, of which this is all or a part, under its own names; it is not written any more
-    )
+    # A file below the state directory that holds these tensors under these names, and perhaps more
+    # of them. Nothing writes to it any more.
+    file: Path | None = None
 
 
 class Layout(NamedTuple):
-    """A tensor of one role, as a file's header says it before any is read."""
+    """A tensor of one role as a file's header describes it, known before any tensor is read."""
 
     role: str
     where: str  # for messages
@@ -111,42 +109,43 @@ class Layout(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Bytes of memory that a receiver takes for itself while it receives."""
+    """Bytes of memory that a receiver allocates while it receives."""
 
     host: int = 0
-    device: int = 0  # of the one that the engine computes on
+    device: int = 0  # on the device that the engine computes on
 
 
 class Receiver(Protocol):
-    """The engine's half, of one push. Everything raises `ChannelError` with a remedy, or `OSError`."""
+    """The engine's half of one push. Every method raises `ChannelError` with a remedy, or
+    `OSError`.
+    """
 
     @property
     def buffers(self) -> Buffers: ...
 
     @property
-    def names(
-        self,
-    ) -> Mapping[
-        str, Mapping[str, str]
-    ]: ...  # role -> tensor that will come -> from where, for messages
+    def names(self) -> Mapping[str, Mapping[str, str]]:
+        """Map role -> tensor that will come -> its origin, for messages."""
 
     @property
-    def layouts(self) -> Sequence[Layout]: ...  # none where the manifest alone says what will come
+    def layouts(self) -> Sequence[Layout]:
+        """Layouts of the tensors that will come; empty where only the manifest describes them."""
 
     @property
-    def places(self) -> Mapping[str, str]: ...  # role -> where its tensors come from, for messages
+    def places(self) -> Mapping[str, str]:
+        """Map role -> the origin of its tensors, for messages."""
 
     def file(self, role: str, name: str) -> bytes | None:
-        """A small file beside the tensors, if there is one."""
+        """Return a small file that came with the tensors, if there is one."""
 
     def batches(self) -> Iterator[TensorBatch]: ...
 
     def confirm(self) -> None:
-        """Once everything was taken: it belongs together."""
+        """Check, once all batches were taken, that they belong together."""
 
     def stop(self) -> None:
-        """From another thread: what waits for a trainer breaks within a moment. `close` still
-        comes.
+        """End waits for a trainer with an error, soon. Called from another thread; `close` still
+        follows.
         """
 
     def close(self) -> None: ...
@@ -158,26 +157,27 @@ class Sender(ABC):
     def push(
         self, tensors: Tensors | Mapping[str, Tensor], version: str, **fields: Any
     ) -> Mapping[str, Any]:
-        """The server's reply once the push has ended. `tensors`: a state dict, or its items, which
-        are taken one by one. `fields`: further ones of the manifest, such as `role` or `in_flight`.
-        `ContentRefused` where it names no tensors, or what is none.
+        """Push and return the server's reply. `tensors`: a state dict, or its items, which are
+        taken one by one. `fields`: further ones of the manifest, such as `role` or `in_flight`.
+        Raise `ContentRefused` where there are no tensors, or something else among them.
         """
         return self._push(named(tensors), version_of(version), **fields)
 
     @abstractmethod
     def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
-        """As this channel brings them; each name comes once, and one comes at least."""
+        """Push by this channel. `tensors` has at least one item, and each name once."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """What a trainer gives to be pushed, one by one; `ContentRefused` where it is something else."""
+    """Yield a trainer's tensors with their names; raise `ContentRefused` for anything else."""
     given = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(given, Iterable):
         raise ContentRefused(
-            f"tensors is a {type(given).__name__}; push a state dict (model.state_dict()), or its items"
+            f"tensors is a {type(given).__name__}; push a state dict (model.state_dict()), or its "
+            "items"
         )
     names: set[str] = set()
     for item in given:
@@ -189,28 +189,31 @@ def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
                 yield name, tensor
             case (str() as name, other):
                 raise ContentRefused(
-                    f"tensor {name!r} is a {type(other).__name__}; push tensors of torch (torch.as_tensor makes one)"
+                    f"tensor {name!r} is a {type(other).__name__}; push torch tensors "
+                    "(torch.as_tensor makes one)"
                 )
             case _:
                 raise ContentRefused(
-                    f"tensors gives a {type(item).__name__}, where a name and a tensor are due; push a state dict "
+                    f"tensors yields a {type(item).__name__} instead of a name and a tensor; push "
+                    "a state dict "
                     "(model.state_dict()), or its items"
                 )
     if not names:
         raise ContentRefused(
-            "no tensors came; push a state dict (model.state_dict()), or its items, and an iterator only once"
+            "there are no tensors; push a state dict (model.state_dict()), or its items, and an "
+            "iterator only once"
         )
 
 
 def owner(name: str, role: str) -> tuple[str, str]:
-    """Whose a tensor of a push of `role` is, and what it is called there."""
+    """Return the role of a tensor in a push of `role`, and its name there."""
     if role == "drafter" or (role == "all" and name.startswith(DRAFTER_PREFIX)):
         return "drafter", name.removeprefix(DRAFTER_PREFIX)
     return "target", name
 
 
 def split(names: Iterable[str], role: str) -> dict[str, dict[str, str]]:
-    """One stream's tensors by role: role -> own name -> name in the stream."""
+    """Sort one stream's tensors by role: role -> own name -> name in the stream."""
     roles: dict[str, dict[str, str]] = {}
     for name in names:
         whose, own = owner(name, role)
@@ -219,7 +222,7 @@ def split(names: Iterable[str], role: str) -> dict[str, dict[str, str]]:
 
 
 def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
-    """A receiver's `names` where the manifest alone says what will come; each role that is pushed
+    """Return a receiver's `names` where only the manifest describes the tensors; each pushed role
     has an entry.
     """
     roles = split((tensor.name for tensor in push.tensors), push.role)
@@ -233,6 +236,6 @@ def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
 def by_role(
     where: str, tensors: Mapping[str, Tensor], role: str, file: Path | None = None
 ) -> Iterator[TensorBatch]:
-    """What came at once in a push of `role`."""
+    """Yield tensors that came together in a push of `role`, one batch for each role."""
     for whose, names in split(tensors, role).items():
         yield TensorBatch(whose, where, {name: tensors[sent] for name, sent in names.items()}, file)

@@ -1,12 +1,12 @@
 """Channel `broadcast`: the trainer is rank 0 of a process group and broadcasts, engines receive;
 gloo on CPUs, nccl on GPUs.
 
-Tensors come in the manifest's order, one broadcast each or packed: raw bytes one after another in
-uint8 buckets, where a bucket closes after the tensor that takes it over `bucket_bytes`. Both halves
-cut the same buckets, so nothing but bytes travels. While one bucket is checked the next one is
-under way, in another buffer. gloo takes a shorter message than expected without a word and ends the
-process at a longer one; so a buffer is filled with NaN before it is received into and, where that
-is safe, has room for any other bucket and a mark behind its own that must stay as it is.
+Tensors come in the manifest's order, one broadcast each or packed: raw bytes in uint8 buckets,
+where a bucket closes after the tensor that takes it over `bucket_bytes`. Both halves cut the same
+buckets, so only bytes travel. While one bucket is checked the next one arrives in another buffer.
+gloo accepts a shorter message than expected silently, and a longer one ends the process. So a
+buffer is filled with NaN before a bucket arrives. Where it is safe the buffer also has room for any
+other bucket, and a mark after its own bytes that must not change.
 """
 
 from __future__ import annotations
@@ -41,12 +41,10 @@ if TYPE_CHECKING:
     from tlt_client.client import Client
 
 BUCKET_BYTES = 2**30
-STOP_S = 1.0  # in which a push that was ended may still come off the wire; then its group is left
-GRACE_S = (
-    30.0  # beyond the time of a group that broke, for the server to notice and to say what it knows
-)
-NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN, whatever its type
-MARK = bytes(range(0xA0, 0xC0))  # behind a bucket
+STOP_S = 1.0  # a push that was ended may still arrive in this time; then its group is left
+GRACE_S = 30.0  # after a group's timeout, for the server to notice and to report
+NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN in every type
+MARK = bytes(range(0xA0, 0xC0))  # follows a bucket
 
 
 class BroadcastReceiver:
@@ -56,7 +54,8 @@ class BroadcastReceiver:
         self._group, self._role = intake.groups[push.group], push.role
         if not push.tensors:
             raise ContentRefused(
-                "the manifest names no tensors; a push by broadcast names each with dtype and shape, in order"
+                "the manifest names no tensors; a push by broadcast names each with dtype and "
+                "shape, in order"
             )
         specs = [spec_of(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
         self._left = list(buckets(specs, push.bucket_bytes if push.packed else None))
@@ -87,13 +86,14 @@ class BroadcastReceiver:
             tensors, end = unpacked(bucket, data), size_of(bucket)
             if bytes(data[end : end + len(MARK)].tolist()) != MARK[: len(data) - end]:
                 raise ContentRefused(
-                    f"bucket {count} brought more than the {end} bytes that the manifest gives it; name dtypes and "
+                    f"bucket {count} brought more than the {end} bytes that the manifest gives "
+                    "it; name dtypes and "
                     "shapes as they are sent, in that order"
                 )
             yield from by_role(f"bucket {count}", tensors, self._role)
 
     def _begin(self) -> None:
-        """The next bucket is on its way, if there is one."""
+        """Start to receive the next bucket, if there is one."""
         self._under_way = None
         if self._left:
             bucket = self._left.pop(0)
@@ -104,8 +104,8 @@ class BroadcastReceiver:
         self._group.end(work, lambda: time.monotonic() > self._give_up_s)
 
     def _buffer(self, size: int) -> Tensor:
-        """For `size` bytes; the two that there are alternate. Pages that nothing is written to take
-        no memory.
+        """Return a buffer for `size` bytes; two of them alternate. Pages that are never written to
+        take no memory.
         """
         import torch
 
@@ -122,30 +122,31 @@ class BroadcastReceiver:
         return data
 
     def confirm(self) -> None:
-        """The group is in order: what it brought has been checked tensor by tensor."""
+        """Check nothing more: every bucket was checked as it came."""
 
     def stop(self) -> None:
         self._give_up_s = time.monotonic() + STOP_S
 
     def close(self) -> None:
-        """What was refused halfway is still taken off the wire, so that the group can bring the
-        next push; `ChannelBroken` if it cannot.
+        """Receive the rest of a push that was refused halfway, so that the group can bring the next
+        push. Raise `ChannelLost` if it does not come.
         """
         try:
             while self._under_way is not None or self._left:
                 if self._under_way is not None:
                     self._end(self._under_way[2])
                 self._begin()
-        except Exception as error:  # whatever it is: bytes are on the wire that the next push must not take for its own
+        except Exception as error:  # the next push must not take these bytes for its own
             self._group.close(
-                f"could not take what was still on its way ({type(error).__name__}: {str(error)[:200]})"
+                f"could not take what was still on its way ({type(error).__name__}: "
+                f"{str(error)[:200]})"
             )
             raise ChannelLost(self._group.broken) from None
 
 
 class BroadcastSender(Sender):
-    """Rank 0. Makes the group with the server at construction, and anew in `push` once it broke;
-    `address` is where engines reach us.
+    """Rank 0 of a group with the server. The constructor makes the group; `push` makes it again
+    after it broke. Engines reach this process at `address`.
     """
 
     def __init__(
@@ -162,9 +163,9 @@ class BroadcastSender(Sender):
         checksums: bool = False,
         timeout_s: float = 120.0,
     ) -> None:
-        """`checksums`: the manifest declares them, which takes a trainer about a second per
-        gigabyte on a CPU, hardly any time on a GPU. `timeout_s` bounds joining and each bucket; for
-        the reply, which a drain may keep, `push` waits as long as the client does.
+        """Make the group. With `checksums` the manifest declares them; that takes about a second
+        per gigabyte on a CPU, hardly any time on a GPU. `timeout_s` bounds joining and each bucket.
+        A drain may delay the reply, so `push` waits for it as long as the client does.
         """
         self._client, self._packed, self._bucket_bytes, self._checksums = (
             client,
@@ -197,15 +198,16 @@ class BroadcastSender(Sender):
         try:
             group = WeightGroup(member, store)
         except ChannelLost:
-            wait([joined], self._reply_s)  # the server, too, gives it up
+            wait([joined], self._reply_s)  # the server gives up too
             raise
         try:
             joined.result(self._reply_s)
         except TimeoutError:
             group.close()
             raise ChannelLost(
-                f"the server is in group {asked.name!r}, but has not said so within {self._reply_s:g} s; see that it "
-                "lives, then make the group anew"
+                f"the server is in group {asked.name!r}, but has not replied within "
+                f"{self._reply_s:g} s; check that it "
+                "runs, then make the group again"
             ) from None
         except BaseException:
             group.close()
@@ -236,7 +238,7 @@ class BroadcastSender(Sender):
         except ChannelLost:
             self._group.close()
             with contextlib.suppress(TimeoutError):
-                reply.result(self._reply_s)  # says why, if the server knows
+                reply.result(self._reply_s)  # raises the server's reason, if it has one
             raise
         try:
             return reply.result()
@@ -244,8 +246,10 @@ class BroadcastSender(Sender):
             heard = isinstance(error, NotLive) or (
                 isinstance(error, ServerError) and error.code == ContentRefused.code
             )
-            if not heard:  # the server may have left the group, or never heard of this push and taken no byte of it
-                self._group.close()  # the next one makes it anew
+            # Else the server may have left the group, or it never received this call and took none
+            # of its bytes. The next push makes the group again.
+            if not heard:
+                self._group.close()
             raise
 
     def _send(self, named: list[tuple[str, Tensor]], reply: Future[Mapping[str, Any]]) -> None:
@@ -265,7 +269,7 @@ class BroadcastSender(Sender):
 
 
 def _asked(call: Callable[[], Mapping[str, Any]]) -> Future[Mapping[str, Any]]:
-    """In a thread that nobody has to wait for, as a reply may never come."""
+    """Make the call in a daemon thread, as a reply may never come."""
     reply: Future[Mapping[str, Any]] = Future()
 
     def ask() -> None:

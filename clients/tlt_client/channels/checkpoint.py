@@ -1,5 +1,5 @@
-"""The safetensors files of a push: all headers are read first, then each file once, a bucket of
-tensors at a time in the same memory.
+"""Safetensors files of a push: all headers are read first, then each file once, one bucket of
+tensors at a time into the same memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-BUCKET_BYTES = 64 * 2**20  # one closes after the tensor that takes it over this
+BUCKET_BYTES = 64 * 2**20  # a bucket closes after the tensor that takes it over this
 
 
 class _Index(Struct):
@@ -31,16 +31,16 @@ class _Index(Struct):
 _index = msgspec.json.Decoder(_Index)
 
 
-class Came(NamedTuple):
-    """A bucket of a file; the next one takes its memory."""
+class FileBucket(NamedTuple):
+    """A bucket of a file; the next one overwrites its memory."""
 
     path: Path
     tensors: dict[str, Tensor]
 
 
 class Files:
-    """Safetensors files of a directory. `slots` (file -> its tensors, in the order of their bytes)
-    is known before any tensor is read.
+    """Safetensors files of a directory. `specs` maps a file to its tensors in the order of their
+    bytes; it is known before any tensor is read.
     """
 
     def __init__(self, source: Source, files: Collection[str]) -> None:
@@ -52,7 +52,7 @@ class Files:
 
     @property
     def largest(self) -> int:
-        """Bytes of a bucket at most, which is what reading takes."""
+        """Bytes of the largest bucket, which is the memory that reading takes."""
         return max(
             (
                 size_of(bucket)
@@ -62,7 +62,7 @@ class Files:
             default=0,
         )
 
-    def batches(self) -> Iterator[Came]:
+    def batches(self) -> Iterator[FileBucket]:
         import torch
 
         data = torch.empty(self.largest, dtype=torch.uint8)
@@ -72,11 +72,11 @@ class Files:
                     raise changed(opened.reading.path)
                 for bucket in buckets(specs, BUCKET_BYTES):
                     opened.reading.into(raw(data[: size_of(bucket)]))
-                    yield Came(opened.reading.path, unpacked(bucket, data))
+                    yield FileBucket(opened.reading.path, unpacked(bucket, data))
 
 
 def checkpoint(source: Source) -> Files:
-    """Those of an index with shards, or the one file."""
+    """Return the shards that an index lists, or the one file."""
     if not source.has(INDEX):
         return Files(source, [SINGLE])
     expected: dict[str, set[str]] = {}
@@ -87,7 +87,8 @@ def checkpoint(source: Source) -> Files:
         for name in sorted(expected[file] ^ {held.name for held in specs}):
             where = "index places it there" if name in expected[file] else "index does not list it"
             raise ContentRefused(
-                f"{source.path / file}: tensor {name[:QUOTED]!r} does not fit: the {where}; write index and shards "
+                f"{source.path / file}: tensor {name[:QUOTED]!r} does not fit, as the {where}; "
+                "write index and shards "
                 "together"
             )
     return files
@@ -97,25 +98,26 @@ def _weight_map(source: Source) -> Mapping[str, str]:
     try:
         weight_map = _index.decode(source.read(INDEX)).weight_map
         if not weight_map or not all(map(_plain, set(weight_map.values()))):
-            raise ValueError("there is none, or it leads elsewhere")
+            raise ValueError("it is empty, or names another directory")
     except (ValueError, RecursionError) as error:
         raise ContentRefused(
-            f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory ({error}); write it "
+            f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this "
+            f"directory ({error}); write it "
             "again"
         ) from None
     return weight_map
 
 
 class Shard(NamedTuple):
-    """One file, open."""
+    """One open file."""
 
-    specs: list[TensorSpec]  # its tensors, in the order of their bytes
+    specs: list[TensorSpec]  # in the order of their bytes
     reading: OpenFile
 
 
 @contextmanager
 def shard(source: Source, file: str) -> Iterator[Shard]:
-    """A safetensors file of the directory; its header is read."""
+    """Open a safetensors file of the directory and read its header."""
     with source.opened(file) as reading:
         try:
             whole = reading.left
@@ -123,7 +125,8 @@ def shard(source: Source, file: str) -> Iterator[Shard]:
             said = tensors_of(reading.read(size), reading.left)
         except ValueError as error:
             raise ContentRefused(
-                f"{reading.path}: not a whole safetensors file ({error}); it is truncated or damaged: write it "
+                f"{reading.path}: not a whole safetensors file ({error}); it is truncated or "
+                "damaged: write it "
                 "again"
             ) from None
         yield Shard(

@@ -1,8 +1,7 @@
-"""The few calls of CUDA that torch does not make for us, by ctypes: memory that processes share,
-memory of the host that GPUs reach.
+"""CUDA calls that torch does not offer, by ctypes: memory that processes share, host memory that
+GPUs reach.
 
-What fails is a `RuntimeError` with the call's name; the library is the one that torch has loaded
-already.
+A call that fails raises `RuntimeError` with its name. The library is the one that torch has loaded.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 
 
 class Handle(ctypes.Structure):
-    """cudaIpcMemHandle_t, which is passed by value."""
+    """The struct cudaIpcMemHandle_t, passed by value."""
 
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
 class Range(NamedTuple):
-    """Addresses from `base` on."""
+    """A range of `size` addresses from `base` on."""
 
     base: int
     size: int
@@ -32,7 +31,7 @@ class Range(NamedTuple):
 
 
 def allocated(size: int) -> int:
-    """Memory of the current GPU from the driver's own allocator, so that it is nobody else's."""
+    """Allocate memory of the current GPU by the driver, so that nothing else shares its block."""
     pointer = ctypes.c_void_p()
     _call("cudaMalloc", ctypes.byref(pointer), size)
     assert pointer.value is not None
@@ -50,7 +49,7 @@ def handle_of(pointer: int) -> bytes:
 
 
 def opened(handle: bytes) -> int:
-    """Another process's allocation, on the current GPU."""
+    """Map another process's allocation on the current GPU."""
     pointer = ctypes.c_void_p()
     _call(
         "cudaIpcOpenMemHandle",
@@ -67,7 +66,7 @@ def close(pointer: int) -> None:
 
 
 def allocation(pointer: int) -> Range:
-    """The whole one that the address lies in, as the driver of the current GPU knows it."""
+    """Return the whole allocation that holds the address, by the current GPU's driver."""
     base, size = ctypes.c_void_p(), ctypes.c_size_t()
     error = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), pointer)
     if error:
@@ -76,7 +75,7 @@ def allocation(pointer: int) -> Range:
 
 
 def pin(pointer: int, size: int) -> None:
-    """Pages of the host stay where they are, and GPUs copy from and to them directly."""
+    """Pin pages of the host, so that GPUs copy from and to them directly."""
     _call("cudaHostRegister", pointer, size, 0)
 
 
@@ -87,13 +86,13 @@ def unpin(pointer: int) -> None:
 def _call(name: str, *arguments: Any) -> None:
     error = getattr(_runtime(), name)(*arguments)
     if error:
-        _runtime().cudaGetLastError()  # which would else be taken for the next call's
+        _runtime().cudaGetLastError()  # clears it, so that the next call does not report it
         raise RuntimeError(f"{name} failed ({_runtime().cudaGetErrorString(error).decode()})")
 
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """By the name that torch is linked with."""
+    """Return the runtime by the name that torch is linked with."""
     import torch
 
     version = str(torch.version.cuda)

@@ -1,7 +1,7 @@
-"""Channel `disk`: a safetensors directory that trainer and engine both see.
+"""Channel `disk`: a safetensors directory that both trainer and engine see.
 
-The trainer's half writes it and names it; a directory that something else wrote is pushed by
-`Client.update_weights` alone.
+The trainer's half writes and names it. `Client.update_weights` alone pushes a directory that
+another program wrote.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class DiskReceiver:
         source = Source(root, path)
         if marker and not source.has(marker):
             raise ContentRefused(
-                f"{source.path} has no file {marker!r}, so its writer is not done; push it once that file is there, "
+                f"{source.path} has no file {marker!r}, so its writer is not done; push it once "
+                "that file is there, "
                 "or start the server without --weight-marker"
             )
         return source
@@ -79,16 +80,16 @@ class DiskReceiver:
             source.confirm()
 
     def stop(self) -> None:
-        """Nobody is waited for."""
+        """Do nothing: this channel waits for no trainer."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no file stays open."""
 
 
 class DiskSender(Sender):
     """Writes each push into a new directory below `root`, the server's weight root, and removes it
-    once the push has ended. What a trainer that was killed leaves there (`push-*`) is in nobody's
-    way.
+    once the push has ended. A trainer that was killed may leave a directory `push-*` there, which
+    does no harm.
     """
 
     def __init__(
@@ -120,14 +121,14 @@ class DiskSender(Sender):
             shutil.rmtree(directory)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: each push removes its directory."""
 
 
 def write(
     tensors: Tensors, directory: Path, max_file_bytes: int = FILE_BYTES
 ) -> list[dict[str, Any]]:
-    """Safetensors files and, where there are several, their index; returns what a manifest says of
-    the tensors. Two names of one tensor, such as a tied head's, are written as two tensors.
+    """Write safetensors files and, where there are several, their index; return the manifest's
+    entries. Two names of one tensor, such as a tied head's, are written as two tensors.
     """
     entries: list[dict[str, Any]] = []
     weight_map: dict[str, str] = {}

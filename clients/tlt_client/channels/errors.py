@@ -1,6 +1,4 @@
-"""What can go wrong with a channel. The server answers a push with these codes; a trainer's half
-raises the same classes.
-"""
+"""Errors of channels, raised by both halves. The server answers a push with their codes."""
 
 from __future__ import annotations
 
@@ -10,19 +8,19 @@ from tlt_client.errors import TltClientError
 
 
 class ChannelError(TltClientError):
-    """Base; `code` is the server's name of it."""
+    """Base of these errors; `code` is the server's name."""
 
     code: ClassVar[str]
 
 
 class ContentRefused(ChannelError):
-    """What came is not what a push may hold; the same again will not do."""
+    """The content is not what a push may hold; the same content is refused again."""
 
     code = "weights_refused"
 
 
 class PlaceForbidden(ChannelError):
-    """It would lead where nobody may push from."""
+    """The path leads to a place from which pushes are not allowed."""
 
     code = "forbidden"
 

@@ -1,8 +1,8 @@
-"""Safetensors files without torch: what their headers say, what a manifest says of their tensors,
-and their parts of a push.
+"""Safetensors files without torch: their headers, the manifest's entries of their tensors, and
+their parts of a push.
 
-Who sends a header or a manifest may be anybody, so each number and each name has a limit here
-before anything is computed of them.
+A header or a manifest may come from anywhere, so each number and name is checked against a limit
+before it is used.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from tlt_client.channels.checksums import xxh3
 from tlt_client.channels.errors import ContentRefused
-from tlt_client.channels.sums import xxh3
 
 DTYPES = {
     "F64": "float64",
@@ -48,14 +48,14 @@ WIDTHS = {
     "U8": 1,
     "BOOL": 1,
 }
-MAX_HEADER_BYTES = 4 * 2**20  # a tensor takes 100 to 150 of them
-MAX_DIMENSIONS, MAX_DIMENSION = 8, 2**48  # of a tensor
-MAX_NAME = 256  # characters of a tensor's
-QUOTED = 100  # characters at most, of what came, in a message
+MAX_HEADER_BYTES = 4 * 2**20  # one tensor takes 100 to 150 bytes
+MAX_DIMENSIONS, MAX_DIMENSION = 8, 2**48  # dimensions of a tensor, and the length of one
+MAX_NAME = 256  # characters of a tensor's name
+QUOTED = 100  # at most so long is a quote of foreign text in a message
 
 
 class Entry(Struct, frozen=True):
-    """What a header says of one tensor."""
+    """A header's entry of one tensor."""
 
     dtype: Annotated[str, Meta(max_length=16)]
     shape: Annotated[
@@ -69,25 +69,25 @@ _entry = msgspec.json.Decoder(Entry)
 
 
 def header_bytes(prefix: bytes, whole: int) -> int:
-    """How long the header is of a file of `whole` bytes that begins with these 8. `ValueError` if
-    it has none that may be read.
+    """Return the length of the header of a file of `whole` bytes that begins with these 8. Raise
+    `ValueError` if it has none that may be read.
     """
     size = int.from_bytes(prefix, "little")
     if not 2 <= size <= whole - 8:
         raise ValueError(f"a header of {size} bytes in a file of {whole}")
     if size > MAX_HEADER_BYTES:
         raise ValueError(
-            f"a header of {size} bytes, the limit is {MAX_HEADER_BYTES}: put the tensors into several files"
+            f"a header of {size} bytes, the limit is {MAX_HEADER_BYTES}: put the tensors into "
+            "several files"
         )
     return size
 
 
 def tensors_of(header: bytes, length: int) -> dict[str, Entry]:
-    """Its entries in the order of their bytes, which are `length`, without a gap. `ValueError` if
-    it is none, or says otherwise.
+    """Return the header's entries in the order of their bytes. Raise `ValueError` unless they cover
+    `length` bytes without a gap.
 
-    Of a name that comes twice the last entry counts, and bytes that the other one had to itself are
-    a gap.
+    If a name comes twice the last entry counts; the bytes of the other one are then a gap.
     """
     try:
         said = {
@@ -102,8 +102,9 @@ def tensors_of(header: bytes, length: int) -> dict[str, Entry]:
         first, last = entry.data_offsets
         if first != end or last - first != math.prod(entry.shape) * WIDTHS[entry.dtype]:
             raise ValueError(
-                f"tensor {name[:QUOTED]!r} has bytes {first} to {last}, where {end} is next, and is {entry.dtype} of shape "
-                f"{entry.shape}"
+                f"tensor {name[:QUOTED]!r} has bytes {first} to {last}, the next byte is {end}, "
+                f"and it is {entry.dtype} of "
+                f"shape {entry.shape}"
             )
         end = last
     if end != length:
@@ -114,7 +115,8 @@ def tensors_of(header: bytes, length: int) -> dict[str, Entry]:
 def _read(name: str, text: Raw) -> Entry:
     if len(name) > MAX_NAME:
         raise ValueError(
-            f"a tensor's name has {len(name)} characters, the limit is {MAX_NAME}: {name[:QUOTED]!r}"
+            f"a tensor's name has {len(name)} characters, the limit is {MAX_NAME}: "
+            f"{name[:QUOTED]!r}"
         )
     try:
         entry = _entry.decode(text)
@@ -122,21 +124,22 @@ def _read(name: str, text: Raw) -> Entry:
         raise ValueError(f"tensor {name[:QUOTED]!r}: {error}") from None
     if entry.dtype not in WIDTHS:
         raise ValueError(
-            f"tensor {name[:QUOTED]!r} has dtype {entry.dtype!r}, which no channel carries; use one of {', '.join(WIDTHS)}"
+            f"tensor {name[:QUOTED]!r} has dtype {entry.dtype!r}, which no channel carries; use "
+            f"one of {', '.join(WIDTHS)}"
         )
     return entry
 
 
 class File(NamedTuple):
-    """One file's bytes, and what its header says."""
+    """One file's bytes and its header."""
 
     path: Path
     data: mmap.mmap
     tensors: dict[str, Entry]
-    start: int  # of the tensors' bytes
+    start: int  # offset of the tensors' bytes
 
     def entries(self, prefix: str = "") -> Iterator[dict[str, Any]]:
-        """As a manifest names its tensors, each with its checksum."""
+        """Yield the manifest's entries of its tensors, each with its checksum."""
         for name, said in self.tensors.items():
             first, last = said.data_offsets
             with memoryview(self.data) as view:
@@ -149,14 +152,14 @@ class File(NamedTuple):
             }
 
     def prefixed(self, prefix: str) -> bytes:
-        """The file's tensors with other names."""
+        """Return the file with a prefix before each tensor's name."""
         header = msgspec.json.encode({prefix + name: said for name, said in self.tensors.items()})
         return len(header).to_bytes(8, "little") + header + self.data[self.start :]
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[File]:
-    """`ContentRefused` when it is no safetensors file."""
+    """Open a file; raise `ContentRefused` if it is no safetensors file."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             start = 8 + header_bytes(data[:8], len(data))

@@ -1,10 +1,9 @@
-"""Process groups between a trainer (rank 0, which hosts the store) and engines: joined, used by
-pushes, left.
+"""Process groups between a trainer (rank 0, which hosts the store) and engines.
 
-A group is made of torch's own pieces without its global state, or of NCCL's communicator (`nccl`),
-so it can be made anew at any time. Every wait has an end: what breaks or takes longer than
-`timeout_s` (joining as a whole, and each broadcast) is `ChannelBroken`, and a group that broke is
-not used again.
+A group uses torch's process groups without torch's global state, or NCCL's communicator (`nccl`),
+so it can be made again at any time. Every wait has an end: joining as a whole and each broadcast
+raise `ChannelLost` when they break or take longer than `timeout_s`. A group that broke is not used
+again.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 8
 POLL_S = 0.0002
-LOOK_S = 0.2  # between two looks whether the trainer listens
+LOOK_S = 0.2  # pause between two attempts to reach the trainer
 BACKENDS = ("gloo", "nccl")
 
 
 class Membership(NamedTuple):
-    """Which group, and who one is in it."""
+    """A group, and this process's rank in it."""
 
     name: str
     backend: str
@@ -41,13 +40,13 @@ class Membership(NamedTuple):
     master_port: int
     rank: int
     world_size: int
-    prefixed: bool = False  # keys of the store begin with the group's name, as torch's helper for named groups lays them
+    prefixed: bool = False  # keys of the store begin with the group's name, as torch's named groups
     timeout_s: float = 120.0
-    unique_id: bytes = b""  # of NCCL; then there is no store
+    unique_id: bytes = b""  # NCCL's id; with it there is no store
 
 
 class WeightGroup:
-    """Joined once constructed, together with all others. Rank 0 hosts the store."""
+    """A group that all ranks have joined once the constructor returns. Rank 0 hosts the store."""
 
     def __init__(self, member: Membership, store: Any = None) -> None:
         """`store`: rank 0's, from `host_store`."""
@@ -58,7 +57,7 @@ class WeightGroup:
         if member.backend == "nccl" and not torch.cuda.is_available():
             raise ContentRefused("backend is nccl, and there is no GPU here; use gloo")
         self.member, self.broken = member, ""
-        self.under_way = 0  # broadcasts begun that have not ended
+        self.under_way = 0  # broadcasts that have not ended
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
             if member.backend == "nccl"
@@ -77,7 +76,7 @@ class WeightGroup:
             )
             self._group: Any = self._made()
             if connects:
-                self._store.set_timeout(self._timeout)  # it had what was left of it
+                self._store.set_timeout(self._timeout)  # so far it had the time left to join
 
     def _made(self) -> Any:
         from torch import distributed
@@ -109,7 +108,7 @@ class WeightGroup:
         return gloo(store, rank, size, options)
 
     def _id(self) -> bytes:
-        """Of NCCL's communicator; rank 0 makes it."""
+        """Return the id of NCCL's communicator, which rank 0 makes."""
         if self.member.unique_id:
             return self.member.unique_id
         if self.member.rank == 0:
@@ -118,16 +117,18 @@ class WeightGroup:
 
     @property
     def lenient(self) -> bool:
-        """Whether a message of another length than expected arrives all the same: a shorter one
+        """True if a message of another length than expected arrives all the same: a shorter one
         unnoticed, a longer one if there is room.
 
-        So it is with gloo and one receiver; with more, receivers pass messages on in the length
-        that they expect themselves.
+        That holds for gloo and one receiver. Several receivers pass messages on in the length that
+        they expect themselves.
         """
         return self.member.backend == "gloo" and self.member.world_size == 2
 
     def begin(self, tensor: Tensor) -> Any:
-        """Rank 0's values into everybody's tensor, on the group's device; to be ended by `end`."""
+        """Start to broadcast rank 0's values into every rank's tensor, on the group's device; `end`
+        must follow.
+        """
         from torch import distributed
 
         options = distributed.BroadcastOptions()
@@ -137,8 +138,8 @@ class WeightGroup:
             return self._group.broadcast([tensor], options)
 
     def end(self, work: Any, given_up: Callable[[], bool] = lambda: False) -> None:
-        """`given_up` is asked meanwhile whether anybody has. No wait of the library is relied upon
-        to have an end.
+        """Wait for a broadcast. Poll `given_up`, which ends the wait, rather than rely on the
+        library's own timeout.
         """
         with self._bounded("broadcasting"):
             give_up_s = time.monotonic() + self.member.timeout_s
@@ -157,7 +158,7 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def _bounded(self, doing: str) -> Iterator[None]:
-        """Turns the library's errors into ours; the group is of no use afterwards."""
+        """Turn the library's errors into `ChannelLost`; the group is broken afterwards."""
         if self.broken:
             raise ChannelLost(self.broken)
         try:
@@ -167,35 +168,37 @@ class WeightGroup:
             said = re.sub(
                 r"^\[\S+\] ", "", (str(error).strip().splitlines() or [type(error).__name__])[0]
             )[:120]
-            place = (
+            via = (
                 "by its id"
                 if member.unique_id
                 else f"at {member.master_address}:{member.master_port}"
             )
             self.broken = (
-                f"group {member.name!r} (rank {member.rank} of {member.world_size} {place}, {member.backend}) broke while "
-                f"{doing}, or {member.timeout_s:g} s passed ({said}); make the group anew and push again"
+                f"group {member.name!r} (rank {member.rank} of {member.world_size} {via}, "
+                f"{member.backend}) broke while "
+                f"{doing}, or {member.timeout_s:g} s passed ({said}); make the group again, then "
+                "push"
             )
             raise ChannelLost(self.broken) from None
 
     def close(self, why: str = "was left") -> None:
         self.broken = (
-            self.broken or f"group {self.member.name!r} {why}; make the group anew and push again"
+            self.broken or f"group {self.member.name!r} {why}; make the group again, then push"
         )
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
         held, waits = [self._group], self.under_way > 0
         self._group, self._store, self.under_way = None, None, 0
-        if waits:  # gloo lets go of what is under way when its peer does, or when its time is up: so the last one to hold it is a thread
-            with contextlib.suppress(
-                RuntimeError
-            ):  # there is none to be had, and it is waited for here
+        # gloo's destructor waits for an open broadcast until its peer leaves or time is up, so a
+        # thread drops the last reference. If no thread can be started this one waits.
+        if waits:
+            with contextlib.suppress(RuntimeError):
                 threading.Thread(target=held.clear, name="leave group", daemon=True).start()
 
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> Any:
-    """The store of a group's rank 0; `.port` says which port it took for 0."""
+    """Host the store of a group's rank 0; for port 0 `.port` is the one that it took."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
@@ -204,16 +207,18 @@ def host_store(address: str, port: int, world_size: int, timeout_s: float) -> An
         )
     except RuntimeError as error:
         raise ChannelLost(
-            f"the store at {address}:{port} cannot be hosted ({str(error).splitlines()[0][:120]}); choose another port or "
+            f"the store at {address}:{port} cannot be hosted "
+            f"({str(error).splitlines()[0][:120]}); choose another port or "
             "address (port 0 = a free one)"
         ) from None
 
 
 def connected(address: str, port: int, world_size: int, until: float) -> Any:
-    """The store that rank 0 hosts, once somebody listens there.
+    """Connect to the store that rank 0 hosts, once its port listens.
 
-    torch tries twice, each time as long as it may take, and waits for ever for one that accepts and
-    says nothing. So it is asked only when somebody listens, and not waited for beyond `until`.
+    torch tries twice with the full timeout each, and waits for ever for a peer that accepts and
+    stays silent. So torch is called only once the port listens, in a thread, and the wait for it
+    ends at `until`.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -232,32 +237,31 @@ def connected(address: str, port: int, world_size: int, until: float) -> Any:
     try:
         return made.result(left(until))
     except TimeoutError:
-        raise RuntimeError("nobody answers there") from None
+        raise RuntimeError("no store answers there") from None
 
 
 def _await_listener(address: str, port: int, until: float) -> None:
     while True:
         try:
             with socket.create_connection((address, port), timeout=left(until)) as found:
-                if (
-                    found.getsockname() != found.getpeername()
-                ):  # else a port that nobody has was given to us, and answers itself
+                # A free port may be given to this very socket, which then reaches itself.
+                if found.getsockname() != found.getpeername():
                     return
                 raise ConnectionRefusedError("connection refused")
         except OSError as error:
             if time.monotonic() + LOOK_S >= until:
-                raise RuntimeError(f"nobody listens there: {error}") from None
+                raise RuntimeError(f"the port does not listen: {error}") from None
             time.sleep(LOOK_S)
 
 
 def left(until: float) -> float:
-    """Seconds, and never none: the libraries take 0 for no end at all."""
+    """Return the seconds left, above 0: the libraries take 0 as no limit."""
     return max(0.01, until - time.monotonic())
 
 
 class Groups:
-    """Those that an engine has joined, by name. Any thread. `timeout_s` bounds every wait for the
-    trainer.
+    """The groups that an engine has joined, by name, for any thread. `timeout_s` bounds every wait
+    for the trainer.
     """
 
     def __init__(self, timeout_s: float = 120.0) -> None:
@@ -268,21 +272,22 @@ class Groups:
 
     @property
     def hold_gpu(self) -> bool:
-        """Whether a kernel of ours is on the GPU until a trainer goes on: who waits for the whole
-        GPU meanwhile waits for that trainer.
+        """True while a kernel on the GPU waits for a trainer. A wait for the whole GPU would then
+        wait for that trainer too.
         """
         working = [group.member for group in list(self._groups.values()) if group.under_way]
         return any(member.backend == "nccl" for member in [*self._joining, *working])
 
     def join(self, member: Membership) -> None:
-        """Takes until all are there; a group of that name, and those that are broken, are left
-        first.
+        """Join a group; return once all ranks have. Leave a group of that name, and all broken
+        ones, first.
         """
         for name in (member.name, *(set(self._groups) - set(self))):
             self.leave(name)
         if len(self._groups) >= MAX_GROUPS:
             raise ContentRefused(
-                f"{len(self._groups)} groups are joined, the limit is {MAX_GROUPS}; leave one of {sorted(self._groups)}"
+                f"{len(self._groups)} groups are joined, the limit is {MAX_GROUPS}; leave one of "
+                f"{sorted(self._groups)}"
             )
         self._joining.append(member)
         try:
@@ -303,14 +308,15 @@ class Groups:
         return group is not None
 
     def __iter__(self) -> Iterator[str]:
-        """Names of those that are in order."""
+        """Iterate over the names of unbroken groups."""
         return iter([name for name, group in list(self._groups.items()) if not group.broken])
 
     def __getitem__(self, name: str) -> WeightGroup:
         group = self._groups.get(name)
         if group is None:
             raise ChannelLost(
-                f"there is no group {name[:80]!r}; joined are {sorted(self._groups) or 'none'}: make the group first"
+                f"there is no group {name[:80]!r}; joined are {sorted(self._groups) or 'none'}: "
+                "make the group first"
             )
         return group
 

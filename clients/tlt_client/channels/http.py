@@ -1,9 +1,9 @@
 """Channel `http`: safetensors files in parts over HTTP, in chunks that can be resumed, then a
 manifest with every tensor's checksum.
 
-The server's frontend puts parts into an upload directory that only it writes; the engine's half
-reads that directory as `disk` reads one. The manifest is what the bytes are held against, so it
-must name each tensor with its checksum.
+The server's frontend stores parts in an upload directory that only it writes to; the engine's half
+reads that directory as `disk` does. The bytes are checked against the manifest, so it must name
+each tensor with its checksum.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tlt_client.errors import Conflict, ConnectionFailed, ServerError
 if TYPE_CHECKING:
     from tlt_client.client import Client
 
-CALIBRATION = "calibration.safetensors"  # a part of this name is the drafter's table, not weights
+CALIBRATION = "calibration.safetensors"  # this part is the drafter's table, not weights
 CHUNK_BYTES = 8 * 2**20
-ATTEMPTS = 8  # at one chunk, with pauses that double from RETRY_S
+ATTEMPTS = 8  # tries of one chunk, with pauses that double from RETRY_S
 RETRY_S = 0.05
-OnBytes = Callable[[str, int, int], None]  # part, its bytes that are there, of how many
+OnBytes = Callable[[str, int, int], None]  # part, bytes that the server has, bytes in all
 
 
 class HttpReceiver:
@@ -50,8 +50,10 @@ class HttpReceiver:
         assert intake.uploads is not None
         if not (intake.uploads / push.path).is_dir():
             raise ContentRefused(
-                "of this version no part is there; send them by PUT /weights/{version}/{part}.safetensors first. Parts "
-                "end with their push or its abort, with a restart of the server, and upload_ttl_s after their last byte"
+                "this version has no parts; send them by PUT "
+                "/weights/{version}/{part}.safetensors first. Parts are removed "
+                "with their push or its abort, at a restart of the server, and upload_ttl_s after "
+                "their last byte"
             )
         self._source, self._role = Source(intake.uploads, push.path), push.role
         if not push.tensors:
@@ -70,9 +72,9 @@ class HttpReceiver:
             for spec in specs
             for role, own in [owner(spec.name, push.role)]
         ]
-        self._pure = {
+        self._pure = {  # parts of one role whose tensors have their own names
             part
-            for part, specs in self._files.specs.items()  # under their own names, so of one role
+            for part, specs in self._files.specs.items()
             if all(owner(spec.name, push.role)[1] == spec.name for spec in specs)
         }
         self.buffers = Buffers(host=self._files.largest)
@@ -91,19 +93,19 @@ class HttpReceiver:
         self._source.confirm()
 
     def stop(self) -> None:
-        """Nobody is waited for."""
+        """Do nothing: this receiver waits for no trainer."""
 
     def close(self) -> None:
-        """The frontend removes what it has put there."""
+        """Do nothing: the frontend removes its upload directory."""
 
 
 class HttpSender(Sender):
-    """Sends chunks of `chunk_bytes`, of files of at most `max_file_bytes`; a connection that breaks
-    is taken up where the server says.
+    """Sends files of at most `max_file_bytes` in chunks of `chunk_bytes`. After a broken connection
+    it goes on from where the server says.
 
-    A push that fails for good, or is interrupted, takes back what it has sent, so that it keeps no
-    room from the next one. Not so where the same push may yet succeed (`ConnectionFailed`, an error
-    that is retryable), nor where somebody else had begun to send the version.
+    A push that fails for good, or is interrupted, removes its parts from the server, so that they
+    take no room from the next one. It leaves them where the same push may yet succeed
+    (`ConnectionFailed`, a retryable error), or where another sender started this version.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class HttpSender(Sender):
     ) -> None:
         self._client, self._max_file_bytes, self._chunk_bytes = client, max_file_bytes, chunk_bytes
         self._on_bytes, self._sleep = on_bytes, sleep
-        self._begun: set[str] = set()  # versions on their way whose first bytes were ours
+        self._started: set[str] = set()  # open versions whose first bytes this sender sent
 
     def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         entries: list[dict[str, Any]] = []
@@ -130,8 +132,8 @@ class HttpSender(Sender):
     def push_directory(
         self, directory: Path, version: str, *, drafter: Path | None = None, **fields: Any
     ) -> Mapping[str, Any]:
-        """Safetensors files as they lie in a directory, or one file; `drafter`: another one's, for
-        the role `all`. Needs no torch.
+        """Push the safetensors files of a directory, or one file; with `drafter` those of a drafter
+        too, for the role `all`. Needs no torch.
         """
         entries: list[dict[str, Any]] = []
         with self._sending(version):
@@ -157,26 +159,26 @@ class HttpSender(Sender):
 
     @contextmanager
     def _sending(self, version: str) -> Iterator[None]:
-        """Around all of a push."""
+        """Remove the parts of the enclosed push where it fails for good."""
         try:
             yield
-        except BaseException as error:  # the iterator's own, too, and an interrupt
+        except BaseException as error:  # the tensors' iterator may raise anything; or an interrupt
             if not isinstance(error, ConnectionFailed) and not (
                 isinstance(error, ServerError) and error.retryable
             ):
                 self._take_back(version)
             raise
-        self._begun.discard(version)
+        self._started.discard(version)
 
     def _take_back(self, version: str) -> None:
-        if version in self._begun:
-            self._begun.remove(version)
-            with suppress(Exception):  # what has ended the push is what its caller is to see
+        if version in self._started:
+            self._started.remove(version)
+            with suppress(Exception):  # the caller must see the error that ended the push
                 self._client.abort_weights(version, upload_only=True)
 
     def send(self, version: str, part: str, data: bytes | mmap.mmap | Joined) -> None:
-        """One part, from where the server has it. `ConnectionFailed` when a chunk does not get
-        through in many attempts.
+        """Send one part, from the first byte that the server lacks. Raise `ConnectionFailed` when a
+        chunk fails `ATTEMPTS` times.
         """
         there = failures = 0
         while there < len(data):
@@ -185,12 +187,11 @@ class HttpSender(Sender):
                 came = self._client.put_weights(version, part, chunk, start=there, total=len(data))
                 there, failures = came["bytes"], 0
                 if came.get("begins"):
-                    self._begun.add(version)
+                    self._started.add(version)
                 self._on_bytes(part, there, len(data))
             except Conflict:
-                self._begun.discard(
-                    version
-                )  # somebody else sends it too, or pushes it, or has ended it
+                # Another sender sends or pushes the version too, or has ended it.
+                self._started.discard(version)
                 raise
             except (ConnectionFailed, ServerError) as error:
                 failures += 1
@@ -200,18 +201,18 @@ class HttpSender(Sender):
                 there = self._there(version, part, there)
 
     def _there(self, version: str, part: str, there: int) -> int:
-        """How much of the part the server holds; unchanged while it cannot be asked."""
+        """Return how much of the part the server has; `there` while it is out of reach."""
         try:
             return int(self._client.weights_part(version, part)["bytes"])
         except ConnectionFailed:
             return there
         except ServerError as error:
             if error.status == 404:
-                return 0  # a restart has cleaned up
+                return 0  # a restart has removed the part
             raise
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the client owns the connections."""
 
 
 def _where(part: str) -> str:

@@ -1,16 +1,16 @@
-"""Channel `ipc`: a trainer on the engine's host shares memory, and the engine copies buckets out of
-it; GPU memory or the CPU's.
+"""Channel `ipc`: a trainer on the engine's host shares memory of a GPU or of the host, and the
+engine copies buckets out of it.
 
-Both meet at a socket that the engine makes for this one push: the manifest's `path` names it, in a
-directory that is the engine's alone. Both ends must be of one user. Every message is one struct:
+Both connect by a socket that the engine makes for this one push: the manifest's `path` is its name
+in a directory that belongs to the engine alone. Both ends must run as one user. Every message is
+one struct:
 
-    trainer: Grant, with the memory's descriptors    once; two buckets take turns in that memory
-    trainer: OFFER, sequence, offset, bytes          a bucket is ready; its bytes lie as the manifest's tensors follow one another
-    engine:  DONE, sequence                          it is copied, and its place may be used again
-    trainer: end of the stream                       nothing follows
+    trainer: Grant, with the memory's descriptors   once; two buckets alternate in that memory
+    trainer: OFFER, sequence, offset, bytes         a bucket is ready: tensors in manifest order
+    engine:  DONE, sequence                         it is copied, so its memory may be used again
+    trainer: end of the stream                      nothing follows
 
-What is checked is the engine's copy, so a trainer that goes on writing too early cannot change what
-was checked.
+The engine checks its own copy, so a trainer that writes too early cannot change checked bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OFFER, DONE = struct.Struct("<QQQ"), struct.Struct("<Q")
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 BUCKET_BYTES = 2**28
 POLL_S = 0.0005
-LOOK_S = 0.05  # a wait for a trainer to come is asked so often whether it was ended
+LOOK_S = 0.05  # interval at which a wait for a trainer looks whether it was ended
 
 
 class IpcReceiver:
@@ -60,11 +60,13 @@ class IpcReceiver:
         assert intake.sockets is not None
         if not push.tensors:
             raise ContentRefused(
-                "the manifest names no tensors; a push by ipc names each with dtype and shape, in order"
+                "the manifest names no tensors; a push by ipc names each with dtype and shape, in "
+                "order"
             )
         if not NAME.fullmatch(push.path):
             raise PlaceForbidden(
-                f"path is {push.path[:80]!r}; by ipc it is a socket's name: 1 to 64 letters, digits, '_' and '-'"
+                f"path is {push.path[:80]!r}; by ipc it is a socket's name: 1 to 64 letters, "
+                "digits, '_' and '-'"
             )
         specs = [spec_of(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
         self._buckets, self._role, self._timeout_s = (
@@ -73,9 +75,8 @@ class IpcReceiver:
             intake.timeout_s,
         )
         self._largest = max(map(size_of, self._buckets))
-        self.buffers = Buffers(
-            self._largest, self._largest
-        )  # one copy, where the trainer's memory turns out to be
+        # One copy, on the host or the GPU, wherever the trainer's memory is.
+        self.buffers = Buffers(self._largest, self._largest)
         self.names = announced(push, "the manifest")
         self.places = dict.fromkeys(self.names, "the manifest")
         self._line: Line | None = None
@@ -90,7 +91,8 @@ class IpcReceiver:
             self._listener.close()
             os.close(self._directory)
             raise ChannelLost(
-                f"socket {self._name!r} cannot be made in {intake.sockets} ({error}); push by another name"
+                f"socket {self._name!r} cannot be made in {intake.sockets} ({error}); push by "
+                "another name"
             ) from None
 
     def file(self, role: str, name: str) -> bytes | None:
@@ -100,7 +102,7 @@ class IpcReceiver:
         import torch
 
         line = self._line = self._accepted()
-        self._check_goes_on()  # who stops it has not seen the line, or we see that it is stopped
+        self._check_goes_on()  # `stop` may have come before it could see the line
         memory = self._memory = line.receive_memory()
         copy = torch.empty(self._largest, dtype=torch.uint8, device=memory.view.device)
         for sequence, bucket in enumerate(self._buckets):
@@ -108,8 +110,10 @@ class IpcReceiver:
             offered, start, length = OFFER.unpack(line.receive(OFFER.size))
             if (offered, length) != (sequence, size) or start + size > memory.grant.size:
                 raise ContentRefused(
-                    f"bucket {offered} was offered, {length} bytes from {start} on of {memory.grant.size}, where bucket "
-                    f"{sequence} of {size} bytes was due; send what the manifest names, in its order"
+                    f"bucket {offered} was offered, {length} bytes from {start} on of "
+                    f"{memory.grant.size}, instead of bucket "
+                    f"{sequence} of {size} bytes; send the tensors that the manifest names, in "
+                    "its order"
                 )
             try:
                 copy[:size].copy_(memory.view[start : start + size])
@@ -132,7 +136,8 @@ class IpcReceiver:
             except OSError as error:
                 if not isinstance(error, TimeoutError) or time.monotonic() > give_up_s:
                     raise ChannelLost(
-                        f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s ({error}); push "
+                        f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s "
+                        f"({error}); push "
                         "again"
                     ) from None
         try:
@@ -146,7 +151,7 @@ class IpcReceiver:
             raise ChannelLost("the push was ended before its trainer came; push again")
 
     def confirm(self) -> None:
-        """The trainer, too, takes the push to be complete."""
+        """Check that the trainer has ended the stream too."""
         assert self._line is not None
         self._line.receive_end()
 
@@ -168,8 +173,8 @@ class IpcReceiver:
 
 
 class IpcSender(Sender):
-    """Takes memory for two buckets while it pushes: on the GPU where tensors are on one, else the
-    CPU's.
+    """Allocates memory for two buckets during a push: on a GPU if a tensor is on one, else on the
+    host.
     """
 
     def __init__(
@@ -180,8 +185,8 @@ class IpcSender(Sender):
         checksums: bool = False,
         timeout_s: float = 120.0,
     ) -> None:
-        """`checksums`: the manifest declares them, which takes a trainer about a second per
-        gigabyte on a CPU, hardly any time on a GPU.
+        """Keep the settings. With `checksums` the manifest declares them; that takes about a second
+        per gigabyte on a CPU, hardly any time on a GPU.
         """
         self._client, self._bucket_bytes, self._checksums, self._timeout_s = (
             client,
@@ -229,15 +234,15 @@ class IpcSender(Sender):
                     finally:
                         line.close()
                 except ChannelLost:
-                    reply.result()  # says why, if the server knows
+                    reply.result()  # raises the server's reason, if it has one
                     raise
                 return reply.result()
         finally:
             memory.close()  # the push has ended, so the engine has closed it
 
     def _connected(self, directory: Path, name: str, reply: Future[Mapping[str, Any]]) -> Line:
-        """The engine makes the socket when it begins to stage, which may be after what runs has
-        ended.
+        """Connect to the engine's socket. The engine makes it when it starts to stage, which may be
+        after running sequences have ended.
         """
         descriptor = entered(directory)
         try:
@@ -246,10 +251,7 @@ class IpcSender(Sender):
                 try:
                     connection.connect(address(descriptor, name))
                     return Line(connection, self._timeout_s)
-                except (
-                    FileNotFoundError,
-                    ConnectionRefusedError,
-                ):  # not there, or not listening yet
+                except (FileNotFoundError, ConnectionRefusedError):  # it does not listen yet
                     connection.close()
                     time.sleep(POLL_S)
         finally:
@@ -287,19 +289,17 @@ class IpcSender(Sender):
         line.send(OFFER.pack(sequence, start, size))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: each push frees its memory."""
 
 
 def _await_done(line: Line, sequence: int) -> None:
     (done,) = DONE.unpack(line.receive(DONE.size))
     if done != sequence:
-        raise ChannelLost(
-            f"the server says that it has bucket {done}, and {sequence} is due; push again"
-        )
+        raise ChannelLost(f"the server confirmed bucket {done} instead of {sequence}; push again")
 
 
 def _settle(view: Tensor) -> None:
-    """What was begun on its device has been done, as the other process waits for no stream of ours."""
+    """Wait for the current stream of its device, as the other process does not wait for it."""
     if view.device.type == "cuda":
         import torch
 

@@ -1,8 +1,7 @@
-"""A local connection of two processes of one user: where they meet, and messages that are one
-struct each.
+"""A local connection of two processes of one user; each message is one struct.
 
-They meet at a socket in a directory which the server has made for its user alone; both ends look at
-whose it is, and at who the other is.
+They connect by a socket in a directory that the server has made for its user alone. Both ends check
+the directory's owner and the other end's user.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ PEER = struct.Struct("3i")  # process, user, group
 
 
 def made_directory(within: Path | None = None) -> Path:
-    """For an engine's sockets; goes with the process, and after one that was killed with `within`,
-    which is somebody else's.
+    """Make a directory for an engine's sockets, removed at the process's exit. If the process is
+    killed the owner of `within` removes it.
     """
     directory = Path(tempfile.mkdtemp(prefix="tlt-ipc-", dir=within))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -34,8 +33,8 @@ def made_directory(within: Path | None = None) -> Path:
 
 
 class Line:
-    """A connection of two processes of one user. What breaks it, or takes longer than `timeout_s`,
-    is `ChannelBroken`.
+    """A connection of two processes of one user. Each method raises `ChannelLost` when it breaks or
+    takes longer than `timeout_s`.
     """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
@@ -46,7 +45,8 @@ class Line:
         )
         if user != os.geteuid():
             raise PlaceForbidden(
-                f"the other end runs as user {user}, this one as {os.geteuid()}; run trainer and server as one user"
+                f"the other end runs as user {user}, this one as {os.geteuid()}; run trainer and "
+                "server as one user"
             )
 
     def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -54,7 +54,7 @@ class Line:
             socket.send_fds(self._connection, [data], descriptors)
 
     def receive(self, size: int) -> bytes:
-        """One message of `size` bytes; descriptors that come with it are closed unseen."""
+        """Receive one message of `size` bytes; close descriptors that come with it."""
         with self._bounded("receiving"):
             return self._whole(self._connection.recv(size + 1), size)
 
@@ -70,7 +70,7 @@ class Line:
                 os.close(descriptor)
 
     def end(self) -> None:
-        """Nothing more is sent."""
+        """End the stream: nothing more is sent."""
         with self._bounded("ending"):
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -78,12 +78,13 @@ class Line:
         with self._bounded("receiving the end"):
             if self._connection.recv(1):
                 raise ContentRefused(
-                    "more came than the manifest names; send its buckets, each once, and end the stream"
+                    "more came than the manifest names; send its buckets once each, then end the "
+                    "stream"
                 )
 
     def stop(self) -> None:
-        """From another thread: whoever waits here finds the other side gone, and so does that."""
-        with contextlib.suppress(OSError):  # it is gone, or closed
+        """End every wait on both sides with an error. Called from another thread."""
+        with contextlib.suppress(OSError):  # the connection may be closed already
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -92,9 +93,9 @@ class Line:
     def _whole(self, data: bytes, size: int) -> bytes:
         if len(data) != size:
             raise ChannelLost(
-                f"a message of {len(data)} bytes came where {size} were due; push again"
+                f"a message of {len(data)} bytes came instead of {size}; push again"
                 if data
-                else "the other side has gone in the middle of a push; push again"
+                else "the other side went away in the middle of a push; push again"
             )
         return data
 
@@ -104,29 +105,32 @@ class Line:
             yield
         except OSError as error:
             raise ChannelLost(
-                f"the connection broke while {doing}, or {self._timeout_s:g} s passed ({error}); push again"
+                f"the connection broke while {doing}, or {self._timeout_s:g} s passed ({error}); "
+                "push again"
             ) from None
 
 
 def entered(directory: Path) -> int:
-    """A descriptor of a directory that is ours alone."""
+    """Open the server's directory of sockets, which must be private to this user."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise ChannelLost(
-            f"the server's directory of sockets, {directory}, cannot be entered ({error.strerror}); by ipc trainer and "
+            f"the server's directory of sockets, {directory}, cannot be entered "
+            f"({error.strerror}); by ipc trainer and "
             "server run on one host, in one container, as one user"
         ) from None
     found = os.fstat(descriptor)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(descriptor)
         raise PlaceForbidden(
-            f"{directory} is open to others (user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}); restart the "
+            f"{directory} is open to others (user {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}); restart the "
             "server, which makes it for its user alone, and run the trainer as that user"
         )
     return descriptor
 
 
 def address(directory: int, name: str) -> str:
-    """Of a socket in an open directory, whose own path may be longer than a socket's may be."""
+    """Return a socket's address by its open directory, as the whole path may be too long."""
     return f"/proc/self/fd/{directory}/{name}"

@@ -1,10 +1,10 @@
-"""Memory of one process that another one on the same host reads: on a CPU a sealed memory file, on
-a GPU an allocation with its IPC handle.
+"""Memory of one process that another process on the same host reads: on the host a sealed memory
+file, on a GPU an allocation with its IPC handle.
 
-Who has it calls `share`, sends the `Grant` and the descriptors, and writes `view`; who reads calls
-`opened` with both. `close` on the reader's side comes first. A sealed file keeps its size, so a
-reader can never be cut off from it; a GPU's handle names the base of an allocation, so each is made
-by the driver's own allocator and belongs to nobody else.
+The owner calls `share`, sends the `Grant` and the descriptors, and writes to `view`. The reader
+calls `opened` with both, and closes first. A sealed file keeps its size, so a reader's mapping
+stays valid. A GPU's handle names the base of a whole allocation, so the driver allocates each one
+separately.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 
 GRANT = struct.Struct("<4sI16s64sQ")
 MAGIC = b"TLTM"
-GRAIN_BYTES = (
-    2 * 2**20
-)  # of a GPU's allocations: a smaller one may share its block, and the handle, with others
+GRAIN_BYTES = 2 * 2**20  # a smaller GPU allocation may share its block, and so its handle
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Grant(NamedTuple):
-    """What a reader is told, beside descriptors."""
+    """The message that describes shared memory to its reader; descriptors come with it."""
 
-    kind: int  # of `KINDS`
+    kind: int  # a key of `KINDS`
     device: bytes  # a GPU's uuid
     handle: bytes
     size: int  # in bytes
@@ -49,27 +47,28 @@ class Grant(NamedTuple):
         magic, *fields = GRANT.unpack(data)
         if magic != MAGIC:
             raise ContentRefused(
-                f"a grant begins with {magic!r}, not with {MAGIC!r}; install the server's version of tlt-client"
+                f"a grant begins with {magic!r}, not with {MAGIC!r}; install the server's version "
+                "of tlt-client"
             )
         return cls(*fields)
 
 
 class SharedMemory(Protocol):
-    """`view` is a tensor of uint8 over all of it."""
+    """Memory that two processes share; `view` is a uint8 tensor over all of it."""
 
     view: Tensor
     grant: Grant
-    descriptors: Sequence[int]  # to be sent beside the grant
+    descriptors: Sequence[int]  # to be sent with the grant
 
     def close(self) -> None:
-        """It is not used any more; no view of it may be left."""
+        """Free or unmap it; no other view of it may be left."""
 
 
 class SharedHostMemory:
     kind = 1
 
     def __init__(self, descriptor: int, size: int, flags: int) -> None:
-        """Takes the descriptor over."""
+        """Take ownership of the descriptor."""
         import torch
 
         self.descriptors: Sequence[int] = (descriptor,)
@@ -93,11 +92,13 @@ class SharedHostMemory:
             )
         except (ValueError, OSError) as error:
             raise ContentRefused(
-                f"{len(descriptors)} descriptors came with the memory ({error}); send one, of a memory file"
+                f"{len(descriptors)} descriptors came with the memory ({error}); send one of a "
+                "memory file"
             ) from None
         if not sealed or size != grant.size:
             raise ContentRefused(
-                f"the memory file has {size} bytes and was granted with {grant.size}, or it can still be resized; seal "
+                f"the memory file has {size} bytes and was granted with {grant.size}, or it can "
+                "still be resized; seal "
                 "it at that size"
             )
         return cls(os.dup(descriptor), size, mmap.MAP_PRIVATE)
@@ -137,8 +138,10 @@ class SharedGpuMemory:
         )
         if grant.device not in visible:
             raise ContentRefused(
-                f"the tensors are on GPU {uuid.UUID(bytes=grant.device)}, which the engine does not see "
-                f"({len(visible)} others); serve with it in CUDA_VISIBLE_DEVICES, or push tensors of the CPU"
+                f"the tensors are on GPU {uuid.UUID(bytes=grant.device)}, which the engine does "
+                "not see "
+                f"({len(visible)} others); serve with it in CUDA_VISIBLE_DEVICES, or push tensors "
+                "of the CPU"
             )
         device = torch.device("cuda", visible[grant.device])
         with _calls(device):
@@ -157,17 +160,18 @@ class SharedGpuMemory:
 
 
 def check_inside(granted: cuda.Range, allocation: cuda.Range) -> None:
-    """What a trainer says of its memory is not believed."""
+    """Raise `ContentRefused` unless the granted range is inside the allocation."""
     if not 0 < granted.size or not allocation.holds(granted):
         raise ContentRefused(
-            f"{granted.size} bytes of a GPU's memory were granted, but the allocation behind the handle has "
-            f"{allocation.base + allocation.size - granted.base} from there on; grant no more than is allocated"
+            f"{granted.size} bytes of a GPU's memory were granted, but the handle's allocation has "
+            f"{allocation.base + allocation.size - granted.base} from there on; grant no more "
+            "than is allocated"
         )
 
 
 @contextlib.contextmanager
 def _calls(device: torch.device) -> Iterator[None]:
-    """On this GPU; what fails is `ChannelBroken`."""
+    """Select this GPU, and turn its errors into `ChannelLost`."""
     import torch
 
     try:
@@ -175,7 +179,8 @@ def _calls(device: torch.device) -> Iterator[None]:
             yield
     except RuntimeError as error:
         raise ChannelLost(
-            f"{error}; trainer and engine must run on one host, in one container, and the GPU must have room; else push by "
+            f"{error}; trainer and engine must run on one host, in one container, and the GPU "
+            "must have room; else push by "
             "another channel, or tensors of the CPU"
         ) from None
 
@@ -190,16 +195,17 @@ def share(size: int, device: torch.device) -> SharedMemory:
 
 
 def opened(grant: Grant, descriptors: Sequence[int]) -> SharedMemory:
-    """The descriptors stay the caller's."""
+    """Open granted memory; the descriptors stay the caller's."""
     if grant.kind not in KINDS:
         raise ContentRefused(
-            f"memory is of kind {grant.kind}, known are {sorted(KINDS)}; install the server's version of tlt-client"
+            f"memory is of kind {grant.kind}, known are {sorted(KINDS)}; install the server's "
+            "version of tlt-client"
         )
     return KINDS[grant.kind].open(grant, descriptors)
 
 
 class _Bytes:
-    """An address for torch, which makes a view of it without a copy."""
+    """A range of GPU memory that torch views without a copy."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {

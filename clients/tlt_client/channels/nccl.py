@@ -1,10 +1,10 @@
-"""A communicator of NCCL through the library that torch ships, as trainers make one that drive
-vLLM: from the 128 bytes of its id.
+"""A communicator of NCCL through the library that torch ships, made from the 128 bytes of its id,
+as trainers that drive vLLM make one.
 
-Rank 0 lays the id into the group's store, or hands it over by other means; then all ranks add up
-one number, and rank 0 broadcasts. The communicator is a non-blocking one and has a stream of its
-own, so every wait has an end and nothing else on the GPU waits for a trainer. It answers the calls
-that torch's process groups answer; what fails is a `RuntimeError`.
+Rank 0 stores the id in the group's store, or passes it by other means. Then all ranks sum up one
+number, and rank 0 broadcasts. The communicator is non-blocking and has its own stream, so every
+wait has an end and nothing else on the GPU waits for a trainer. It has the methods of torch's
+process groups that `groups` calls; a failed call raises `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ID_BYTES = 128
-KEY = "broadcast_from/0/0"  # of the id in a store
-# A store's message with an id as Python writes such a structure, of which nothing is read but these
-# bytes: it is never unpickled.
+KEY = "broadcast_from/0/0"  # the id's key in a store
+# A store's message may be an id in a pickled struct. It is never unpickled: this pattern finds its
+# bytes.
 MEMO = rb"(?:\x94|q.)"
 WRITTEN = re.compile(
     rb"\x80[\x03-\x05].{0,400}?ncclUniqueId.{0,16}?C\x80(.{128})%b\x86%b\x86%bR%b\."
     % (MEMO, MEMO, MEMO, MEMO),
     re.DOTALL,
 )
-SUCCESS, INVALID_USAGE, IN_PROGRESS = 0, 5, 7  # of ncclResult_t
-UINT8, FLOAT32, SUM = 1, 7, 0  # of ncclDataType_t and ncclRedOp_t
+SUCCESS, INVALID_USAGE, IN_PROGRESS = 0, 5, 7  # values of ncclResult_t
+UINT8, FLOAT32, SUM = 1, 7, 0  # values of ncclDataType_t and ncclRedOp_t
 POLL_S = 0.0002
 
 
@@ -45,18 +45,19 @@ def new_id() -> bytes:
 
 
 def id_in(message: bytes) -> bytes:
-    """Of what rank 0 has laid into the store: the id, or as vLLM's trainers write it."""
+    """Return the id in rank 0's message: the plain bytes, or as vLLM's trainers write it."""
     found = WRITTEN.fullmatch(message)
     if len(message) != ID_BYTES and found is None:
         raise ContentRefused(
-            f"the store has {len(message)} bytes as {KEY!r}, which are no id of NCCL; let rank 0 lay its {ID_BYTES} bytes "
-            "there, or send them as nccl_unique_id_b64"
+            f"the store has {len(message)} bytes under {KEY!r}, which are no id of NCCL; let rank "
+            f"0 store its {ID_BYTES} "
+            "bytes there, or send them as nccl_unique_id_b64"
         )
     return found[1] if found is not None else message
 
 
 class Communicator:
-    """Joined once constructed, together with all others."""
+    """A communicator that all ranks have joined once the constructor returns."""
 
     def __init__(
         self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float
@@ -92,7 +93,7 @@ class Communicator:
             raise
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> NcclWork:
-        """The root's bytes into everybody's one tensor."""
+        """Start to broadcast the root's bytes into every rank's one tensor."""
         (tensor,) = tensors
         return self._begin(
             lambda stream: self._library.ncclBroadcast(
@@ -107,13 +108,13 @@ class Communicator:
         )
 
     def abort(self) -> None:
-        """Ends what is under way, too."""
+        """End the communicator and its open operations."""
         joined, self._joined = self._joined, ctypes.c_void_p()
         if joined:
             self._library.ncclCommAbort(joined)
 
     def _begin(self, launch: Callable[[int], int]) -> NcclWork:
-        """Behind what was begun on the current stream."""
+        """Launch after the work that is queued on the current stream."""
         import torch
 
         with torch.cuda.device(self._device):
@@ -136,7 +137,7 @@ class Communicator:
 
 
 class NcclWork:
-    """What was begun last; nothing else begins before it has ended."""
+    """The operation launched last; it must end before the next one is launched."""
 
     def __init__(
         self,
@@ -145,11 +146,11 @@ class NcclWork:
         until: Callable[[Callable[[], bool], float], None],
     ) -> None:
         self._stream, self._state, self._until = stream, state, until
-        self._event: torch.cuda.Event | None = None  # behind it, once it is on the stream
+        self._event: torch.cuda.Event | None = None  # recorded after it, once it is on the stream
 
     def is_completed(self) -> bool:
         state = self._state()
-        _check(state)  # what a rank is lost for is never completed
+        _check(state)  # after the loss of a rank it would never complete
         if self._event is None and state == SUCCESS:
             self._event = self._stream.record_event()
         return self._event is not None and self._event.query()
@@ -159,13 +160,13 @@ class NcclWork:
 
 
 class _Id(ctypes.Structure):
-    """ncclUniqueId, which is passed by value."""
+    """The struct ncclUniqueId, passed by value."""
 
     _fields_ = [("internal", ctypes.c_char * ID_BYTES)]
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of version 2.14, which later versions take as such."""
+    """The struct ncclConfig_t of version 2.14, which later versions accept."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -177,7 +178,7 @@ class _Config(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The one that torch has loaded already, by the name that it is linked with."""
+    """Return the library that torch has loaded, by the name that it is linked with."""
     import torch
 
     torch.cuda.init()

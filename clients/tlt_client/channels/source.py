@@ -1,12 +1,12 @@
-"""Reads a pushed directory without trusting it: nothing outside the root, no second look at bytes
-that were checked.
+"""Reads of a pushed directory without trust: nothing outside the root, no second read of checked
+bytes.
 
-A path is resolved first (links are followed as long as they stay inside the root) and then opened
-component by component without following any link, so a swap between check and read is refused
-instead of followed. A file is read from its beginning on, never mapped: what is checksummed is what
-is parsed and kept. `confirm` tells whether anything read has changed since, by the times and sizes
-that the file system keeps: it does not notice who writes through a mapping that is not synced, or
-sets times back. Checksums in the manifest do.
+A path is resolved first (links are followed as long as they stay inside the root). It is then
+opened component by component without following any link, so a swap between check and read is
+refused. A file is read from its beginning, never mapped, so the checksummed bytes are those that
+are parsed and kept. `confirm` compares the times and sizes of files with those at the read. It does
+not notice a write through a mapping that is not synced, or times that were set back; checksums in
+the manifest do.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import msgspec
 
 from tlt_client.channels.errors import ContentRefused, PlaceForbidden
 
-MAX_SMALL_BYTES = 16 * 2**20  # an index has about 100 per tensor
-MAX_JSON_BYTES = 2**20  # that may say anything, such as a model's config
+MAX_SMALL_BYTES = 16 * 2**20  # an index has about 100 bytes per tensor
+MAX_JSON_BYTES = 2**20  # a JSON object of unknown fields, such as a model's config
 
 
 class _Stamp(NamedTuple):
-    """What changes when a file is written, truncated or replaced."""
+    """Metadata that changes when a file is written, truncated or replaced."""
 
     device: int
     inode: int
@@ -38,8 +38,8 @@ class _Stamp(NamedTuple):
 
 
 class Source:
-    """One directory below `root`. `PlaceForbidden` when it leads elsewhere, `ContentRefused` when
-    it cannot be used.
+    """One directory below `root`. The constructor raises `PlaceForbidden` if the path leads outside
+    of it, `ContentRefused` if it cannot be used.
     """
 
     def __init__(self, root: Path, path: str) -> None:
@@ -53,7 +53,8 @@ class Source:
         os.close(descriptor)
         if not stat.S_ISDIR(kind.st_mode):
             raise ContentRefused(
-                f"path {self.path} is not a directory; name one that holds model.safetensors or its index"
+                f"path {self.path} is not a directory; name one that holds model.safetensors or "
+                "its index"
             )
         self._read: dict[str, _Stamp] = {}
 
@@ -62,8 +63,8 @@ class Source:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[OpenFile]:
-        """One file of the directory, whose time and size may not change until it is closed, nor
-        between two times that it is opened.
+        """Open one file of the directory. Raise `ContentRefused` if its times or size change until
+        it is closed, or since it was opened before.
         """
         path = self._resolve(self.path / name)
         descriptor, before = self._open(path)
@@ -79,16 +80,17 @@ class Source:
             raise changed(path)
 
     def read(self, name: str) -> bytes:
-        """All bytes of one small file of the directory."""
+        """Return all bytes of one small file of the directory."""
         with self.opened(name) as file:
             if file.left > MAX_SMALL_BYTES:
                 raise ContentRefused(
-                    f"{file.path} has {file.left} bytes, the limit is {MAX_SMALL_BYTES}; only tensors may take more"
+                    f"{file.path} has {file.left} bytes, the limit is {MAX_SMALL_BYTES}; only "
+                    "tensors may take more"
                 )
             return file.read(file.left)
 
     def confirm(self) -> None:
-        """Everything read is still what stands there, so the files belong together."""
+        """Check that no file has changed since it was read, so that all belong together."""
         for name, stamp in self._read.items():
             path = self._resolve(self.path / name)
             descriptor, now = self._open(path)
@@ -100,12 +102,13 @@ class Source:
         resolved = Path(os.path.realpath(path))
         if not resolved.is_relative_to(self._root):
             raise PlaceForbidden(
-                f"{path} leads to {resolved}, outside the weight root {self._root}; put the weights below it"
+                f"{path} leads to {resolved}, outside the weight root {self._root}; put the "
+                "weights below it"
             )
         return resolved
 
     def _open(self, path: Path) -> tuple[int, os.stat_result]:
-        """A descriptor of a resolved path and what it is; no component may be a link by now."""
+        """Open a resolved path, in which no component may be a link; return fd and status."""
         descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
         parts = path.relative_to(self._root).parts
         try:
@@ -127,25 +130,25 @@ class Source:
         except OSError as error:
             os.close(descriptor)
             raise ContentRefused(
-                f"{path} cannot be opened ({error.strerror}); it must be readable, and no link may change "
+                f"{path} cannot be opened ({error.strerror}); make it readable, and change no link "
                 "meanwhile"
             ) from None
 
 
 class OpenFile:
-    """A file on its way: `left` bytes of it are still to be read."""
+    """An open file of which `left` bytes are still to be read."""
 
     def __init__(self, file: FileIO, path: Path, size: int) -> None:
         self._file, self.path, self.left = file, path, size
 
     def read(self, count: int) -> bytes:
-        """Exactly so many."""
+        """Read exactly `count` bytes."""
         data = bytearray(count)
         self.into(memoryview(data))
         return bytes(data)
 
     def into(self, buffer: memoryview) -> None:
-        """As many as it holds."""
+        """Fill the buffer."""
         there = 0
         while there < len(buffer):
             came = self._file.readinto(buffer[there:])
@@ -157,7 +160,7 @@ class OpenFile:
 
 def changed(path: Path) -> ContentRefused:
     return ContentRefused(
-        f"{path} changed while it was read; push a directory that nobody writes to any more"
+        f"{path} changed while it was read; push a directory that no program writes to any more"
     )
 
 
@@ -172,5 +175,5 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
         raise ContentRefused(
-            f"{where}: not readable as a JSON object ({error}); write the file again"
+            f"{where}: cannot be read as a JSON object ({error}); write the file again"
         ) from None

@@ -1,4 +1,4 @@
-"""Tensors as bytes: what a manifest says of them, and how many of them make one file or bucket."""
+"""Tensors as bytes: their entries in a manifest, their grouping into files and buckets."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tlt_client.channels.checksums import mix64, xxh3
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import DTYPES
-from tlt_client.channels.sums import mix64, xxh3
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-FILE_BYTES = 256 * 2**20  # of one safetensors file that a trainer's half writes
+FILE_BYTES = 256 * 2**20  # size of a safetensors file that a trainer's half writes
 MAX_TENSOR_BYTES = 2**40
 
 
 class TensorSpec(NamedTuple):
-    """Where one tensor lies in a bucket of raw bytes."""
+    """One tensor of a bucket of raw bytes."""
 
     name: str
     dtype: torch.dtype
@@ -31,14 +31,14 @@ class TensorSpec(NamedTuple):
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """A contiguous CPU tensor's bytes, row-major, little-endian; not copied."""
+    """Return a contiguous CPU tensor's bytes, row-major, little-endian, without a copy."""
     import torch
 
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def entry(name: str, tensor: Tensor, *, checksum: bool) -> dict[str, Any]:
-    """As a manifest names it."""
+    """Return a tensor's entry in a manifest."""
     said: dict[str, Any] = {
         "name": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -50,27 +50,30 @@ def entry(name: str, tensor: Tensor, *, checksum: bool) -> dict[str, Any]:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Whichever is quicker where the tensor lies."""
+    """Return the checksum that is faster on the tensor's device."""
     return mix64(tensor) if tensor.device.type != "cpu" else xxh3(raw(tensor.contiguous()))
 
 
 def dtype_named(name: str, tensor: str) -> torch.dtype:
-    """Of `bfloat16` or `torch.bfloat16`, which `tensor` is said to have."""
+    """Return the dtype of the name, such as `bfloat16` or `torch.bfloat16`; `tensor` is for
+    messages.
+    """
     import torch
 
     plain = name.removeprefix("torch.")
     if plain not in DTYPES.values():
         known = ", ".join(DTYPES.values())
         raise ContentRefused(
-            f"tensor {tensor!r} has dtype {name[:40]!r}, which no channel carries; use one of {known}"
+            f"tensor {tensor!r} has dtype {name[:40]!r}, which no channel carries; use one of "
+            f"{known}"
         )
     dtype: torch.dtype = getattr(torch, plain)
     return dtype
 
 
 def files(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Contiguous tensors on the host, grouped in their order into files of at most `max_bytes`; a
-    larger tensor has one of its own.
+    """Yield groups of contiguous tensors on the host, in order, of at most `max_bytes` each; a
+    larger tensor is a group of its own.
     """
     group: dict[str, Tensor] = {}
     size = 0
@@ -86,7 +89,7 @@ def files(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
 
 
 def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of contiguous CPU tensors, piece by piece; their bytes are not copied."""
+    """Yield a safetensors file of contiguous CPU tensors in pieces, without copying their bytes."""
     code = {dtype: said for said, dtype in DTYPES.items()}
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -103,8 +106,8 @@ def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 class Joined:
-    """Bytes that lie in several places, read as one: a slice is a copy of what it spans, and
-    nothing else is copied.
+    """Several pieces of bytes, read as one: a slice copies what it spans, and nothing else is
+    copied.
     """
 
     def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
@@ -127,23 +130,25 @@ class Joined:
 
 
 def spec_of(name: str, dtype: str, shape: Sequence[int] | None) -> TensorSpec:
-    """Of a tensor that a manifest names."""
+    """Return the spec of a tensor that a manifest names."""
     if not dtype or shape is None:
         raise ContentRefused(
-            f"tensor {name!r} has dtype {dtype!r} and shape {shape}; a push whose tensors come as raw bytes says both"
+            f"tensor {name!r} has dtype {dtype!r} and shape {shape}; name both in a push whose "
+            "tensors come as raw bytes"
         )
     kind = dtype_named(dtype, name)
     size = math.prod(shape) * kind.itemsize
     if size > MAX_TENSOR_BYTES:
         raise ContentRefused(
-            f"tensor {name!r} has shape {list(shape)}, which takes {size} bytes; the limit is {MAX_TENSOR_BYTES}"
+            f"tensor {name!r} has shape {list(shape)}, which takes {size} bytes; the limit is "
+            f"{MAX_TENSOR_BYTES}"
         )
     return TensorSpec(name, kind, tuple(shape), size)
 
 
 def buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:
-    """How tensors are cut into buckets: one closes after the tensor that takes it over
-    `bucket_bytes`; None: one each.
+    """Cut tensors into buckets: a bucket closes after the tensor that takes it over `bucket_bytes`;
+    None makes one bucket of each tensor.
     """
     bucket: list[TensorSpec] = []
     size = 0
@@ -162,7 +167,7 @@ def size_of(bucket: Sequence[TensorSpec]) -> int:
 
 
 def unpacked(bucket: Sequence[TensorSpec], data: Tensor) -> dict[str, Tensor]:
-    """Views of the bucket's bytes; a tensor that lies askew is copied."""
+    """Return views of the bucket's bytes; a tensor at a misaligned offset is copied."""
     tensors, start = {}, 0
     for spec in bucket:
         own = data[start : start + spec.bytes]

@@ -1,4 +1,4 @@
-"""A failed call as the error of the tree in `tlt_client.errors` that it stands for."""
+"""Failed calls as errors of the tree in `tlt_client.errors`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ HTTP_STATUS = {
 
 
 def error_of(failed: grpc.RpcError) -> TltClientError:
-    """`status` is the HTTP status that is nearest to gRPC's. What the server's transport or the
-    network says has no typed error: of these a status that ends a connection is `ConnectionFailed`,
-    every other a `ServerError` of the code `unknown`.
+    """Return the error that a failed call carries; its `status` is the HTTP status nearest to
+    gRPC's. Failures of the transport or the network carry none: a lost connection is
+    `ConnectionFailed`, any other one a `ServerError` of the code `unknown`.
     """
     call: Any = failed  # a call and an error in one
     name, metadata = call.code().name, dict(call.trailing_metadata() or ())

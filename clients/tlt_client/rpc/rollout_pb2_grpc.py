@@ -150,7 +150,8 @@ class RolloutServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """POST /generate with "stream": tokens as they come, each item as it ends, then done. A client that cancels aborts what still runs.
+        """POST /generate with "stream": tokens as they come, each item as it ends, then done. A client that
+        cancels aborts the items that still run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -234,16 +235,17 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """For each message, in order, the operation that it holds: PUT /weights/{version}/{part}.safetensors for a part, and last, for the
-        manifest, POST /update_weights, whose answer ends the call: what is sent behind it is not read. The channel http takes parts first;
-        any other has its manifest alone.
+        """Each message is one operation, in order: a part is PUT /weights/{version}/{part}.safetensors. The
+        manifest is POST /update_weights; its answer ends the call, and later messages are not read. The
+        channel http takes parts before the manifest, any other the manifest alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPart(self, request, context):
-        """GET /weights/{version}/{part}.safetensors: how much of it is there, to go on after a broken connection.
+        """GET /weights/{version}/{part}.safetensors: how much of it the server has, to go on after a broken
+        connection.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -299,7 +301,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """GET /events with the longest wait_s: the server's state, and again whenever it has changed.
+        """GET /events with the maximum wait_s: the server's state, and again after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""The sum of mixed elements that names a tensor's content, on the CPU; `tlt_client.channels.sums`
+"""The sum of mixed elements that names a tensor's content, on the CPU; `tlt_client.channels.checksums`
 says how it is defined.
 
 Whether the content is all numbers comes with it, as it is read once.

@@ -1,13 +1,13 @@
-"""Sums of tensors: `mix64`, by which this server names what it holds, of values, quick on any
-device and the same on all; `xxh3` of bytes, which a trainer's half declares on the host, where
-nothing in torch sums as fast as memory is read.
+"""Checksums of tensors. `mix64` is of values: it is fast on any device and the same on all, and the
+server reports its weights by it. `xxh3` is of bytes: a trainer's half declares it for tensors on
+the host, where torch computes no checksum as fast as memory is read.
 
 `mix64:<16 hex digits>` of n elements u_0 .. u_{n-1}, all modulo 2^64: mix(n + sum over i of mix(u_i
-+ (i + 1) * G)), where u is the 32 bits of a float32 value, whatever the type that it is stored in,
-or the 64 bits of an integer; mix is the finalizer of SplitMix64 (Steele, Lea, Flood 2014) and G its
-increment. Addition has no order, so a device may add as it likes. It tells faults and versions
-apart, up to one chance in 2^64. Neither withstands somebody who looks for two tensors of one sum:
-for that a manifest may name sha256.
++ (i + 1) * G)), where u is the 32 bits of a float value converted to float32, or the 64 bits of an
+integer; mix is the finalizer of SplitMix64 (Steele, Lea, Flood 2014) and G its increment. Addition
+modulo 2^64 has no order, so a device may add in any. Two different tensors have the same checksum
+with a chance of one in 2^64. Neither function withstands a search for collisions; against that a
+manifest may declare sha256.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 GOLDEN = 0x9E3779B97F4A7C15
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MASK = 2**64 - 1
-_CHUNK = 1 << 22  # elements at once
+_CHUNK = 1 << 22  # elements per pass
 
 
 def mix64(tensor: Tensor) -> str:
-    """Of a tensor on any device, with torch alone. Raises `TypeError` for complex and quantized
-    types.
+    """Return the checksum of a tensor on any device, by torch alone. Raise `TypeError` for complex
+    and quantized types.
     """
     import torch
 
     flat = tensor.detach().reshape(-1)
     if flat.is_complex() or flat.is_quantized:
-        raise TypeError(f"there is no sum of {flat.dtype} values; push real numbers")
+        raise TypeError(f"{flat.dtype} values have no checksum; push real numbers")
     total = 0
     for start in range(0, len(flat), _CHUNK):
         part = flat[start : start + _CHUNK]
@@ -48,12 +48,12 @@ def mix64(tensor: Tensor) -> str:
 
 
 def xxh3(data: memoryview) -> str:
-    """Of bytes, 128 bits."""
+    """Return the 128-bit checksum of bytes."""
     return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
 
 
 def finished(total: int, count: int) -> str:
-    """The sum's name, from the sum of the mixed elements."""
+    """Return the checksum's text, from the sum of the mixed elements."""
     z = (total + count) & MASK
     z = (z ^ z >> 30) * FACTORS[0] & MASK
     z = (z ^ z >> 27) * FACTORS[1] & MASK
@@ -67,5 +67,5 @@ def _mixed(z: Tensor) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """As torch's int64 holds it."""
+    """Return the int64 with the bits of the word."""
     return word - 2**64 if word >= 2**63 else word
