@@ -27,7 +27,7 @@ class Startup(Struct, frozen=True):
     """The progress of the engine's start."""
 
     started: Annotated[bool, Meta(description="whether the engine has been ready")]
-    phases: Annotated[list[Phase], Meta(description="that have ended, in order")]
+    phases: Annotated[list[Phase], Meta(description="phases that have ended, in order")]
 
 
 ROUTES = Routes()

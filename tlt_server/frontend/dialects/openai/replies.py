@@ -45,7 +45,7 @@ class Speculation(Struct, frozen=True):
         float, Meta(description="tokens per step that had a draft, the bonus token included")
     ]
     draft_acceptance_rate: Annotated[
-        float, Meta(description="of the drafts verified, those accepted")
+        float, Meta(description="the fraction of verified drafts that was accepted")
     ]
     acceptance_histogram: Annotated[
         list[int], Meta(description="entry k: steps that accepted k drafts")
@@ -70,7 +70,9 @@ class CompletionChoice(Struct, kw_only=True):
         str,
         Meta(description="the output, or in a chunk what was added; with `echo` after the prompt"),
     ]
-    logprobs: Annotated[Logprobs | None, Meta(description="of the tokens, where asked for")] = None
+    logprobs: Annotated[
+        Logprobs | None, Meta(description="log-probs of the tokens, if asked for")
+    ] = None
     finish_reason: Annotated[
         FinishReason | None, Meta(description="what ended it; null in a chunk that does not")
     ] = None
@@ -110,9 +112,9 @@ class ChatChoice(Struct, kw_only=True):
     delta: Annotated[
         Speech | UnsetType, Meta(description="what was added to the answer; in a chunk")
     ] = UNSET
-    logprobs: Annotated[ChatLogprobs | None, Meta(description="of the tokens, where asked for")] = (
-        None
-    )
+    logprobs: Annotated[
+        ChatLogprobs | None, Meta(description="log-probs of the tokens, if asked for")
+    ] = None
     finish_reason: Annotated[
         FinishReason | None, Meta(description="what ended it; null in a chunk that does not")
     ] = None
@@ -131,7 +133,7 @@ class ChatChoice(Struct, kw_only=True):
 
 
 class Completion(Struct, kw_only=True):
-    id: Annotated[str, Meta(description="of the reply; all its chunks have the same")]
+    id: Annotated[str, Meta(description="id of the reply, the same in all its chunks")]
     object: Annotated[Literal["text_completion"], Meta(description="the kind of reply")] = (
         "text_completion"
     )
@@ -151,11 +153,13 @@ class Completion(Struct, kw_only=True):
             "`include_usage`"
         ),
     ] = UNSET
-    metrics: Annotated[Metrics | UnsetType, Meta(description="of a reply's only choice")] = UNSET
+    metrics: Annotated[
+        Metrics | UnsetType, Meta(description="figures of a reply's only choice")
+    ] = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
-    id: Annotated[str, Meta(description="of the reply; all its chunks have the same")]
+    id: Annotated[str, Meta(description="id of the reply, the same in all its chunks")]
     object: Annotated[
         Literal["chat.completion", "chat.completion.chunk"], Meta(description="the kind of reply")
     ] = "chat.completion"
@@ -183,7 +187,9 @@ class ChatCompletion(Struct, kw_only=True):
         PromptLogprobs | UnsetType,
         Meta(description="per prompt token, null for the first; where asked for"),
     ] = UNSET
-    metrics: Annotated[Metrics | UnsetType, Meta(description="of a reply's only choice")] = UNSET
+    metrics: Annotated[
+        Metrics | UnsetType, Meta(description="figures of a reply's only choice")
+    ] = UNSET
 
 
 class Model(Struct, frozen=True):

@@ -43,7 +43,7 @@ class Alternative(Struct, frozen=True):
     token: Annotated[str, Meta(description="its text, or `token_id:<id>`")]
     logprob: Annotated[float, Meta(description="under the distribution that was sampled from")]
     bytes: Annotated[
-        list[int], Meta(description="of the token in UTF-8; it may be a part of a character")
+        list[int], Meta(description="bytes of the token in UTF-8, perhaps a part of a character")
     ]
 
 
@@ -51,7 +51,7 @@ class ChatToken(Struct, frozen=True):
     token: Annotated[str, Meta(description="its text, or `token_id:<id>`")]
     logprob: Annotated[float, Meta(description="under the distribution that was sampled from")]
     bytes: Annotated[
-        list[int], Meta(description="of the token in UTF-8; it may be a part of a character")
+        list[int], Meta(description="bytes of the token in UTF-8, perhaps a part of a character")
     ]
     top_logprobs: Annotated[
         list[Alternative], Meta(description="the most likely tokens at this place, best first")

@@ -30,7 +30,7 @@ class PushReply(Struct, frozen=True):
     role: Annotated[str, Meta(description="what was pushed")]
     weight_version: Annotated[str, Meta(description="the target's version that is live now")]
     checksums: Annotated[
-        dict[str, str], Meta(description="of the tensors pushed: mix64 of their values, by name")
+        dict[str, str], Meta(description="mix64 of the values of each tensor pushed, by name")
     ]
     phases_s: Annotated[
         dict[str, float], Meta(description="duration of the push, by phase, in seconds")

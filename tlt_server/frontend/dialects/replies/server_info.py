@@ -26,7 +26,7 @@ class TransferConfig(Struct, frozen=True):
 
 class ModelConfigInfo(Struct, frozen=True):
     dtype: Annotated[
-        str, Meta(description="of weights and KV; empty until the engine has been ready")
+        str, Meta(description="dtype of weights and KV; empty until the engine has been ready")
     ]
     max_model_len: Annotated[
         int | None,
@@ -54,7 +54,7 @@ class VllmConfigInfo(Struct, frozen=True):
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
-    version: Annotated[str, Meta(description="of the server")]
+    version: Annotated[str, Meta(description="version of the server")]
     served_model_name: Annotated[str, Meta(description="the name to send as `model`")]
     ready: Annotated[bool, Meta(description="whether a request sent now would be taken")]
     paused: Annotated[bool, Meta(description="whether a pause holds")]
@@ -103,7 +103,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     tp_size: Annotated[int, Meta(description="always 1")] = 1
     pp_size: Annotated[int, Meta(description="always 1")] = 1
     dp_size: Annotated[int, Meta(description="always 1")] = 1
-    num_gpus: Annotated[int, Meta(description="that compute: 0 on a CPU, else 1")]
+    num_gpus: Annotated[int, Meta(description="GPUs that compute: 0 on a CPU, else 1")]
     disaggregation_mode: Annotated[
         str, Meta(description="always null, in letters: prompts and outputs are computed here")
     ] = "null"

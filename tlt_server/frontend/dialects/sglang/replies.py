@@ -35,11 +35,11 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     finish_reason: Annotated[
         Finish | None, Meta(description="what ended it; null in a chunk that does not")
     ]
-    prompt_tokens: Annotated[int, Meta(description="of its prompt")]
-    completion_tokens: Annotated[int, Meta(description="of its output so far")]
+    prompt_tokens: Annotated[int, Meta(description="tokens of its prompt")]
+    completion_tokens: Annotated[int, Meta(description="tokens of its output so far")]
     cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")]
     weight_version: Annotated[
-        str, Meta(description="that computed the last token; without one, the version that is live")
+        str, Meta(description="version that computed the last token, or else the live version")
     ]
     weight_versions: Annotated[
         list[VersionSpan] | UnsetType,
@@ -75,7 +75,8 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
         ),
     ] = UNSET
     spec_accept_rate: Annotated[
-        float | UnsetType, Meta(description="of the drafts verified, those accepted; at the end")
+        float | UnsetType,
+        Meta(description="the fraction of verified drafts that was accepted; at the end"),
     ] = UNSET
     spec_accept_token_num: Annotated[
         int | UnsetType, Meta(description="drafts accepted; at the end")
@@ -124,7 +125,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 class Acknowledged(Struct, frozen=True):
     """The answer to a call that has succeeded."""
 
-    message: Annotated[str, Meta(description="what was done")]
+    message: Annotated[str, Meta(description="the change that was made")]
     status: Annotated[Literal["ok"], Meta(description="always the same")] = "ok"
 
 
@@ -145,19 +146,19 @@ class Loads(Struct, frozen=True, kw_only=True):
 
     dp_rank: Annotated[int, Meta(description="always 0")] = 0
     num_running_reqs: Annotated[int, Meta(description="sequences that decode")]
-    num_waiting_reqs: Annotated[int, Meta(description="sequences that wait to")]
+    num_waiting_reqs: Annotated[int, Meta(description="sequences that wait")]
     num_total_reqs: Annotated[int, Meta(description="sequences accepted and not ended")]
     num_used_tokens: Annotated[int, Meta(description="positions of KV pages in use")]
     max_total_num_tokens: Annotated[int, Meta(description="positions of all KV pages")]
     max_running_requests: Annotated[int, Meta(description="sequences that decode at once")]
-    token_usage: Annotated[float, Meta(description="the part of the positions that is in use")]
+    token_usage: Annotated[float, Meta(description="the fraction of the positions in use")]
 
 
 class LoadsReply(Struct, frozen=True, kw_only=True):
     timestamp: Annotated[float, Meta(description="Unix seconds")]
-    version: Annotated[str, Meta(description="of the server")]
+    version: Annotated[str, Meta(description="version of the server")]
     dp_rank_count: Annotated[int, Meta(description="always 1")] = 1
-    loads: Annotated[list[Loads], Meta(description="of the one replica")]
+    loads: Annotated[list[Loads], Meta(description="load of the one replica")]
 
 
 Rows = list[Any]

@@ -236,7 +236,7 @@ class DistributedFields(NullIsAbsent):
         "drafter may begin with `draft.`"
     )
     dtypes: list[str] = Field(description='as torch names them, such as "bfloat16"')
-    shapes: list[Dimensions] = Field(description="of the tensors")
+    shapes: list[Dimensions] = Field(description="shapes of the tensors")
     group_name: GroupName = GROUP
     load_format: Literal["flattened_bucket"] | None = Field(
         None, description="all come as one bucket of raw bytes; absent: one each"
@@ -270,9 +270,11 @@ class MemoryFields(NullIsAbsent):
 
 class ReadFields(NullIsAbsent):
     name: str = Field(
-        min_length=1, max_length=1024, description="of the tensor, as POST /weight_checker lists it"
+        min_length=1,
+        max_length=1024,
+        description="name of the tensor, as POST /weight_checker lists it",
     )
-    truncate_size: int = Field(100, ge=1, le=4096, description="how many of its first rows")
+    truncate_size: int = Field(100, ge=1, le=4096, description="the number of its first rows")
 
 
 NUMBER = re.compile("-?[0-9]{1,18}")  # a whole number in a query

@@ -258,11 +258,11 @@ async def check(service: Service, request: Request) -> Response:
     "/get_weights_by_name",
     needs="push-weights",
     parameters=(
-        Parameter("name", "query", "of the tensor", {"type": "string"}),
+        Parameter("name", "query", "name of the tensor", {"type": "string"}),
         Parameter(
             "truncate_size",
             "query",
-            "how many of its first rows",
+            "the number of its first rows",
             {"type": "integer", "default": 100},
         ),
     ),

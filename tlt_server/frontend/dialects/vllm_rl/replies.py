@@ -59,7 +59,7 @@ class Load(Struct, frozen=True):
 
 
 class ServerVersion(Struct, frozen=True):
-    version: Annotated[str, Meta(description="of the server")]
+    version: Annotated[str, Meta(description="version of the server")]
 
 
 class WeightInfo(Struct, frozen=True):
@@ -98,7 +98,7 @@ class TokensChoice(Struct, frozen=True):
     ]
     logprobs: Annotated[
         ChatLogprobs | None,
-        Meta(description="of the tokens, where asked for; tokens are named `token_id:<id>`"),
+        Meta(description="log-probs of the tokens, if asked for; tokens are named `token_id:<id>`"),
     ]
     weight_versions: Annotated[
         list[VersionSpan], Meta(description="which weights computed which tokens")
