@@ -195,7 +195,7 @@ def refusals(exposition: str) -> dict[str, float]:
     return {reason: float(value) for reason, value in found}
 
 
-def test_server_info_says_where_things_are_to_those_who_work_there(keyed: LiveServer) -> None:
+def test_server_info_names_places_only_to_keys_that_push_or_operate(keyed: LiveServer) -> None:
     configs = {
         key: httpx.get(f"{keyed.url}/server_info", headers=HEADERS[key]).json()["config"]
         for key in (*SCOPES, "all")

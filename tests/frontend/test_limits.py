@@ -181,7 +181,9 @@ def test_slow_and_large_headers_end_the_connection(server: LiveServer) -> None:
         b"POST /generate HTTP/1.1\r\nx: " + b"y" * 5000,
     ],
 )
-def test_what_is_no_http_is_refused_in_the_envelope(server: LiveServer, request_: bytes) -> None:
+def test_bytes_that_are_not_http_are_refused_in_the_envelope(
+    server: LiveServer, request_: bytes
+) -> None:
     with connect(server) as connection:
         connection.sendall(request_)
         reply, _, body = read_all(connection).partition(b"\r\n\r\n")
@@ -196,7 +198,7 @@ def test_what_is_no_http_is_refused_in_the_envelope(server: LiveServer, request_
     )
 
 
-def test_a_full_queue_refuses_whole_batches_and_says_when_to_retry(server: LiveServer) -> None:
+def test_a_full_queue_refuses_whole_batches_with_retry_after(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client, httpx.Client() as other:
         with other.stream(
             "POST",
@@ -262,7 +264,7 @@ def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_follows_a_running_request_is_not_taken_and_the_reply_says_so(
+def test_bytes_after_a_running_request_are_dropped_and_the_reply_closes(
     server: LiveServer, stream: bool, rest: bytes
 ) -> None:
     body = json.dumps(
@@ -327,7 +329,7 @@ def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer
     eventually(lambda: not server.engine.running)
 
 
-def test_a_deadline_after_the_last_end_aborts_nobody(server: LiveServer) -> None:
+def test_a_deadline_after_the_last_end_aborts_nothing(server: LiveServer) -> None:
     with (
         httpx.Client() as other,
         other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}),
@@ -417,7 +419,7 @@ def test_an_event_that_cannot_be_read_ends_open_requests_rather_than_hang_them(m
         assert replies[0].results[0].error.code == "engine_failed"
 
 
-def test_keys_are_asked_for_and_probes_stay_open(model: Path, tmp_path: Path) -> None:
+def test_keys_are_required_and_probes_stay_open(model: Path, tmp_path: Path) -> None:
     import hashlib
 
     file = tmp_path / "keys"

@@ -138,7 +138,7 @@ def test_lines_name_the_route_and_their_level_says_how_it_went(
     assert "canary" not in stream.getvalue().lower()
 
 
-def test_what_is_polled_is_quiet_also_where_a_probe_says_no(
+def test_polled_routes_are_quiet_also_when_a_probe_says_no(
     keyed: LiveServer, stream: io.StringIO
 ) -> None:
     keyed.call(lambda: setattr(keyed.client, "draining", True))

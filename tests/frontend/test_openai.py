@@ -444,7 +444,7 @@ def test_sampling_fields_reach_the_engine_as_the_native_ones_do(server: LiveServ
         {"stream_options": {"include_usage": True, "other": 1}},
     ],
 )
-def test_what_clients_send_is_tolerated(server: LiveServer, extra: dict[str, Any]) -> None:
+def test_extra_fields_of_clients_are_tolerated(server: LiveServer, extra: dict[str, Any]) -> None:
     assert complete(server, prompt="a", **extra)["choices"][0]["text"]
     assert chat(server, **{"max_tokens": 4, **extra})["choices"][0]["message"]
     assert server.engine.submitted[-1].sampling.top_k in (0, 100_000_000)
@@ -679,7 +679,7 @@ FIELDS = sorted(
     fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
 )
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_whatever_a_body_holds_the_answer_is_a_reply_or_a_refusal(
+def test_any_body_gets_a_reply_or_a_refusal(
     server: LiveServer, path: str, valid: bool, fields: dict[str, Any]
 ) -> None:
     sound = (

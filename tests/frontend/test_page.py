@@ -44,7 +44,7 @@ def test_the_page_is_the_file_and_may_not_be_framed_sniffed_or_extended(server: 
     )
 
 
-def test_a_browser_that_has_the_page_is_told_so(server: LiveServer) -> None:
+def test_a_browser_that_has_the_page_gets_304(server: LiveServer) -> None:
     first = httpx.get(f"{server.url}/")
     assert first.headers["cache-control"] == "no-cache"
     for known, status in (
@@ -65,7 +65,7 @@ def test_the_page_needs_no_key_and_is_the_same_with_one(model: Path, tmp_path: P
             assert httpx.get(f"{server.url}{path}").status_code == 401
 
 
-def test_the_page_names_no_other_place(server: LiveServer) -> None:
+def test_the_page_names_no_other_host(server: LiveServer) -> None:
     addresses = set(
         re.findall(r"\w+://[^\s'\"]+|(?:src|href)=\S+", httpx.get(f"{server.url}/").text)
     )
@@ -75,7 +75,7 @@ def test_the_page_names_no_other_place(server: LiveServer) -> None:
     }  # names of a namespace, and the icon
 
 
-def test_it_is_described(server: LiveServer) -> None:
+def test_the_document_describes_the_page(server: LiveServer) -> None:
     about = httpx.get(f"{server.url}/openapi.json").json()["paths"]["/"]["get"]
     assert list(about["responses"]["200"]["content"]) == ["text/html"] and about["summary"]
 

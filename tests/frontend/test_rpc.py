@@ -121,7 +121,7 @@ def test_a_connection_that_breaks_frees_them_too(server: LiveServer) -> None:
     eventually(lambda: not server.engine.running and len(server.client) == 0)
 
 
-def test_who_does_not_read_is_cut_off(model: Path) -> None:
+def test_a_client_that_does_not_read_its_call_is_cut_off(model: Path) -> None:
     """A window that does not grow, and a reply of many times its size: sequences that still run end
     with the stream.
     """
@@ -157,7 +157,7 @@ def test_sizes_are_bounded_and_a_refusal_is_typed_up_to_twice_the_limit(
     assert isinstance(refused(lambda: raw(channel)(b"\xff" * 100)), InvalidRequest)
 
 
-def test_what_unpacks_to_more_is_not_unpacked(server: LiveServer, channel: grpc.Channel) -> None:
+def test_a_compressed_message_is_not_unpacked(server: LiveServer, channel: grpc.Channel) -> None:
     error = refused(lambda: raw(channel)(bytes(50 * 2**20), compression=grpc.Compression.Gzip))
     assert error.code == "unknown" and len(gzip.compress(bytes(50 * 2**20))) < 2**20
     assert "UNIMPLEMENTED" in error.message or "RESOURCE_EXHAUSTED" in error.message
@@ -264,7 +264,7 @@ class SlowToBegin:
         self.sent.append(data)
 
 
-def test_the_begin_of_a_reply_is_not_cut_off() -> None:
+def test_the_start_of_a_reply_is_not_cut_off() -> None:
     """No status could follow half a begin, and the client would wait for ever."""
     context, method = SlowToBegin(), METHODS["/tlt.v1.RolloutService/GetInfo"]
 
@@ -283,7 +283,7 @@ def test_the_begin_of_a_reply_is_not_cut_off() -> None:
     assert asyncio.run(called()).error is None and context.sent == ["metadata", b""]
 
 
-def test_a_key_is_asked_for_before_the_message_is_read(model: Path, tmp_path: Path) -> None:
+def test_a_key_is_required_before_the_message_is_read(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with (
         live_server(model, api_key_file=tmp_path / "keys", grpc_port=0, max_body_mb=1) as keyed,
@@ -314,7 +314,7 @@ def test_reflection_describes_the_service(channel: grpc.Channel) -> None:
     ]
 
 
-def test_a_web_page_of_elsewhere_is_refused_as_over_http(stub: RolloutServiceStub) -> None:
+def test_a_foreign_web_page_is_refused_as_over_http(stub: RolloutServiceStub) -> None:
     error = refused(
         lambda: stub.GetInfo(GetInfoRequest(), metadata=[("origin", "https://evil.example")])
     )
@@ -370,7 +370,7 @@ def test_health_and_events_follow_the_server(
     events.cancel()
 
 
-def test_a_server_that_stops_ends_every_stream_typed(
+def test_a_server_that_stops_ends_every_stream_with_a_typed_error(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "FLUSH_S", 50)
@@ -406,7 +406,7 @@ def test_a_server_that_stops_ends_every_stream_typed(
         stopping.stop = lambda: None  # type: ignore[method-assign]
 
 
-def test_calls_count_and_their_lines_say_so(server: LiveServer, stub: RolloutServiceStub) -> None:
+def test_calls_are_counted_and_logged(server: LiveServer, stub: RolloutServiceStub) -> None:
     def counted(method: str, code: str) -> float:
         return (
             series(httpx.get(f"{server.url}/metrics").text)

@@ -493,7 +493,7 @@ def thin(content: Any) -> Any:
         for method in case.methods
     ],
 )
-def test_both_give_the_same(method: str, case: Case, keyed: LiveServer) -> None:
+def test_both_transports_give_the_same(method: str, case: Case, keyed: LiveServer) -> None:
     if method in ("CommitWeights", "Rollback") and not case.error:
         over_http(keyed, method, case)  # so that both repeat it
     http, rpc = over_http(keyed, method, case), over_grpc(keyed, method, case)
@@ -542,7 +542,7 @@ def key_case(says: dict[str, Any], key: str, **fields: Any) -> Case:
     return Case("", says, key=key, metadata={"idempotency-key": "step-7"}, **fields)
 
 
-def test_an_idempotency_key_means_the_same(keyed: LiveServer) -> None:
+def test_an_idempotency_key_means_the_same_over_both_transports(keyed: LiveServer) -> None:
     """Each of two tenants uses one name over one transport: repeated it is one run, with another
     body a conflict.
     """
@@ -557,7 +557,7 @@ def test_an_idempotency_key_means_the_same(keyed: LiveServer) -> None:
     assert len([rollout for rollout in keyed.rollouts if rollout.header.key == "step-7"]) == 2
 
 
-def test_a_rollout_is_its_owners_whichever_way_it_is_asked_for(keyed: LiveServer) -> None:
+def test_a_rollout_belongs_to_its_owner_over_both_transports(keyed: LiveServer) -> None:
     begun = over_grpc(
         keyed, "Detach", Case("", batch(ITEM, sampling={"max_tokens": 4}), key="data")
     ).reply["id"]
@@ -589,7 +589,7 @@ def test_a_rollout_is_its_owners_whichever_way_it_is_asked_for(keyed: LiveServer
     )
 
 
-def test_a_pause_and_a_full_queue_are_told_alike(keyed: LiveServer) -> None:
+def test_both_transports_describe_a_pause_and_a_full_queue_alike(keyed: LiveServer) -> None:
     pause = Case("", {"in_flight": "abort", "new_requests": "refuse", "clear_cache": True})
     assert over_grpc(keyed, "Pause", pause).reply == {"paused": True, "new_requests": "refuse"}
     try:

@@ -54,31 +54,31 @@ SCALARS: dict[int, type] = {
 }
 
 
-class Said(NamedTuple):
-    """What a type says of one field."""
+class Described(NamedTuple):
+    """The types of one field, and whether it may be null."""
 
     kinds: set[Any]
-    null: bool  # is another thing than absent: a reply always has it, a request where there is a default
+    null: bool  # null differs from absent: always in a reply, in a request if there is a default
 
 
-def fields_of(kind: Any) -> dict[str, Said]:
+def fields_of(kind: Any) -> dict[str, Described]:
     if isinstance(kind, dict):
         return kind
     if issubclass(kind, BaseModel):
         return {
-            name: said(field.annotation, null=field.default is not None)
+            name: described(field.annotation, null=field.default is not None)
             for name, field in kind.model_fields.items()
         }
     return {
-        name: said(hint, null=True)
+        name: described(hint, null=True)
         for name, hint in get_type_hints(kind).items()
         if name in kind.__struct_fields__
     }
 
 
-def said(hint: Any, *, null: bool) -> Said:
+def described(hint: Any, *, null: bool) -> Described:
     found = branches(hint)
-    return Said(found - {NoneType, msgspec.UnsetType}, null and NoneType in found)
+    return Described(found - {NoneType, msgspec.UnsetType}, null and NoneType in found)
 
 
 def branches(hint: Any) -> set[Any]:
@@ -94,7 +94,7 @@ def branches(hint: Any) -> set[Any]:
 def differences(
     message: Descriptor, kind: Any, where: str, *, reply: bool = False
 ) -> Iterator[str]:
-    """Where a message is not what the type says."""
+    """Describe each difference between a message and the type."""
     asked = fields_of(kind)
     fields = {field.name: field for field in message.fields}
     unions = {
@@ -157,7 +157,7 @@ def element_differences(
 ) -> Iterator[str]:
     if get_origin(kind) is tuple:  # a pair, by its places
         pair = {
-            part.name: said(of, null=False)
+            part.name: described(of, null=False)
             for part, of in zip(field.message_type.fields, get_args(kind), strict=True)
         }
         yield from differences(field.message_type, pair, where, reply=reply)
@@ -180,19 +180,19 @@ def endpoint_of(operation: Operation, server: LiveServer) -> Endpoint:
     return found
 
 
-def takes(endpoint: Endpoint, operation: Operation) -> dict[str, Said]:
-    """What a client says in path, query and body."""
+def takes(endpoint: Endpoint, operation: Operation) -> dict[str, Described]:
+    """Describe the fields that a client sends in path, query and body."""
     kinds = {"string": str, "number": float, "boolean": bool}
     parameters = {
-        parameter.name: said(kinds[str(parameter.schema["type"])], null=False)
+        parameter.name: described(kinds[str(parameter.schema["type"])], null=False)
         for parameter in endpoint.parameters
         if parameter.place != "header" and parameter.name != "config_format"
     }
     if operation.method == "PUT":
         return parameters | {
-            "start": said(int, null=False),
-            "total": said(int, null=False),
-            "data": said(bytes, null=False),
+            "start": described(int, null=False),
+            "total": described(int, null=False),
+            "data": described(bytes, null=False),
         }
     models = [
         kind for kind in branches(endpoint.takes) if kind is not None and kind not in BORROWED
@@ -214,9 +214,8 @@ def test_a_method_takes_and_gives_what_its_operation_does(name: str, server: Liv
     assert list(differences(about.input_type, left, about.input_type.name)) == []
     if about.server_streaming:
         [events] = about.output_type.oneofs
-        streamed = {
-            event: kind for event, kind in endpoint.streams if event != "message"
-        }  # which is a borrowed dialect's
+        # The event `message` belongs to a borrowed dialect.
+        streamed = {event: kind for event, kind in endpoint.streams if event != "message"}
         assert {field.name for field in events.fields} == streamed.keys()
         for field in events.fields:
             assert (
@@ -263,7 +262,7 @@ def test_a_field_that_is_missing_or_of_another_type_is_seen() -> None:
     ]
 
 
-def test_the_page_tells_every_error_by_its_status() -> None:
+def test_the_page_of_grpc_lists_every_error_by_its_status() -> None:
     rows = re.findall(
         r"^\| (`[A-Z_`, ]+) \| (.*) \|$",
         (CLIENTS.parent / "docs" / "grpc.md").read_text(),
@@ -284,7 +283,7 @@ def test_the_page_tells_every_error_by_its_status() -> None:
     )
 
 
-def test_what_is_committed_is_what_the_compiler_gives(tmp_path: Path) -> None:
+def test_the_committed_stubs_are_what_the_compiler_makes(tmp_path: Path) -> None:
     (tmp_path / "tlt_client" / "rpc").mkdir(parents=True)
     done = subprocess.run(
         [

@@ -121,7 +121,7 @@ def test_parts_go_where_those_over_http_go_and_are_pushed_once(
     assert asked.channel == "http" and len(asked.tensors) == 1
 
 
-def test_a_stream_that_broke_goes_on_where_it_was(
+def test_a_stream_that_broke_continues_where_it_was(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     def breaks() -> Iterable[UpdateWeightsRequest]:
@@ -149,7 +149,7 @@ def test_a_stream_that_broke_goes_on_where_it_was(
     )
 
 
-def test_what_is_wrong_with_a_part_ends_the_stream_typed(
+def test_a_wrong_part_ends_the_stream_with_a_typed_error(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     for messages, kind, says in (
@@ -232,7 +232,7 @@ def test_certificates_are_https_and_are_renewed_with_them(
         assert not answers(secure, credentials(first))
 
 
-def test_a_client_certificate_is_asked_for(
+def test_a_client_certificate_is_required(
     model: Path, files: dict[str, Path], first: Issuer, second: Issuer
 ) -> None:
     with live_server(model, grpc_port=0, **files, tls_client_ca=first.ca) as mutual:

@@ -30,7 +30,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_fresh_server_says_what_it_was_started_with(model: Path) -> None:
+def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> None:
     with (
         live_server(model, engine={"drafter": "history"}, drafter="history") as server,
         Client(server.url) as client,

@@ -76,7 +76,7 @@ def secure(model: Path, files: dict[str, Path]) -> Iterator[LiveServer]:
         yield server
 
 
-def test_both_clients_speak_it_and_trust_whom_they_are_told_to(
+def test_both_clients_speak_https_and_trust_the_authority_they_are_given(
     secure: LiveServer, first: Issuer, second: Issuer
 ) -> None:
     async def asked() -> str | None:
@@ -172,7 +172,7 @@ def test_certificates_are_replaced_while_serving(
         assert open_before.is_ready(), "a connection that is open goes on"
 
 
-def test_the_command_serves_it_and_says_so(
+def test_the_command_serves_https_and_prints_it(
     model: Path, files: dict[str, Path], first: Issuer
 ) -> None:
     flags = [

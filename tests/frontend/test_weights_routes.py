@@ -50,7 +50,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_manifest_reaches_the_engine_and_the_reply_says_what_became_of_it(
+def test_a_manifest_reaches_the_engine_and_the_reply_describes_the_outcome(
     client: Client, server: LiveServer
 ) -> None:
     tensors = [{"name": "w", "dtype": "float32", "shape": [2], "checksum": "x"}]
