@@ -4,14 +4,9 @@ rotation while serving, the audit.
 
 from __future__ import annotations
 
-import io
 import itertools
-import json
-import os
 import re
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,16 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
-from tests.frontend.test_logs import lines, stream
-from tlt_client import Client, ServerError
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.keys import SCOPES
 from tlt_server.frontend.http.replies import json_response
 
-__all__ = ["stream"]  # a fixture
 PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 NEEDS = {"no key": "open", "any key": "any", **{f"`{scope}`": scope for scope in SCOPES}}
@@ -213,223 +203,3 @@ def test_server_info_names_places_only_to_keys_that_push_or_operate(keyed: LiveS
         configs["data"]["max_queue"]
         and not {"api_key_file", "api_key_variable", "tls_key"} & configs["all"].keys()
     )
-
-
-# tenants
-
-TENANTS = (
-    "a scopes=data name=a\nb scopes=data name=b\n"
-    "old scopes=data name=a\nroot scopes=data,operate name=root\n"
-)
-
-
-def test_a_key_sees_its_own_rollouts_and_operate_sees_all(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(TENANTS)
-    with live_server(model, api_key_file=tmp_path / "keys") as server:
-        clients = {
-            key: Client(server.url, api_key=key, timeout_s=20) for key in ("a", "b", "old", "root")
-        }
-        a, b = (clients[key].generate([{"token_ids": [HANGS]}], detach=True) for key in ("a", "b"))
-        assert {
-            key: {rollout.owner for rollout in client.rollouts()} for key, client in clients.items()
-        } == {"a": {"a"}, "b": {"b"}, "old": {"a"}, "root": {"a", "b"}}, (
-            "two keys of one name are one tenant"
-        )
-        for refused in (clients["b"].rollout(a.id).fetch, clients["b"].rollout(a.id).delete):
-            with pytest.raises(ServerError) as caught:
-                refused()
-            with pytest.raises(ServerError) as unknown:
-                clients["b"].rollout("r-none").fetch()
-            assert caught.value.code == "not_found"
-            assert caught.value.message.replace(a.id, "") == unknown.value.message.replace(
-                "r-none", ""
-            ), "not even that it exists"
-        assert (
-            clients["old"].rollout(a.id).fetch().status
-            == clients["root"].rollout(a.id).fetch().status
-            == "running"
-        )
-        clients["root"].rollout(a.id).delete()
-        assert [rollout.id for rollout in clients["root"].rollouts()] == [b.id]
-        for client in clients.values():
-            client.close()
-
-
-def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(LINES)
-    with (
-        live_server(model, api_key_file=tmp_path / "keys") as server,
-        ThreadPoolExecutor(3) as pool,
-    ):
-
-        def ask(id: str, key: str) -> httpx.Response:
-            return httpx.post(
-                f"{server.url}/inference/v1/generate",
-                json={"request_id": id, "token_ids": [HANGS]},
-                headers=HEADERS[key],
-            )
-
-        def abort(path: str, body: dict[str, Any], key: str) -> int:
-            return httpx.post(f"{server.url}{path}", json=body, headers=HEADERS[key]).status_code
-
-        first, second, third = (
-            pool.submit(ask, "a", "data"),
-            pool.submit(ask, "b", "all"),
-            pool.submit(ask, "c", "all"),
-        )
-        eventually(lambda: len(server.engine.running) == 3)
-        assert (
-            abort("/abort_request", {"rid": "b"}, "data") == 200
-            and abort("/abort_requests", {"request_ids": ["c"]}, "data") == 200
-        )
-        for path, everything in (("/abort_request", {"abort_all": True}), ("/abort_requests", {})):
-            assert abort(path, everything, "data") == 403
-        assert abort("/abort_request", {"rid": "a"}, "data") == 200
-        assert first.result().json()["choices"][0]["finish_reason"] == "abort"
-        assert len(server.engine.aborted) == 1 and len(server.engine.running) == 2, (
-            "the others are not this key's"
-        )
-        assert abort("/abort_requests", {"request_ids": ["b"]}, "operate") == 403, (
-            "the route needs data"
-        )
-        assert (
-            abort("/abort_requests", {"request_ids": ["b"]}, "all") == 200
-            and second.result().status_code == 200
-        )
-        assert (
-            abort("/abort_request", {"abort_all": True}, "all") == 200
-            and third.result().status_code == 200
-        )
-
-
-def test_an_idempotency_key_is_its_owners(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(TENANTS)
-    with live_server(model, api_key_file=tmp_path / "keys") as server:
-
-        def ask(key: str, prompt: str) -> httpx.Response:
-            return httpx.post(
-                f"{server.url}/generate",
-                headers={"authorization": f"Bearer {key}", "idempotency-key": "step-1"},
-                json={"requests": [{"prompt": prompt}], "sampling": {"max_tokens": 3}},
-            )
-
-        replies = {key: ask(key, key * 3) for key in ("a", "b", "root")}
-        assert all(reply.status_code == 200 for reply in replies.values()), (
-            "no conflict between tenants"
-        )
-        assert len({reply.headers["x-rollout-id"] for reply in replies.values()}) == 3
-        assert ask("old", "aaa").headers["x-rollout-id"] == replies["a"].headers["x-rollout-id"]
-        assert ask("a", "other").status_code == 409
-
-
-def test_owners_outlive_the_process(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(TENANTS)
-    settings = {"api_key_file": tmp_path / "keys", "state_dir": tmp_path / "state"}
-    with (
-        live_server(model, **settings) as server,
-        Client(server.url, api_key="a", timeout_s=20) as client,
-    ):
-        rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 2}, detach=True)
-        rollout.result(30)
-    with live_server(model, **settings) as server:
-        with Client(server.url, api_key="b") as stranger:
-            assert stranger.rollouts() == []
-        with Client(server.url, api_key="a") as client:
-            assert [(kept.id, kept.owner) for kept in client.rollouts()] == [(rollout.id, "a")]
-    with live_server(model, state_dir=tmp_path / "state") as server, Client(server.url) as anybody:
-        assert [kept.owner for kept in anybody.rollouts()] == ["a"], (
-            "without keys everybody has all scopes"
-        )
-
-
-# rotation
-
-
-def status(server: LiveServer, key: str) -> int:
-    return httpx.get(
-        f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}"}
-    ).status_code
-
-
-def test_keys_are_replaced_while_serving_and_a_broken_file_changes_nothing(
-    model: Path, tmp_path: Path, stream: io.StringIO
-) -> None:
-    file = tmp_path / "keys"
-    file.write_text("old scopes=data name=trainer\n")
-    with live_server(model, api_key_file=file) as server:
-        assert (status(server, "old"), status(server, "new")) == (200, 401)
-        replace(file, "new scopes=data name=trainer\n")
-        eventually(lambda: status(server, "new") == 200)
-        assert status(server, "old") == 401
-        for broken in ("typo scopes=dta\n", ""):
-            refused = len([line for line in lines(stream) if line["event"] == "file_refused"])
-            replace(file, broken)
-            eventually(
-                lambda: (
-                    len([1 for line in lines(stream) if line["event"] == "file_refused"]) > refused  # noqa: B023
-                    or status(server, "new") != 200
-                )
-            )
-            time.sleep(1.1)
-            assert status(server, "new") == 200
-            said = [line for line in lines(stream) if line["event"] == "file_refused"]
-            assert len(said) == refused + 1, "said once"
-            assert "typo" not in json.dumps(said)
-        file.unlink()
-        eventually(
-            lambda: (
-                status(server, "new")
-                and len([1 for line in lines(stream) if line["event"] == "file_refused"]) == 3
-            )
-        )
-        replace(file, "newest scopes=data,operate name=trainer\n")
-        eventually(lambda: status(server, "newest") == 200)
-        text = httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer newest"}).text
-        reads = re.findall(
-            r'^tlt_file_reads_total{file="api_keys",result="(\w+)"} (\S+)$', text, re.MULTILINE
-        )
-        assert dict(reads) == {"read": "3.0", "refused": "3.0"}
-
-
-def replace(file: Path, content: str) -> None:
-    beside = file.with_suffix(".new")
-    beside.write_text(content)
-    os.replace(beside, file)
-
-
-# the audit
-
-
-def test_accepted_admin_calls_have_an_audit_line_that_says_who_what_and_which_version(
-    keyed: LiveServer, stream: io.StringIO
-) -> None:
-    def post(path: str, body: Any, key: str = "push-weights", method: str = "POST") -> None:
-        httpx.request(method, f"{keyed.url}{path}", json=body, headers=HEADERS[key])
-
-    post("/update_weights", {"version": "step-7", "path": "p"})
-    post(
-        "/update_weights", {"version": "step-8", "path": "weights_refused"}
-    )  # not accepted by the engine
-    post("/update_weights", {"version": "step-8", "path": "p"}, "data")  # nor this by the gate
-    post("/update_weights", {"version": "step-8", "path": "p", "commit": False})
-    post("/weights/step-8/abort", {})
-    post("/weights/rollback", {"to": "v0"})
-    post("/strategy", {"policy": "off"}, "operate", "PUT")
-    post("/generate", {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}}, "data")
-    httpx.get(f"{keyed.url}/weights", headers=HEADERS["push-weights"])
-    eventually(lambda: len([line for line in lines(stream) if line["event"] == "request"]) >= 9)
-    audit = [
-        (line.get("key"), line["method"], line["route"], line.get("version"))
-        for line in lines(stream)
-        if line["event"] == "audit"
-    ]
-    assert audit == [
-        ("push-weights", "POST", "/update_weights", "step-7"),
-        ("push-weights", "POST", "/update_weights", "step-8"),
-        ("push-weights", "POST", "/weights/{version}/abort", "step-8"),
-        ("push-weights", "POST", "/weights/rollback", "v0"),
-        ("operate", "PUT", "/strategy", None),
-    ]
-    who = [(line["route"], line.get("key")) for line in lines(stream) if line["event"] == "request"]
-    assert ("/generate", "data") in who and ("/weights", "push-weights") in who
-    assert all("key-" not in json.dumps(line) for line in lines(stream))

@@ -4,27 +4,27 @@ tolerance, typed refusals.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.frontend.fake_engine import EOS, FAILS
+from tests.frontend.fake_engine import EOS
 from tests.frontend.live_server import LiveServer, live_server
-from tlt_client import Client
-from tlt_server.frontend.dialects.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    TokenizeRequest,
+from tests.frontend.openai_calls import (
+    COMPLETIONS,
+    USER,
+    chat,
+    chunks,
+    complete,
+    done,
+    post,
+    server,
 )
+from tlt_client import Client
 
-USER = [{"role": "user", "content": "hi"}]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+__all__ = ["server"]  # fixtures
 FIGURES = {
     "mean_acceptance_length": 2.5,
     "draft_acceptance_rate": 3 / 6,
@@ -34,45 +34,6 @@ FIGURES = {
     "num_draft_tokens": 6,
     "num_spec_tokens": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(
-        model,
-        served_model_name="tiny",
-        max_n=8,
-        max_batch_items=4,
-        max_logprobs=5,
-        max_stop_strings=2,
-    ) as running:
-        yield running
-
-
-def post(server: LiveServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=20)
-
-
-def done(server: LiveServer, path: str, **body: Any) -> dict[str, Any]:
-    response = post(server, path, **body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def complete(server: LiveServer, **body: Any) -> dict[str, Any]:
-    return done(server, "/v1/completions", **body)
-
-
-def chat(server: LiveServer, **body: Any) -> dict[str, Any]:
-    return done(server, "/v1/chat/completions", **{"messages": USER, **body})
-
-
-def chunks(server: LiveServer, path: str, **body: Any) -> list[dict[str, Any]]:
-    response = post(server, path, stream=True, **body)
-    assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    frames = response.text.strip().split("\n\n")
-    assert frames[-1] == "data: [DONE]" and all(frame.startswith("data: ") for frame in frames)
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
 
 
 def test_models_name_the_served_model_and_its_length(server: LiveServer) -> None:
@@ -274,117 +235,6 @@ def test_a_stop_string_is_cut_across_outputs_and_a_stop_token_is_named(server: L
     )
 
 
-def test_completion_logprobs_count_characters_and_bytes_may_be_half_a_character(
-    server: LiveServer,
-) -> None:
-    found = complete(server, prompt="a\u20acb", max_tokens=5, logprobs=0)["choices"][0]["logprobs"]
-    assert found["tokens"] == ["a", "\ufffd", "\ufffd", "\ufffd", "b"]
-    assert found["text_offset"] == [0, 1, 2, 2, 2] and found["token_logprobs"] == [-0.5] * 5
-    named = complete(
-        server, prompt="ab", max_tokens=2, logprobs=1, return_tokens_as_token_ids=True
-    )["choices"][0]["logprobs"]
-    assert named["tokens"] == ["token_id:97", "token_id:98"] and named["top_logprobs"] == [
-        {"token_id:97": -0.5},
-        {"token_id:98": -0.5},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "alternatives"), [(False, None), (None, None), (0, 0), (True, 1), (3, 3)]
-)
-def test_logprobs_may_be_a_bool_or_a_number(
-    server: LiveServer, logprobs: Any, alternatives: int | None
-) -> None:
-    [choice] = complete(server, prompt="ab", max_tokens=2, logprobs=logprobs)["choices"]
-    assert (choice["logprobs"] is None) == (alternatives is None)
-    assert server.engine.submitted[-1].sampling.logprobs == (alternatives or 0)
-
-
-def test_chat_logprobs_hold_tokens_bytes_and_alternatives(server: LiveServer) -> None:
-    messages = [{"role": "user", "content": "\u20ac"}]
-    content = chat(server, messages=messages, max_tokens=3, logprobs=True, top_logprobs=1)[
-        "choices"
-    ][0]["logprobs"]["content"]
-    assert content[0]["token"] == "<|user|>" and content[1]["bytes"] == [0xE2]
-    assert content[1]["top_logprobs"] == [{"token": "\ufffd", "logprob": -0.5, "bytes": [0xE2]}]
-    named = chat(server, max_tokens=1, logprobs=True, return_tokens_as_token_ids=True)["choices"][
-        0
-    ]["logprobs"]["content"]
-    assert named[0]["token"] == "token_id:257" and named[0]["top_logprobs"] == []
-    assert chat(server, max_tokens=1)["choices"][0]["logprobs"] is None
-
-
-def test_echo_puts_the_prompt_in_front_of_text_and_logprobs(server: LiveServer) -> None:
-    [choice] = complete(server, prompt="ab", max_tokens=2, echo=True, logprobs=1)["choices"]
-    assert choice["text"] == "abab" and "prompt_logprobs" not in choice
-    assert choice["logprobs"]["tokens"] == ["a", "b", "a", "b"] and choice["logprobs"][
-        "text_offset"
-    ] == [0, 1, 2, 3]
-    assert choice["logprobs"]["token_logprobs"] == [None, -2.0, -0.5, -0.5]
-    assert choice["logprobs"]["top_logprobs"][:2] == [None, {"A": -0.1, "b": -2.0}]
-    assert complete(server, prompt=[97, 98], max_tokens=1, echo=True)["choices"][0]["text"] == "aba"
-
-
-def test_prompt_logprobs_are_by_token_id_with_rank(server: LiveServer) -> None:
-    own, best = (
-        {"logprob": -2.0, "rank": None, "decoded_token": "b"},
-        {"logprob": -0.1, "rank": 1, "decoded_token": "A"},
-    )
-    expected = [None, {"98": own, "65": best}]
-    assert (
-        complete(server, prompt="ab", max_tokens=1, prompt_logprobs=1)["choices"][0][
-            "prompt_logprobs"
-        ]
-        == expected
-    )
-    assert len(chat(server, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]) == 5
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_with_max_tokens_0_the_prompt_is_scored_and_nothing_follows(
-    server: LiveServer, stream: bool
-) -> None:
-    body = {
-        "prompt": ["ab", "abc"],
-        "max_tokens": 0,
-        "echo": True,
-        "logprobs": 1,
-        "prompt_logprobs": 0,
-    }
-    replies = chunks(server, COMPLETIONS, **body) if stream else [complete(server, **body)]
-    choices = [choice for reply in replies for choice in reply["choices"]]
-    assert [(c["text"], c["finish_reason"]) for c in choices] == [
-        ("ab", "length"),
-        ("abc", "length"),
-    ]
-    assert choices[0]["logprobs"] == {
-        "tokens": ["a", "b"],
-        "token_logprobs": [None, -2.0],
-        "text_offset": [0, 1],
-        "top_logprobs": [None, {"A": -0.1, "b": -2.0}],
-    }
-    assert choices[0]["prompt_logprobs"] == [
-        None,
-        {"98": {"logprob": -2.0, "rank": None, "decoded_token": "b"}},
-    ]
-    for field in ("max_tokens", "max_completion_tokens"):
-        answer = chat(server, prompt_logprobs=0, **{field: 0})
-        assert (
-            answer["choices"][0]["message"]["content"] == "" and len(answer["prompt_logprobs"]) == 5
-        )
-        assert answer["usage"]["completion_tokens"] == 0
-
-
-def test_prompt_logprobs_minus_1_is_the_whole_vocabulary_where_max_logprobs_holds_it(
-    model: Path,
-) -> None:
-    with live_server(model, max_logprobs=300) as server:
-        complete(server, prompt="ab", max_tokens=0, prompt_logprobs=-1)
-        assert server.engine.submitted[-1].sampling.prompt_logprobs == 300
-        complete(server, prompt="ab", max_tokens=0, prompt_logprobs=-1, echo=True, logprobs=2)
-        assert server.engine.submitted[-1].sampling.prompt_logprobs == 300
-
-
 def test_sampling_fields_reach_the_engine_as_the_native_ones_do(server: LiveServer) -> None:
     fields = {
         "temperature": 0.5,
@@ -485,207 +335,3 @@ def test_without_a_tokenizer_token_ids_go_in_and_out(model: Path, tmp_path: Path
             (COMPLETIONS, {"prompt": "a"}),
         ):
             assert "no tokenizer.json" in post(server, path, **body).json()["error"]["message"]
-
-
-BAD: list[
-    tuple[str, Any, int, str | None, str]
-] = [  # path, body, status, param, what the message says
-    (COMPLETIONS, b"{", 400, None, "not JSON"),
-    (COMPLETIONS, b"[]", 400, None, "JSON object with the field prompt"),
-    (COMPLETIONS, {}, 400, "prompt", "prompt is missing"),
-    (COMPLETIONS, {"prompt": None}, 400, "prompt", "prompt is missing"),
-    (COMPLETIONS, {"prompt": 5}, 400, "prompt", "prompt is 5"),
-    (COMPLETIONS, {"prompt": []}, 400, "prompt", "at least 1 item"),
-    (COMPLETIONS, {"prompt": ""}, 400, "prompt", "prompt[0] has an empty prompt"),
-    (COMPLETIONS, {"prompt": [[65], []]}, 400, "prompt", "prompt[1] has an empty prompt"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt", "prompt[1] is 'a'"),
-    (COMPLETIONS, {"prompt": ["a", 1]}, 400, "prompt", "prompt[1] is 1"),
-    (COMPLETIONS, {"prompt": [[1], "a"]}, 400, "prompt", "prompt[1] is 'a'"),
-    (COMPLETIONS, {"prompt": [True]}, 400, "prompt", "prompt[0] is True"),
-    (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "prompt[0] is -1"),
-    (COMPLETIONS, {"prompt": [300]}, 400, "prompt", "end at 299"),
-    (COMPLETIONS, {"prompt": "x" * 600}, 400, "prompt", "the limit is 511"),
-    (COMPLETIONS, {"prompt": ["a"] * 5}, 413, "prompt", "the limit is 4 (max_batch_items)"),
-    (COMPLETIONS, {"prompt": "a", "n": 9}, 400, "n", "the limit is 8 (max_n)"),
-    (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n", "n is 0"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "max_tokens is -1"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 512}, 400, "max_tokens", "the limit here is 511"),
-    (COMPLETIONS, {"prompt": "a", "temperature": 200}, 400, "temperature", "temperature is 200"),
-    (COMPLETIONS, {"prompt": "a", "temperature": "1"}, 400, "temperature", "temperature is '1'"),
-    (COMPLETIONS, {"prompt": "a", "top_k": -2}, 400, "top_k", "top_k is -2"),
-    (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p", "top_p is 0"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": 6}, 400, "logprobs", "the limit is 5 (max_logprobs)"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": -1}, 400, "logprobs", "logprobs is -1"),
-    (COMPLETIONS, {"prompt": "a", "logprobs": "1"}, 400, "logprobs", "logprobs is '1'"),
-    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 6}, 400, "prompt_logprobs", "the limit is 5"),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "prompt_logprobs": -1},
-        400,
-        "prompt_logprobs",
-        "prompt_logprobs is -1, which is all 300 of the vocabulary; the limit is 5 (max_logprobs): "
-        "ask for fewer",
-    ),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "prompt_logprobs": -2},
-        400,
-        "prompt_logprobs",
-        "prompt_logprobs is -2",
-    ),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "stop": ["a", "b", "c"]},
-        400,
-        "stop",
-        "the limit is 2 (max_stop_strings)",
-    ),
-    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [300]}, 400, "stop_token_ids", "end at 299"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "the key '300'"),
-    (COMPLETIONS, {"prompt": "a", "seed": -1}, 400, "seed", "seed is -1"),
-    (COMPLETIONS, {"prompt": "a", "stream": 1}, 400, "stream", "stream is 1"),
-    (
-        COMPLETIONS,
-        {"prompt": "a", "stream_options": 1},
-        400,
-        "stream_options",
-        "stream_options is 1",
-    ),
-    (COMPLETIONS, {"prompt": "a", "cache_salt": "x" * 300}, 400, "cache_salt", "cache_salt is"),
-    (COMPLETIONS, {"prompt": "a", "model": "other"}, 404, "model", "this server serves 'tiny'"),
-    (CHAT, {}, 400, "messages", "messages is missing"),
-    (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
-    (CHAT, {"messages": ["a"]}, 400, "messages", "messages[0] is 'a'"),
-    (CHAT, {"messages": [{"content": "a"}]}, 400, "messages", "messages[0].role is missing"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": 5}]},
-        400,
-        "messages",
-        "messages[0].content is 5",
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        400,
-        "messages",
-        "image_url",
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": "x" * 600}]},
-        400,
-        "messages",
-        "the limit is 511",
-    ),
-    (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "set logprobs to true"),
-    (CHAT, {"messages": USER, "tools": [1]}, 400, "tools", "tools[0] is 1"),
-    (
-        CHAT,
-        {"messages": USER, "chat_template_kwargs": {"enable_thinking": {}}},
-        400,
-        "chat_template_kwargs",
-        "chat_template_kwargs.enable",
-    ),
-    (
-        CHAT,
-        {"messages": USER, "max_completion_tokens": -1},
-        400,
-        "max_completion_tokens",
-        "max_completion_tokens is -1",
-    ),
-    ("/tokenize", {}, 400, "prompt", "exactly one"),
-    ("/tokenize", {"prompt": "a", "messages": USER}, 400, "prompt", "exactly one"),
-    ("/detokenize", {"tokens": "a"}, 400, "tokens", "tokens is 'a'"),
-    ("/detokenize", {"tokens": [300]}, 400, "tokens", "end at 299"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "status", "param", "says"), BAD, ids=range(len(BAD)))
-def test_bad_requests_are_refused_in_the_envelope(
-    server: LiveServer, path: str, body: Any, status: int, param: str | None, says: str
-) -> None:
-    before = len(server.engine.submitted)
-    response = httpx.post(
-        server.url + path, content=body if isinstance(body, bytes) else json.dumps(body).encode()
-    )
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert says in error["message"] and len(error["message"]) < 700 and error["param"] == param
-    kinds = {
-        400: ("invalid_request_error", "invalid_request"),
-        404: ("not_found_error", "not_found"),
-        413: ("invalid_request_error", "too_large"),
-    }
-    assert (error["type"], error["code"]) == kinds[status]
-    assert len(server.engine.submitted) == before
-
-
-def test_an_item_that_fails_ends_the_request_whole_and_streamed(server: LiveServer) -> None:
-    body = {"prompt": [[65], [FAILS]], "max_tokens": 300}
-    response = post(server, COMPLETIONS, **body)
-    assert (response.status_code, response.json()["error"]["code"]) == (500, "engine_failed")
-    last = chunks(server, COMPLETIONS, **body)[-1]
-    assert last["error"]["type"] == "server_error" and last["error"]["message"] == "out of luck"
-
-
-def test_the_envelope_is_for_these_routes_only_and_also_for_refusals_before_them(
-    model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "keys").write_text("secret\n")
-    with live_server(model, api_key_file=tmp_path / "keys", max_body_mb=1) as server:
-        assert post(server, COMPLETIONS).json()["error"]["type"] == "authentication_error"
-        assert post(server, "/generate").json()["error"].keys() == {"code", "message", "retryable"}
-        authorized = {"authorization": "Bearer secret"}
-        large = httpx.post(server.url + CHAT, content=b" " * 2**21, headers=authorized)
-        assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
-        wrong = httpx.get(server.url + CHAT, headers=authorized)
-        assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
-        server.call(lambda: setattr(server.client, "draining", True))
-        away = httpx.post(server.url + CHAT, json={"messages": USER}, headers=authorized)
-        assert (away.status_code, away.json()["error"]["type"]) == (
-            503,
-            "server_error",
-        ) and away.headers["retry-after"]
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 2**65)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "function", "a"]), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-FIELDS = sorted(
-    {
-        *CompletionRequest.model_fields,
-        *ChatRequest.model_fields,
-        *TokenizeRequest.model_fields,
-        "tokens",
-    }
-    - {"max_tokens"}
-)
-
-
-@given(
-    path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]),
-    valid=st.booleans(),
-    fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
-)
-@settings(max_examples=300, deadline=None, derandomize=True)
-def test_any_body_gets_a_reply_or_a_refusal(
-    server: LiveServer, path: str, valid: bool, fields: dict[str, Any]
-) -> None:
-    sound = (
-        {"prompt": "a", "messages": USER, "tokens": [65]}
-        if path != "/tokenize"
-        else {"prompt": "a"}
-    )
-    response = post(server, path, **{"max_tokens": 2, **(sound if valid else {}), **fields})
-    assert response.status_code in (200, 400, 404, 413), response.text

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,26 +24,16 @@ from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tests.frontend.test_metrics import series
-from tlt_client.errors import (
-    Cancelled,
-    ConnectionFailed,
-    InvalidRequest,
-    NotReached,
-    ServerError,
-    Unauthenticated,
-    Unavailable,
-)
+from tlt_client.errors import Cancelled, InvalidRequest, ServerError, Unauthenticated, Unavailable
 from tlt_client.rpc import (
     GenerateRequest,
     GetInfoRequest,
     Item,
     RolloutServiceStub,
     SamplingFields,
-    WatchEventsRequest,
     error_of,
 )
 from tlt_client.rpc import rollout_pb2 as proto
-from tlt_server import build
 from tlt_server.frontend.rpc.exchange import Exchange
 from tlt_server.frontend.rpc.methods import METHODS
 
@@ -303,119 +292,3 @@ def test_a_key_is_required_before_the_message_is_read(model: Path, tmp_path: Pat
         )
         refusals = httpx.get(f"{keyed.url}/metrics", headers=dict(key)).text
         assert series(refusals)["tlt_auth_refusals_total"]["no_key",] == 4
-
-
-def test_reflection_describes_the_service(channel: grpc.Channel) -> None:
-    database = ProtoReflectionDescriptorDatabase(channel)
-    assert {"tlt.v1.RolloutService", "grpc.health.v1.Health"} <= set(database.get_services())
-    assert "GenerateRequest" in [
-        message.name
-        for message in database.FindFileContainingSymbol("tlt.v1.RolloutService").message_type
-    ]
-
-
-def test_a_foreign_web_page_is_refused_as_over_http(stub: RolloutServiceStub) -> None:
-    error = refused(
-        lambda: stub.GetInfo(GetInfoRequest(), metadata=[("origin", "https://evil.example")])
-    )
-    assert error.code == "forbidden" and "evil.example" in error.message
-
-
-def test_health_and_events_follow_the_server(
-    server: LiveServer, stub: RolloutServiceStub, channel: grpc.Channel
-) -> None:
-    statuses, states = [], []
-    health = HealthStub(channel).Watch(
-        health_pb2.HealthCheckRequest(service="tlt.v1.RolloutService")
-    )
-    events = stub.WatchEvents(WatchEventsRequest())
-
-    def follow(stream: Any, into: list[Any], what: Callable[[Any], Any]) -> None:
-        try:
-            for message in stream:
-                into.append(what(message))
-        except grpc.RpcError:
-            pass
-
-    threads = [
-        threading.Thread(
-            target=follow, args=(health, statuses, lambda message: message.status), daemon=True
-        ),
-        threading.Thread(
-            target=follow, args=(events, states, lambda message: message.state), daemon=True
-        ),
-    ]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: statuses and states)
-    assert states[0].ready and states[0].weight_version == server.client.info.weight_version  # type: ignore[union-attr]
-    stub.Pause(proto.PauseRequest(in_flight="drain", new_requests="refuse"))
-    eventually(lambda: len(statuses) == 2 and len(states) == 2)
-    assert states[1].paused and not states[1].ready and "POST /engine/resume" in states[1].reason
-    stub.Resume(proto.ResumeRequest())
-    eventually(lambda: len(statuses) == 3 and len(states) == 3)
-    assert statuses == [
-        health_pb2.HealthCheckResponse.SERVING,
-        health_pb2.HealthCheckResponse.NOT_SERVING,
-        health_pb2.HealthCheckResponse.SERVING,
-    ]
-    with pytest.raises(grpc.RpcError, match="there is no service 'x'"):
-        HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="x"))
-    assert (
-        next(HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x"))).status
-        == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-    )
-    assert httpx.get(f"{server.url}/events").text.startswith('event: state\ndata: {"ready":true')
-    health.cancel()
-    events.cancel()
-
-
-def test_a_server_that_stops_ends_every_stream_with_a_typed_error(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "FLUSH_S", 50)
-    with (
-        live_server(model, grpc_port=0) as stopping,
-        grpc.insecure_channel(stopping.grpc_address) as channel,
-    ):
-        stub = RolloutServiceStub(channel)
-        stream, events = stub.Generate(LONG), stub.WatchEvents(WatchEventsRequest())
-        health = HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        assert (
-            next(events).state.ready
-            and next(health).status == health_pb2.HealthCheckResponse.SERVING
-        )
-        eventually(lambda: stopping.engine.running)
-        began = time.monotonic()
-        stopper = threading.Thread(target=stopping.stop)
-        stopper.start()
-        told = list(stream)
-        assert [event.WhichOneof("event") for event in told] == ["error", "done"]
-        assert (
-            told[0].error.error.code == "unavailable"
-            and "shutting down" in told[0].error.error.message
-        )
-        assert [event.state.draining for event in events] == [True]
-        for _ in health:
-            pass
-        stopper.join(30)
-        assert time.monotonic() - began < 25, "open streams did not hold it up"
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.GetInfo(GetInfoRequest())
-        assert isinstance(error_of(caught.value), NotReached | ConnectionFailed)
-        stopping.stop = lambda: None  # type: ignore[method-assign]
-
-
-def test_calls_are_counted_and_logged(server: LiveServer, stub: RolloutServiceStub) -> None:
-    def counted(method: str, code: str) -> float:
-        return (
-            series(httpx.get(f"{server.url}/metrics").text)
-            .get("tlt_grpc_calls_total", {})
-            .get((code, method), 0.0)
-        )
-
-    before = counted("GenerateBatch", "OK"), counted("GenerateBatch", "INVALID_ARGUMENT")
-    stub.GenerateBatch(SHORT)
-    refused(lambda: stub.GenerateBatch(GenerateRequest()))
-    eventually(lambda: counted("GenerateBatch", "INVALID_ARGUMENT") == before[1] + 1)
-    assert counted("GenerateBatch", "OK") == before[0] + 1

@@ -1,0 +1,126 @@
+"""Every request ends: by its deadline, while the server drains, and after the engine has died."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.fake_engine import DIES, HANGS
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import LONG, eventually, server
+from tlt_client import Client, ServerError
+from tlt_client.wire import ItemResult
+from tlt_server.frontend.link.submission import Submission
+
+__all__ = ["server"]  # fixtures
+
+
+def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer) -> None:
+    started = time.monotonic()
+    with Client(server.url, timeout_s=30) as client:
+        done, late = client.generate(
+            [{"prompt": "a"}, {"token_ids": [HANGS], "n": 2}],
+            sampling={"max_tokens": 2},
+            timeout_s=1.5,
+        ).results
+    assert done.choices and late.error is not None and late.error.code == "deadline_exceeded"
+    assert 1.4 < time.monotonic() - started < 15
+    response = httpx.post(f"{server.url}/generate", json=LONG | {"timeout_s": 0.1})
+    assert response.status_code == 504
+    eventually(lambda: not server.engine.running)
+
+
+def test_a_deadline_after_the_last_end_aborts_nothing(server: LiveServer) -> None:
+    with (
+        httpx.Client() as other,
+        other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}),
+    ):
+        eventually(lambda: len(server.client) == 1)
+        before = len(server.engine.aborted)
+        server.call(
+            lambda: server.client._sequences.expire(Submission([], lambda submission: None))
+        )
+        time.sleep(0.1)
+        assert (
+            len(server.client) == 1
+            and server.engine.running
+            and len(server.engine.aborted) == before
+        )
+    eventually(lambda: len(server.client) == 0)
+
+
+def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:
+    with Client(server.url, timeout_s=30) as client:
+        events = list(client.stream([{"token_ids": [HANGS]}], timeout_s=0.1))
+    assert [
+        event.error.code for event in events if isinstance(event, ItemResult) and event.error
+    ] == ["deadline_exceeded"]
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
+    with (
+        live_server(model, engine={"step_s": 0.02}) as server,
+        Client(server.url, timeout_s=30) as client,
+    ):
+        replies: list[Any] = []
+        running = threading.Thread(
+            target=lambda: replies.append(
+                client.generate([{"prompt": "abc"}], sampling={"max_tokens": 240})
+            )
+        )
+        running.start()
+        eventually(lambda: len(server.client) == 1)
+        server.call(lambda: setattr(server.client, "draining", True))
+        response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+        assert (
+            httpx.get(f"{server.url}/readyz").status_code == 503
+            and httpx.get(f"{server.url}/livez").status_code == 200
+        )
+        running.join()
+        assert replies[0].results[0].choices[0].finish_reason == "length"
+
+
+def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Path) -> None:
+    with live_server(model, max_restarts=0) as server, Client(server.url, timeout_s=30) as client:
+        replies: list[Any] = []
+        waiting = threading.Thread(
+            target=lambda: replies.append(
+                client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])
+            )
+        )
+        waiting.start()
+        eventually(lambda: len(server.client) == 3)
+        last = client.generate([{"token_ids": [DIES]}])
+        waiting.join(30)
+        for result in [*last.results, *replies[0].results]:
+            assert (
+                result.error is not None
+                and result.error.code == "engine_failed"
+                and "status 7" in result.error.message
+            )
+        for path, status in (("/livez", 503), ("/readyz", 503), ("/startupz", 200)):
+            assert httpx.get(server.url + path).status_code == status
+        with pytest.raises(ServerError) as caught:
+            client.generate([{"prompt": "a"}])
+        assert caught.value.status == 503
+
+
+def test_an_event_that_cannot_be_read_ends_open_requests_rather_than_hang_them(model: Path) -> None:
+    with live_server(model) as server, Client(server.url, timeout_s=30) as client:
+        replies: list[Any] = []
+        waiting = threading.Thread(
+            target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}]))
+        )
+        waiting.start()
+        eventually(lambda: len(server.client) == 1)
+        server.call(lambda: asyncio.ensure_future(server.engine._events.send(b"\x81garbage")))
+        waiting.join(30)
+        assert replies[0].results[0].error.code == "engine_failed"
