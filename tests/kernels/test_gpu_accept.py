@@ -392,9 +392,8 @@ def test_a_captured_cycle_replays_what_launches_gave() -> None:
     before = [t.clone() for t in cycle.batch_slots]
     expected = cycle.accept()
     found_EF = torch.zeros(6, fields(cycle.depth), dtype=torch.int32, device=DEVICE)
-    token_S, logprob_S = (
-        torch.from_numpy(cycle.token_S).to(DEVICE),
-        torch.from_numpy(cycle.logprob_S).to(DEVICE),
+    samples = Samples(
+        torch.from_numpy(cycle.token_S).to(DEVICE), torch.from_numpy(cycle.logprob_S).to(DEVICE)
     )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -412,8 +411,7 @@ def test_a_captured_cycle_replays_what_launches_gave() -> None:
         accept(
             cycle.batch_slot_B,
             None,
-            token_S,
-            logprob_S,
+            samples,
             cycle.batch_slots,
             cycle.rows,
             cycle.trees,
