@@ -28,7 +28,8 @@ from prometheus_client import (
 
 from tlt_server import __version__
 from tlt_server.errors import codes
-from tlt_server.records import Cycle, Ending, EngineInfo, Outputs, WeightReport
+from tlt_server.events import Ending, EngineInfo, Outputs, WeightReport
+from tlt_server.records import Cycle
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)

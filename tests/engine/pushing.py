@@ -14,20 +14,19 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from tlt_server.engine.assembly import assemble
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import (
+from tlt_server.commands import (
     AbortWeights,
     CommitWeights,
-    GenerateRequest,
     LookAtWeights,
     Manifest,
     PushWeights,
     RollbackWeights,
-    StepOutput,
     Submit,
-    WeightReport,
 )
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.events import WeightReport
+from tlt_server.records import GenerateRequest, StepOutput
 
 Said = dict[str, list[StepOutput]]
 

@@ -34,18 +34,12 @@ from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import OFFER, IpcSender
 from tlt_client.channels.tensors import buckets, spec_of
 from tlt_client.errors import server_error
+from tlt_server.commands import JoinGroup, LeaveGroup, Manifest, PushWeights
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError, from_code
+from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.uploads import Uploads
-from tlt_server.records import (
-    GenerateRequest,
-    JoinGroup,
-    LeaveGroup,
-    Manifest,
-    PushWeights,
-    Sampling,
-    WeightReport,
-)
+from tlt_server.records import GenerateRequest, Sampling
 
 FAULTS = ("kill", "truncate", "flip", "duplicate", "reorder", "time out")
 CHUNKS = 19  # of every channel; the checkpoint is cut so that there are at least as many

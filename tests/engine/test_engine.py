@@ -11,23 +11,13 @@ import numpy as np
 import pytest
 
 from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_server.commands import Abort, Pause, Resume, SetPolicy, Submit
 from tlt_server.engine import assembly
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import (
-    Abort,
-    GenerateRequest,
-    Pause,
-    Resume,
-    Sampling,
-    SetPolicy,
-    StepContext,
-    StepOutput,
-    Strategy,
-    Submit,
-)
+from tlt_server.records import GenerateRequest, Sampling, StepContext, StepOutput, Strategy
 from tlt_server.speculation.policies.fixed import Fixed
 
 

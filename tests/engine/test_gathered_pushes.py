@@ -16,22 +16,21 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import write_eagle, write_target
-from tlt_server.engine.gate import Reason
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import (
+from tlt_server.commands import (
     AbortWeights,
     CommitWeights,
-    GenerateRequest,
     JoinGroup,
     NameWeights,
     Pause,
     Resume,
     RollbackWeights,
-    Sampling,
     Sleep,
     WeightCommand,
-    WeightReport,
 )
+from tlt_server.engine.gate import Reason
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.events import WeightReport
+from tlt_server.records import GenerateRequest, Sampling
 
 PARTS = 3
 

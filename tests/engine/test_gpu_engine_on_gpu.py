@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable
 from tests.unit.test_distribution import P_LOWEST, p_value
+from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.gpu import runner
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.gpu.matmuls import FEW_ROWS
-from tlt_server.records import GenerateRequest, Sampling, SetPolicy, Strategy
+from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.speculation.policies.arms import ladder
 
 pytestmark = [

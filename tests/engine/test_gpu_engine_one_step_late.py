@@ -23,8 +23,8 @@ from tests.engine.gpu_engine import (
     request,
 )
 from tests.engine.pushing import Pushable
+from tlt_server.commands import Abort
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import Abort
 
 
 @pytest.fixture(scope="module")

@@ -16,17 +16,17 @@ import torch
 from tests.engine.test_steps_never_mix import NAMES, Network
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups, Membership, WeightGroup, host_store
-from tlt_server.engine.gate import Gate
-from tlt_server.engine.pushes import WeightPushes
-from tlt_server.records import (
+from tlt_server.commands import (
     JoinGroup,
     LeaveGroup,
     Manifest,
     PushWeights,
     TensorEntry,
     WeightCommand,
-    WeightReport,
 )
+from tlt_server.engine.gate import Gate
+from tlt_server.engine.pushes import WeightPushes
+from tlt_server.events import WeightReport
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.storage import Free, Storage

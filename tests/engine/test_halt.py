@@ -22,27 +22,24 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
-from tlt_server.engine import weight_reads
-from tlt_server.engine.gate import Reason
-from tlt_server.engine.halt import Pages
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import (
+from tlt_server.commands import (
     ClearCache,
     CommitWeights,
     ControlCommand,
-    ControlReport,
-    GenerateRequest,
     NameWeights,
     Pause,
     ReadWeights,
     Resume,
-    Sampling,
     SetPolicy,
     Sleep,
-    Strategy,
     WakeUp,
-    WeightReport,
 )
+from tlt_server.engine import weight_reads
+from tlt_server.engine.gate import Reason
+from tlt_server.engine.halt import Pages
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.events import ControlReport, WeightReport
+from tlt_server.records import GenerateRequest, Sampling, Strategy
 
 EAGLE = SetPolicy("fixed", Strategy("eagle", 4, 2, 8))
 

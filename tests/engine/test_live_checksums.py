@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints
 from tests.engine.pushing import Pushable
-from tlt_server.records import CommitWeights, LookAtWeights
+from tlt_server.commands import CommitWeights, LookAtWeights
 from tlt_server.weights import checksums
 
 

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from tlt_client.channels import Intake
 from tlt_client.channels.errors import ChannelLost
+from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.errors import TltError, Unavailable
-from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.push import Failed, Staged, Unchanged, Waiting

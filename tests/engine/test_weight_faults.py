@@ -24,7 +24,8 @@ from tests.engine.tiny import HIDDEN, VOCAB, write_eagle, write_target
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Sampling, WeightReport
+from tlt_server.events import WeightReport
+from tlt_server.records import GenerateRequest, Sampling
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REFUSED = ("weights_refused", "forbidden", "push_failed", "conflict")

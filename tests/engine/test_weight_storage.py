@@ -22,10 +22,11 @@ from tlt_client.channels import Buffers, cuda
 from tlt_client.channels.disk import write
 from tlt_server.attention import backing
 from tlt_server.attention.pinned import pinned
+from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.devices.cpu import CpuDevice
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import PushFailed
-from tlt_server.records import GenerateRequest, Sampling, Sleep, WakeUp
+from tlt_server.records import GenerateRequest, Sampling
 from tlt_server.weights import storage
 from tlt_server.weights.storage import Free, Storage, choose
 

@@ -21,22 +21,20 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_client.channels import checkpoint
-from tlt_server.engine.gate import Reason
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.errors import StartupError
-from tlt_server.models.decoder import Decoder
-from tlt_server.records import (
+from tlt_server.commands import (
     CommitWeights,
-    GenerateRequest,
     LookAtWeights,
     NameWeights,
     Pause,
     Resume,
-    Sampling,
     SetPolicy,
     Sleep,
-    Strategy,
 )
+from tlt_server.engine.gate import Reason
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.models.decoder import Decoder
+from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.threads import Errands
 from tlt_server.weights.checksums import checksum
 

@@ -21,42 +21,46 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tlt_server.records import (
-    OFF,
+from tlt_server.commands import (
     Abort,
     AbortWeights,
     ClearCache,
     CommitWeights,
     ControlCommand,
-    ControlReport,
-    Cycle,
-    EngineInfo,
-    Failed,
-    GenerateRequest,
-    Heartbeat,
     JoinGroup,
     LeaveGroup,
     NameWeights,
-    Outputs,
     Pause,
-    Phase,
     PushWeights,
     ReadWeights,
-    Ready,
     Resume,
     RollbackWeights,
     SetPolicy,
     Sleep,
-    StepContext,
-    StepOutput,
     Stop,
     Submit,
-    TokenLogprobs,
     WakeUp,
     WeightCommand,
+    decode_command,
+)
+from tlt_server.events import (
+    ControlReport,
+    EngineInfo,
+    Failed,
+    Heartbeat,
+    Outputs,
+    Phase,
+    Ready,
     WeightReport,
     WeightState,
-    decode_command,
+)
+from tlt_server.records import (
+    OFF,
+    Cycle,
+    GenerateRequest,
+    StepContext,
+    StepOutput,
+    TokenLogprobs,
     encode,
 )
 from tlt_server.started import StartedFile

@@ -16,8 +16,7 @@ import pytest
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client
 from tlt_client.adapters.openrlhf import RolloutActor
-from tlt_server.frontend.rpc.methods import OPERATIONS
-from tlt_server.records import (
+from tlt_server.commands import (
     AbortWeights,
     CommitWeights,
     JoinGroup,
@@ -27,6 +26,7 @@ from tlt_server.records import (
     PushWeights,
     TensorEntry,
 )
+from tlt_server.frontend.rpc.methods import OPERATIONS
 
 INFO = {"names": ["w", "v"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
 ENTRIES = [

@@ -9,8 +9,10 @@ import zmq
 import zmq.asyncio
 
 from tests.frontend.fake_engine import INFO
+from tlt_server.commands import SetPolicy, decode_command
+from tlt_server.events import Event, Ready
 from tlt_server.frontend.link.link import EngineLink
-from tlt_server.records import Event, Ready, SetPolicy, decode_command, encode
+from tlt_server.records import encode
 
 
 class Process:

@@ -19,8 +19,9 @@ from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ItemResult
 from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_server import errors
+from tlt_server.events import Outputs, WeightReport, WeightState
 from tlt_server.metrics import POSITIONS, STRATEGIES, Metrics
-from tlt_server.records import OFF, Cycle, Outputs, StepContext, Strategy, WeightReport, WeightState
+from tlt_server.records import OFF, Cycle, StepContext, Strategy
 
 EAGLE = Strategy("eagle", 7, 4, 16)
 

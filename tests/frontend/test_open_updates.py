@@ -21,8 +21,8 @@ from tests.frontend.test_weight_updates import Story
 from tlt_client import AsyncClient, Client, Retries, errors
 from tlt_client.errors import NotLive
 from tlt_server.__main__ import main
+from tlt_server.commands import AbortWeights, PushWeights
 from tlt_server.errors import Conflict
-from tlt_server.records import AbortWeights, PushWeights
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
+from tlt_server.events import Phase, PhaseProgress
 from tlt_server.frontend.link.progress import REWRITE, ProgressLines
-from tlt_server.records import Phase, PhaseProgress
 
 
 class Terminal(io.StringIO):

@@ -25,11 +25,11 @@ from tests.frontend.tiny_model import write_model
 from tlt_client import AsyncClient, Client, Reply, ServerError
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError, StorageFailed
+from tlt_server.events import WeightState
 from tlt_server.frontend.http.keys import EVERYBODY
 from tlt_server.frontend.rollouts.journal import Journal, past
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.metrics import Metrics
-from tlt_server.records import WeightState
 
 ITEMS: list[Any] = [{"id": "b", "prompt": "xyz", "n": 2}, {"id": "a", "prompt": "hello world"}]
 FIELDS: dict[str, Any] = {"max_tokens": 40, "logprobs": 1, "prompt_logprobs": 0, "stop": ["ld"]}

@@ -13,7 +13,8 @@ import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
-from tlt_server.records import SetPolicy, Strategy
+from tlt_server.commands import SetPolicy
+from tlt_server.records import Strategy
 from tlt_server.speculation.policies.arms import ladder
 
 

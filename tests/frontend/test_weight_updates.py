@@ -17,11 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_server.errors import Conflict, InvalidRequest, TltError
-from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.versions import WantedVersions
-from tlt_server.frontend.weights.session import WeightSession
-from tlt_server.records import (
+from tlt_server.commands import (
     AbortWeights,
     CommitWeights,
     LookAtWeights,
@@ -30,9 +26,12 @@ from tlt_server.records import (
     PushRole,
     PushWeights,
     WeightCommand,
-    WeightReport,
-    WeightState,
 )
+from tlt_server.errors import Conflict, InvalidRequest, TltError
+from tlt_server.events import WeightReport, WeightState
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.versions import WantedVersions
+from tlt_server.frontend.weights.session import WeightSession
 
 PARTS = 2  # parts of a divided version
 

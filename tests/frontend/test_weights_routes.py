@@ -18,7 +18,7 @@ from tests.frontend.fake_engine import DIES
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_client.arguments import VERSION_MUST
-from tlt_server.records import (
+from tlt_server.commands import (
     AbortWeights,
     CommitWeights,
     Manifest,

@@ -14,17 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import Overloaded, QueueFull, TltError, TooLarge
+from tlt_server.events import EngineInfo
 from tlt_server.frontend.link.admission import CAUTION, Admission, Demand
 from tlt_server.frontend.link.forecast import MIN_S, MIN_SEQUENCES
-from tlt_server.records import (
-    OFF,
-    Cycle,
-    EngineInfo,
-    GenerateRequest,
-    Sampling,
-    StepContext,
-    StepOutput,
-)
+from tlt_server.records import OFF, Cycle, GenerateRequest, Sampling, StepContext, StepOutput
 
 ENGINE = EngineInfo(
     model="m",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlt_server.commands import InFlight
 from tlt_server.engine.batch import Batch, Emission
 from tlt_server.engine.gate import Gate, Reason
 from tlt_server.engine.gpu.buckets import PromptShape, Shapes
@@ -20,7 +21,7 @@ from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.scheduler import Scheduler, unpadded
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import InvalidRequest
-from tlt_server.records import GenerateRequest, InFlight, Sampling, StepOutput
+from tlt_server.records import GenerateRequest, Sampling, StepOutput
 
 PAGE = 4
 VOCAB = 50

@@ -26,9 +26,10 @@ from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.faults import planted
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.commands import Submit
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Strategy, Submit
+from tlt_server.records import GenerateRequest, Strategy
 from tlt_server.shared_settings import PolicyName
 
 Arms = Mapping[str, tuple[PolicyName, Strategy | None]]  # name -> policy, its one strategy

@@ -22,10 +22,12 @@ from rich.table import Table
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.child import EngineChild
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import Cycle, GenerateRequest, Outputs, SetPolicy, Strategy, Submit
+from tlt_server.events import Outputs
+from tlt_server.records import Cycle, GenerateRequest, Strategy
 
 EAGLE = Strategy("eagle", 7, 1, 8)
 TREE = Strategy("eagle", 7, 4, 32)

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tlt_server.commands import Abort, Submit
 from tlt_server.engine.loop import Engine
 from tlt_server.errors import EngineFailed
-from tlt_server.records import OFF, Abort, Cycle, GenerateRequest, Sampling, Strategy, Submit
+from tlt_server.records import OFF, Cycle, GenerateRequest, Sampling, Strategy
 from tlt_server.speculation.policies.fixed import Fixed
 
 SETTLE = 8  # steps at full batch before any is timed

@@ -15,6 +15,7 @@ from pathlib import Path
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
+from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.devices.choice import Gpu, choose, look
 from tlt_server.engine.gate import Gate
@@ -29,9 +30,10 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.engine.sizing import served_length
 from tlt_server.errors import InvalidRequest
+from tlt_server.events import EngineInfo
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import own_dtype
-from tlt_server.records import EngineInfo, GenerateRequest, Sampling, SetPolicy, Submit
+from tlt_server.records import GenerateRequest, Sampling
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.policies import POLICIES, Policy
 from tlt_server.speculation.policies.arms import Ladder, ladder

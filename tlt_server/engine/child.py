@@ -17,20 +17,12 @@ from types import TracebackType
 
 import zmq
 
+from tlt_server.commands import Command, Stop
 from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, from_code
+from tlt_server.events import EngineInfo, Event, Failed, Phase, Ready, decode_event
 from tlt_server.models.environment import library_environment
-from tlt_server.records import (
-    Command,
-    EngineInfo,
-    Event,
-    Failed,
-    Phase,
-    Ready,
-    Stop,
-    decode_event,
-    encode,
-)
+from tlt_server.records import encode
 
 POLL_MS = 200
 

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from tlt_server.commands import (
+    Abort,
+    ClearCache,
+    Command,
+    Pause,
+    Resume,
+    SetPolicy,
+    Sleep,
+    Stop,
+    Submit,
+    WakeUp,
+)
 from tlt_server.engine.gate import Gate, Reason
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import EngineFailed, TltError
-from tlt_server.records import (
-    Abort,
-    ClearCache,
-    Command,
-    GenerateRequest,
-    Pause,
-    Resume,
-    SetPolicy,
-    Sleep,
-    StepOutput,
-    Stop,
-    Submit,
-    WakeUp,
-)
+from tlt_server.records import GenerateRequest, StepOutput
 
 
 class Commands:

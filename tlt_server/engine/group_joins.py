@@ -6,9 +6,9 @@ from functools import partial
 
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.groups import Membership
+from tlt_server.commands import JoinGroup, LeaveGroup
 from tlt_server.engine.weight_reports import WeightReports
 from tlt_server.errors import ChannelBroken, Conflict, Forbidden, TltError, from_code
-from tlt_server.records import JoinGroup, LeaveGroup
 from tlt_server.threads import Crew
 from tlt_server.weights.push import Push
 from tlt_server.weights.transaction import Transaction

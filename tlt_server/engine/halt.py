@@ -12,22 +12,22 @@ from typing import Protocol
 
 import torch
 
-from tlt_server.engine.gate import Gate, Reason
-from tlt_server.engine.pushes import WeightPushes
-from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import Conflict, TltError, Unavailable
-from tlt_server.records import (
+from tlt_server.commands import (
     ClearCache,
     ControlCommand,
-    ControlReport,
     InFlight,
     Memory,
     Pause,
     Resume,
     Sleep,
-    StepOutput,
     WakeUp,
 )
+from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.pushes import WeightPushes
+from tlt_server.engine.scheduler import Scheduler
+from tlt_server.errors import Conflict, TltError, Unavailable
+from tlt_server.events import ControlReport
+from tlt_server.records import StepOutput
 from tlt_server.weights.dormant import Dormant
 
 ASLEEP: dict[Memory, Reason] = {"weights": Reason.WEIGHTS_ASLEEP, "kv_cache": Reason.KV_ASLEEP}

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from tlt_server.commands import Command, SetPolicy
 from tlt_server.engine.batch import Batch
 from tlt_server.engine.commands import Commands
 from tlt_server.engine.gate import Gate, Reason
@@ -20,16 +21,8 @@ from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import TltError
-from tlt_server.records import (
-    Command,
-    ControlReport,
-    Cycle,
-    GenerateRequest,
-    SetPolicy,
-    StepOutput,
-    Strategy,
-    WeightReport,
-)
+from tlt_server.events import ControlReport, WeightReport
+from tlt_server.records import Cycle, GenerateRequest, StepOutput, Strategy
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.policies import Policy
 

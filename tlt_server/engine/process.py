@@ -20,20 +20,12 @@ from pathlib import Path
 
 import zmq
 
+from tlt_server.commands import decode_command
 from tlt_server.engine.faults import describe
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
-from tlt_server.records import (
-    Event,
-    Failed,
-    Heartbeat,
-    Outputs,
-    Phase,
-    PhaseProgress,
-    Ready,
-    decode_command,
-    encode,
-)
+from tlt_server.events import Event, Failed, Heartbeat, Outputs, Phase, PhaseProgress, Ready
+from tlt_server.records import encode
 from tlt_server.started import StartedFile
 
 NICENESS = 5  # after the frontend, which must answer at once also while every core computes

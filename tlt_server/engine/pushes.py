@@ -13,13 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from tlt_server.engine.gate import Gate, Reason
-from tlt_server.engine.group_joins import GroupJoins
-from tlt_server.engine.scheduler import Scheduler
-from tlt_server.engine.weight_reads import WeightReads
-from tlt_server.engine.weight_reports import WeightReports
-from tlt_server.errors import Conflict, TltError, Unavailable
-from tlt_server.records import (
+from tlt_server.commands import (
     AbortWeights,
     CommitWeights,
     InFlight,
@@ -30,11 +24,16 @@ from tlt_server.records import (
     PushWeights,
     ReadWeights,
     RollbackWeights,
-    StepOutput,
     WeightCommand,
-    WeightReport,
-    WeightState,
 )
+from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.group_joins import GroupJoins
+from tlt_server.engine.scheduler import Scheduler
+from tlt_server.engine.weight_reads import WeightReads
+from tlt_server.engine.weight_reports import WeightReports
+from tlt_server.errors import Conflict, TltError, Unavailable
+from tlt_server.events import WeightReport, WeightState
+from tlt_server.records import StepOutput
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.push import Failed, Gathering, Push, Staged, Unchanged, Waiting
 from tlt_server.weights.staging import Staging

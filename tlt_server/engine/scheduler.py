@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tlt_server.commands import InFlight
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.deadlines import Deadlines
 from tlt_server.engine.gate import Gate
@@ -21,7 +22,7 @@ from tlt_server.engine.pages import PageKey
 from tlt_server.engine.running import Running
 from tlt_server.engine.sequence import SavedKV, Sequence
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
-from tlt_server.records import InFlight, StepOutput
+from tlt_server.records import StepOutput
 
 
 def unpadded(decoding: int, max_rows: int) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tlt_client.channels import DRAFTER_PREFIX
+from tlt_server.commands import LookAtWeights, ReadWeights
 from tlt_server.engine.weight_reports import WeightReports
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, Unavailable
-from tlt_server.records import LookAtWeights, ReadWeights
 from tlt_server.threads import Crew
 from tlt_server.weights.versions import Versions
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from tlt_server.errors import TltError
-from tlt_server.records import WeightReport, WeightState
+from tlt_server.events import WeightReport, WeightState
 from tlt_server.weights.parts import Changed
 from tlt_server.weights.push import Push
 from tlt_server.weights.transaction import Transaction

@@ -17,10 +17,10 @@ from tlt_client.channels import Buffers, Receiver, TensorBatch
 from tlt_client.channels.checkpoint import INDEX
 from tlt_client.channels.source import json_object
 from tlt_client.channels.tensors import written
+from tlt_server.commands import TensorEntry
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_finite, check_layout, check_names
-from tlt_server.records import TensorEntry
 from tlt_server.weights.checksums import content
 from tlt_server.weights.declared import check_content, check_shape
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Target, TargetNetwork

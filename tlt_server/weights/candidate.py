@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tlt_client.channels import Receiver, owner
 from tlt_client.channels.errors import ChannelError
+from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
-from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.arriving import Arriving, Enter, Steps, check_config
 from tlt_server.weights.checksums import digest
 from tlt_server.weights.declared import check_dtype

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from tlt_client.channels.tensors import dtype_named
+from tlt_server.commands import TensorEntry
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.loader import dtypes_for
-from tlt_server.records import TensorEntry
 from tlt_server.weights.checksums import checksum, kind_of
 
 

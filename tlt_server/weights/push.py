@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tlt_client.channels import owner
+from tlt_server.commands import Manifest
 from tlt_server.errors import TltError
-from tlt_server.records import Manifest
 from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.parts import Changed
 from tlt_server.weights.staging import Staging

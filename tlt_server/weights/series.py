@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+from tlt_server.commands import Manifest
 from tlt_server.errors import Conflict
-from tlt_server.records import Manifest
 from tlt_server.weights.push import Push, first_tensor
 
 REMEMBERED = 1024  # senders

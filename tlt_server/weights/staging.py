@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tlt_client.channels import CHANNELS, Receiver
+from tlt_server.commands import Manifest
 from tlt_server.errors import PushFailed, TltError
-from tlt_server.records import Manifest
 from tlt_server.registry import Registry
 from tlt_server.threads import started
 from tlt_server.weights.candidate import Candidate

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from tlt_client.channels import owner
+from tlt_server.commands import Manifest
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -24,7 +25,6 @@ from tlt_server.errors import (
     TltError,
     Unavailable,
 )
-from tlt_server.records import Manifest
 from tlt_server.weights.arriving import TIED_HEAD, Steps
 from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.cleanup import Cleanup

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
+from tlt_server.commands import Manifest
 from tlt_server.errors import Conflict
-from tlt_server.records import Manifest
 from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.names import Names
 from tlt_server.weights.parts import Changed, Live

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_client.wire import AbortReply, EngineState
+from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.generation.requests import ShortName
@@ -23,7 +24,6 @@ from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import NoFields, Strict, one_of
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import InFlight, Memory
 
 ALL_MEMORY: tuple[Memory, ...] = ("weights", "kv_cache")
 

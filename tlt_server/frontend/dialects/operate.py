@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import Unavailable
+from tlt_server.events import Phase
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import Phase
 
 
 class Startup(Struct, frozen=True):

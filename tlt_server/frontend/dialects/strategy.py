@@ -14,14 +14,16 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_server.commands import SetPolicy
 from tlt_server.config import nearest
 from tlt_server.errors import InvalidRequest, StartupError, Unavailable
+from tlt_server.events import EngineInfo
 from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, checked, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import EngineInfo, SetPolicy, Strategy, parse_strategy
+from tlt_server.records import Strategy, parse_strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
 

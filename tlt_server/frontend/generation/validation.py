@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.requests import (
     PROMPTS,
     ItemFields,
@@ -26,7 +27,7 @@ from tlt_server.frontend.generation.requests import (
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.link.admission import Demand
-from tlt_server.records import EngineInfo, GenerateRequest, Sampling
+from tlt_server.records import GenerateRequest, Sampling
 
 BREATH = 64  # items of a batch after which other requests have their turn
 MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range

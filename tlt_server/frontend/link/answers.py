@@ -8,8 +8,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from tlt_server.commands import Command, ControlCommand, WeightCommand
 from tlt_server.errors import TltError, Unavailable
-from tlt_server.records import Command, ControlCommand, ControlReport, WeightCommand, WeightReport
+from tlt_server.events import ControlReport, WeightReport
 
 Report = TypeVar("Report", WeightReport, ControlReport)
 

@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import structlog
 
+from tlt_server.commands import Command, ControlCommand, Pause, SetPolicy, Sleep, WeightCommand
 from tlt_server.errors import EngineFailed, Unavailable, from_code
+from tlt_server.events import ControlReport, EngineInfo, Event, Outputs, Phase, Ready, WeightReport
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Answers
 from tlt_server.frontend.link.link import Death, EngineLink
@@ -23,23 +25,7 @@ from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.submission import Resume, Submission
 from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
-from tlt_server.records import (
-    Command,
-    ControlCommand,
-    ControlReport,
-    Cycle,
-    EngineInfo,
-    Event,
-    GenerateRequest,
-    Outputs,
-    Pause,
-    Phase,
-    Ready,
-    SetPolicy,
-    Sleep,
-    WeightCommand,
-    WeightReport,
-)
+from tlt_server.records import Cycle, GenerateRequest
 
 log = structlog.get_logger()
 

@@ -1,7 +1,7 @@
 """Pause and sleep for every dialect: the commands to the engine, whether new requests are refused,
 and what the next epoch must know.
 
-One word per idea: `in_flight` says what becomes of requests submitted before (`records.Pause`),
+One word per idea: `in_flight` says what becomes of requests submitted before (`commands.Pause`),
 `refuse` whether new requests get a 503 or wait. While anything sleeps they are refused. Both hold
 until they are taken back, over restarts of the engine too.
 
@@ -16,11 +16,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple, Never
 
-from tlt_server.errors import TltError, Unavailable
-from tlt_server.records import (
+from tlt_server.commands import (
     ClearCache,
     ControlCommand,
-    ControlReport,
     InFlight,
     Memory,
     Pause,
@@ -28,6 +26,8 @@ from tlt_server.records import (
     Sleep,
     WakeUp,
 )
+from tlt_server.errors import TltError, Unavailable
+from tlt_server.events import ControlReport
 
 RETRY_S = 1
 ASLEEP = "the engine sleeps ({} given back); wake it with POST /engine/wake"

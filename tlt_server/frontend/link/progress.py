@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tlt_server.config import ResolvedConfig
-from tlt_server.records import EngineInfo, Phase, PhaseProgress
+from tlt_server.events import EngineInfo, Phase, PhaseProgress
 
 EVERY_S = 10.0
 REWRITE = "\r\x1b[K"  # go to the line's start and clear it

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
+from tlt_server.commands import Abort, Command, Submit
 from tlt_server.errors import DeadlineExceeded, Poisoned, TltError
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.submission import Resume, Route, Submission
 from tlt_server.frontend.link.suspects import KEPT_S, Suspects
 from tlt_server.metrics import Metrics
-from tlt_server.records import Abort, Command, GenerateRequest, StepOutput, Submit
+from tlt_server.records import GenerateRequest, StepOutput
 
 log = structlog.get_logger()
 

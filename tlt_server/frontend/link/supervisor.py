@@ -19,11 +19,11 @@ import structlog
 
 from tlt_server.config import Config
 from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.events import EngineInfo, Event, Phase, PhaseProgress, Ready
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import EngineLink, EngineProcess
 from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.metrics import Metrics
-from tlt_server.records import EngineInfo, Event, Phase, PhaseProgress, Ready
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 NAMED = 16  # sequences in the log line of a death

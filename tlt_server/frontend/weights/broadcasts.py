@@ -16,17 +16,10 @@ from pydantic import Field
 
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.files import MAX_DIMENSION, MAX_DIMENSIONS, MAX_NAME
+from tlt_server.commands import InFlight, JoinGroup, LeaveGroup, Manifest, PushRole, TensorEntry
 from tlt_server.errors import InvalidRequest, TltError
+from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.session import Selector, Update, WeightSession
-from tlt_server.records import (
-    InFlight,
-    JoinGroup,
-    LeaveGroup,
-    Manifest,
-    PushRole,
-    TensorEntry,
-    WeightReport,
-)
 
 GroupName = Annotated[str, Field(min_length=1, max_length=128, description="of the process group")]
 Address = Annotated[

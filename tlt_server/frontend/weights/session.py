@@ -23,9 +23,7 @@ from msgspec import Meta, Struct
 from pydantic import Field
 
 from tlt_client.arguments import MAX_VERSION, VERSION
-from tlt_server.errors import Conflict, NotFound, TltError, from_code
-from tlt_server.frontend.link.client import EngineClient
-from tlt_server.records import (
+from tlt_server.commands import (
     AbortWeights,
     CommitWeights,
     LookAtWeights,
@@ -34,8 +32,10 @@ from tlt_server.records import (
     PushWeights,
     Role,
     WeightCommand,
-    WeightReport,
 )
+from tlt_server.errors import Conflict, NotFound, TltError, from_code
+from tlt_server.events import WeightReport
+from tlt_server.frontend.link.client import EngineClient
 
 Selector = Literal["target", "draft", "all"]
 Version = Annotated[

@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from tlt_server.commands import TensorEntry
 from tlt_server.errors import InvalidRequest
+from tlt_server.events import WeightReport
 from tlt_server.frontend.http.fields import Tolerant, checked
 from tlt_server.frontend.weights.broadcasts import (
     Address,
@@ -26,7 +28,6 @@ from tlt_server.frontend.weights.broadcasts import (
     described,
 )
 from tlt_server.frontend.weights.session import Update, Version
-from tlt_server.records import TensorEntry, WeightReport
 
 GROUP = "weight_transfer"
 Backend = Annotated[

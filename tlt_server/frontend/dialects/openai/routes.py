@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest, NotFound, TltError, Unavailable
+from tlt_server.events import EngineInfo
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.dialects.openai.replies import (
     ChatCompletion,
@@ -53,7 +54,6 @@ from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.replies import json_response, unexpected
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
-from tlt_server.records import EngineInfo
 
 Phrase = CompletionPhrase | ChatPhrase
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, cast
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
+from tlt_server.events import WeightReport
 from tlt_server.frontend.http.replies import json_response
-from tlt_server.records import WeightReport
 
 PushState = Literal[
     "committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back"

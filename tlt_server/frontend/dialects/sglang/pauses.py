@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.sglang.replies import Acknowledged
@@ -21,7 +22,6 @@ from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import InFlight, Memory
 
 ROUTES = Routes()
 MODES: dict[str, InFlight] = {"abort": "abort", "retract": "recompute", "in_place": "continue"}

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from tlt_server import __version__
 from tlt_server.errors import Unavailable
+from tlt_server.events import EngineInfo
 from tlt_server.frontend.dialects.replies.errors import GONE, UNFINISHED
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
@@ -25,7 +26,6 @@ from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import checked
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import EngineInfo
 
 ROUTES = Routes()
 INCLUDE = Parameter(

@@ -11,6 +11,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_server.commands import InFlight, Manifest, ReadWeights
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -40,7 +41,6 @@ from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import described
 from tlt_server.frontend.weights.checker import CheckFields
-from tlt_server.records import InFlight, Manifest, ReadWeights
 
 ROUTES = Routes(error_shape=outcome_of)
 PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, Forbidden, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.vllm_rl.replies import (
@@ -24,7 +25,6 @@ from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.queries import flag, word, words
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import InFlight, Memory
 
 ROUTES = Routes(error_shape=fault)
 MODES: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "continue"}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tlt_server.commands import Manifest, Role, TensorEntry
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields, ManifestFields
 from tlt_server.frontend.http.fields import checked
 from tlt_server.frontend.weights.transfer import GROUP
-from tlt_server.records import Manifest, Role, TensorEntry
 
 NEEDS = {  # channel -> fields of its manifest
     "disk": ("path",),

@@ -14,6 +14,7 @@ from msgspec.structs import asdict, replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_server.commands import AbortWeights, CommitWeights, Manifest, RollbackWeights
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -25,6 +26,7 @@ from tlt_server.errors import (
     WeightsRefused,
     from_code,
 )
+from tlt_server.events import WeightReport, WeightState
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.weights.manifests import group_of, manifest_of, without_null_forms
 from tlt_server.frontend.dialects.weights.parts import opened
@@ -42,14 +44,6 @@ from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
 from tlt_server.frontend.weights.transfer import UpdateFields
 from tlt_server.frontend.weights.uploads import Uploads, UploadStatus
-from tlt_server.records import (
-    AbortWeights,
-    CommitWeights,
-    Manifest,
-    RollbackWeights,
-    WeightReport,
-    WeightState,
-)
 
 ROUTES = Routes()
 GONE = (EngineFailed, Unavailable)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tlt_server.commands import InFlight
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.weights.broadcasts import (
     Address,
@@ -16,7 +17,6 @@ from tlt_server.frontend.weights.broadcasts import (
     WorldSize,
 )
 from tlt_server.frontend.weights.session import Version
-from tlt_server.records import InFlight
 
 
 class TensorFields(Strict):

@@ -1,0 +1,241 @@
+"""Commands to the engine: what a frontend, or a benchmark, sends.
+
+They travel as msgpack and keep their order. Every `ControlCommand` is answered by one
+`ControlReport` of its id, every `WeightCommand` by one `WeightReport`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from tlt_server.records import GenerateRequest, Strategy
+
+
+class Submit(Struct, frozen=True, tag="submit"):
+    """A batch; all its requests are admitted or none."""
+
+    requests: list[GenerateRequest]
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    ids: list[str]
+    finish_reason: str = "abort"
+    all: bool = False  # whatever `ids` says
+
+
+InFlight = Literal["continue", "recompute", "abort", "drain"]
+Memory = Literal["weights", "kv_cache"]
+
+
+class Pause(Struct, frozen=True, tag="pause"):
+    """No further step until `Resume`; what is submitted meanwhile waits. `in_flight` says what
+    becomes of what came before.
+
+    `continue` stays as it is, its KV included; `recompute` gives its KV back and goes on from its
+    tokens; `abort` ends with what it has; `drain` ends first, and only then the pause begins and is
+    answered. Every command on this list is answered by one `ControlReport`.
+    """
+
+    id: str
+    in_flight: InFlight = "continue"
+    clear_cache: bool = False  # forget cached prefixes too, once the pause has begun
+
+
+class Resume(Struct, frozen=True, tag="resume"):
+    id: str
+
+
+class Sleep(Struct, frozen=True, tag="sleep"):
+    """No further step, and this memory is given back, until `WakeUp`. `in_flight` is as for
+    `Pause`, but nothing keeps its KV: what does not end goes on from its tokens.
+    """
+
+    id: str
+    memory: list[Memory]
+    in_flight: InFlight = "recompute"
+
+
+class WakeUp(Struct, frozen=True, tag="wake_up"):
+    """Take this memory again. Weights come back bit for bit; steps go on once nothing sleeps."""
+
+    id: str
+    memory: list[Memory]
+
+
+class ClearCache(Struct, frozen=True, tag="clear_cache"):
+    """Forget every cached prefix: no later request is served by KV of before. `unless_held`: if a
+    sequence holds KV, a `Conflict` instead; those that only wait hold none.
+    """
+
+    id: str
+    unless_held: bool = False
+
+
+class SetPolicy(Struct, frozen=True, tag="set_policy"):
+    """Replace the policy in force, between steps; `strategy` is for `fixed`. Takes effect without
+    flushing KV.
+    """
+
+    policy: str
+    strategy: Strategy | None = None
+
+
+class Stop(Struct, frozen=True, tag="stop"):
+    """Finish what runs (drain) or abort it, then exit."""
+
+    drain: bool = True
+
+
+Role = Literal["target", "drafter"]
+PushRole = Role | Literal["all"]
+
+
+class TensorEntry(Struct, frozen=True, kw_only=True):
+    """What a manifest says of one tensor; fields left empty are not compared. In role `all`,
+    drafter names begin with `draft.`.
+    """
+
+    name: str
+    dtype: str = ""  # as torch names it: "bfloat16"
+    shape: list[int] | None = None
+    checksum: str = ""  # "mix64:<hex>" of the tensor's values, or "sha256:<hex>" or "xxh3:<hex>" over its bytes as they are pushed
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """One push of weights. `in_flight` says what becomes of requests that run when the target
+    changes.
+    """
+
+    role: PushRole = "target"
+    version: str = ""  # empty: the directory's name and the content's digest
+    channel: str = "disk"  # a name of `tlt_client.channels.CHANNELS`
+    path: str = ""  # directory, absolute or below the weight root; by http the upload's; by ipc the name of a socket
+    drafter_path: str = ""  # by disk with role `all`: the drafter's directory
+    tensors: list[
+        TensorEntry
+    ] = []  # empty: everything the model has, whatever its bytes; by broadcast and ipc those that come, in order
+    group: str = ""  # by broadcast: that brings them
+    packed: bool = True  # by broadcast: in buckets of raw bytes; False: one by one
+    bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
+    partial: bool = False  # `tensors` are some of those that come; the push goes on with further manifests until none is missing
+    in_flight: InFlight = "continue"
+    commit: bool = True  # False: stay staged until a commit is asked for
+    session: str = ""  # id of the session that it belongs to
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("target", "drafter") if self.role == "all" else (self.role,)
+
+
+class PushWeights(Struct, frozen=True, tag="push_weights"):
+    """Stage, verify and (unless the manifest says otherwise) commit. Every weight command is
+    answered by one `WeightReport` of its id.
+    """
+
+    id: str
+    manifest: Manifest
+
+
+class CommitWeights(Struct, frozen=True, tag="commit_weights"):
+    """Make the staged push of `version`, or of a session, live, as version `name` where that is
+    given.
+    """
+
+    id: str
+    version: str = ""
+    name: str = ""
+    session: str = ""
+
+
+class NameWeights(Struct, frozen=True, tag="name_weights"):
+    """Call the target's weights that are live `version` from now on; their content stays.
+    `Conflict` where they are not `of`, if given.
+    """
+
+    id: str
+    version: str
+    of: str = ""
+
+
+class ReadWeights(Struct, frozen=True, tag="read_weights"):
+    """The first `rows` rows of a live tensor. Drafter names begin with `draft.`. `Conflict` while
+    the weights change.
+    """
+
+    id: str
+    name: str
+    rows: int
+
+
+class AbortWeights(Struct, frozen=True, tag="abort_weights"):
+    """End the push of `version`, or of a session; without either the one on its way, whatever it is
+    called.
+    """
+
+    id: str
+    version: str = ""
+    session: str = ""
+
+
+class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
+    """Make the version before the last commit live again. With `to`, a repeated command finds it
+    live and succeeds.
+    """
+
+    id: str
+    to: str = ""
+    in_flight: InFlight = "continue"
+
+
+class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):
+    id: str
+    checksums: bool = False
+
+
+class JoinGroup(Struct, frozen=True, tag="join_group"):
+    """Become a member of a process group whose rank 0, a trainer, hosts the store. A group of that
+    name is left first.
+    """
+
+    id: str
+    name: str
+    backend: str  # gloo | nccl
+    master_address: str
+    master_port: int
+    rank: int
+    world_size: int
+    prefixed: bool = False  # keys of the store begin with the group's name
+    unique_id: bytes = b""  # of NCCL; then there is no store
+
+
+class LeaveGroup(Struct, frozen=True, tag="leave_group"):
+    """`Conflict` while a push takes what comes through it; `out_of_step`: then once it has, as more
+    comes that nobody takes.
+    """
+
+    id: str
+    name: str
+    out_of_step: bool = False
+
+
+WeightCommand = (
+    PushWeights
+    | CommitWeights
+    | AbortWeights
+    | NameWeights
+    | ReadWeights
+    | RollbackWeights
+    | LookAtWeights
+    | JoinGroup
+    | LeaveGroup
+)
+ControlCommand = Pause | Resume | Sleep | WakeUp | ClearCache
+Command = Submit | Abort | SetPolicy | Stop | ControlCommand | WeightCommand
+_COMMANDS = msgspec.msgpack.Decoder(Command)
+
+
+def decode_command(data: bytes) -> Command:
+    return _COMMANDS.decode(data)

@@ -1,0 +1,167 @@
+"""Events from the engine: its start, the outputs of steps, the answers to commands, its failure.
+
+They travel as msgpack, in the order in which the engine sends them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tlt_server.records import Cycle, StepOutput
+
+
+class EngineInfo(Struct, frozen=True, kw_only=True):
+    """What the engine says of itself once it is ready."""
+
+    model: Annotated[str, Meta(description="the name of the served model")]
+    weight_version: Annotated[str, Meta(description="the target's version that is live")]
+    drafter_version: Annotated[str, Meta(description="empty where no drafter can be pushed")] = ""
+    vocab_size: Annotated[int, Meta(description="token ids end below it")]
+    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    eos_token_ids: Annotated[list[int], Meta(description="that end an output")]
+    pages: Annotated[int, Meta(description="of KV")]
+    page_size: Annotated[int, Meta(description="positions per page")]
+    max_running: Annotated[int, Meta(description="sequences that decode at once")]
+    drafter: Annotated[str, Meta(description="where draft tokens come from")]
+    policy: Annotated[str, Meta(description="who chooses each step's strategy")]
+    numerics: Annotated[
+        str, Meta(description="the guarantee that the tokens have, with how it is kept")
+    ]
+    max_rows: Annotated[int, Meta(description="prompt rows that one step processes")] = 0
+    attention: Annotated[str, Meta(description="the attention backend")]
+    dtype: Annotated[str, Meta(description="of weights and KV")]
+    device: Annotated[str, Meta(description="that computes: cpu or cuda")]
+    gpu: Annotated[
+        str, Meta(description="the GPU's name, memory and compute capability; empty on a CPU")
+    ] = ""
+    products: Annotated[
+        str,
+        Meta(
+            description="the kernel of matrix products: streaming, or portable and why; empty on a CPU"
+        ),
+    ] = ""
+    graphs: Annotated[bool, Meta(description="whether steps are captured as CUDA graphs")] = False
+    choices: Annotated[
+        dict[str, str],
+        Meta(description="setting that was left to what is found here -> its value and why"),
+    ] = {}
+    threads: Annotated[int, Meta(description="that compute")]
+    phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
+    pid: Annotated[int, Meta(description="of the engine process")] = 0
+    spooled: Annotated[
+        bool, Meta(description="whether committed versions are kept for a restart")
+    ] = False
+    lost: Annotated[
+        dict[str, str],
+        Meta(description="role -> which committed version is not what is live, and why"),
+    ] = {}
+
+
+Ending = Literal[
+    "exited", "failed", "hung"
+]  # of an engine process: by itself or a signal; with its own last word; killed as it was silent
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    info: EngineInfo
+
+
+class Phase(Struct, frozen=True, tag="phase"):
+    """A start-up phase has ended."""
+
+    name: Annotated[str, Meta(description="of the start-up phase")]
+    seconds: Annotated[float, Meta(description="that it took")]
+    detail: Annotated[str, Meta(description="what it found")] = ""
+
+
+class PhaseProgress(Struct, frozen=True, tag="phase_progress"):
+    """A start-up phase that takes long goes on."""
+
+    name: str
+    done: int  # steps
+    of: int
+
+
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """The loop goes round and has had nothing else to say for a while."""
+
+
+class Outputs(Struct, frozen=True, tag="outputs"):
+    """Everything one step produced, and the gauges after it."""
+
+    outputs: list[StepOutput]
+    gauges: dict[str, float]
+    cycle: Cycle | None = None
+
+
+class WeightState(Struct, frozen=True, kw_only=True):
+    """What is live, what could be rolled back to, what is on its way."""
+
+    target: Annotated[str, Meta(description="the version that is live")]
+    drafter: Annotated[
+        str, Meta(description="the drafter's; empty where there is none to push")
+    ] = ""
+    previous: Annotated[
+        dict[str, str], Meta(description="role -> version before, which a rollback can restore")
+    ] = {}
+    open: Annotated[
+        dict[str, str],
+        Meta(description="version, role and state of a push on its way; empty without one"),
+    ] = {}
+    spooled: Annotated[
+        bool, Meta(description="whether committed versions are kept for a restart")
+    ] = False
+    quarantined: Annotated[
+        dict[str, str],
+        Meta(
+            description="role -> why nothing is generated: a push that wrote into the weights in use has failed"
+        ),
+    ] = {}
+    groups: Annotated[list[str], Meta(description="process groups that were joined")] = []
+    sockets: Annotated[
+        str,
+        Meta(description="directory of the sockets of pushes by ipc; empty: the channel is closed"),
+    ] = ""
+
+
+class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
+    """The answer to one weight command."""
+
+    id: str
+    state: WeightState
+    result: str = ""  # committed, staged, gathering, unchanged, aborted, named, rolled_back, looked, joined, left; or an error's code
+    error: tuple[str, str] | None = None  # (code, message)
+    version: str = ""
+    role: str = ""
+    checksums: dict[
+        str, str
+    ] = {}  # tensor -> "mix64:..." of its values; drafter names begin with "draft." where both are meant
+    phases: dict[str, float] = {}  # seconds
+    pause_ms: float = 0.0  # for which the commit kept the loop from stepping
+    values: bytes = b""  # of a tensor that was read: float32, row after row
+    shape: list[int] = []  # and how many
+
+
+class ControlReport(Struct, frozen=True, tag="control_report"):
+    """The answer to one control command: what it asks for is done, unless there is an error."""
+
+    id: str
+    error: tuple[str, str] | None = None  # (code, message)
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """The engine cannot start or go on."""
+
+    code: str
+    message: str
+
+
+Event = Ready | Phase | PhaseProgress | Heartbeat | Outputs | WeightReport | ControlReport | Failed
+_EVENTS = msgspec.msgpack.Decoder(Event)
+
+
+def decode_event(data: bytes) -> Event:
+    return _EVENTS.decode(data)
