@@ -15,7 +15,7 @@ from tests.rows_of_one import Sequence, batch, certain_rows
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.environment import strict_environment
-from tlt_server.models.numerics import Numerics
+from tlt_server.models.numerics import BLOCKS, METHODS, Method, Numerics
 from tlt_server.models.qwen2 import Qwen2
 from tlt_server.models.qwen3 import Qwen3
 
@@ -49,15 +49,15 @@ def build(family, numerics: Numerics):
 
 
 class Padded(Numerics):
-    """A library whose plain matmul fails the self-test."""
+    """Libraries whose matmuls all fail the self-test, other than in blocks."""
 
     def _row_invariant(self, weight_KN, bias_N):
-        return self.padded and super()._row_invariant(weight_KN, bias_N)
+        return self.method is BLOCKS and super()._row_invariant(weight_KN, bias_N)
 
 
-@pytest.fixture(params=["library", "padded"])
+@pytest.fixture(params=["chosen", "padded"])
 def numerics(request):
-    return Numerics("strict") if request.param == "library" else Padded("strict")
+    return Numerics("strict") if request.param == "chosen" else Padded("strict")
 
 
 @pytest.fixture(params=[Qwen2, Qwen3])
@@ -144,23 +144,59 @@ def test_fast_mode_is_never_tested_and_says_what_it_is():
     assert numerics.tested == 0 and "in distribution" in numerics.describe()
 
 
-def test_describe_names_the_path_taken(numerics, monkeypatch):
-    """A processor of another maker than the library's may have no fixed-order mode: then the padded
-    path is taken without our doing.
-    """
-    test, plain = numerics._row_invariant, list[bool]()
-
-    def tested(weight_KN, bias_N):
-        invariant = test(weight_KN, bias_N)
-        plain.extend([] if numerics.padded else [invariant])
-        return invariant
-
-    monkeypatch.setattr(numerics, "_row_invariant", tested)
+def test_describe_names_the_method_taken(numerics):
     build(Qwen2, numerics)
-    assert plain and not (all(plain) and isinstance(numerics, Padded))
-    assert numerics.describe().startswith(
-        "strict: library products (MKL_CBWR=" if all(plain) else "strict: padded"
-    )
+    assert numerics.method is BLOCKS or not isinstance(numerics, Padded)
+    assert numerics.describe().startswith(f"strict: {numerics.method.name} (MKL_CBWR=")
+
+
+def test_the_self_test_takes_the_first_method_that_passes():
+    class Second(Numerics):
+        def _row_invariant(self, weight_KN, bias_N):
+            return self.method in METHODS[1:]
+
+    numerics = Second("strict")
+    build(Qwen2, numerics)
+    assert numerics.method is METHODS[1] and numerics.tested
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_row_count_gives_the_bits_of_all_rows_at_once(threads):
+    """Every count from 1 to 512, of weights as wide and as tall as those of a small model."""
+    generator = torch.Generator().manual_seed(3)
+    numerics = Numerics("strict", threads=threads)
+    weights = [
+        (torch.randn(shape, generator=generator) / 16, None if bare else torch.ones(shape[1]))
+        for shape, bare in (((256, 768), True), ((512, 256), False), ((33, 77), True))
+    ]
+    numerics.self_test(weights)
+    for weight_KN, bias_N in weights:
+        x_RK = torch.randn(520, len(weight_KN), generator=generator)
+        all_RN = numerics.linear(x_RK, weight_KN, bias_N)
+        for count in range(1, 513):
+            start = count * 37 % (521 - count)
+            found_RN = numerics.linear(x_RK[start : start + count], weight_KN, bias_N)
+            assert torch.equal(found_RN, all_RN[start : start + count]), f"{count} rows"
+
+
+def test_a_method_pads_to_its_row_counts():
+    calls = []
+
+    def recorded(x_RK, weight_KN, bias_N):
+        calls.append(len(x_RK))
+        return x_RK @ weight_KN
+
+    numerics, weight_KN = Numerics("strict"), torch.randn(4, 3)
+    for method, expected in (
+        (Method("", recorded, min_rows=4), [4, 4, 5]),
+        (Method("", recorded, block=4), [4, 4, 4, 4]),
+    ):
+        calls.clear()
+        numerics.method = method
+        for rows in (1, 4, 5):
+            x_RK = torch.randn(rows, 4)
+            torch.testing.assert_close(numerics.linear(x_RK, weight_KN), x_RK @ weight_KN)
+        assert calls == expected
 
 
 def test_hopeless_library_is_an_error_with_a_remedy():

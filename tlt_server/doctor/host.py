@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.models.environment import library_environment, strict_environment
+from tlt_server.models.environment import library_environment
 
 SUPPORTED = ((3, 11), (3, 13))  # from, and below
 DISTRIBUTIONS = ("tlt-server", "tlt-kernels", "tlt-client")
@@ -120,10 +120,5 @@ def libraries(config: Config) -> Finding:
         return warn(
             found,
             "unset OMP_WAIT_POLICY: spinning threads keep frontend and clients off the processors",
-        )
-    if config.numerics == "strict" and not strict_environment():
-        return warn(
-            "this processor has no fixed-order mode of the matrix library, so products run in padded blocks, which is slower",
-            "use an x86 processor with AVX2, or --numerics fast where exactness in distribution is enough",
         )
     return ok(found)

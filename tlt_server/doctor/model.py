@@ -24,7 +24,7 @@ from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, feature_layers
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.loader import check_files, empty_target, own_dtype, unread
-from tlt_server.models.numerics import Numerics
+from tlt_server.models.numerics import BLOCKS, Numerics
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.spool import Spool
@@ -120,10 +120,10 @@ def numerics(config: Config) -> Finding:
         (torch.randn(inputs, min(outputs, WIDEST), generator=generator), None)
         for outputs, inputs in sorted(shapes)
     )
-    if tested.padded:
+    if tested.method is BLOCKS:
         return warn(
             tested.describe(),
-            "products run in padded blocks, which is slower; an x86 build of torch with MKL avoids it",
+            "matmuls in blocks are slower; use a build of torch with oneDNN, or an x86 processor with AVX2",
         )
     return ok(tested.describe())
 

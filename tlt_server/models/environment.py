@@ -32,11 +32,10 @@ def library_environment(numerics: str = "strict") -> dict[str, str]:
 
 
 def strict_environment(cpuinfo: str | None = None) -> dict[str, str]:
-    """What makes the matrix library's float32 matmuls row-invariant. `cpuinfo` is the text of
-    /proc/cpuinfo (read when None).
+    """Return what makes MKL's float32 matmuls row-invariant, by the text of /proc/cpuinfo.
 
-    Empty where no fixed-order mode is known (no AVX2: ARM, old x86); `Numerics` then falls back to
-    padded blocks.
+    Empty where no fixed-order mode is known (no AVX2: ARM, old x86). `Numerics` tests whether it
+    holds, and takes another method where it does not.
     """
     if cpuinfo is None:
         try:

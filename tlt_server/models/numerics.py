@@ -1,10 +1,10 @@
-"""How matmuls are computed: `strict` (a row's bits depend on the row and the weights only)
-or `fast`.
+"""How matmuls are computed: `strict` (a row's bits depend on the row and the weights only) or
+`fast`.
 
-A model owns one `Numerics` and sends every matmul through `linear`. Strict on a CPU is the
-library's own matmul, made row-invariant by `strict_environment()`; where the self-test finds that
-it is not (another library, another processor, the variable set too late), rows go in zero-padded
-blocks of 16 with a pinned thread count, tested likewise.
+A model owns one `Numerics` and sends every matmul through `linear`. Strict on a CPU is the first of
+`METHODS` that keeps a row's bits whatever rows it comes with; a self-test decides that on the
+model's own weights. Which one passes depends on the library, the processor and whether
+`strict_environment()` was set in time.
 
 Legend: R rows, K inputs, N outputs.
 """
@@ -12,117 +12,121 @@ Legend: R rows, K inputs, N outputs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tlt_server.errors import StartupError
 
-BLOCK = 16  # rows of a padded block
-TESTED_ROWS = (
-    1,
-    2,
-    7,
-    16,
-    33,
-    64,
-    128,
-    300,
-    600,
-)  # libraries change their method with the row count
-WORTH_THREADS = (
-    1 << 24
-)  # multiply-adds, about 200 us: below, waking sleeping threads costs more than they bring
+TESTED_ROWS = (1, 2, 3, 7, 16, 33, 64, 128, 300, 600)  # libraries change their kernel with the rows
+# Multiply-adds, about 200 us: below, waking sleeping threads costs more than they bring.
+WORTH_THREADS = 1 << 24
 _LARGE = 1 << 22  # weights of a matmul from which on the self-test looks at fewer row counts
 
 Mode = Literal["strict", "fast"]
 
 
+def _by_torch(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
+    return torch.mm(x_RK, weight_KN) if bias_N is None else torch.addmm(bias_N, x_RK, weight_KN)
+
+
+def _by_onednn(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_RK, weight_KN.t(), bias_N, "none", [], "")
+
+
+class Method(NamedTuple):
+    """A matmul of a library, and the row counts that it is called with."""
+
+    name: str
+    matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    min_rows: int = 1  # fewer are padded with zeros
+    block: int = 0  # rows of every call, padded with zeros; 0: all rows in one call
+
+
+# In order of preference. MKL's fixed-order modes hold for every row count on Intel's processors. On
+# AMD's, MKL computes 1 to 3 rows by another kernel than more, and oneDNN is twice as fast as MKL;
+# its kernels for one row and for several may differ. On a processor with AVX-512 a matmul
+# [1, 256] x [256, 768] took 19 us by oneDNN, 38 us by four rows of MKL, 84 us by a block.
+BLOCKS = Method("padded blocks of 16 rows", _by_torch, block=16)
+METHODS = (
+    Method("library matmuls", _by_torch),
+    Method("oneDNN's matmuls", _by_onednn),
+    Method("oneDNN's matmuls of at least 2 rows", _by_onednn, min_rows=2),
+    Method("library matmuls of at least 4 rows", _by_torch, min_rows=4),
+    BLOCKS,
+)
+
+
 class Numerics:
     def __init__(self, mode: Mode = "strict", *, threads: int | None = None) -> None:
-        """`threads`: torch threads of a large matmul, and of every padded block; None takes what
-        is set now.
-        """
+        """`threads`: torch threads of a large matmul; None takes what is set now."""
         if mode not in ("strict", "fast"):
             raise StartupError(f"numerics {mode!r} is not known; use 'strict' or 'fast'")
         self.mode, self.threads = mode, threads or torch.get_num_threads()
-        self.padded = False
-        self.tested = 0  # matmuls that the self-test covered
+        self.method = METHODS[0]
+        self.tested = 0  # weights that the self-test covered
 
     def linear(self, x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """`x @ weight (+ bias)`: [R, N]."""
-        if self.padded:
-            return self._padded(x_RK, weight_KN, bias_N)
-        if self.threads == 1 or len(x_RK) * weight_KN.numel() >= WORTH_THREADS:
-            return _matmul(x_RK, weight_KN, bias_N)
-        torch.set_num_threads(1)
-        out_RN = _matmul(x_RK, weight_KN, bias_N)
-        torch.set_num_threads(self.threads)
+        """Return `x @ weight (+ bias)`: [R, N]."""
+        rows, method = len(x_RK), self.method
+        if method.block:
+            parts = pad(x_RK, (0, 0, 0, -rows % method.block)).split(method.block)
+            return torch.cat([self._call(part, weight_KN, bias_N) for part in parts])[:rows]
+        if rows < method.min_rows:
+            padded_RK = pad(x_RK, (0, 0, 0, method.min_rows - rows))
+            return self._call(padded_RK, weight_KN, bias_N)[:rows]
+        return self._call(x_RK, weight_KN, bias_N)
+
+    def _call(self, x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
+        threads = 1 if len(x_RK) * weight_KN.numel() < WORTH_THREADS else self.threads
+        before = torch.get_num_threads()
+        if threads == before:
+            return self.method.matmul(x_RK, weight_KN, bias_N)
+        torch.set_num_threads(threads)
+        out_RN = self.method.matmul(x_RK, weight_KN, bias_N)
+        torch.set_num_threads(before)
         return out_RN
 
-    def _padded(self, x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
-        rows = x_RK.shape[0]
-        before = torch.get_num_threads()
-        if before != self.threads:
-            torch.set_num_threads(self.threads)
-        padded_RK = torch.nn.functional.pad(x_RK, (0, 0, 0, -rows % BLOCK))
-        out_RN = torch.cat([torch.mm(block_RK, weight_KN) for block_RK in padded_RK.split(BLOCK)])[
-            :rows
-        ]
-        if before != self.threads:
-            torch.set_num_threads(before)
-        return out_RN if bias_N is None else out_RN + bias_N
-
-    def self_test(self, matmuls: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Check row invariance on the model's own (weight_KN, bias_N); fall back to padded blocks,
-        or raise `StartupError`.
+    def self_test(self, weights: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Take the first method that is row-invariant on the model's own (weight_KN, bias_N);
+        `StartupError` where none is.
         """
         if self.mode == "fast":
             return
-        distinct = {(w.shape, w.stride(), b is None): (w, b) for w, b in matmuls}
+        distinct = {(w.shape, w.stride(), b is None): (w, b) for w, b in weights}
         self.tested = len(distinct)
-        for padded in (False, True):
-            self.padded = padded
-            broken = [
-                weight_KN.shape
-                for weight_KN, bias_N in distinct.values()
-                if not self._row_invariant(weight_KN, bias_N)
-            ]
+        for method in METHODS:
+            self.method = method
+            broken = [w.shape for w, b in distinct.values() if not self._row_invariant(w, b)]
             if not broken:
                 return
         raise StartupError(
-            f"strict numerics: the matmul by a weight of {list(broken[0])} depends on the rows around it, also in blocks of {BLOCK} rows; "
-            "set MKL_CBWR=AVX2,STRICT before the process starts, or choose numerics: fast (exact in distribution only)"
+            f"strict numerics: the matmul by a weight of {list(broken[0])} depends on the rows "
+            f"around it, also in {BLOCKS.name}; set MKL_CBWR=AVX2,STRICT before the process "
+            "starts, or choose numerics: fast (exact in distribution only)"
         )
 
     def _row_invariant(self, weight_KN: Tensor, bias_N: Tensor | None) -> bool:
         generator = torch.Generator().manual_seed(0)
-        counts = (1, 2, 7, 128) if weight_KN.numel() > _LARGE else TESTED_ROWS
+        counts = (1, 2, 3, 7, 128) if weight_KN.numel() > _LARGE else TESTED_ROWS
         x_RK = torch.randn(max(counts) + 1, weight_KN.shape[0], generator=generator)
-        expected_RN = self.linear(x_RK, weight_KN, bias_N)
+        try:
+            expected_RN = self.linear(x_RK, weight_KN, bias_N)
+        except (AttributeError, NotImplementedError):
+            return False  # torch was built without this library
         for count in counts:
             for start in (0, len(x_RK) - count):
-                if not torch.equal(
-                    self.linear(x_RK[start : start + count], weight_KN, bias_N),
-                    expected_RN[start : start + count],
-                ):
+                found_RN = self.linear(x_RK[start : start + count], weight_KN, bias_N)
+                if not torch.equal(found_RN, expected_RN[start : start + count]):
                     return False
         return True
 
     def describe(self) -> str:
-        """One line for start-up and `/server_info`."""
+        """Return one line for start-up and `/server_info`."""
         if self.mode == "fast":
-            return "fast: library products as they come; exact in distribution, not bit for bit"
+            return "fast: library matmuls as they come; exact in distribution, not bit for bit"
         library = f"MKL_CBWR={os.environ.get('MKL_CBWR', 'unset')}"
-        how = (
-            f"padded blocks of {BLOCK} rows, {self.threads} threads pinned"
-            if self.padded
-            else "library products"
-        )
-        return f"strict: {how} ({library}), self-test passed on {self.tested} shapes"
-
-
-def _matmul(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
-    return torch.mm(x_RK, weight_KN) if bias_N is None else torch.addmm(bias_N, x_RK, weight_KN)
+        return f"strict: {self.method.name} ({library}), self-test passed on {self.tested} shapes"
