@@ -1,8 +1,8 @@
-"""One choice as it grows: engine outputs in, deltas and at last one choice out. Owns text, stop
-strings and the surplus after them.
+"""A choice as it grows: outputs of the engine go in, deltas and finally one finished choice come
+out.
 
 When a stop string completes, the text ends before it and the token ids end with the token that
-completed it. The engine learns of it by an abort and may send more tokens first; they are dropped.
+completed it. The engine learns of it by an abort and may send more tokens first, which are dropped.
 A stop token (or EOS) is in the token ids and not in the text.
 """
 
@@ -35,8 +35,8 @@ class FinishedChoice(Struct, frozen=True, kw_only=True):
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """What one output added. Text may lag behind the tokens; the choice's text is the sum of its
-    deltas.
+    """The tokens and text that one output added. Text may come later than its tokens; the choice's
+    text is the sum of its deltas.
     """
 
     index: int
@@ -87,7 +87,7 @@ class GrowingChoice:
             self._prompt_logprobs = output.prompt_logprobs
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         shown: list[str] = []
-        if self._stops.matched is None:  # what comes behind a stop string counts for nothing
+        if self._stops.matched is None:  # tokens after a stop string do not count
             self._count(output)
             shown = self._take(output)
         self._span(output.weight_version, before, len(self.token_ids))
@@ -148,8 +148,8 @@ class GrowingChoice:
         return "stop" if self._stops.matched is not None else self._last.finish_reason
 
     def resumed(self) -> GenerateRequest:
-        """What an engine that has never seen this sequence goes on from. One more token ends a
-        sequence whose stop string is complete.
+        """Return the request by which an engine that has never seen this sequence continues it. One
+        more token ends a sequence whose stop string is complete.
         """
         request, sampling = self.request, self.request.sampling
         if self._stops.matched is not None:
@@ -200,5 +200,5 @@ class GrowingChoice:
 
 
 def _by_token(output: StepOutput) -> bool:
-    """Whether the output's last token is the stop token."""
+    """Return whether the output's last token is the stop token."""
     return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)

@@ -1,5 +1,5 @@
-"""How a generation reaches its client: as one reply or as server-sent events. Whatever ends the
-response ends the generation.
+"""Delivery of a generation to its client: as one reply or as server-sent events. The end of the
+response, for any reason, ends the generation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Response])
 
 
 async def unless(watch: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; when `watch` raises before that, its error, and `work` is cancelled."""
+    """Return the result of `work`. If `watch` raises first, cancel `work` and raise that error."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

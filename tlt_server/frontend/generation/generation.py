@@ -1,8 +1,8 @@
 """One batch from admission to its last item: what every dialect calls and only phrases differently.
 
 `Generations.start` admits a batch. `Generation.events` yields tokens as they come and each item as
-it ends: exactly one `FinishedItem` or one `FailedItem` per item. `close`, when the client has left or
-has everything, aborts what still runs.
+it ends: exactly one `FinishedItem` or one `FailedItem` per item. `close`, when the client has left
+or has everything, aborts what still runs.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Generations:
         *,
         accepted: bool = False,
     ) -> Generation:
-        """Submit what is open of these items. With `keep`, which gets the outputs before they become
-        events, the generation continues after a crash of the engine. `accepted`: an earlier
+        """Submit what is open of these items. With `keep`, which gets the outputs before they
+        become events, the generation continues after a crash of the engine. `accepted`: an earlier
         process has admitted them, so no bound refuses them now.
         """
         return Generation(self, items, deadline_s, owner, keep, accepted=accepted)
 
 
 class Generation:
-    """What is open of a batch on its way: iterate `events` once, then `close`."""
+    """The open items of one batch: iterate `events` once, then `close`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from tlt_server.records import GenerateRequest, StepOutput
 
 
 class TokenEvent(NamedTuple):
-    """What a choice gained. The one that ends it holds the choice, and its delta may be empty."""
+    """New tokens of a choice. The last one holds the finished choice, and its delta may be empty."""
 
     id: str
     delta: Delta
@@ -49,7 +49,7 @@ class _OpenItem:
         self.failed = False
 
     def fail(self, error: TltError) -> list[Event]:
-        """The item's error, once; its other choices are of no use any more."""
+        """Return the item's error, but only once; its other choices are dropped."""
         first, self.failed = not self.failed, True
         if isinstance(error, Poisoned):
             error = Poisoned(f"item {shown(self.id)} {error.message}")
@@ -65,10 +65,6 @@ class _OpenItem:
 
 
 class Items:
-    """The items of a batch as they grow: outputs in, events out. The same outputs give the same
-    events, live or from a journal.
-    """
-
     def __init__(self, batch: RequestBatch, text: Text, stop: Callable[[str], None]) -> None:
         """`stop(id)` asks the engine to end a sequence whose stop string is complete."""
         self._stream = batch.stream
@@ -84,7 +80,7 @@ class Items:
 
     @property
     def batch(self) -> str:
-        """What the ids of its sequences begin with, up to the first `-`."""
+        """The common start of the ids of its sequences, up to the first `-`."""
         return next(iter(self._owner), "").partition("-")[0]
 
     def __getitem__(self, id: str) -> GrowingChoice:
@@ -95,7 +91,7 @@ class Items:
 
     @property
     def named(self) -> dict[str, list[str]]:
-        """Item -> ids of its sequences."""
+        """Ids of the sequences of each item."""
         names: dict[str, list[str]] = {}
         for id, (item, _) in self._owner.items():
             names.setdefault(item.id, []).append(id)
@@ -130,12 +126,12 @@ class Items:
         return events
 
     def siblings(self, id: str) -> list[str]:
-        """Ids of the sequences of one item."""
+        """Return the ids of all sequences of the item that this one belongs to."""
         return [sequence.request.id for sequence in self._owner[id][0].sequences]
 
     def open(self) -> list[GenerateRequest]:
-        """Every sequence that has not ended, as an engine goes on with it; none of an item that has
-        failed.
+        """Return a request that continues each sequence that has not ended; none of an item that
+        has failed.
         """
         return [
             sequence.resumed()

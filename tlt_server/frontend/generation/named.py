@@ -1,4 +1,4 @@
-"""Which sequences belong to the name that a client gave its request, and to which key, so that they
+"""The sequences of each name that a client gave its request, with the key that asked, so that they
 can be aborted by that name.
 """
 
@@ -10,12 +10,10 @@ from tlt_server.frontend.http.keys import Caller
 
 
 class Named:
-    """Names may be in use twice; then they mean all that has them."""
+    """Open sequences by name. A name that is used twice means all sequences that have it."""
 
     def __init__(self) -> None:
-        self._owners: dict[
-            str, dict[str, str]
-        ] = {}  # name -> sequence -> the name of the key that began it
+        self._owners: dict[str, dict[str, str]] = {}  # name -> sequence -> name of the key
 
     def open(self, name: str, ids: Iterable[str], owner: str) -> None:
         self._owners.setdefault(name, {}).update(dict.fromkeys(ids, owner))
@@ -28,8 +26,8 @@ class Named:
             self._owners.pop(name, None)
 
     def find(self, names: Iterable[str], caller: Caller) -> list[str]:
-        """Ids of all sequences with one of these names that are the caller's to end; unknown ones
-        have ended already.
+        """Return the ids of all sequences with one of these names that the caller may end. An
+        unknown name has ended already.
         """
         return [
             id

@@ -1,5 +1,4 @@
-"""A token by itself: its bytes, those bytes as text, and how many characters of the text begin with
-it.
+"""A token by itself: its bytes, those bytes as text, and the number of characters that start in it.
 
 A token may hold a part of a character, so its text alone may show U+FFFD; its bytes are exact for
 byte-level and byte-fallback tokenizers, and joined they are the bytes of the text.
@@ -44,9 +43,13 @@ class Pieces:
     def _make(self, token_id: int) -> Piece:
         added = self._added.get(token_id)
         data = added.content.encode() if added is not None else self._bytes(token_id)
-        begun = sum(byte & 0xC0 != 0x80 for byte in data)  # the first byte of every UTF-8 character
+        starting = sum(
+            byte & 0xC0 != 0x80 for byte in data
+        )  # the first byte of every UTF-8 character
         return Piece(
-            data.decode(errors="replace"), data, 0 if added is not None and added.special else begun
+            data.decode(errors="replace"),
+            data,
+            0 if added is not None and added.special else starting,
         )
 
     def _bytes(self, token_id: int) -> bytes:

@@ -20,8 +20,8 @@ _IDS = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]]
 
 
 def _ids(value: Any, otherwise: ValidatorFunctionWrapHandler) -> Any:
-    """A list of ids passes in a quarter of the time that the other check takes, which says what is
-    wrong with one that does not.
+    """Accept a list of ids in a quarter of the time of pydantic's own check, which runs only to
+    explain a list that is wrong.
     """
     try:
         return msgspec.convert(value, _IDS)
@@ -40,7 +40,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 class SharedSampling(Strict):
-    """The fields that all dialects spell and mean alike."""
+    """Fields with the same name and meaning in all dialects."""
 
     temperature: float = Field(1.0, ge=0, le=100, description="0: the most likely token always")
     top_p: float = Field(
@@ -78,9 +78,11 @@ class SharedSampling(Strict):
 
 
 class SamplingFields(SharedSampling):
-    """Partial: an item's fields win over the batch's, those over the defaults."""
+    """Sampling fields, all optional: an item's win over the batch's, those over the defaults."""
 
-    top_k: int = Field(0, ge=0, le=MAX_INT32, description="keep so many most likely tokens; 0: all")
+    top_k: int = Field(
+        0, ge=0, le=MAX_INT32, description="keep this many most likely tokens; 0: all"
+    )
     max_tokens: Length | None = Field(
         256,
         description="null: what the prompt leaves of the model's length; 0: only read the prompt",
@@ -133,7 +135,9 @@ class ItemFields(Strict):
     n: Count = Field(1, description="choices")
     seed: Seed | None = Field(
         None,
-        description="keys the choices' noise: the same seed gives the same tokens; absent: the server's own",
+        description=(
+            "keys the choices' noise: the same seed gives the same tokens; absent: the server's own"
+        ),
     )
     sd: bool = Field(
         True, description="false: never speculate on this item; its tokens are the same"

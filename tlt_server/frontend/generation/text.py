@@ -78,7 +78,8 @@ class Text:
         """
         if self.tokenizer is None:
             raise InvalidRequest(
-                "this model directory has no tokenizer.json, so texts cannot be read; send token_ids"
+                "this model directory has no tokenizer.json, so texts cannot be read; send "
+                "token_ids"
             )
         return [
             encoding.ids

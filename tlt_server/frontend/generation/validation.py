@@ -1,7 +1,7 @@
-"""Server limits on a parsed request: one `Batch` of `GenerateRequest`s, or one typed 4xx with
-value, limit and remedy.
+"""The limits of the server on a parsed request: they give one `RequestBatch` of `GenerateRequest`s,
+or one typed 4xx with value, limit and remedy.
 
-`requests` has checked what is wrong whatever the server; `Validator` knows the model and the
+`requests` has refused what is wrong for every server; `Validator` knows the model and the
 configured limits. Every dialect ends in `Validator.batch`.
 """
 
@@ -29,7 +29,7 @@ from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.records import GenerateRequest, Sampling
 
-BREATH = 64  # items of a batch after which other requests have their turn
+BREATH = 64  # items of a batch after which other requests get a turn
 MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
@@ -41,12 +41,12 @@ class RequestItem(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What a dialect's user calls things, for messages; `{i}` is the item's place."""
+    """The names that a dialect's users know, for messages; `{i}` is the item's index."""
 
     items: str  # the list of items
     item: str  # one item's prompt
-    field: str  # in front of an item's field
-    sampling: str  # in front of a sampling field
+    field: str  # prefix of an item's field
+    sampling: str  # prefix of a sampling field
 
 
 NATIVE = Words("requests", "requests[{i}]", "requests[{i}].", "sampling.")
@@ -59,7 +59,7 @@ class RequestBatch(NamedTuple):
 
 
 class Validator:
-    """Applies the server's limits, those that cost nothing first.
+    """Applies the server's limits, beginning with those that cost nothing.
 
     `next_seed` serves requests without one; `choice_seed(seed, i)` keys choice i;
     `check_room(demand)` raises when there is no room for it.
@@ -80,9 +80,8 @@ class Validator:
             choice_seed,
         )
         self._check_room = check_room
-        self._serial = itertools.count(
-            secrets.randbits(48)
-        )  # rollouts come back with the ids that an earlier process gave them
+        # a random start, since rollouts come back with the ids that an earlier process gave them
+        self._serial = itertools.count(secrets.randbits(48))
 
     async def batch(
         self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE
@@ -94,9 +93,7 @@ class Validator:
         self._check_room(self._demand(request, info, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request.requests, info)
         serial, defaults = next(self._serial), request.sampling
-        samplings: dict[
-            int, Sampling
-        ] = {}  # items without fields of their own share one per room left
+        samplings: dict[int, Sampling] = {}  # by output room: shared by items without own fields
         items: list[RequestItem] = []
         prompt_tokens = output_tokens = 0
         for i, (item, token_ids) in enumerate(zip(request.requests, prompts, strict=True)):
@@ -141,17 +138,16 @@ class Validator:
         return RequestBatch(items, request.stream, deadline_s)
 
     def check_count(self, words: Words, items: int) -> None:
-        """What `batch` says of how many there are, for a dialect that makes items of what it is
-        given.
-        """
+        """Refuse too many items as `batch` does, for a dialect that makes the items itself."""
         limit = self._config.max_batch_items
         if items > limit:
             raise TooLarge(
-                f"{words.items} has {items} items; the limit is {limit} (max_batch_items): split the batch"
+                f"{words.items} has {items} items; the limit is {limit} (max_batch_items): split "
+                "the batch"
             )
 
     def _deadlines(self, request: NativeRequest) -> tuple[float, float]:
-        """The moments by which a sequence must have begun and ended."""
+        """Return the times by which a sequence must have started and ended."""
         config, now = self._config, time.monotonic()
         queue_timeout_s = (
             config.queue_timeout_s if request.queue_timeout_s is None else request.queue_timeout_s
@@ -170,7 +166,7 @@ class Validator:
     def _demand(
         self, request: NativeRequest, info: EngineInfo, begin_by_s: float, deadline_s: float
     ) -> Demand:
-        """What is known of it before its texts are tokenised."""
+        """Return the demand that is known before texts are tokenised."""
 
         def allowed(item: ItemFields) -> int:
             fields = (
@@ -195,7 +191,8 @@ class Validator:
         given = [name for name in PROMPTS if getattr(item, name) is not None]
         if len(given) != 1:
             raise InvalidRequest(
-                f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of {', '.join(PROMPTS)}"
+                f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of "
+                f"{', '.join(PROMPTS)}"
             )
         self._check_choices(field, item.n)
 
@@ -206,30 +203,32 @@ class Validator:
             )
 
     def check_choices(self, n: int) -> None:
-        """What `batch` says of one item's n, for a dialect that tokenises before it calls `batch`."""
+        """Refuse one item's n as `batch` does, for a dialect that tokenises first."""
         self._check_choices("", n)
         self._check_room(Demand(sequences=n))
 
     async def encode(
         self, wheres: Sequence[str], texts: Sequence[str], info: EngineInfo, *, special: bool = True
     ) -> list[list[int]]:
-        """Token ids of each text, or `InvalidRequest` before a text is tokenised that has more
-        characters than the longest prompt can hold (a tokenizer that drops characters is held to
-        the same bound). Tokenising leaves the event loop free.
+        """Return the token ids of each text. `InvalidRequest` before a text is tokenised that has
+        more characters than the longest prompt can hold; a tokenizer that drops characters has the
+        same bound. Tokenising leaves the event loop free.
         """
         tokens, longest = self._prompt_limit(info), self._text.longest_token
         for where, text in zip(wheres, texts, strict=True):
             if 0 < tokens * longest < len(text):
                 raise InvalidRequest(
-                    f"{where} has a text of {len(text)} characters; the limit is {tokens * longest} (max_prompt_tokens "
-                    f"{tokens}, and no token of this model has more than {longest} characters): shorten it"
+                    f"{where} has a text of {len(text)} characters; the limit is "
+                    f"{tokens * longest} (max_prompt_tokens "
+                    f"{tokens}, and no token of this model has more than {longest} characters): "
+                    "shorten it"
                 )
         return await asyncio.to_thread(self._text.encode, texts, special=special)
 
     async def _prompts(
         self, words: Words, items: list[ItemFields], info: EngineInfo
     ) -> list[list[int]]:
-        """Token ids per item."""
+        """Return the token ids of each item."""
         chats = {
             words.item.format(i=i): self._text.render(
                 [m.model_dump(exclude_none=True) for m in item.messages]
@@ -258,18 +257,20 @@ class Validator:
         ]
 
     def _check_prompt(self, where: str, token_ids: list[int], info: EngineInfo) -> int:
-        """Output tokens that fit after this prompt."""
+        """Return the number of output tokens that fit after this prompt."""
         if not token_ids:
             raise InvalidRequest(f"{where} has an empty prompt; give at least one token")
         if max(token_ids) >= info.vocab_size:
             raise InvalidRequest(
-                f"{where} has the token id {max(token_ids)}; ids of this model end at {info.vocab_size - 1}: "
+                f"{where} has the token id {max(token_ids)}; ids of this model end at "
+                f"{info.vocab_size - 1}: "
                 "tokenise with the served model's tokenizer"
             )
         limit = self._prompt_limit(info)
         if len(token_ids) > limit:
             raise InvalidRequest(
-                f"{where} has a prompt of {len(token_ids)} tokens; the limit is {limit} (max_prompt_tokens, and "
+                f"{where} has a prompt of {len(token_ids)} tokens; the limit is {limit} "
+                "(max_prompt_tokens, and "
                 f"max_model_len {info.max_model_len} less one): shorten it"
             )
         return info.max_model_len - len(token_ids)
@@ -298,16 +299,20 @@ class Validator:
         max_tokens = wanted if explicit else min(wanted, limit)
         if max_tokens > limit:
             raise InvalidRequest(
-                f"{where}max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, and what the prompt "
-                f"leaves of max_model_len {info.max_model_len}): ask for fewer or shorten the prompt"
+                f"{where}max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, "
+                "and what the prompt "
+                f"leaves of max_model_len {info.max_model_len}): ask for fewer or shorten the "
+                "prompt"
             )
         if get("min_tokens") > max_tokens:
             raise InvalidRequest(
-                f"{where}min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: lower it"
+                f"{where}min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: "
+                "lower it"
             )
         if 0 < get("temperature") < MIN_TEMPERATURE:
             raise InvalidRequest(
-                f"{where}temperature is {get('temperature'):g}; it must be 0 or at least {MIN_TEMPERATURE:g}: "
+                f"{where}temperature is {get('temperature'):g}; it must be 0 or at least "
+                f"{MIN_TEMPERATURE:g}: "
                 "use 0 for greedy decoding"
             )
         prompt_logprobs = (
@@ -320,7 +325,8 @@ class Validator:
             if count > self._config.max_logprobs:
                 all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
                 raise InvalidRequest(
-                    f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} (max_logprobs): "
+                    f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} "
+                    "(max_logprobs): "
                     "ask for fewer"
                 )
         fields = {name: get(name) for name in SamplingFields.model_fields}
@@ -337,7 +343,8 @@ class Validator:
         stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop))
         if len(stops) > self._config.max_stop_strings:
             raise InvalidRequest(
-                f"{where}stop has {len(stops)} strings; the limit is {self._config.max_stop_strings} (max_stop_strings)"
+                f"{where}stop has {len(stops)} strings; the limit is "
+                f"{self._config.max_stop_strings} (max_stop_strings)"
             )
         if "" in stops:
             raise InvalidRequest(
@@ -350,31 +357,36 @@ class Validator:
             )
         if stops and self._text.tokenizer is None:
             raise InvalidRequest(
-                f"{where}stop needs text, and this model directory has no tokenizer.json; use stop_token_ids"
+                f"{where}stop needs text, and this model directory has no tokenizer.json; use "
+                "stop_token_ids"
             )
         return stops
 
     def _stop_token_ids(self, where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
         if len(ids) > self._config.max_stop_token_ids:
             raise InvalidRequest(
-                f"{where}stop_token_ids has {len(ids)} ids; the limit is {self._config.max_stop_token_ids} "
+                f"{where}stop_token_ids has {len(ids)} ids; the limit is "
+                f"{self._config.max_stop_token_ids} "
                 "(max_stop_token_ids)"
             )
         if ids and max(ids) >= info.vocab_size:
             raise InvalidRequest(
-                f"{where}stop_token_ids has {max(ids)}; ids of this model end at {info.vocab_size - 1}"
+                f"{where}stop_token_ids has {max(ids)}; ids of this model end at "
+                f"{info.vocab_size - 1}"
             )
         return tuple(ids)
 
     def _logit_bias(self, where: str, bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
         if len(bias) > self._config.max_logit_bias:
             raise InvalidRequest(
-                f"{where}logit_bias has {len(bias)} entries; the limit is {self._config.max_logit_bias} (max_logit_bias)"
+                f"{where}logit_bias has {len(bias)} entries; the limit is "
+                f"{self._config.max_logit_bias} (max_logit_bias)"
             )
         for key in bias:
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= info.vocab_size:
                 raise InvalidRequest(
-                    f"{where}logit_bias has the key {shown(key)}; keys are token ids from 0 to {info.vocab_size - 1}"
+                    f"{where}logit_bias has the key {shown(key)}; keys are token ids from 0 to "
+                    f"{info.vocab_size - 1}"
                 )
         return {int(key): value for key, value in bias.items()}
 
@@ -385,7 +397,8 @@ class Validator:
         ):
             if value > limit:
                 raise TooLarge(
-                    f"the request asks for {value} or more tokens, counting every choice; the limit is {limit} ({name}): "
+                    f"the request asks for {value} or more tokens, counting every choice; the "
+                    f"limit is {limit} ({name}): "
                     "split the batch, or lower n or max_tokens"
                 )
 
@@ -395,6 +408,7 @@ def _check_distinct(ids: list[str]) -> None:
     for id in ids:
         if id in seen:
             raise InvalidRequest(
-                f"the id {shown(id)} is used twice in requests; ids of one batch must differ (or leave them out)"
+                f"the id {shown(id)} is used twice in requests; ids of one batch must differ (or "
+                "leave them out)"
             )
         seen.add(id)

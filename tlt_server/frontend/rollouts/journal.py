@@ -1,10 +1,10 @@
-"""One append-only file per rollout: what was asked, every output as it came, the end. Owns the
-framing and its tears.
+"""The journal of a rollout: one append-only file with its request, every output as it came, and its
+end.
 
 A record is 4 bytes of length, 4 of checksum (CRC-32 of length and payload), then msgpack. Reading
-ends before the first record that is not whole and in place; writing goes on there. One write per
-append and no fsync: a record outlives the process that wrote it, and not the machine's power.
-Prompts stand in the file; it has mode 0600. Called by `rollouts`.
+ends before the first record that is not whole and in order; writing continues there. There is one
+write per append and no fsync: a record survives the process that wrote it, but not a power failure.
+The file has mode 0600, since it contains prompts. Called by `rollouts`.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class KeptItem(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
-    """What was asked. Times are of the wall clock: another process may read them."""
+    """The request. Times are of the wall clock, since another process may read them."""
 
     id: str
     model: str
     detached: bool
-    owner: str = ""  # the name of the API key that began it; empty on a server without keys
-    key: str  # idempotency key of the client, empty without
-    digest: str  # of the body that came with the key
+    owner: str = ""  # name of the API key that asked; empty on a server without keys
+    key: str  # idempotency key of the client; empty without one
+    digest: str  # digest of the body that came with the key
     created_s: float
     deadline_s: float
     items: list[KeptItem]
@@ -74,11 +74,13 @@ class RolloutEnd(Struct, frozen=True, tag="end"):
 
 Record = Header | Grown | RolloutEnd
 _DECODER = msgspec.msgpack.Decoder(Record)
-_END = msgspec.msgpack.encode(RolloutEnd(0.0, 0))[:10]  # as every end begins, and no other record
+_END = msgspec.msgpack.encode(RolloutEnd(0.0, 0))[
+    :10
+]  # the start of every end, and of no other record
 
 
 class Past(NamedTuple):
-    """What a journal says. `length`: bytes of whole records."""
+    """The content of a journal. `length`: bytes of whole records."""
 
     header: Header
     outputs: list[StepOutput]
@@ -87,7 +89,7 @@ class Past(NamedTuple):
 
 
 class Outline(NamedTuple):
-    """Of a journal, all but the outputs. `length`: bytes of whole frames."""
+    """The content of a journal without the outputs. `length`: bytes of whole frames."""
 
     header: Header
     end: RolloutEnd | None
@@ -101,7 +103,7 @@ def frame(record: Record) -> bytes:
 
 
 def past(data: bytes) -> Past | None:
-    """The longest prefix of whole records in their order (header, outputs, end); None where not
+    """Return the longest prefix of whole records in order (header, outputs, end); None where not
     even the header is whole.
     """
     header: Header | None = None
@@ -123,8 +125,8 @@ def past(data: bytes) -> Past | None:
 
 
 def outline(data: bytes) -> Outline | None:
-    """As `past`, but what stands between header and end is only summed, which takes an eighth of
-    the time.
+    """Read a journal as `past` does, but only check the sums of records between header and end,
+    which takes an eighth of the time.
     """
     header: Header | None = None
     end: RolloutEnd | None = None
@@ -151,12 +153,12 @@ def _records(data: bytes) -> Iterator[tuple[Record, int]]:
     for payload, after in _frames(data):
         try:
             yield _DECODER.decode(payload), after
-        except msgspec.MsgspecError:  # whole, but of another version's making
+        except msgspec.MsgspecError:  # whole, but written by another version
             return
 
 
 def _frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
-    """Payloads that are whole, and where each ends."""
+    """Yield each payload that is whole, and its end."""
     view, at = memoryview(data), 0
     while at + FRAME <= len(data):
         head, checksum = view[at : at + 4], view[at + 4 : at + FRAME]
@@ -171,12 +173,10 @@ def _frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
 
 
 class Journal:
-    """The file while it is written; every method raises `StorageFailed` where the disk does not do
-    its part.
-    """
+    """The file while it is written. Every method raises `StorageFailed` when the disk fails."""
 
     def __init__(self, path: Path, length: int = 0) -> None:
-        """`length`: of the whole records that are there already; what is behind them goes."""
+        """`length`: bytes of the whole records in the file; the rest is cut off."""
         self.path, self.bytes = path, length
         with _storage(path):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -199,8 +199,8 @@ def _storage(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageFailed(
-            f"the journal of the rollout cannot be written ({error.strerror}); free space in the file system of state_dir "
-            "or delete rollouts, then send the request again",
+            f"the journal of the rollout cannot be written ({error.strerror}); free space in the "
+            "file system of state_dir or delete rollouts, then send the request again",
             retry_after_s=5,
         ) from None
 

@@ -1,6 +1,4 @@
-"""One rollout: what it was asked, how far it is, and its journal. `Rollouts` runs it and changes
-it.
-"""
+"""One rollout: its request, its progress and its journal. `Rollouts` runs and changes it."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ Ended = dict[str, FinishedItem | FailedItem]  # by item
 
 
 class Replayed(NamedTuple):
-    length: int  # of the journal's whole records
+    length: int  # bytes of the journal's whole records
     items: Items
     ended: Ended
-    done: bool  # its end was written down
+    done: bool  # the journal has its end
 
 
 class KeptRollout:
-    """One batch. While it runs, `items` grow; its results stay in memory until they are fetched,
-    then in the journal alone.
+    """One batch. While it runs, `items` grow. Its results stay in memory until they are fetched,
+    and then only in the journal.
     """
 
     def __init__(self, header: Header, path: Path) -> None:
@@ -50,12 +48,12 @@ class KeptRollout:
 
     @property
     def deadline_s(self) -> float:
-        """On this process's clock."""
+        """The deadline on this process's clock."""
         return time.monotonic() + self.header.deadline_s - time.time()
 
     def replayed(self, make: Callable[[RequestBatch], Items]) -> Replayed:
-        """What the journal says, made into items as when it was live. `NotFound` when the rollout
-        has just been forgotten.
+        """Make the journal's outputs into items, as when they were live. `NotFound` when the
+        rollout has just been forgotten.
         """
         try:
             said = past(self.path.read_bytes())
@@ -82,14 +80,14 @@ class KeptRollout:
         return Replayed(said.length, items, ended, said.end is not None)
 
     def count(self) -> tuple[int, int]:
-        """Items ended and tokens made so far."""
+        """Return the items that have ended and the tokens generated so far."""
         if self.done_s is not None:
             return len(self.item_ids), self.tokens
         return len(self.ended or ()), self.items.tokens if self.items is not None else 0
 
     async def wait(self, wait_s: float | None = None) -> None:
-        """Until it is done or the time is up; the typed error when it is deleted or the server
-        stops first.
+        """Wait until it is done or the time is up. Raise the typed error if it is deleted, or the
+        server stops, first.
         """
         await asyncio.wait([self._over], timeout=wait_s)
         if self.is_over:
@@ -100,11 +98,11 @@ class KeptRollout:
         return self._over.done()
 
     def over(self, error: TltError | None = None) -> None:
-        """Nothing more comes from this process."""
+        """Settle the rollout: this process adds nothing more to it."""
         if self.is_over:
             return
         if error is None:
             self._over.set_result(None)
         else:
             self._over.set_exception(error)
-            self._over.exception()  # seen, even when nobody waits
+            self._over.exception()  # mark it as retrieved: there may be no waiter

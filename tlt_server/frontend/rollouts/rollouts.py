@@ -89,11 +89,13 @@ class Rollouts:
             ]
         except BlockingIOError:
             raise StartupError(
-                f"{self._directory} is in use by another server; name another --state-dir, or stop that one"
+                f"{self._directory} is in use by another server; name another --state-dir, or stop "
+                "that one"
             ) from None
         except OSError as error:
             raise StartupError(
-                f"rollouts cannot be kept in {self._directory} ({error.strerror}); name another --state-dir"
+                f"rollouts cannot be kept in {self._directory} ({error.strerror}); name another "
+                "--state-dir"
             ) from None
         for rollout in sorted(
             (rollout for rollout in found if rollout), key=lambda rollout: rollout.header.created_s
@@ -121,7 +123,8 @@ class Rollouts:
         for rollout in stopped:
             rollout.over(
                 Unavailable(
-                    "the server is stopping; the rollout goes on when a server with this state_dir starts"
+                    "the server is stopping; the rollout goes on when a server with this state_dir "
+                    "starts"
                     if self.lasting
                     else "the server is stopping, and without a state_dir its rollouts end with it",
                     retry_after_s=5,
@@ -146,7 +149,8 @@ class Rollouts:
         rollout = self._by_id.get(id)
         if rollout is None or not caller.sees(rollout.header.owner):
             raise NotFound(
-                f"there is no rollout {id[:80]!r}; it was deleted, or finished more than {self._ttl_s:g} s ago (rollout_ttl_s), "
+                f"there is no rollout {id[:80]!r}; it was deleted, or finished more than "
+                f"{self._ttl_s:g} s ago (rollout_ttl_s), "
                 "or begun by a server without this state_dir: send its request again"
             )
         return rollout
@@ -158,7 +162,8 @@ class Rollouts:
         rollout = self._by_key.get((owner, key))
         if rollout is not None and rollout.header.digest != digest:
             raise Conflict(
-                f"the Idempotency-Key {key[:80]!r} came before with another body; repeat that body, or use a new key"
+                f"the Idempotency-Key {key[:80]!r} came before with another body; repeat that "
+                "body, or use a new key"
             )
         return rollout
 
@@ -168,7 +173,8 @@ class Rollouts:
         """Write down and submit a batch, or (with a typed error) neither."""
         if len(self._by_id) >= self._most and not self._make_room():
             raise QueueFull(
-                f"{len(self._by_id)} rollouts are kept, the limit is {self._most} (max_rollouts); fetch or delete finished "
+                f"{len(self._by_id)} rollouts are kept, the limit is {self._most} (max_rollouts); "
+                "fetch or delete finished "
                 "ones, or wait for some to end",
                 retry_after_s=self._next_expiry_s(),
             )
@@ -216,7 +222,8 @@ class Rollouts:
                 ]
             if rollout.done_s is not None and not done:
                 raise StorageFailed(
-                    f"the journal of the rollout {rollout.header.id} was written by another version of this server and "
+                    f"the journal of the rollout {rollout.header.id} was written by another "
+                    "version of this server and "
                     "cannot be read to its end; send its request again"
                 )
         return [ended[id] for id in rollout.item_ids if id in ended]
@@ -266,7 +273,8 @@ class Rollouts:
         """
         if rollout.header.model != self._model:
             raise Conflict(
-                f"the rollout was begun with the model {rollout.header.model}, this server serves {self._model}; "
+                f"the rollout was begun with the model {rollout.header.model}, this server serves "
+                f"{self._model}; "
                 "send its request again"
             )
         async with self._replaying:
@@ -282,7 +290,8 @@ class Rollouts:
         while not rollout.is_over:
             if time.monotonic() >= rollout.deadline_s:
                 raise DeadlineExceeded(
-                    "the deadline (timeout_s) passed before the engine could take the rollout up again; ask for "
+                    "the deadline (timeout_s) passed before the engine could take the rollout up "
+                    "again; ask for "
                     "more time"
                 )
             try:
@@ -341,7 +350,8 @@ class Rollouts:
         while self._bytes + len(framed) > self._most_bytes:
             if not self._make_room():
                 raise StorageFailed(
-                    f"the rollouts kept would take {self._bytes + len(framed)} bytes, the limit is {self._most_bytes} "
+                    f"the rollouts kept would take {self._bytes + len(framed)} bytes, the limit is "
+                    f"{self._most_bytes} "
                     "(max_rollout_mb); fetch or delete finished ones, or wait",
                     retry_after_s=5,
                 )

@@ -1,5 +1,5 @@
-"""Process groups that trainers make with this server, and the tensors that they say come through
-them, in whatever dialect they say it.
+"""Process groups that trainers make with this server, and the tensors that they announce through
+them, in any dialect.
 
 A trainer names some tensors per call, in the order in which it broadcasts them; a version is
 complete when none is missing. The engine joins, receives and checks
@@ -35,9 +35,9 @@ Dimensions = Annotated[
 
 
 class Packing(NamedTuple):
-    """How tensors are cut into broadcasts."""
+    """The way that tensors are cut into broadcasts."""
 
-    packed: bool = False  # in buckets of raw bytes; else one each
+    packed: bool = False  # True: buckets of raw bytes; False: one broadcast per tensor
     bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
 
 
@@ -57,13 +57,14 @@ class Broadcasts:
         prefixed: bool = False,
         unique_id: bytes = b"",
     ) -> list[str]:
-        """Answers once all ranks are there, with the groups that are joined. With NCCL's
+        """Join a group. Return, once all ranks are there, the groups that are joined. With NCCL's
         `unique_id` there is neither address nor port.
         """
         number = int(port) if str(port).isdecimal() else 0
         if not (1 <= number <= 65535 or unique_id) or not 1 <= rank < world_size:
             raise InvalidRequest(
-                f"the port is {port!r} and the rank {rank} of {world_size}; a port is from 1 to 65535, rank 0 is the "
+                f"the port is {port!r} and the rank {rank} of {world_size}; a port is from 1 to "
+                "65535, rank 0 is the "
                 "trainer's, and ranks are below the world size"
             )
         report = await self._session.ask(
@@ -82,14 +83,16 @@ class Broadcasts:
         return report.state.groups
 
     async def leave(self, name: str) -> list[str]:
-        """One that is not joined is left already."""
+        """Leave a group and return the groups that are joined. A group that is not joined counts as
+        left.
+        """
         return (await self._session.ask(LeaveGroup(self._session.command_id(), name))).state.groups
 
     @asynccontextmanager
     async def announced(self, group: object) -> AsyncIterator[None]:
-        """Around what is done with a body that says what comes through this group before the engine
-        is asked to take it. Where that fails nobody will, and the engine leaves the group, as the
-        next push would take it for its own. `group`: as the body has it.
+        """Enclose the checks of a body that announces tensors through this group, before the engine
+        is asked to take them. When they fail no one takes the tensors, so the engine leaves the
+        group, since the next push would take them for its own. `group`: as the body has it.
         """
         try:
             yield
@@ -112,8 +115,8 @@ class Broadcasts:
         version: str = "",
         in_flight: InFlight = "continue",
     ) -> WeightReport:
-        """Take these tensors through the group. `selector`: whose they are; None: as the update
-        says.
+        """Take these tensors through the group. `selector`: whose they are; None: those of the
+        update.
         """
         entries = list(tensors)
         return await self.begin(
@@ -132,7 +135,7 @@ class Broadcasts:
         )
 
     async def begin(self, update: Update, manifest: Manifest) -> WeightReport:
-        """Push it; where the update takes no more, its group is left, as of any that is refused."""
+        """Push the manifest. Where the update takes no more, leave the group, as after any refusal."""
         async with self.announced(manifest.group):
             self._session.check_takes(update)
         return await update.push(manifest)
@@ -148,10 +151,11 @@ class Broadcasts:
 def described(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[TensorEntry]:
-    """Tensors that come as lists of their names, types and shapes."""
+    """Return the entries of tensors that are given as lists of names, types and shapes."""
     if not names or len({len(names), len(dtypes), len(shapes)}) > 1:
         raise InvalidRequest(
-            f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each for every "
+            f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give "
+            "one of each for every "
             "tensor, in the order in which they are broadcast"
         )
     return [

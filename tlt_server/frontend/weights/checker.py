@@ -1,7 +1,7 @@
-"""Checksums of everything live, computed anew, and what they are compared with: a baseline, or what
-was remembered.
+"""Checksums of all live weights, computed at each call, and their comparison with a baseline or
+with remembered checksums.
 
-Two dialects ask for this, by `CheckFields` both, and share what is remembered; only their replies
+Two dialects call this, both with `CheckFields`, and share what is remembered; only their replies
 differ.
 """
 
@@ -27,7 +27,7 @@ class CheckFields(NullIsAbsent):
 
 
 class Checked(NamedTuple):
-    """One of the two: what a comparison found is None where none was asked for."""
+    """The checksums, or the mismatches that a comparison found; the other one is None."""
 
     checksums: dict[str, str] | None
     mismatches: list[str] | None
@@ -50,11 +50,12 @@ class WeightChecker:
         return (await self._session.look(checksums=True)).checksums
 
     async def _mismatches(self, baseline: dict[str, str] | None) -> list[str]:
-        """Names whose sums differ from the baseline, or from those remembered."""
+        """Return the names whose checksums differ from the baseline, or from those remembered."""
         expected = self._remembered if baseline is None else baseline
         if not expected:
             raise InvalidRequest(
-                "there is nothing to compare with; give baseline as an object of checksums, or call with action reset "
+                "there is nothing to compare with; give baseline as an object of checksums, or "
+                "call with action reset "
                 "first"
             )
         sums = await self._sums()

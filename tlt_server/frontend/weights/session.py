@@ -1,13 +1,13 @@
-"""A session around a weight update, as trainers open and close one: what is pushed in between
-becomes live at its end, or nothing does.
+"""A session around a weight update, as trainers begin and end one: everything that is pushed in
+between becomes live at its end, or nothing does.
 
-Beneath is one transaction (`weights/transaction.py`), which knows whose a push is by the session's
-id: a push inside a session stays staged, and the end commits it, under the name that the trainer
-gives last. Outside a session, and where nothing can be staged (`weight_staging` none), a push
-commits by itself. Only this server's one session is known; all dialects share it, and every push of
-weights comes through it. Invariant: what an end commits or names was pushed in the session that it
-ends, by calls that began in it. Whose trainer falls silent is ended after a while, and what it
-staged is dropped: until then it holds up what anybody else pushes.
+The engine has one transaction (`weights/transaction.py`), which knows a push by the session's id: a
+push inside a session stays staged, and the end commits it under the last name that the trainer
+gave. Outside a session, and where nothing can be staged (`weight_staging` none), a push commits by
+itself. The server has one session, which all dialects share, and every push of weights comes
+through it. Invariant: an end commits or names only what was pushed in its own session, by calls
+that started in it. A session whose trainer falls silent ends after a while and drops what it
+staged, since until then it holds up every other push.
 """
 
 from __future__ import annotations
@@ -53,25 +53,24 @@ log = structlog.get_logger()
 
 
 class UpdateStatus(Struct, frozen=True):
-    """A weight update that was begun and not ended: what anybody pushes stays staged until its end
-    (POST /end_weight_update or /finish_weight_update). One that is begun anew drops what the one
-    before staged.
+    """A weight update that was started and not ended: every push stays staged until its end
+    (POST /end_weight_update or /finish_weight_update). Starting another drops what this one staged.
     """
 
     selector: Annotated[str, Meta(description="whose weights it brings")]
     pushes: Annotated[int, Meta(description="calls that have pushed in it")]
-    age_s: Annotated[float, Meta(description="since it was begun")]
+    age_s: Annotated[float, Meta(description="since it was started")]
     ends_in_s: Annotated[
         float,
         Meta(
-            description="after which it is ended and dropped, if nobody calls (weight_update_ttl_s)"
+            description="until it is ended and dropped, unless a call comes (weight_update_ttl_s)"
         ),
     ]
 
 
 class Update:
-    """One weight update, from its begin until its end or the next begin. A call that pushes keeps
-    the one that it began in.
+    """One weight update, from its start until its end or the next start. A call that pushes keeps
+    the update that it started in.
     """
 
     def __init__(
@@ -82,40 +81,44 @@ class Update:
         ended: WeightReport | None = None,
         name: str = "",
     ) -> None:
-        """Without a selector: what is pushed outside any session."""
+        """No selector: the update stands for pushes outside any session."""
         self._session, self.selector, self.id = session, selector, id
-        self.ended = ended  # how its end was answered, for a repeated one; outside any session: how the last one's, until a push
+        # the answer to its end, for a repeated end; outside any session that of the last session,
+        # until a push
+        self.ended = ended
         self.ending = asyncio.Lock()
-        self.name = name  # for what becomes live at the end, or has
-        self.calls = 0  # that began to push
-        self.succeeded = 0  # number of the last call that did
-        self.owed: set[str] = set()  # whose weights a push was to bring and has not
-        self.brought: set[str] = set()  # whose weights came, to be live at the end
-        self.waits = False  # what was pushed is staged, or gathers
-        self.live = ""  # version of the target where what was pushed is live already
-        self.pushing = 0  # calls that are on their way
-        self.begun_s = self.touched_s = 0.0  # by the loop's clock
-        self.follows_a_drop = False  # outside any session: the one before has ended by itself, and its trainer may not know, until a push
-        self.told = False  # the first push since then was refused, so that its trainer knows
+        self.name = name  # of the version that becomes live at the end, or is live
+        self.calls = 0  # number of calls that have started to push
+        self.succeeded = 0  # number of the last call that succeeded
+        self.owed: set[str] = set()  # roles that a push was to bring and has not
+        self.brought: set[str] = set()  # roles that came, to be live at the end
+        self.waits = False  # the pushed weights are staged, or more of them are to come
+        self.live = ""  # version of the target where the pushed weights are live already
+        self.pushing = 0  # number of calls in progress
+        self.started_s = self.touched_s = 0.0  # by the loop's clock
+        # outside any session, until a push: the last session ended by itself, and its trainer may
+        # not know
+        self.follows_a_drop = False
+        self.refused_one = False  # the first push since then was refused, so its trainer knows
 
     @property
     def role(self) -> Role:
-        """Of a push that does not say whose weights it brings."""
+        """The role of a push that names none."""
         return "drafter" if self.selector == "draft" else "target"
 
     @property
     def holds_a_target(self) -> bool:
-        """Whose end is still to come."""
+        """True if the end of this update would make a target live."""
         return self.selector in ("target", "all") and "target" in self.brought
 
     async def push(self, manifest: Manifest) -> WeightReport:
-        """Live when this returns; or staged, inside a session; or gathering, where the manifest is
-        partial and tensors are missing.
+        """Push weights. On return they are live, or staged (inside a session), or gathering (the
+        manifest is partial and tensors are missing).
         """
         return succeeded(await self.tried(manifest))
 
     async def tried(self, manifest: Manifest) -> WeightReport:
-        """The same, with the engine's refusal as a report."""
+        """Push as `push` does, but return the engine's refusal as a report."""
         session = self._session
         session.check_takes(self)
         if self.selector is not None:
@@ -137,32 +140,35 @@ class Update:
 
 class WeightSession:
     def __init__(self, engine: EngineClient, *, stages: bool, ttl_s: float = 600.0) -> None:
-        """`stages`: a version lies somewhere else than the one in use until it is committed.
-        `ttl_s`: that a session may be idle.
+        """`stages`: a version is kept apart from the one in use until it is committed.
+        `ttl_s`: time for which a session may be idle.
         """
         self._engine, self.stages, self._ttl_s = engine, stages, ttl_s
         self._update = Update(self)
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def begin(self, selector: Selector) -> None:
-        """What an earlier session left, staged or on its way, is dropped; a repeated begin changes
-        nothing else. `Conflict` where that would drop a target's weights for the drafter's: a
-        trainer that means to bring both would learn from the wrong target for ever.
+        """Start a session and drop what an earlier one left, staged or on its way; a repeated start
+        changes nothing else. `Conflict` where that would drop a target's weights for the drafter's:
+        a trainer that means to bring both would learn from the wrong target for ever.
         """
         if selector == "draft" and self._update.holds_a_target:
             raise Conflict(
-                "a weight update that was begun holds weights of the target, which this would drop; finish it first (POST "
-                "/finish_weight_update, /end_weight_update), or begin it anew, for all or for the target, to drop them"
+                "a weight update that was started holds weights of the target, which this would "
+                "drop; "
+                "finish it first (POST /finish_weight_update, /end_weight_update), or start it "
+                "again, "
+                "for all or for the target, to drop them"
             )
         earlier, self._update = self._update, Update(self, selector, self.command_id())
-        self._update.begun_s = self._update.touched_s = asyncio.get_running_loop().time()
+        self._update.started_s = self._update.touched_s = asyncio.get_running_loop().time()
         self._end_when_idle(self._update)
         await self._drop(earlier)
 
     async def _drop(self, update: Update) -> None:
-        """What it left, staged or on its way."""
+        """Abort what the update left, staged or on its way."""
         if update.selector is not None and update.calls:
-            with suppress(NotFound):  # there is nothing, or somebody else has ended it
+            with suppress(NotFound):  # there is nothing, or another call has ended it
                 await self.ask(AbortWeights(self.command_id(), session=update.id))
 
     def _end_when_idle(self, update: Update) -> None:
@@ -182,7 +188,8 @@ class WeightSession:
                 selector=update.selector,
                 pushes=update.calls,
                 idle_s=self._ttl_s,
-                remedy="end a weight update that is begun, or allow more time between its calls (weight_update_ttl_s)",
+                remedy="end a weight update that was started, or allow more time between its calls "
+                "(weight_update_ttl_s)",
             )
             task = asyncio.create_task(self._drop_late(update))
             self._dropping.add(task)
@@ -196,7 +203,7 @@ class WeightSession:
 
     @property
     def status(self) -> UpdateStatus | None:
-        """Of the session that is open."""
+        """The session that is open; None without one."""
         update, now_s = self._update, asyncio.get_running_loop().time()
         if update.selector is None:
             return None
@@ -204,15 +211,14 @@ class WeightSession:
         return UpdateStatus(
             update.selector,
             update.calls,
-            round(now_s - update.begun_s, 3),
+            round(now_s - update.started_s, 3),
             round(max(0.0, self._ttl_s - idle_s), 3),
         )
 
     @contextmanager
     def pushing(self) -> Iterator[Update]:
-        """Around the whole of a call that pushes, the reading of its body included: one that is
-        refused, for whatever reason, leaves the session nothing to make live until another one
-        succeeds.
+        """Enclose a call that pushes, including the reading of its body. After a call that is
+        refused, the session has nothing to make live until another call succeeds.
         """
         update = self._update
         update.ended = None
@@ -228,32 +234,35 @@ class WeightSession:
         update.follows_a_drop = False
 
     def _check_known(self) -> None:
-        """Once a session has ended by itself, a call may be meant for it: it is refused, so that it
+        """Refuse a call that may be meant for a session that has ended by itself, so that it
         changes nothing else.
         """
         if self._update.follows_a_drop:
-            self._update.told = True
+            self._update.refused_one = True
             raise Conflict(
-                f"the weight update ended by itself, as nobody called for {self._ttl_s:g} s (weight_update_ttl_s), and what it "
-                "held was dropped; begin another, or send this again to do it outside of an update"
+                f"the weight update ended by itself, since no call came for {self._ttl_s:g} s "
+                "(weight_update_ttl_s), and what it held was dropped; start another, or send this "
+                "again to do it outside of an update"
             )
 
     def check_takes(self, update: Update) -> None:
-        if update is self._update and not update.told:
+        if update is self._update and not update.refused_one:
             self._check_known()
         if update is not self._update:
             raise Conflict(
-                "since this push was asked for a weight update has begun or ended, and it may not belong to that; push again"
+                "a weight update has started or ended since this push was asked for, and the push "
+                "may "
+                "not belong to it; push again"
             )
         if update.ending.locked():
             raise Conflict("the weight update is being ended; wait for that, then push")
 
     async def end(self, name: str = "") -> WeightReport:
-        """Commit what was pushed. A repeated end is answered as the first, unless it gives another
-        name; `Conflict` without a session.
+        """Commit what was pushed. A repeated end gets the answer of the first, unless it gives
+        another name. `Conflict` without a session.
 
-        Where nothing can be committed the session stays open: what is missing may still be pushed,
-        or another name given.
+        Where nothing can be committed the session stays open: the trainer may push what is missing
+        or give another name.
         """
         self._check_known()
         update = self._update
@@ -261,15 +270,17 @@ class WeightSession:
             if update.ended is not None:
                 if name not in ("", update.name, update.ended.version):
                     raise Conflict(
-                        f"the weight update has ended already and its version is {update.ended.version!r}, not {name!r}; begin "
-                        "another and push, or name what is live (POST /update_weight_version)"
+                        "the weight update has ended already and its version is "
+                        f"{update.ended.version!r}, not {name!r}; start another and push, or name "
+                        "what "
+                        "is live (POST /update_weight_version)"
                     )
                 return update.ended
             update.touched_s = asyncio.get_running_loop().time()
             if update.selector is None:
                 raise Conflict(
-                    "no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push "
-                    "without"
+                    "no weight update was started; start one (POST /start_weight_update, "
+                    "/begin_weight_update), or push without"
                 )
             if update.succeeded != update.calls or update.owed:
                 whose = (
@@ -278,8 +289,9 @@ class WeightSession:
                     else ""
                 )
                 raise Conflict(
-                    f"the last push{whose} in this weight update failed or is under way, so there is nothing to make live; push "
-                    "again and then end it, or begin another"
+                    f"the last push{whose} in this weight update failed or is under way, so there "
+                    "is "
+                    "nothing to make live; push again and then end it, or start another"
                 )
             update.ended = await self._commit(update, name or update.name)
             update.name = name or update.name
@@ -292,8 +304,10 @@ class WeightSession:
             return await self.ask(CommitWeights(self.command_id(), name=name, session=update.id))
         if name and not update.calls:
             raise Conflict(
-                f"nothing was pushed in this weight update, so there is nothing to call {name!r}; push and then end it, or "
-                "begin another and end it without a name (POST /update_weight_version outside of an update names what is live)"
+                f"nothing was pushed in this weight update, so there is nothing to call {name!r}; "
+                "push "
+                "and then end it, or start another and end it without a name (POST "
+                "/update_weight_version outside of an update names what is live)"
             )
         if name and update.live:
             return await self._name(name, update.live)
@@ -301,7 +315,7 @@ class WeightSession:
         return msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
 
     async def rename(self, version: str) -> None:
-        """Name what the open session pushes, or else what is live."""
+        """Name what the open session pushes; without a session, what is live."""
         self._check_known()
         if self._update.selector is not None:
             self._update.name, self._update.touched_s = version, asyncio.get_running_loop().time()
@@ -319,7 +333,7 @@ class WeightSession:
         return self._engine.command_id()
 
     async def ask(self, command: WeightCommand) -> WeightReport:
-        """The engine's answer, or the error that it is."""
+        """Return the engine's answer, or raise the error in it."""
         return succeeded(await self.report(command))
 
     async def report(self, command: WeightCommand) -> WeightReport:

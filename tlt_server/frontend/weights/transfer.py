@@ -1,8 +1,8 @@
 """The process group of the dialect `vllm_rl`: how a trainer makes it, and the tensors that it then
 broadcasts.
 
-The trainer is rank 0 and hosts a TCPStore; the group is a gloo group laid straight upon that store,
-or a communicator of NCCL whose id lies there or comes with the call.
+The trainer is rank 0 and hosts a TCPStore. The group is a gloo group directly on that store, or an
+NCCL communicator whose id is in the store or comes with the call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GROUP = "weight_transfer"
 Backend = Annotated[
     Literal["gloo", "nccl"], Field(description="gloo on CPUs; without it a trainer means nccl")
 ]
-ID_BYTES = 128  # of NCCL
+ID_BYTES = 128  # size of an id of NCCL
 BucketBytes = Annotated[
     int,
     Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this"),
@@ -60,10 +60,13 @@ class InitInfo(Tolerant):
     packed_buffer_size_bytes: BucketBytes = 2**30
 
     def unique_id(self) -> bytes:
-        """Decoded; empty where the store has it. Exactly one of both says where ranks meet."""
+        """Return NCCL's id, decoded; empty where the store has it. Ranks meet either by the store
+        or by the id, so exactly one of both must be given.
+        """
         if bool(self.nccl_unique_id_b64) == bool(self.master_address):
             raise InvalidRequest(
-                f"master_address is {self.master_address!r} and nccl_unique_id_b64 has {len(self.nccl_unique_id_b64)} "
+                f"master_address is {self.master_address!r} and nccl_unique_id_b64 has "
+                f"{len(self.nccl_unique_id_b64)} "
                 "characters; give one of both: the store's address and port, or NCCL's id"
             )
         try:
@@ -72,7 +75,8 @@ class InitInfo(Tolerant):
             id = b"?"
         if len(id) not in (0, ID_BYTES) or (id and self.backend != "nccl"):
             raise InvalidRequest(
-                f"nccl_unique_id_b64 is {self.nccl_unique_id_b64[:40]!r} with backend {self.backend}; give the "
+                f"nccl_unique_id_b64 is {self.nccl_unique_id_b64[:40]!r} with backend "
+                f"{self.backend}; give the "
                 f"{ID_BYTES} bytes of ncclGetUniqueId in ordinary base64, for backend nccl"
             )
         return id
@@ -95,8 +99,10 @@ class BroadcasterFields(Tolerant):
         if self.backend != "gloo":
             said = "'nccl'" if "backend" in self.model_fields_set else "absent, which means nccl"
             raise InvalidRequest(
-                f"backend is {said}, and trainers that make this group over nccl describe what they send by pickles, "
-                "which are not read; let the trainer write a directory and push it by weight_dir (prime-rl: "
+                f"backend is {said}, and trainers that make this group over nccl describe what "
+                "they send by pickles, "
+                "which are not read; let the trainer write a directory and push it by weight_dir "
+                "(prime-rl: "
                 'weight_broadcast type filesystem), or make the group with "backend": "gloo" and describe tensors by '
                 "update_info"
             )
@@ -138,7 +144,7 @@ def _listed(one_or_several: Any) -> Any:
 
 
 class UpdateFields(Tolerant):
-    """What trainers say beside a broadcast; other fields are ignored."""
+    """The body that announces a broadcast; other fields are ignored."""
 
     update_info: Annotated[
         list[UpdateInfo],
@@ -155,7 +161,7 @@ class Transfer:
         self._broadcasts, self._packing = broadcasts, Packing()
 
     async def join(self, info: InitInfo) -> None:
-        """A group made before is left."""
+        """Join the group, and leave one that was made before."""
         await self._broadcasts.join(
             GROUP,
             info.backend,
@@ -168,12 +174,12 @@ class Transfer:
         self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
 
     async def push(self, update: Update, body: dict[str, Any]) -> WeightReport:
-        """Returns once all tensors of the body, `UpdateFields`, have come; how things stand then."""
+        """Take all tensors of the body (`UpdateFields`), and return the last report."""
         async with self._broadcasts.announced(GROUP):
             asked = checked(UpdateFields, body)
             pushes = [
                 (info.entries(), info.packing(self._packing)) for info in asked.update_info
-            ]  # before any is begun
+            ]  # all are checked before the first push
         for entries, packing in pushes:
             report = await self._broadcasts.push(
                 update, GROUP, entries, packing, version=asked.weight_version or ""

@@ -1,9 +1,9 @@
-"""Versions on their way by http: parts below the state directory, bounded in number, size and age,
-until a push or an abort ends them.
+"""Uploads: versions that come by http, as parts below the state directory. Their number, size and
+age are bounded, and a push or an abort ends them.
 
-A part grows from its beginning only. Bytes that come again must be the same bytes, so whoever lost
-a connection may send from any earlier place; what would leave a gap is refused with the place to go
-on from. Nothing survives a restart of the server.
+A part grows from its start only. Bytes that come again must be the same bytes, so a client that
+lost its connection may send from any earlier position; a range that would leave a gap is refused
+with the position to continue from. Nothing survives a restart of the server.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tlt_server.threads import Errands
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
 RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
-PIECE_BYTES = 2**20  # that are written at once
+PIECE_BYTES = 2**20  # size of one write
 
 
 class PartStatus(Struct, frozen=True):
-    """How much of a part is there."""
+    """The received bytes of a part."""
 
     part: Annotated[str, Meta(description="its name")]
-    bytes: Annotated[
-        int, Meta(description="that are there, from its beginning; the next range begins here")
-    ]
-    total: Annotated[int, Meta(description="that it will have")]
+    bytes: Annotated[int, Meta(description="received, from its start; the next range starts here")]
+    total: Annotated[int, Meta(description="bytes of the whole part")]
     begins: Annotated[
         bool,
         Meta(
-            description="the version's upload began with this call, so that its sender may take it back"
+            description=(
+                "the version's upload started with this call, so its sender may take it back"
+            )
         ),
     ] = False
 
@@ -51,10 +51,10 @@ class PartStatus(Struct, frozen=True):
 class UploadStatus(Struct, frozen=True):
     """A version on its way by http."""
 
-    version: Annotated[str, Meta(description="that its parts belong to")]
-    parts: Annotated[int, Meta(description="that were begun")]
-    bytes: Annotated[int, Meta(description="that are there")]
-    total: Annotated[int, Meta(description="that the parts begun will have")]
+    version: Annotated[str, Meta(description="the version of the parts")]
+    parts: Annotated[int, Meta(description="parts that were started")]
+    bytes: Annotated[int, Meta(description="bytes received")]
+    total: Annotated[int, Meta(description="bytes of all started parts when complete")]
     age_s: Annotated[float, Meta(description="since its first byte")]
     idle_s: Annotated[float, Meta(description="since its last byte; it is kept for upload_ttl_s")]
 
@@ -69,28 +69,28 @@ class _Part:
 class _Upload:
     directory: Path
     parts: dict[str, _Part] = field(default_factory=dict)
-    begun_s: float = 0.0  # by the loop's clock
+    started_s: float = 0.0  # by the loop's clock
     touched_s: float = 0.0
-    pushes: int = 0  # that read it now
-    writing: int = 0  # calls that bring parts of it
-    dropped: bool = False  # while a push read it, and goes with that push
-    ended: bool = False  # and its directory is being removed
+    pushes: int = 0  # number of pushes that read it now
+    writing: int = 0  # number of calls that bring parts of it
+    dropped: bool = False  # it was dropped while a push read it, and ends with that push
+    ended: bool = False  # it has ended, and its directory is being removed
 
     @property
     def total(self) -> int:
-        """Bytes that it will have."""
+        """Bytes of all started parts when complete."""
         return sum(part.total for part in self.parts.values())
 
     @property
     def bytes(self) -> int:
-        """That are there."""
+        """Bytes received."""
         return sum(part.bytes for part in self.parts.values())
 
 
 class Sealed(NamedTuple):
-    """What a push reads."""
+    """The directory that a push reads."""
 
-    path: str  # of its directory, below the uploads' own
+    path: str  # relative to the directory of all uploads
     upload: _Upload | None  # None: there was none
 
 
@@ -100,7 +100,9 @@ def uploads_of(config: Config) -> Uploads | None:
 
 
 class Uploads:
-    """Called in the frontend's loop; files are written in threads, one at a time."""
+    """All uploads of a server. Called in the frontend's loop; threads write the files, one at a
+    time.
+    """
 
     def __init__(self, config: Config) -> None:
         assert config.state_dir is not None
@@ -109,12 +111,12 @@ class Uploads:
         self._directory.mkdir(mode=0o700, parents=True)
         self._uploads: dict[str, _Upload] = {}
         self._lock = threading.Lock()
-        self._numbers = itertools.count()  # a version that comes anew has another directory
+        self._numbers = itertools.count()  # a version that comes again has another directory
         self._removing = Errands("remove uploads")
         self._leaving: dict[Path, int] = {}  # bytes of ended uploads that are not removed yet
 
     def listed(self) -> list[UploadStatus]:
-        """All, oldest first."""
+        """Return the status of all uploads, oldest first."""
         now_s = asyncio.get_running_loop().time()
         return [
             UploadStatus(
@@ -122,7 +124,7 @@ class Uploads:
                 len(upload.parts),
                 upload.bytes,
                 upload.total,
-                round(now_s - upload.begun_s, 3),
+                round(now_s - upload.started_s, 3),
                 round(now_s - upload.touched_s, 3),
             )
             for version, upload in self._uploads.items()
@@ -132,16 +134,16 @@ class Uploads:
         upload = self._uploads.get(version)
         if upload is None or part not in upload.parts:
             raise NotFound(
-                f"there is no part {part[:80]!r} of version {version[:80]!r} on its way; send it from its first byte"
+                f"there is no part {part[:80]!r} of version {version[:80]!r} on its way; send it "
+                "from its first byte"
             )
         return PartStatus(part, upload.parts[part].bytes, upload.parts[part].total)
 
     async def write(
         self, version: str, part: str, start: int, total: int, body: AsyncIterator[bytes]
     ) -> PartStatus:
-        """Take a range of a part. What has come when `body` breaks off is kept, all but the last
-        piece of a call that is cancelled while it writes; an upload of which no byte has come by
-        then takes no place.
+        """Take a range of a part. When `body` breaks off, what has come is kept, except the last
+        piece of a call that is cancelled while it writes. An upload without any byte is removed.
         """
         begins = version not in self._uploads
         upload = self._opened(version, part, total)
@@ -159,7 +161,7 @@ class Uploads:
     async def _take(
         self, upload: _Upload, part: str, start: int, body: AsyncIterator[bytes]
     ) -> None:
-        """One piece is written while the next one comes."""
+        """Write each piece while the next one comes."""
         at, piece = start, bytearray()
         writing: asyncio.Task[None] | None = None
         try:
@@ -176,22 +178,25 @@ class Uploads:
             await self._write(upload, part, at, piece)
 
     def _opened(self, version: str, part: str, total: int) -> _Upload:
-        """The upload with an entry for this part, where there is room for it."""
+        """Return the upload, with an entry for this part if there is room for it."""
         config = self._config
         if not PART.fullmatch(part):
             raise InvalidRequest(
-                f"part is {part[:80]!r}; name it with letters, digits, '.', '_' and '-', ending in .safetensors"
+                f"part is {part[:80]!r}; name it with letters, digits, '.', '_' and '-', ending in "
+                ".safetensors"
             )
         upload = self._uploads.get(version)
         if upload is None and len(self._uploads) >= config.max_uploads:
             raise StorageFailed(
-                f"{len(self._uploads)} versions are on their way, the limit is {config.max_uploads} (max_uploads); push or "
+                f"{len(self._uploads)} versions are on their way, the limit is "
+                f"{config.max_uploads} (max_uploads); push or "
                 f"abort one of {sorted(self._uploads)} (GET /weights says how old each is)"
             )
         there = upload.parts.get(part) if upload is not None else None
         if there is not None and there.total != total:
             raise Conflict(
-                f"part {part!r} was begun with {there.total} bytes in all, now it has {total}; abort the version to begin anew"
+                f"part {part!r} was started with {there.total} bytes in all, now it has {total}; "
+                "abort the version to start again"
             )
         if there is None:
             held = sum(upload.total for upload in self._uploads.values()) + sum(
@@ -199,18 +204,20 @@ class Uploads:
             )
             if held + total > config.max_upload_mb * 2**20:
                 raise StorageFailed(
-                    f"part {part!r} has {total} bytes and {held} are on their way; the limit is {config.max_upload_mb} MiB "
+                    f"part {part!r} has {total} bytes and {held} are on their way; the limit is "
+                    f"{config.max_upload_mb} MiB "
                     "(max_upload_mb): push or abort what is there"
                 )
             if upload is not None and len(upload.parts) >= config.max_upload_parts:
                 raise StorageFailed(
-                    f"version {version!r} has {len(upload.parts)} parts, the limit is {config.max_upload_parts} "
+                    f"version {version!r} has {len(upload.parts)} parts, the limit is "
+                    f"{config.max_upload_parts} "
                     "(max_upload_parts); send larger ones"
                 )
         if upload is None:
             upload = _Upload(
                 self._directory / f"{_named(version)}-{next(self._numbers)}",
-                begun_s=asyncio.get_running_loop().time(),
+                started_s=asyncio.get_running_loop().time(),
             )
             try:
                 upload.directory.mkdir(mode=0o700)
@@ -238,15 +245,18 @@ class Uploads:
                 )
             if upload.pushes:
                 raise Conflict(
-                    f"part {name!r} belongs to a version that is being pushed; wait for the push to end"
+                    f"part {name!r} belongs to a version that is being pushed; wait for the push "
+                    "to end"
                 )
             if start > part.bytes:
                 raise Conflict(
-                    f"part {name!r} has {part.bytes} bytes and this range begins at {start}; send from {part.bytes}"
+                    f"part {name!r} has {part.bytes} bytes and this range starts at {start}; send "
+                    f"from {part.bytes}"
                 )
             if start + len(data) > part.total:
                 raise InvalidRequest(
-                    f"part {name!r} has {part.total} bytes in all and this range reaches {start + len(data)}; send what "
+                    f"part {name!r} has {part.total} bytes in all and this range reaches "
+                    f"{start + len(data)}; send what "
                     "Content-Range says"
                 )
             with open(upload.directory / name, "r+b" if part.bytes else "w+b") as file:
@@ -254,33 +264,35 @@ class Uploads:
                 again = data[: part.bytes - start]
                 if file.read(len(again)) != again:
                     raise Conflict(
-                        f"part {name!r} came with other bytes before, somewhere in [{start}, {start + len(again)}); abort the "
-                        "version to begin anew"
+                        f"part {name!r} came with other bytes before, somewhere in [{start}, "
+                        f"{start + len(again)}); abort the "
+                        "version to start again"
                     )
                 file.write(memoryview(data)[len(again) :])
             part.bytes = max(part.bytes, start + len(data))
 
-    # -- pushes --------------------------------------------------------------------------------------------------
+    # pushes
 
     def seal(self, version: str) -> Sealed:
-        """What the engine may read, as it is not written until `release`. `Conflict` while parts
-        are incomplete.
+        """Return the directory that the engine may read; nothing writes to it until `release`.
+        `Conflict` while parts are incomplete.
         """
         upload = self._uploads.get(version)
         if upload is None:
-            return Sealed(
-                _named(version), None
-            )  # not there: the engine knows whether it had it already
+            return Sealed(_named(version), None)  # the engine knows whether it had the version
         for name, part in upload.parts.items():
             if part.bytes < part.total:
                 raise Conflict(
-                    f"part {name!r} of version {version!r} has {part.bytes} of {part.total} bytes; send the rest, then push"
+                    f"part {name!r} of version {version!r} has {part.bytes} of {part.total} bytes; "
+                    "send the rest, then push"
                 )
         upload.pushes += 1
         return Sealed(upload.directory.name, upload)
 
     def release(self, version: str, sealed: Sealed, *, keep: bool) -> None:
-        """A push has ended; without `keep` its parts have served, once no other push reads them."""
+        """Take back a `seal` after its push. Without `keep` the upload ends as soon as no other
+        push reads it.
+        """
         upload = sealed.upload
         if upload is not None:
             upload.pushes -= 1
@@ -289,14 +301,14 @@ class Uploads:
                 self._remove(version)
 
     def drop(self, version: str) -> bool:
-        """End an upload, now or with the push that reads it; whether that was now."""
+        """End an upload, now or with the push that reads it. Return whether it ended now."""
         upload = self._uploads.get(version)
         if upload is not None and upload.pushes:
             upload.dropped = True
         return self.forget(version)
 
     def forget(self, version: str) -> bool:
-        """End an upload that no push reads; whether there was one."""
+        """End an upload that no push reads. Return whether there was one."""
         upload = self._uploads.get(version)
         if upload is None or upload.pushes:
             return False
@@ -304,8 +316,8 @@ class Uploads:
         return True
 
     def _remove(self, version: str) -> None:
-        """The version may come anew at once; what it left, which may be many bytes, is removed by a
-        thread and counts until then.
+        """Forget an upload, so that its version may come again at once. A thread removes its files,
+        which may be many bytes and count until then.
         """
         upload = self._uploads.pop(version)
         upload.ended, self._leaving[upload.directory] = True, upload.total
@@ -313,7 +325,7 @@ class Uploads:
 
     def _remove_files(self, upload: _Upload) -> None:
         with self._lock:
-            pass  # a piece that is being written has come to its end, and no other one begins
+            pass  # a piece that was being written is complete, and no other one starts
         shutil.rmtree(upload.directory, ignore_errors=True)
         del self._leaving[upload.directory]
 
@@ -338,23 +350,26 @@ def _named(version: str) -> str:
 
 def _not_kept(part: str, error: OSError) -> StorageFailed:
     return StorageFailed(
-        f"part {part!r} cannot be written below the state directory ({error}); make room and send it on"
+        f"part {part!r} cannot be written below the state directory ({error}); make room and send "
+        "it on"
     )
 
 
 def span(content_range: str, length: int | None) -> tuple[int, int]:
-    """Where a body begins and how many bytes the part has in all."""
+    """Return where a body starts and how many bytes the part has in all."""
     if not content_range:
         if length is None:
             raise InvalidRequest(
-                "the request has neither Content-Range nor Content-Length; send Content-Range: bytes FIRST-LAST/TOTAL"
+                "the request has neither Content-Range nor Content-Length; send Content-Range: "
+                "bytes FIRST-LAST/TOTAL"
             )
         return 0, length
     found = RANGE.fullmatch(content_range)
     first, last, total = map(int, found.groups()) if found else (0, 0, 0)
     if not first <= last < total or (length is not None and length != last + 1 - first):
         raise InvalidRequest(
-            f"Content-Range is {content_range[:80]!r} for a body of {length} bytes; it must be bytes FIRST-LAST/TOTAL, "
+            f"Content-Range is {content_range[:80]!r} for a body of {length} bytes; it must be "
+            "bytes FIRST-LAST/TOTAL, "
             "the last included"
         )
     return first, total
