@@ -7,7 +7,7 @@ import pytest
 
 from tests.frontend.live_server import LiveServer
 from tests.frontend.test_weights_routes import post, server
-from tlt_server.records import LeaveGroup
+from tlt_server.commands import LeaveGroup
 
 __all__ = ["server"]  # fixtures
 
