@@ -168,7 +168,8 @@ def element_differences(
     ):
         yield from differences(field.message_type, kind, where, reply=reply)
     elif field.message_type is not None or SCALARS[field.type] is not kind:
-        yield f"{where} is {field.message_type or SCALARS[field.type]} in the proto and {kind} in the type"
+        in_proto = field.message_type or SCALARS[field.type]
+        yield f"{where} is {in_proto} in the proto and {kind} in the type"
 
 
 def endpoint_of(operation: Operation, server: LiveServer) -> Endpoint:

@@ -1,4 +1,4 @@
-"""Tenants: the rollouts and requests of a key, keys that are replaced while serving, and the audit."""
+"""Tenants: a key's rollouts and requests, keys replaced while serving, and the audit of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A route and what it says about itself, declared as a decorator above its handler.
+"""A route and the facts about it, declared by a decorator above its handler.
 
 Handlers parse with `takes` and encode `gives`, so `openapi.document` describes the types in use.
 Its sentences are the handlers' docstrings and the descriptions of the fields.

@@ -86,4 +86,4 @@ def unexpected(error: Exception) -> TltError:
     since it may quote a prompt.
     """
     log.error("unexpected_error", type=type(error).__name__, frames=frames(error))
-    return TltError(f"unexpected {type(error).__name__} in the server; its log says where")
+    return TltError(f"unexpected {type(error).__name__} in the server; its log shows where")

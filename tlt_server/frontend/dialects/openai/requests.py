@@ -183,7 +183,7 @@ class CompletionRequest(Asked):
 
 class Part(Tolerant):
     type: Literal["text"] = Field(description="other types are refused")
-    text: str = Field(description="a piece of what was said")
+    text: str = Field(description="a piece of the message")
 
 
 class ChatMessage(BaseModel):
@@ -197,7 +197,7 @@ class ChatMessage(BaseModel):
     content: Annotated[
         Annotated[str | None, Tag("str")] | Annotated[list[Part], Tag("list[Part]")],
         Discriminator(lambda value: "list[Part]" if isinstance(value, list) else "str"),
-    ] = Field("", description="what was said")
+    ] = Field("", description="the text of the message")
 
     def for_template(self) -> dict[str, Any]:
         content = (

@@ -181,7 +181,7 @@ class GenerateFields(Tolerant):
 
 class PauseFields(NullIsAbsent):
     mode: Literal["abort", "retract", "in_place"] = Field(
-        "abort", description="what becomes of what runs"
+        "abort", description="what becomes of running sequences"
     )
 
 
@@ -189,11 +189,11 @@ class SglangAbort(NullIsAbsent):
     rid: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="the name that the request was given; empty: none"
     )
-    abort_all: bool = Field(False, description="all that is open")
+    abort_all: bool = Field(False, description="end everything that is open")
 
 
 class BeginFields(NullIsAbsent):
-    selector: Selector = Field("target", description="whose weights are pushed")
+    selector: Selector = Field("target", description="the model whose weights are pushed")
 
 
 class DiskFields(NullIsAbsent):
@@ -209,7 +209,8 @@ class DiskFields(NullIsAbsent):
     )
     abort_all_requests: bool = Field(
         False,
-        description="end what has begun with what it has; else it goes on under the new weights",
+        description="end running sequences with what they have; else they continue under the "
+        "new weights",
     )
     flush_cache: bool = Field(
         True,
@@ -245,11 +246,12 @@ class DistributedFields(NullIsAbsent):
         None, description="absent: the channel and the content's digest"
     )
     selector: Selector | None = Field(
-        None, description="whose weights these are; absent: as POST /begin_weight_update says"
+        None, description="whose weights these are; absent: those of POST /begin_weight_update"
     )
     abort_all_requests: bool = Field(
         False,
-        description="end what has begun with what it has; else it goes on under the new weights",
+        description="end running sequences with what they have; else they continue under the "
+        "new weights",
     )
     flush_cache: bool = Field(
         True,
