@@ -1,6 +1,7 @@
-"""HTTP in front, msgpack to the engine behind; asyncio, no torch.
+"""The frontend: HTTP and gRPC on one side, msgpack to the engine on the other; asyncio, no torch.
 
-Reading order: `app` (routes) -> `dialects` (what is asked) -> `requests`, `validation` (one request
-type) -> `generation` (one batch)
--> `engine_client`, `supervisor`, `engine_link` (to the engine and back) -> `sequence`, `text` (tokens to choices).
+A request passes the rooms in this order: `app` finds its route, `http` checks caller and body,
+`dialects` translates it, `generation` runs it as one batch, and `link` sends it to the engine and
+brings the outputs back. `rollouts` keeps batches whose client may leave, `weights` pushes weights,
+`service` holds what the routes share, and `rpc` brings gRPC calls to the same application.
 """

@@ -44,7 +44,7 @@ from tlt_server.frontend.dialects.openai.requests import (
 )
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
-from tlt_server.frontend.dialects.replies.usage import CachedTokens, OpenAIUsage
+from tlt_server.frontend.dialects.replies.usage import UsageCount
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
@@ -237,28 +237,8 @@ async def _conversation(
     return token_ids
 
 
-class _Count:
-    """The usage of a request, counted as its items end."""
-
-    def __init__(self) -> None:
-        self._prompt = self._cached = self._completion = 0
-
-    def add(self, result: FinishedItem) -> None:
-        self._prompt += result.prompt_tokens
-        self._cached += result.cached_tokens
-        self._completion += sum(len(choice.token_ids) for choice in result.choices)
-
-    def usage(self) -> OpenAIUsage:
-        return OpenAIUsage(
-            self._prompt,
-            self._completion,
-            self._prompt + self._completion,
-            CachedTokens(self._cached),
-        )
-
-
 async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) -> Response:
-    places, count, parts = _places(batch), _Count(), []
+    places, count, parts = _places(batch), UsageCount(), []
     async for event in generation.events():
         if isinstance(event, FailedItem):
             raise event.error
@@ -274,7 +254,7 @@ async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) ->
 async def _chunks(
     phrase: Phrase, batch: RequestBatch, generation: Generation, *, usage: bool
 ) -> AsyncIterator[bytes]:
-    places, count, no_usage = _places(batch), _Count(), None if usage else UNSET
+    places, count, no_usage = _places(batch), UsageCount(), None if usage else UNSET
     try:
         async for event in generation.events():
             match event:

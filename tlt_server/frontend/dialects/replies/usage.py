@@ -6,6 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from tlt_server.frontend.generation.items import FinishedItem
+
 
 class CachedTokens(Struct, frozen=True):
     cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")]
@@ -18,3 +20,23 @@ class OpenAIUsage(Struct, frozen=True):
     prompt_tokens_details: Annotated[
         CachedTokens, Meta(description="tokens of the prompts that were not computed again")
     ]
+
+
+class UsageCount:
+    """The usage of a request, counted as its items end."""
+
+    def __init__(self) -> None:
+        self._prompt = self._cached = self._completion = 0
+
+    def add(self, result: FinishedItem) -> None:
+        self._prompt += result.prompt_tokens
+        self._cached += result.cached_tokens
+        self._completion += sum(len(choice.token_ids) for choice in result.choices)
+
+    def usage(self) -> OpenAIUsage:
+        return OpenAIUsage(
+            self._prompt,
+            self._completion,
+            self._prompt + self._completion,
+            CachedTokens(self._cached),
+        )

@@ -21,7 +21,7 @@ from tlt_server.errors import TltError
 from tlt_server.frontend.dialects.replies.logprobs import scored_prompt
 from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo, Scored
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.generation.choice import FinishedChoice
+from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
@@ -65,34 +65,13 @@ async def _whole(phrase: Phrase, generation: Generation) -> Response:
 
 
 async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes]:
-    so_far: dict[int, _SoFar] = {}
     try:
         async for event in generation.events():
             match event:
                 case TokenEvent(id, delta, choice):
-                    place = phrase.place(id, delta.index)
-                    grown = so_far.setdefault(place, _SoFar())
-                    if choice is not None:
-                        yield _frame(
-                            phrase.numbered(
-                                phrase.ended(id, choice, generation.cached_tokens(id)), place
-                            )
-                        )
-                    elif delta.token_ids:
-                        grown.add(
-                            delta.token_ids,
-                            delta.text or "",
-                            delta.logprobs,
-                            delta.top_logprobs or None,
-                        )
-                        yield _frame(
-                            phrase.numbered(
-                                phrase.growing(
-                                    id, delta.index, grown, generation.cached_tokens(id)
-                                ),
-                                place,
-                            )
-                        )
+                    chunk = phrase.chunk(id, delta, choice, generation.cached_tokens(id))
+                    if chunk is not None:
+                        yield _frame(chunk)
                 case FailedItem(_, error):
                     raise error
     except TltError as error:
@@ -111,17 +90,11 @@ class _SoFar:
         self.logprobs: list[float] = []
         self.top: list[TokenLogprobs] = []
 
-    def add(
-        self,
-        token_ids: list[int],
-        text: str,
-        logprobs: list[float],
-        top: list[TokenLogprobs] | None,
-    ) -> None:
-        self.token_ids += token_ids
-        self.text += text
-        self.logprobs += logprobs
-        self.top += top or []
+    def add(self, delta: Delta) -> None:
+        self.token_ids += delta.token_ids
+        self.text += delta.text or ""
+        self.logprobs += delta.logprobs
+        self.top += delta.top_logprobs or []
 
 
 class Phrase:
@@ -132,9 +105,23 @@ class Phrase:
         self._places = {item.id: i for i, item in enumerate(batch.items)}
         self._prompts = {item.id: item.requests[0].token_ids for item in batch.items}
         self._started_s = time.monotonic()
+        self._so_far: dict[int, _SoFar] = {}  # place -> output of a choice that grows
 
     def place(self, id: str, index: int) -> int:
         return self._places[id] * self.asked.sampling_params.n + index
+
+    def chunk(
+        self, id: str, delta: Delta, choice: FinishedChoice | None, cached_tokens: int
+    ) -> Generated | None:
+        """Return the whole output of a choice so far, or None if the delta adds nothing to it."""
+        place = self.place(id, delta.index)
+        if choice is not None:
+            return self.numbered(self.ended(id, choice, cached_tokens), place)
+        if not delta.token_ids:
+            return None
+        so_far = self._so_far.setdefault(place, _SoFar())
+        so_far.add(delta)
+        return self.numbered(self.growing(id, delta.index, so_far, cached_tokens), place)
 
     def numbered(self, generated: Generated, place: int) -> Generated:
         return msgspec.structs.replace(generated, index=place) if self.asked.several else generated

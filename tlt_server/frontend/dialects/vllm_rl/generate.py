@@ -8,10 +8,9 @@ from starlette.responses import Response
 from tlt_server.errors import NotFound
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED
 from tlt_server.frontend.dialects.replies.logprobs import Speller, scored, scored_prompt, whole
-from tlt_server.frontend.dialects.replies.usage import CachedTokens, OpenAIUsage
+from tlt_server.frontend.dialects.replies.usage import UsageCount
 from tlt_server.frontend.dialects.vllm_rl.replies import TokensChoice, TokensReply, fault
 from tlt_server.frontend.dialects.vllm_rl.requests import TokensRequest
-from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
@@ -59,32 +58,33 @@ async def generate(service: Service, request: Request) -> Response:
 
 
 async def _whole(service: Service, asked: TokensRequest, generation: Generation) -> Response:
+    count = UsageCount()
     async for event in generation.events():
         if isinstance(event, FailedItem):
             raise event.error
         if isinstance(event, FinishedItem):
             result = event
+            count.add(event)
     speller, params = Speller(service.pieces, as_ids=True), asked.sampling_params
-
-    def choice(of: FinishedChoice) -> TokensChoice:
-        logprobs = speller.chat(scored(whole(of))) if params.logprobs is not None else None
-        return TokensChoice(
-            of.index, of.token_ids, of.finish_reason, of.stop_reason, logprobs, of.weight_versions
-        )
-
     prompt = result.choices[0].prompt_logprobs
-    prompt_logprobs = (
-        None
-        if not isinstance(prompt, list)
-        else speller.prompt(scored_prompt(asked.token_ids, prompt, params.prompt_logprobs or 0))
+    content = TokensReply(
+        request_id=result.id,
+        choices=[
+            TokensChoice(
+                index=choice.index,
+                token_ids=choice.token_ids,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                logprobs=None if params.logprobs is None else speller.chat(scored(whole(choice))),
+                weight_versions=choice.weight_versions,
+            )
+            for choice in result.choices
+        ],
+        prompt_logprobs=speller.prompt(
+            scored_prompt(asked.token_ids, prompt, params.prompt_logprobs or 0)
+        )
+        if isinstance(prompt, list)
+        else None,
+        usage=count.usage(),
     )
-    tokens = sum(len(of.token_ids) for of in result.choices)
-    usage = OpenAIUsage(
-        result.prompt_tokens,
-        tokens,
-        result.prompt_tokens + tokens,
-        CachedTokens(result.cached_tokens),
-    )
-    return json_response(
-        TokensReply(result.id, [choice(of) for of in result.choices], prompt_logprobs, usage)
-    )
+    return json_response(content)
