@@ -24,7 +24,7 @@ from tlt_server.commands import (
     TensorEntry,
     WeightCommand,
 )
-from tlt_server.engine.gate import Gate
+from tlt_server.engine.gate import StepGate
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.events import WeightReport
 from tlt_server.weights.options import Options
@@ -48,7 +48,7 @@ class Pair:
         self.transaction = Transaction(live, options, lambda data, where: None)
         scheduler: Any = SimpleNamespace(started=0, change_version=lambda version, in_flight: [])
         self.pushes = WeightPushes(
-            Gate(), self.transaction, scheduler, lambda live, changed: None, list
+            StepGate(), self.transaction, scheduler, lambda live, changed: None, list
         )
         self.ids, self.reports = map(str, itertools.count()), dict[str, WeightReport]()
         self.trainer: WeightGroup | None = None

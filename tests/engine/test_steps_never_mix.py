@@ -24,7 +24,7 @@ from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.errors import TltError, Unavailable
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
-from tlt_server.weights.push import Failed, Staged, Unchanged, Waiting
+from tlt_server.weights.push import FailedPush, Staged, Unchanged, Waiting
 from tlt_server.weights.series import REMEMBERED
 from tlt_server.weights.staging import Staging
 from tlt_server.weights.storage import Free, Storage
@@ -176,7 +176,7 @@ class Receiving:
             push = self.transaction.poll()
             if push is None:
                 break
-            if isinstance(push.state, Failed | Unchanged):
+            if isinstance(push.state, FailedPush | Unchanged):
                 self.transaction.close()
                 break
             if isinstance(push.state, Staged) and committing:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_scheduler import FakeKV, run, running, sequence
-from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.records import StepOutput
@@ -23,10 +23,10 @@ def by_deadline(
     kv: FakeKV | None = None,
     *,
     max_running: int = 2,
-    gate: Gate | None = None,
+    gate: StepGate | None = None,
 ) -> Scheduler:
     return Scheduler(
-        gate or Gate(),
+        gate or StepGate(),
         running(40, max_running, 8),
         max_rows=8,
         lookahead=2,
@@ -55,7 +55,7 @@ def test_what_is_not_begun_in_time_ends_with_an_error_of_its_own() -> None:
 
 @pytest.mark.parametrize("reason", [Reason.PAUSED, Reason.DRAINING])
 def test_deadlines_pass_while_no_sequence_starts(reason: Reason) -> None:
-    now, gate = 0.0, Gate()
+    now, gate = 0.0, StepGate()
     scheduler = by_deadline(lambda: now, gate=gate)
     scheduler.submit([sequence(0, [1], 9, 0, deadline_s=3.0)])
     scheduler.next_batch()

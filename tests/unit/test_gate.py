@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_server.engine.gate import BY_CHANGE, BY_OPERATOR, Gate, Reason
+from tlt_server.engine.gate import BY_CHANGE, BY_OPERATOR, Reason, StepGate
 
 STATES = {reason: "draining" if reason is Reason.DRAINING else "closed" for reason in Reason}
 
@@ -19,7 +19,7 @@ def possible(reasons: set[Reason]) -> bool:
 
 @pytest.mark.parametrize("first, then", list(product(Reason, Reason)))
 def test_each_reason_holds_until_it_is_released(first: Reason, then: Reason) -> None:
-    gate = Gate()
+    gate = StepGate()
     gate.check()
     assert gate.state == "open"
     gate.hold(first)
@@ -38,7 +38,7 @@ def test_the_state_follows_from_the_reasons_in_any_order(
     changes: list[tuple[str, set[Reason]]],
 ) -> None:
     """The slow twin is a set of reasons, looked at in full."""
-    gate, held = Gate(), set[Reason]()
+    gate, held = StepGate(), set[Reason]()
     for change, reasons in changes:
         held = held | reasons if change == "hold" else held - reasons
         getattr(gate, change)(*reasons)

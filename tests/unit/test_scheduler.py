@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tlt_server.commands import InFlight
 from tlt_server.engine.batch import Batch, Emission
-from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.gpu.buckets import PromptShape, Shapes
 from tlt_server.engine.pages import PagePool
-from tlt_server.engine.running import Running
+from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.scheduler import Scheduler, unpadded
 from tlt_server.engine.sequence import Sequence
@@ -169,8 +169,10 @@ def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> 
     return emissions
 
 
-def running(pages: int, max_running: int, max_pages: int) -> Running:
-    return Running(PagePool(pages, PAGE), max_running=max_running, max_pages_per_sequence=max_pages)
+def running(pages: int, max_running: int, max_pages: int) -> RunningSet:
+    return RunningSet(
+        PagePool(pages, PAGE), max_running=max_running, max_pages_per_sequence=max_pages
+    )
 
 
 def make(
@@ -178,12 +180,12 @@ def make(
     *,
     max_running: int = 4,
     max_rows: int = 8,
-    gate: Gate | None = None,
+    gate: StepGate | None = None,
     prompt_budget: Callable[[int, int], int] = unpadded,
 ) -> tuple[Scheduler, FakeKV]:
     kv = FakeKV()
     return Scheduler(
-        gate or Gate(),
+        gate or StepGate(),
         running(pages, max_running, pages),
         max_rows=max_rows,
         lookahead=4,
@@ -266,7 +268,7 @@ def test_every_sequence_ends_as_if_alone(
     that pads batches; and with flushes while steps are in flight.
     """
     shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), chunks=2, grain=4))
-    gate = Gate()
+    gate = StepGate()
     scheduler, kv = make(
         pages,
         max_running=max_running,
@@ -499,7 +501,12 @@ def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
 def test_deadlines_end_running_and_waiting_sequences() -> None:
     now = 0.0
     scheduler = Scheduler(
-        Gate(), running(8, 1, 8), max_rows=8, lookahead=2, weight_version="v1", clock=lambda: now
+        StepGate(),
+        running(8, 1, 8),
+        max_rows=8,
+        lookahead=2,
+        weight_version="v1",
+        clock=lambda: now,
     )
     scheduler.submit(
         [
@@ -523,7 +530,12 @@ def test_deadlines_end_running_and_waiting_sequences() -> None:
 def test_the_first_output_says_how_long_a_sequence_waited() -> None:
     now = 0.0
     scheduler = Scheduler(
-        Gate(), running(32, 1, 8), max_rows=8, lookahead=2, weight_version="v1", clock=lambda: now
+        StepGate(),
+        running(32, 1, 8),
+        max_rows=8,
+        lookahead=2,
+        weight_version="v1",
+        clock=lambda: now,
     )
     scheduler.submit([sequence(0, [1], 2, 0), sequence(1, [2], 2, 0)])
     waited: dict[str, list[float]] = {"r0": [], "r1": []}
@@ -535,7 +547,7 @@ def test_the_first_output_says_how_long_a_sequence_waited() -> None:
 
 
 def test_a_paused_scheduler_keeps_what_it_holds() -> None:
-    gate = Gate()
+    gate = StepGate()
     scheduler, kv = make(16, gate=gate)
     scheduler.submit([sequence(0, [1, 2, 3], 4, 0)])
     gate.hold(Reason.PAUSED)

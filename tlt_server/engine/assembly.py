@@ -18,12 +18,12 @@ from tlt_client.channels.line import made_directory
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.devices.choice import Gpu, choose, look
-from tlt_server.engine.gate import Gate
+from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.pushes import WeightPushes
-from tlt_server.engine.running import Running
+from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
@@ -113,7 +113,7 @@ def assemble(
             settings.page_size,
         )
 
-    running = Running(
+    running = RunningSet(
         PagePool(memory.pages, settings.page_size, on_reuse=memory.on_reuse),
         max_running=settings.max_running,
         max_pages_per_sequence=-(-max_model_len // settings.page_size),
@@ -130,7 +130,7 @@ def assemble(
         matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""
         described = (f"drafters: {', '.join(rungs.drafters) or 'none'}", matmuls, equipped.detail)
         detail.append("; ".join(part for part in described if part))
-    gate = Gate()
+    gate = StepGate()
     scheduler = Scheduler(
         gate,
         running,

@@ -36,7 +36,7 @@ def draft_batch(chunks: list[Chunk], page_table_SP: NDArray[np.int32]) -> DraftB
 
 
 @dataclass(frozen=True)
-class Step:
+class LaidOut:
     """Rows ready for the model, and where they come from."""
 
     rows: Rows
@@ -54,7 +54,7 @@ def lay_out(
     parent_N: NDArray[np.int32],
     candidates: Candidates,
     chosen_N: NDArray[np.int32],
-) -> Step:
+) -> LaidOut:
     """Lay out the rows of `batch`. Node n of the chosen draft nodes belongs to chunk `chunk_N[n]`,
     below chosen node `parent_N[n]` (-1: its root).
     """
@@ -92,4 +92,4 @@ def lay_out(
         if chunk.samples
     ]
     sampled_R = np.concatenate(wanted) if wanted else np.zeros(0, np.int64)
-    return Step(rows, layout, sampled_R, table_WP)
+    return LaidOut(rows, layout, sampled_R, table_WP)

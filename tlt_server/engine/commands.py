@@ -17,7 +17,7 @@ from tlt_server.commands import (
     Submit,
     WakeUp,
 )
-from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.scheduler import Scheduler
@@ -29,7 +29,7 @@ from tlt_server.records import GenerateRequest, StepOutput
 class Commands:
     def __init__(
         self,
-        gate: Gate,
+        gate: StepGate,
         scheduler: Scheduler,
         pushes: WeightPushes,
         halt: Halt,

@@ -30,7 +30,7 @@ BY_OPERATOR = frozenset({Reason.PAUSED, Reason.KV_ASLEEP, Reason.WEIGHTS_ASLEEP}
 BY_CHANGE = frozenset({Reason.WRITING, Reason.SETTLING, Reason.DRAINING})
 
 
-class Gate:
+class StepGate:
     """The reasons that hold it, and the state that follows."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from tlt_server.commands import (
     Sleep,
     WakeUp,
 )
-from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.errors import Conflict, TltError, Unavailable
@@ -46,7 +46,7 @@ class Pages(Protocol):
 class Halt:
     def __init__(
         self,
-        gate: Gate,
+        gate: StepGate,
         scheduler: Scheduler,
         pages: Pages,
         pushes: WeightPushes,

@@ -14,7 +14,7 @@ import msgspec
 from tlt_server.commands import Command, SetPolicy
 from tlt_server.engine.batch import Batch
 from tlt_server.engine.commands import Commands
-from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
@@ -44,7 +44,7 @@ class Runner(Protocol):
 class Engine:
     def __init__(
         self,
-        gate: Gate,
+        gate: StepGate,
         scheduler: Scheduler,
         runner: Runner,
         policy: Policy,

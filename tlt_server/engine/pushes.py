@@ -26,7 +26,7 @@ from tlt_server.commands import (
     RollbackWeights,
     WeightCommand,
 )
-from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.group_joins import GroupJoins
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.weight_reads import WeightReads
@@ -35,7 +35,7 @@ from tlt_server.errors import Conflict, TltError, Unavailable
 from tlt_server.events import WeightReport, WeightState
 from tlt_server.records import StepOutput
 from tlt_server.weights.parts import Changed, Live
-from tlt_server.weights.push import Failed, Gathering, Push, Staged, Unchanged, Waiting
+from tlt_server.weights.push import FailedPush, Gathering, Push, Staged, Unchanged, Waiting
 from tlt_server.weights.staging import Staging
 from tlt_server.weights.transaction import Transaction
 
@@ -51,7 +51,7 @@ class _Rollback(NamedTuple):
 class WeightPushes:
     def __init__(
         self,
-        gate: Gate,
+        gate: StepGate,
         transaction: Transaction,
         scheduler: Scheduler,
         install: Callable[[Live, Changed], None],
@@ -275,7 +275,7 @@ class WeightPushes:
 
     def _advance(self, push: Push) -> None:
         match push.state:
-            case Failed(error):
+            case FailedPush(error):
                 self._close(push, error.code, error=error)
             case Unchanged(changed):
                 self._close(push, "unchanged", parts=changed)

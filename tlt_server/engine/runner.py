@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batch import Batch, Emission
-from tlt_server.engine.batching import Step, draft_batch, lay_out
+from tlt_server.engine.batching import LaidOut, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
@@ -112,7 +112,7 @@ class CpuRunner:
         )
         self._finished = Finished(batch, emissions, cycle)
 
-    def _sample(self, batch: Batch, step: Step, forward: Forward) -> tuple[Sampled, Walk]:
+    def _sample(self, batch: Batch, step: LaidOut, forward: Forward) -> tuple[Sampled, Walk]:
         layout = step.layout
         states = [chunk.sequence.state for chunk in batch.chunks]
         logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
@@ -129,7 +129,7 @@ class CpuRunner:
             layout.root_W, layout.drafts_W + 1, layout.parent_R, layout.token_R, target_R
         )
 
-    def _commit_kv(self, step: Step, walk: Walk) -> None:
+    def _commit_kv(self, step: LaidOut, walk: Walk) -> None:
         """Copy accepted draft rows from scratch to the pages of their positions."""
         layout, size = step.layout, self._cache.page_size
         kept = walk.row_A
@@ -145,7 +145,7 @@ class CpuRunner:
             copy_kv_slots(array, source_A, target_A)
 
     def _add_prompt_logprobs(
-        self, batch: Batch, step: Step, forward: Forward, emissions: list[Emission]
+        self, batch: Batch, step: LaidOut, forward: Forward, emissions: list[Emission]
     ) -> None:
         """Add the log-probs of prompt tokens for requests that ask, which are rare. Row p gives
         those of position p + 1.
@@ -208,7 +208,7 @@ def _draft(
     )
 
 
-def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[Emission]:
+def _emissions(batch: Batch, step: LaidOut, sampled: Sampled, walk: Walk) -> list[Emission]:
     """Return for each chunk the target's tokens along the accepted path, with their log-probs."""
     at_R = np.full(len(step.rows), -1, np.int64)  # row -> its index among the sampled rows
     at_R[step.sampled_R] = np.arange(len(step.sampled_R))

@@ -15,7 +15,7 @@ from tlt_server.engine.pages import PagePool
 from tlt_server.engine.sequence import Sequence
 
 
-class Running:
+class RunningSet:
     def __init__(self, pool: PagePool, *, max_running: int, max_pages_per_sequence: int) -> None:
         self.pool, self.max_running = pool, max_running
         self.page_table_SP: NDArray[np.int32] = np.zeros(

@@ -16,10 +16,10 @@ from typing import Any
 from tlt_server.commands import InFlight
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.deadlines import Deadlines
-from tlt_server.engine.gate import Gate
+from tlt_server.engine.gate import StepGate
 from tlt_server.engine.outputs import End, output, truncate
 from tlt_server.engine.pages import PageKey
-from tlt_server.engine.running import Running
+from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sequence import SavedKV, Sequence
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
 from tlt_server.records import StepOutput
@@ -33,8 +33,8 @@ def unpadded(decoding: int, max_rows: int) -> int:
 class Scheduler:
     def __init__(
         self,
-        gate: Gate,
-        running: Running,
+        gate: StepGate,
+        running: RunningSet,
         *,
         max_rows: int,
         lookahead: int,

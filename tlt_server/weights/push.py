@@ -48,7 +48,7 @@ class Unchanged:
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedPush:
     """The push ends with an error."""
 
     name: ClassVar = "failed"
@@ -56,7 +56,7 @@ class Failed:
     version: str
 
 
-State = Waiting | Staging | Gathering | Staged | Unchanged | Failed
+State = Waiting | Staging | Gathering | Staged | Unchanged | FailedPush
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Push:
         match self.state:
             case Staged(changed) | Unchanged(changed):
                 return changed.version
-            case Failed(_, version):
+            case FailedPush(_, version):
                 return version
         return self.manifest.version
 
@@ -106,7 +106,7 @@ class Push:
     def ending(self) -> bool:
         """Tell whether it has failed or was aborted."""
         match self.state:
-            case Failed():
+            case FailedPush():
                 return True
             case Staging() as staging:
                 return staging.aborted
@@ -122,7 +122,7 @@ class Push:
         """Tell whether bytes stay in its group, after its thread has ended, that the next push
         would take for its own. When one part has failed, others may be on their way.
         """
-        failed_part = self.manifest.partial and isinstance(self.state, Failed)
+        failed_part = self.manifest.partial and isinstance(self.state, FailedPush)
         return self.candidate.opened is not self.manifest or failed_part
 
     @property

@@ -18,7 +18,7 @@ from tlt_server.errors import StartupError, TltError
 from tlt_server.weights.arriving import Steps
 from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
-from tlt_server.weights.spool import Kept, Spool
+from tlt_server.weights.spool import KeptVersion, Spool
 
 
 class Restored(NamedTuple):
@@ -50,7 +50,7 @@ def restore(
 
 def _restored(
     role: str,
-    kept: Kept,
+    kept: KeptVersion,
     spool: Spool,
     live: Live,
     parse_calibration: Callable[[bytes, str], object],

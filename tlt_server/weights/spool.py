@@ -32,7 +32,7 @@ NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
 Data = Iterable[bytes | memoryview] | Path
 
 
-class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KeptVersion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One role's live version and where its files are."""
 
     version: str
@@ -42,7 +42,7 @@ class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Current(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str  # the directory the server was started with
-    roles: dict[str, Kept]
+    roles: dict[str, KeptVersion]
 
 
 class Spool:
@@ -56,7 +56,7 @@ class Spool:
         self._places: dict[tuple[str, str], str] = {}  # (role, digest) -> directory
         self._prepared: dict[tuple[str, str], str] = {}  # the same after the next commit
         # Role -> the version that could not be restored, recorded until a commit of that role.
-        self._lost: dict[str, Kept] = {}
+        self._lost: dict[str, KeptVersion] = {}
         self._pushing: set[str] = set()  # roles that the next commit brings
 
     # -- while a push is staged, in its thread -----------------------------------------------------
@@ -99,7 +99,7 @@ class Spool:
         )
         prepared, pushing = {**self._places, **new}, set(pushed.by_role)
         roles = {
-            role: Kept(
+            role: KeptVersion(
                 version=part.version,
                 digest=part.digest,
                 directory=prepared.get((role, part.digest), ""),
@@ -146,7 +146,7 @@ class Spool:
 
     # -- at start ----------------------------------------------------------------------------------
 
-    def current(self) -> Mapping[str, Kept]:
+    def current(self) -> Mapping[str, KeptVersion]:
         """Return role -> what was live last; empty when nothing was ever committed. `StartupError`
         when that is not known.
         """
@@ -170,7 +170,7 @@ class Spool:
                 self._places[role, kept.digest] = kept.directory
         return current.roles
 
-    def lose(self, role: str, kept: Kept) -> None:
+    def lose(self, role: str, kept: KeptVersion) -> None:
         """Note a version that was not restored, so that a restart misses it again, also after
         commits of the other role.
         """

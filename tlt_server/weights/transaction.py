@@ -30,7 +30,7 @@ from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live, Target
-from tlt_server.weights.push import Failed, Gathering, Push, Staged, Unchanged, Waiting, titled
+from tlt_server.weights.push import FailedPush, Gathering, Push, Staged, Unchanged, Waiting, titled
 from tlt_server.weights.series import Series
 from tlt_server.weights.staging import Hooks, Staging
 from tlt_server.weights.versions import Versions
@@ -263,7 +263,7 @@ class Transaction:
 
     @staticmethod
     def _fail(push: Push, error: TltError, version: str) -> None:
-        push.state = Failed(type(error)(error.message + push.consequence), version)
+        push.state = FailedPush(type(error)(error.message + push.consequence), version)
 
     def abort(self, version: str = "", session: str = "") -> Push:
         """Ask the push of this version or session to end, or any; `poll` returns it as failed."""
