@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.goals import Result, answer, comparable, goals, matches, verdict
-from benchmarks.markdown import number, short_link, table
+from benchmarks.markdown import RESULTS_FOLDER, number, table
 
 
 def goals_section(found: Sequence[Result]) -> Iterator[str]:
@@ -16,12 +16,13 @@ def goals_section(found: Sequence[Result]) -> Iterator[str]:
     answers = [(goal, answer(goal, usable)) for goal in wanted["goals"]]
     rows = []
     for goal, answered in answers:
-        ours = ["", "not measured", ""]
+        ours = ["", "not measured"]
         if answered:
             value = f"{answered.value:.3f}" if goal["unit"] == "x" else number(answered.value)
-            ours = [value, verdict(goal, answered.value), short_link(answered.name)]
-        rows.append([goal["what"], goal["unit"], goal["must"], goal["stretch"], *ours])
-    yield table(("what", "unit", "must", "stretch", "measured", "", "file"), rows)
+            ours = [f"[{value}]({RESULTS_FOLDER}/{answered.name})", verdict(goal, answered.value)]
+        wanted_figures = f"{goal['must']} / {goal['stretch']}"
+        rows.append([f"{goal['what']}, {goal['unit']}", wanted_figures, *ours])
+    yield table(("what", "must / stretch", "measured", ""), rows)
     commits = dict.fromkeys(answered.commit for _, answered in answers if answered)
     if len(commits) > 1:
         yield (
@@ -64,7 +65,7 @@ def others_section(found: Sequence[Result]) -> Iterator[str]:
         "Ours: the shipped pair in those shapes, from the engine's loop, without text and HTTP."
     )
     rows: list[list[object]] = [
-        [line["engine"], *("" if v is None else f"{v:.2f}" for v in line["values"]), ""]
+        [line["engine"], *("" if v is None else f"{v:.2f}" for v in line["values"])]
         for line in others["step_ms"]
     ]
     rates: list[list[object]] = [
@@ -73,7 +74,7 @@ def others_section(found: Sequence[Result]) -> Iterator[str]:
     columns = batches[: len(rates[0]) - 1]
     for line, step_ms, file in ours(found):
         times = [f"{step_ms[b]:.2f}" if b in step_ms else "" for b in batches]
-        rows.append([line["engine"], *times, short_link(file)])
+        rows.append([f"[{line['engine']}]({RESULTS_FOLDER}/{file})", *times])
         if "rated" in line:
             rates.append(
                 [
@@ -84,7 +85,7 @@ def others_section(found: Sequence[Result]) -> Iterator[str]:
                     ),
                 ]
             )
-    yield table(("engine", *(f"batch {batch}" for batch in batches), "file"), rows)
+    yield table(("engine", *(f"batch {batch}" for batch in batches)), rows)
     yield (
         f"Tokens per second if the accept length were {length} "
         f"(ours: batch x {length} / time of a cycle):"

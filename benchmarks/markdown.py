@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+RESULTS_FOLDER = "../benchmarks/results"  # from docs/
+
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(
@@ -17,9 +19,4 @@ def number(value: float) -> str:
 
 
 def link(file: str) -> str:
-    return f"[{file}](../benchmarks/results/{file})"
-
-
-def short_link(file: str) -> str:
-    """Link a file of results by its stem, for the last column of a table."""
-    return f"[{file.removesuffix('.json')}](../benchmarks/results/{file})"
+    return f"[{file}]({RESULTS_FOLDER}/{file})"

@@ -10,6 +10,7 @@ from benchmarks.markdown import number, table
 Figures = dict[str, Any]
 
 SMALLEST_SHARE = 0.01  # part of a cycle; kernels that take less are summed in one row
+SHORT_PROMPT = 128  # tokens; cycles after longer prompts are not broken down
 FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
 
 
@@ -101,7 +102,9 @@ def _cycle(figures: Figures) -> Iterator[str]:
             for r in figures["rows"]
         ),
     )
-    profiled = [r for r in figures["rows"] if "longest_kernels_ms" in r]
+    profiled = [
+        r for r in figures["rows"] if "longest_kernels_ms" in r and r["prompt"] == SHORT_PROMPT
+    ]
     if profiled and figures["shape"]["layers"] >= FULL_SIZE:
         yield (
             "Where these cycles go, by the profiler, in ms. A kernel may be resident while it "
