@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
                     report, run("-m", "pytest", *how, *RUNS[part], f"--junitxml={report}")
                 )
         others, exact_before = (
-            begun(entry) if asked.part else ({}, {})
+            recorded(entry) if asked.part else ({}, {})
         )  # read again: other GPUs may have added parts
         parts = others | mine
         found = figures(parts, exact if EXACT in mine else exact_before)
@@ -120,7 +120,7 @@ def run(*command: str) -> int:
         return -1
 
 
-def begun(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def recorded(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parts and exactness of the record, if it is of the same code, all of it committed, on the
     same machine.
     """

@@ -17,8 +17,8 @@ def pairs(configuration: Mapping[str, object]) -> set[tuple[tuple[str, object], 
 
 
 def covering_array(factors: Mapping[str, Sequence[object]], seed: int) -> list[Configuration]:
-    """Greedy and seeded: of 50 random configurations take the one that covers most uncovered pairs,
-    until none is left.
+    """Cover all pairs greedily and seeded: take, of 50 random configurations, the one that covers
+    most uncovered pairs, until none is left.
     """
     draw = random.Random(seed)
     levels = [[(name, level) for level in choices] for name, choices in factors.items()]

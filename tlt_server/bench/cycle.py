@@ -115,16 +115,16 @@ def measure(
 def _measured(
     engine: Engine, settings: EngineSettings, case: Case, *, quick: bool, seed: int
 ) -> dict[str, Any]:
-    most = 60 if quick else 400
+    max_steps = 60 if quick else 400
     if case.prompt == PROBLEM:
         problems = problems_of(settings.model, QUICK_PROBLEMS if quick else PROBLEMS, seed=seed)
-        timed = time_in_turn(engine, problems, case.strategy, most=most)
+        timed = time_in_turn(engine, problems, case.strategy, max_steps=max_steps)
     else:
         timed = time_steps(
             engine,
             _random(case, seed),
             case.strategy,
-            most=most if case.prompt == PROMPT else min(most, LONG_STEPS),
+            max_steps=max_steps if case.prompt == PROMPT else min(max_steps, LONG_STEPS),
         )
     figures = timed.figures()
     if settings.device == "cuda" and case.prompt != PROBLEM:

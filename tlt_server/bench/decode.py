@@ -121,7 +121,7 @@ def measure(
         on_part(f"batch {batch}, {settings.numerics}")
     if context:
         timed = time_steps(
-            engine, random_requests(1, context, LONG_NEW, seed=seed), most=LONG_NEW // 2
+            engine, random_requests(1, context, LONG_NEW, seed=seed), max_steps=LONG_NEW // 2
         )
         rows.append({"numerics": settings.numerics, "prompt": context, **timed.figures()})
         on_part(f"context {context}, {settings.numerics}")

@@ -203,8 +203,8 @@ def rollout(
     fault: bool = False,
     source: LoadedOnce | None = None,
 ) -> tuple[dict[str, Bits], dict[str, float]]:
-    """Run all requests on a fresh engine of this process; what each said, and the run's counts.
-    `source`: weights of engines before.
+    """Run all requests on a fresh engine of this process; return each output and the run's counts.
+    `source` holds the weights that engines share.
     """
     policy, strategy = PLANS[str(base.device)].arms[str(configuration["arm"])]
     settings = replace(

@@ -51,7 +51,7 @@ LIBRARIES = "cuBLAS + SDPA"
 
 
 class Library(Fast):
-    """Every product is cuBLAS's. There is no LM head, so nothing is asked for in float32."""
+    """Every matmul is cuBLAS's. There is no LM head, so nothing is asked for in float32."""
 
     @staticmethod
     def linear(

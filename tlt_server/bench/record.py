@@ -32,8 +32,8 @@ def wide_console() -> Console:
 
 
 class StillProgress(Progress):
-    """Drawn only when something is said: a thread that redraws would take the interpreter from what
-    is being timed.
+    """Progress that is drawn only on updates: a thread that redraws would take the interpreter from
+    what is being timed.
     """
 
     def update(self, task_id: TaskID, **change: Any) -> None:
@@ -55,11 +55,11 @@ def finish(args: argparse.Namespace, figures: Mapping[str, Any], *, on_gpu: bool
     """Print the figures as one line of JSON, and write the file of `--json`."""
     print(msgspec.json.encode(figures).decode(), flush=True)
     if args.json:
-        command = f"tlt {shlex.join(told(argument) for argument in sys.argv[1:])}"
+        command = f"tlt {shlex.join(without_folder(argument) for argument in sys.argv[1:])}"
         write_entry(args.json, entry_of(figures, command, on_gpu=on_gpu, commit=args.commit))
 
 
-def told(argument: str) -> str:
+def without_folder(argument: str) -> str:
     """Return the argument, of a path only its end: a machine's folders help no reader."""
     return f".../{Path(argument).name}" if argument.startswith("/") else argument
 
@@ -110,8 +110,8 @@ def commit_here() -> str:
     uncommitted changes, results aside.
     """
     git = ["git", "-C", str(Path(__file__).parents[2])]
-    name = _said([*git, "rev-parse", "--short", "HEAD"])
-    changed = _said(
+    name = _output_of([*git, "rev-parse", "--short", "HEAD"])
+    changed = _output_of(
         [
             *git,
             "status",
@@ -146,14 +146,14 @@ def _driver() -> str:
     if DRIVER.exists() and (found := re.search(r"\b(\d+\.\d+(\.\d+)?)\b", DRIVER.read_text())):
         return found[1]
     return (
-        _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition(
+        _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition(
             "\n"
         )[0]
         or "unknown"
     )
 
 
-def _said(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=True

@@ -27,9 +27,7 @@ CALLS, REPLAYS = 48, 15
 
 
 def time_us(calls: list[Callable[[], object]]) -> float:
-    """Microseconds per call of a graph that runs all of them, again and again, at least `CALLS`
-    times.
-    """
+    """Return microseconds per call of a graph that runs all calls in turn, `CALLS` or more."""
     rounds = math.ceil(CALLS / len(calls))
 
     def run() -> None:

@@ -32,7 +32,7 @@ class Timed(NamedTuple):
 
     batch: int
     strategy: str
-    context: int  # tokens of a request when timing began
+    context: int  # tokens of a request when timing started
     steps: int
     step_ms: float  # median
     quartiles_ms: tuple[float, float]
@@ -76,21 +76,23 @@ def random_requests(count: int, prompt: int, new: int, *, seed: int) -> list[Gen
 
 
 def time_steps(
-    engine: Engine, requests: list[GenerateRequest], strategy: Strategy = OFF, *, most: int = 400
+    engine: Engine,
+    requests: list[GenerateRequest],
+    strategy: Strategy = OFF,
+    *,
+    max_steps: int = 400,
 ) -> Timed:
-    """Run these requests as one batch until the first of them ends or `most` steps are timed; then
-    they are aborted.
-    """
-    return _timed(len(requests), strategy, [_steps(engine, requests, strategy, most, SETTLE)])
+    """Run these requests as one batch until the first ends or `max_steps` are timed, then abort."""
+    return _timed(len(requests), strategy, [_steps(engine, requests, strategy, max_steps, SETTLE)])
 
 
 def time_in_turn(
-    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, most: int = 400
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, max_steps: int = 400
 ) -> Timed:
     """The same at batch 1, one request after another, each to its own end."""
     found: list[_Steps] = []
     for request in requests:
-        left = most - sum(len(steps.durations) for steps in found)
+        left = max_steps - sum(len(steps.durations) for steps in found)
         if left > 0:
             found.append(_steps(engine, [request], strategy, left, BRIEFLY))
     return _timed(1, strategy, found)
@@ -124,7 +126,7 @@ def whole_cycles(
     """
     engine.policy = Fixed([strategy])
     engine.send(Submit(requests))
-    began = False
+    started = False
     while not engine.idle:
         cycle = _step(engine)
         if cycle is None:
@@ -134,9 +136,9 @@ def whole_cycles(
             and not cycle.context.prefill_rows
             and cycle.emitted
         ):
-            began = True
+            started = True
             yield cycle
-        elif began:
+        elif started:
             break
 
 
@@ -146,7 +148,7 @@ def abort_all(engine: Engine) -> None:
 
 
 def _steps(
-    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, most: int, settle: int
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, max_steps: int, settle: int
 ) -> _Steps:
     durations: list[float] = []
     tokens = context = 0
@@ -159,7 +161,7 @@ def _steps(
                 tokens += cycle.emitted
                 context = context or int(cycle.context.mean_context)
             last = now
-            if len(durations) == most:
+            if len(durations) == max_steps:
                 break
     abort_all(engine)
     return _Steps(durations, tokens, context)

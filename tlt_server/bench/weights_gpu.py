@@ -67,8 +67,8 @@ class Decoding:
         httpx.post(f"{self._url}/abort_requests", json={"request_ids": []}).raise_for_status()
         self._thread.join()
 
-    def figures(self, begun: float) -> dict[str, float]:
-        """Return milliseconds; the push started at `begun`."""
+    def figures(self, push_started: float) -> dict[str, float]:
+        """Return milliseconds; the push started at `push_started`."""
         gaps = [
             [(after - before, after) for before, after in zip(times, times[1:], strict=False)]
             for times in self.times.values()
@@ -81,9 +81,9 @@ class Decoding:
             gap
             for of in gaps
             for gap, after in of
-            if begun < after < min(ends.values()) - max(at_commit)
+            if push_started < after < min(ends.values()) - max(at_commit)
         ]
-        alone = [gap for of in gaps for gap, after in of if after < begun]
+        alone = [gap for of in gaps for gap, after in of if after < push_started]
         return {
             "requests": len(ends),
             "longest_gap_ms": 1e3 * max(at_commit),
@@ -142,9 +142,9 @@ def measure(channel: str, model: Path, rounds: int, state: Path | None = None) -
     with served(model, channel, state) as url, Client(url, timeout_s=600) as client:
         sender = IpcSender(client) if channel == "ipc" else BroadcastSender(client, backend="nccl")
         for turn in range(rounds):
-            decoding, begun = Decoding(url), time.perf_counter()
+            decoding, push_started = Decoding(url), time.perf_counter()
             reply: Mapping[str, Any] = sender.push(tensors.items(), f"{channel}-{turn}")
-            push_s = time.perf_counter() - begun
+            push_s = time.perf_counter() - push_started
             decoding.end()
             staged_s = sum(
                 seconds for phase, seconds in reply["phases_s"].items() if phase not in NOT_STAGING
@@ -155,7 +155,7 @@ def measure(channel: str, model: Path, rounds: int, state: Path | None = None) -
                     "staged_s": staged_s,
                     "gb_per_s": size / staged_s / 1e9,
                     "pause_ms": reply["pause_ms"],
-                    **decoding.figures(begun),
+                    **decoding.figures(push_started),
                     **{f"{phase}_s": seconds for phase, seconds in reply["phases_s"].items()},
                 }
             )
