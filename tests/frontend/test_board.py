@@ -127,7 +127,7 @@ def test_the_docs_name_metrics_that_exist(exposed: dict[str, set[str]]) -> None:
         for page in PAGE.parent.glob("*.md")
         for name in re.findall(r"\btlt_[a-z_]+[a-z]\b(?![./*])", page.read_text())
     } - {"tlt_server", "tlt_kernels", "tlt_client", "tlt_rollouts"}
-    assert len(named) > 12
+    assert len(named) >= 10
     assert named - set(exposed) == set()
 
 
