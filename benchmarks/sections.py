@@ -100,6 +100,7 @@ def _cycle(figures: Figures) -> Iterator[str]:
                 f"{r['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in r else "",
             )
             for r in figures["rows"]
+            if r["prompt"] == "problem" or figures["shape"]["layers"] >= FULL_SIZE
         ),
     )
     profiled = [
@@ -233,6 +234,8 @@ def _overload(figures: Figures) -> Iterator[str]:
 
 
 def _weights(figures: Figures) -> Iterator[str]:
+    """Tabulate the pushes of the largest checkpoint; the file has all."""
+    largest = max(r["bytes"] for r in figures["rows"])
     yield (
         f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the "
         "weights are live. The copy is of the same bytes on the same disk, synced. With "
@@ -264,6 +267,7 @@ def _weights(figures: Figures) -> Iterator[str]:
                 f"{r['longest_pause_ms']:.2f}",
             )
             for r in figures["rows"]
+            if r["bytes"] == largest
         ),
     )
 
