@@ -1,7 +1,8 @@
 """Rotary embedding, KV write and paged attention of one layer, per shape of step: microseconds
 inside a CUDA graph.
 
-`tlt bench attention [case ...]` prints a table and, as its last line, the same as JSON.
+`tlt bench attention [case ...]` prints a table and, as its last line, the same as JSON. Where
+flash-attn is installed, whole prompts are timed with that backend, too.
 A graph holds many layers, each with its own KV cache, so that keys come from device memory as they
 do between the weights of a real step. Floor: reading every key and value of every request once at
 4.3 TB/s. Qwen2.5-7B: 28 query heads, 4 KV heads of 128, bfloat16.
@@ -10,6 +11,7 @@ do between the weights of a real step. Floor: reading every key and value of eve
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from tlt_kernels.gpu.attention import PagedRows, allocate, attend, fill_plan
 from tlt_kernels.gpu.rope import rope_store
-from tlt_kernels.gpu.tensors import PAGE_SIZE
+from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
+from tlt_server.attention.flash import FlashPaged
 from tlt_server.bench.graph_time import microseconds, require_gpu
 from tlt_server.bench.record import finish
 from tlt_server.errors import StartupError
@@ -111,6 +114,31 @@ def sdpa(case: Case, layers: int) -> float:
     return microseconds(run, 7) / layers
 
 
+def flash(case: Case, rows: PagedRows, q_RND: Tensor, cache: Tensor) -> float:
+    """Time the backend `flash_attn`, its gathering of keys and values included."""
+    backend = FlashPaged(
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=WIDTH,
+        context=case.context,
+        device=q_RND.device,
+        dtype=q_RND.dtype,
+        numerics="fast",
+    )
+    count = len(q_RND)
+    table = RowTable.allocate(count, 1)._replace(
+        position_R=rows.position_R, batch_slot_R=rows.batch_slot_R
+    )
+    planned = backend.planned(count, prompt_rows=count)
+    planned.plan(table, rows.page_table_QP)
+
+    def layers() -> None:
+        for keys, values in cache:
+            planned(q_RND, keys, values)
+
+    return microseconds(layers, 7) / len(cache)
+
+
 def measure(case: Case, tile: int) -> dict[str, float]:
     rows, kv_slot_R, kv_slots = rows_of(case, "cuda")
     count, kv_bytes = len(kv_slot_R), case.requests * case.context * KV_HEADS * WIDTH * 4
@@ -164,6 +192,9 @@ def measure(case: Case, tile: int) -> dict[str, float]:
     }
     if case.prompt and case.rows == case.context:
         result["sdpa_us"] = sdpa(case, layers)
+        if find_spec("flash_attn") is not None:
+            q_RND = torch.randn(count, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+            result["flash_us"] = flash(case, rows, q_RND, cache)
     return result
 
 
