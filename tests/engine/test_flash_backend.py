@@ -57,14 +57,14 @@ class Library:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
-        dropout_p: float = 0.0,
         softmax_scale: float | None = None,
         causal: bool = False,
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
         assert (
             q.dim() == 3
@@ -83,7 +83,7 @@ class Library:
                 and most == cu.diff().max()
                 and cu.diff().min() >= 0
             )
-        assert causal and softmax_scale == q.shape[2] ** -0.5 and dropout_p == 0
+        assert causal and softmax_scale == q.shape[2] ** -0.5
         self.calls.append((len(cu_seqlens_q) - 1, len(k)))
         group, out = q.shape[1] // k.shape[1], torch.zeros_like(q)
         for (q0, q1), (k0, k1) in zip(
@@ -98,14 +98,15 @@ class Library:
                 0.0
             )  # a row without keys is 0
             out[q0:q1] = torch.einsum("nqk,knd->qnd", weight, value).to(q.dtype)
-        return out
+        return out, None
 
 
 @pytest.fixture
 def library(monkeypatch) -> Library:
-    library, module = Library(), ModuleType("flash_attn")
+    library, module = Library(), ModuleType("flash_attn.cute")
     module.flash_attn_varlen_func = library.flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     return library
 
 
@@ -249,7 +250,7 @@ def test_what_it_cannot_serve_is_refused_with_the_remedy(library, monkeypatch):
     step = a_step(SHAPES[1], [(3, 1)], dtype=torch.float16)
     assert "use attention triton, or numerics fast" in refused(step, numerics="strict")
     assert "dtype is float32" in refused(step, dtype=torch.float32)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)  # importing it fails
     message = refused(step)
     assert "use attention triton" in message and "pip install 'tlt-server[flash-attn]'" in message
 
@@ -270,7 +271,7 @@ def test_an_engine_is_refused_before_its_weights_are_read(tmp_path):
 @gpu
 @pytest.mark.skipif(
     find_spec("flash_attn") is None or DEVICE == "cpu",
-    reason="the package flash-attn and a GPU are needed",
+    reason="the package flash-attn-4 and a GPU are needed",
 )
 @pytest.mark.parametrize("shape", [(28, 4, 128), (32, 8, 64)])
 def test_on_the_gpu_the_real_library_matches_the_twin(shape):

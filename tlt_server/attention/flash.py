@@ -1,5 +1,5 @@
-"""The `flash_attn` backend: prompt rows of large steps through the flash-attn library, every other
-row through Triton.
+"""The `flash_attn` backend: prompt rows of large steps through FlashAttention (flash-attn-4, whose
+wheels compile for the GPU at hand), every other row through Triton.
 
 The library adds in an order of its own, so this is for numerics `fast` only. It reads keys that lie
 together (its own pages would be multiples of 256 positions), so each layer gathers those of the
@@ -32,6 +32,7 @@ GATHERED = (
     256 << 20
 )  # bytes of keys and values that lie together for one call, unless one request alone has more
 DTYPES = (torch.bfloat16, torch.float16)
+Attend = Callable[..., tuple[Tensor, Tensor | None]]  # the output, and its log-sum-exp if asked for
 
 
 class Run(NamedTuple):
@@ -53,8 +54,8 @@ class Call(NamedTuple):
     kv_slot_T: Tensor
     first_row_W1: Tensor  # int32, and where the last run ends
     first_key_W1: Tensor
-    most_rows: int
-    most_keys: int
+    max_rows: int
+    max_keys: int
 
 
 class FlashPaged:
@@ -83,17 +84,17 @@ class FlashPaged:
                 "use attention triton, or one of those types"
             )
         try:
-            from flash_attn import flash_attn_varlen_func
+            from flash_attn.cute import flash_attn_varlen_func
         except ImportError as error:
             raise StartupError(
-                f"attention is flash_attn, but its package cannot be imported ({error}); use attention triton, or install "
-                "it: pip install 'tlt-server[flash-attn]'"
+                f"attention is flash_attn, but flash-attn-4 cannot be imported ({error}); use "
+                "attention triton, or install it: pip install 'tlt-server[flash-attn]'"
             ) from error
-        self._function: Callable[..., Tensor] = flash_attn_varlen_func
+        self._function: Attend = flash_attn_varlen_func
         self._triton = TritonPaged(
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=context, device=device
         )
-        self._scale, self._most_keys = (
+        self._scale, self._max_keys = (
             head_dim**-0.5,
             GATHERED // (2 * kv_heads * head_dim * dtype.itemsize),
         )
@@ -103,21 +104,16 @@ class FlashPaged:
             return self._triton.planned(rows, tiles=tiles)
         others = rows - prompt_rows
         planned = self._triton.planned(others, tiles=tiles) if others else None
-        return FlashPlanned(planned, others, self._function, self._scale, self._most_keys)
+        return FlashPlanned(planned, others, self._function, self._scale, self._max_keys)
 
 
 class FlashPlanned:
     def __init__(
-        self,
-        planned: Planned | None,
-        others: int,
-        function: Callable[..., Tensor],
-        scale: float,
-        most_keys: int,
+        self, planned: Planned | None, others: int, function: Attend, scale: float, max_keys: int
     ) -> None:
         """`planned` is for the first rows, `others` of them; the rest are prompt rows."""
         self._planned, self._others = planned, others
-        self._function, self._scale, self._most_keys = function, scale, most_keys
+        self._function, self._scale, self._max_keys = function, scale, max_keys
         self._runs: list[Run] = []
         self._calls: dict[int, list[Call]] = {}  # by the first position seen
 
@@ -143,17 +139,17 @@ class FlashPlanned:
             )
         for call in self._calls_from(first):
             rows = slice(self._others + call.row, self._others + call.row + call.rows)
-            out_RND[rows] = self._function(
+            out_RND[rows], _ = self._function(
                 q_RND[rows],
                 k_SKD.index_select(0, call.kv_slot_T),
                 v_SKD.index_select(0, call.kv_slot_T),
-                call.first_row_W1,
-                call.first_key_W1,
-                call.most_rows,
-                call.most_keys,
+                cu_seqlens_q=call.first_row_W1,
+                cu_seqlens_k=call.first_key_W1,
+                max_seqlen_q=call.max_rows,
+                max_seqlen_k=call.max_keys,
                 softmax_scale=self._scale,
-                causal=True,
-            )  # the last row of a run sees its last key
+                causal=True,  # the last row of a run sees its last key
+            )
         return out_RND
 
     def _calls_from(self, first: int) -> list[Call]:
@@ -161,8 +157,7 @@ class FlashPlanned:
         if first not in self._calls:
             runs = [run._replace(keys=max(run.keys - first, 0)) for run in self._runs]
             self._calls[first] = [
-                call_of(part, first, self._page_table_QP)
-                for part in parts_of(runs, self._most_keys)
+                call_of(part, first, self._page_table_QP) for part in parts_of(runs, self._max_keys)
             ]
         return self._calls[first]
 
@@ -181,11 +176,11 @@ def runs_of(position_P: NDArray[np.int32], batch_slot_P: NDArray[np.int32]) -> l
     ]
 
 
-def parts_of(runs: list[Run], most_keys: int) -> Iterator[list[Run]]:
+def parts_of(runs: list[Run], max_keys: int) -> Iterator[list[Run]]:
     """In order, cut so that none but a single run has more keys."""
     part: list[Run] = []
     for run in runs:
-        if part and sum(other.keys for other in part) + run.keys > most_keys:
+        if part and sum(other.keys for other in part) + run.keys > max_keys:
             yield part
             part = []
         part.append(run)
