@@ -36,6 +36,7 @@ def bench(name: str, file: Path) -> dict[str, Any]:
     return dict(last)
 
 
+@pytest.mark.soak
 def test_exact_finds_no_difference(tmp_path: Path) -> None:
     said = bench("exact", tmp_path / "exact.json")
     assert said["configurations"] >= 18 and said["requests"] > 500 and said["preemptions"] > 0
@@ -46,6 +47,7 @@ def test_exact_finds_no_difference(tmp_path: Path) -> None:
     ) == (0, 0, 0)
 
 
+@pytest.mark.soak
 def test_rollout_saves_passes(tmp_path: Path) -> None:
     said = bench("rollout", tmp_path / "rollout.json")
     assert said["responses_differing"] == 0

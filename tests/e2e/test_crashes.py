@@ -203,7 +203,7 @@ def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> 
         "--kv-memory-mb",
         "64",
         "--hang-timeout-s",
-        "8",
+        "5",
         *AT_ONCE,
     )
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
@@ -236,10 +236,10 @@ def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> 
 
 def test_an_idle_engine_is_not_taken_for_a_hung_one() -> None:
     with (
-        ServerProcess(*FAST_START, "--hang-timeout-s", "4", "--max-restarts", "0") as server,
+        ServerProcess(*FAST_START, "--hang-timeout-s", "3", "--max-restarts", "0") as server,
         Client(server.url) as client,
     ):
-        time.sleep(10)
+        time.sleep(6)  # twice the time after which a silent engine is taken for a hung one
         assert client.is_ready() and server.process.poll() is None
 
 

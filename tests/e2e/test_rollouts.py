@@ -110,7 +110,7 @@ def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Repl
             target=lambda: keyed.append(client.generate(ITEMS, sampling=LONG, idempotency_key="k"))
         )
         waiting.start()
-        for least in (200, 600, 1000, 1400, 1800):
+        for least in (200, 1000):
             await_tokens(detached[0], least)
             pid = engine_pid(server)
             os.kill(pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(
 ) -> None:
     flags = (*FAST_START, "--state-dir", str(tmp_path))
     ids: list[str] = []
-    for least in (300, 800, 1300):
+    for least in (300, 1000):
         with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
             ids = ids or [client.generate(ITEMS, sampling=LONG, detach=True).id for _ in range(2)]
             await_tokens(client.rollout(ids[0]), least)

@@ -90,7 +90,7 @@ def small() -> Loaded:
     return load(TARGET, DRAFTER)
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama"])
+@pytest.fixture(scope="module", params=["qwen2", pytest.param("llama", marks=pytest.mark.soak)])
 def directory(request, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp(request.param)
     write(

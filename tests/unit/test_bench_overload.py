@@ -130,6 +130,7 @@ def test_arrivals_are_seeded_and_of_the_rate_that_was_asked_for() -> None:
     assert moments == sorted(moments) and 0 < moments[0] and moments[-1] < 100
 
 
+@pytest.mark.slow
 def test_an_open_loop_does_not_wait_and_a_closed_one_does() -> None:
     open_now, most, takes_s = 0, 0, 0.2
 

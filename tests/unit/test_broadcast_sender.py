@@ -20,6 +20,7 @@ from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.groups import Membership, WeightGroup, host_store
 from tlt_client.errors import ConnectionFailed, NotLive, ServerError
 
+pytestmark = pytest.mark.slow  # waits for timeouts
 TIMEOUT_S = 2.0
 TENSORS = {"a": torch.arange(3.0), "b": torch.arange(5.0)}
 
@@ -200,12 +201,12 @@ def test_a_broadcast_may_take_its_time_however_little_was_left_for_joining(port:
 
     def join(rank: int, store: Any = None) -> None:
         groups[rank] = WeightGroup(
-            Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=10), store
+            Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=4), store
         )
 
     def lead() -> None:
-        time.sleep(5)
-        stores.append(host_store("127.0.0.1", port, 2, 10))
+        time.sleep(2)
+        stores.append(host_store("127.0.0.1", port, 2, 4))
         join(0, stores[0])
 
     leads = threading.Thread(target=lead)
@@ -214,11 +215,11 @@ def test_a_broadcast_may_take_its_time_however_little_was_left_for_joining(port:
     leads.join()
     received = torch.zeros(3)
     work = groups[1].begin(received)
-    time.sleep(5.5)  # longer than there was left of the joining
+    time.sleep(2.5)  # longer than there was left of the joining
     groups[0].end(groups[0].begin(torch.arange(3.0)))
     groups[1].end(work)
     assert received.tolist() == [0, 1, 2] and stores[0].timeout == groups[
         1
-    ]._store.timeout == timedelta(seconds=10)
+    ]._store.timeout == timedelta(seconds=4)
     for group in groups.values():
         group.close()

@@ -75,6 +75,7 @@ def test_philox_gives_the_published_answers(recipe):
     ]
 
 
+@pytest.mark.slow
 def test_the_target_is_hugging_faces_qwen2(recipe):
     from transformers import AutoModelForCausalLM
 

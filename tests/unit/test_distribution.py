@@ -89,6 +89,7 @@ def pair_fit(first: np.ndarray, second: np.ndarray, p: np.ndarray) -> float:
     return p_value(np.bincount(pairs, minlength=len(p) ** 2), np.outer(p, p).ravel())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_over_positions_follow_the_distribution(name):
     tokens = draws(CASES[name], [20_240_601], np.arange(1, DRAWS + 1))

@@ -1,0 +1,126 @@
+"""`tlt doctor` as a process: every check passes on this machine, and whatever breaks it is a finding."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.test_doctor import expect
+from tlt_server.doctor.checks import CHECKS
+from tlt_server.doctor.finding import Finding
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(*flags: str, **environment: str) -> tuple[int, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TLT_")}
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "clients"))
+    done = subprocess.run(
+        [sys.executable, "-m", "tlt_server", "doctor", *flags],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env={**own, "PYTHONPATH": path, **environment},
+    )
+    assert "Traceback" not in done.stderr + done.stdout
+    return done.returncode, done.stdout
+
+
+def findings(output: str) -> dict[str, Finding]:
+    return {entry["check"]: Finding(**entry) for entry in json.loads(output)["checks"]}
+
+
+def test_every_check_passes_here() -> None:
+    status, output = doctor("--json", "--port", "0")
+    assert status == 0 and json.loads(output)["ok"]
+    assert list(findings(output)) == [
+        "settings",
+        *(check.name for check in CHECKS if not check.in_child),
+        *(check.name for check in CHECKS if check.in_child),
+    ]
+    not_ok = {name for name, finding in findings(output).items() if finding.status != "ok"}
+    assert not_ok <= {"packages", "open files"}, (
+        "a checkout may not be installed, a shell may limit files"
+    )
+
+
+def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        status, output = doctor(
+            "--port", str(taken.getsockname()[1]), "--state-dir", "/dev/null/state"
+        )
+    lines = output.splitlines()
+    assert status == 1 and lines[-1].startswith(
+        f"2 of {len(CHECKS) + 1} checks failed: port, state directory"
+    )
+    place = next(i for i, line in enumerate(lines) if line.startswith("fail port"))
+    assert (
+        "Address already in use" in lines[place]
+        and "remedy: choose another --host or --port" in lines[place + 1]
+    )
+
+
+def test_a_warning_is_counted_beside_what_passed(tmp_path: Path) -> None:
+    status, output = doctor("--port", "0", "--weight-root", str(tmp_path))
+    assert status == 0 and re.fullmatch(
+        rf"{len(CHECKS) + 1} checks, none failed, \d with a warning", output.splitlines()[-1]
+    )
+    assert "warn state directory" in output
+
+
+def test_settings_that_cannot_be_used_leave_what_needs_none() -> None:
+    status, output = doctor("--json", "--model", "/nowhere")
+    assert (
+        status == 1
+        and "not a directory" in findings(output)["settings"].found
+        and findings(output)["settings"].remedy
+    )
+    assert list(findings(output)) == [
+        "settings",
+        "python",
+        "packages",
+        "locale",
+        "sockets",
+        "torch",
+        "gpu",
+        "kernels",
+    ]
+
+
+def test_a_weight_root_that_is_missing_comes_with_its_remedy(tmp_path: Path) -> None:
+    status, output = doctor("--json", "--weight-root", str(tmp_path / "none"))
+    assert status == 1
+    expect(findings(output)["settings"], "fail", "weight_root is", "mkdir -p")
+
+
+def test_a_torch_that_kills_its_process_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
+    status, output = doctor(
+        "--json",
+        PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels", ROOT / "clients"))),
+    )
+    assert status == 1 and findings(output)["tokenizer"].status == "ok"
+    expect(findings(output)["torch"], "fail", "SIGABRT", "install")
+    assert findings(output)["memory"].found.startswith("not checked")
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open')\n")
+    status, output = doctor(
+        "--json",
+        PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels", ROOT / "clients"))),
+    )
+    expect(findings(output)["torch"], "fail", "ImportError", "libtorch.so", "pip install")
+    assert (
+        status == 1
+        and findings(output)["model"].status == "fail"
+        and findings(output)["kernels"].status == "ok"
+    )
