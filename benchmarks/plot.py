@@ -104,12 +104,12 @@ def draw(data: dict[str, Any], file: Path) -> None:
             label=engine,
         )
     for place, value in zip(places, data["plain_step_ms"]["TLT Server"], strict=True):
-        steep = place == places[-1]
+        steep, low = place == places[-1], value - data["floor_ms"] < 0.8
         left.annotate(
             f"{value:.2f}",
             (place, value),
             textcoords="offset points",
-            xytext=(6, -13) if steep else (0, -15),
+            xytext=(6, -13) if steep else (0, 7 if low else -15),
             ha="left" if steep else "center",
             color=colour("TLT Server"),
         )

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.report`: write docs/performance.md from the goals and the files of
-benchmarks/results.
+"""`python -m benchmarks.report`: write docs/performance.md, and the five figures of README, from
+the goals and the files of benchmarks/results.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.comparison import goals_section, others_section
+from benchmarks.first_screen import with_figures
 from benchmarks.goals import Result, results
 from benchmarks.markdown import link
 from benchmarks.sections import SECTIONS
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 
 INTRODUCTION = """\
 # Performance
@@ -28,8 +30,8 @@ was tried, what it was expected to give and what it gave.
 `make bench-gpu PAIR=DIR` runs the GPU benches, `make test-gpu` the GPU tests; `tlt bench NAME
 --help` describes one bench. Each prints a table and, as its last line, its figures as JSON;
 `--json FILE` writes a file like those below. Exit status 0: measured, and every check held; 1: a
-check failed; 2: the flags ask for what cannot be measured. A padded pair (`tlt bench pad`) has a large model's
-shapes, so its steps cost what that model's cost. It says what the shipped pair says, so acceptance
+check failed; 2: the flags ask for what cannot be measured. A padded
+pair (`tlt bench pad`) has a large model's shapes, so its steps cost what that model's cost. It says what the shipped pair says, so acceptance
 is that of a trained drafter on its own, easy task."""
 
 
@@ -69,8 +71,10 @@ def _machine(result: Result) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page(results(RESULTS)))
-    print(f"{PAGE.relative_to(ROOT)} written")
+    found = results(RESULTS)
+    PAGE.write_text(page(found))
+    README.write_text(with_figures(README.read_text(), found))
+    print(f"{PAGE.relative_to(ROOT)} and the figures of {README.name} written")
 
 
 if __name__ == "__main__":

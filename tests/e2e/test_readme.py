@@ -125,17 +125,6 @@ def test_there_are_blocks_of_each_kind() -> None:
     )
 
 
-def test_the_figures_are_those_of_the_performance_page() -> None:
-    """Each bold number of the first screen stands in a table or sentence of the generated page."""
-    text = README.read_text()
-    figures = re.findall(r"^- \*\*(.*?)\*\*", text, re.MULTILINE)
-    page = (README.parent / "docs" / "performance.md").read_text()
-    assert len(figures) == 5
-    for figure in figures:
-        number = re.findall(r"[\d.,]+", figure)[-1].replace(",", "")
-        assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", page), figure
-
-
 def test_files_that_are_named_exist() -> None:
     text = README.read_text()
     named = set(

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from benchmarks import record_tests
+from benchmarks.first_screen import BULLETS, with_figures
 from benchmarks.goals import Result, answer, comparable, goals, results, verdict
 from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import RUNS, counts, figures, recorded
-from benchmarks.report import PAGE, RESULTS, page
+from benchmarks.report import PAGE, README, RESULTS, page
 from tlt_server.bench.record import write_entry
 from tlt_server.bench.weights import Push, row
 
@@ -239,6 +240,12 @@ def goal(what: str) -> dict[str, Any]:
 
 def test_the_committed_page_is_what_the_generator_makes() -> None:
     assert PAGE.read_text() == page(results(RESULTS)), "run: python -m benchmarks.report"
+
+
+def test_the_first_screen_has_five_figures_of_the_committed_results() -> None:
+    readme = README.read_text()
+    assert readme == with_figures(readme, results(RESULTS)), "run: python -m benchmarks.report"
+    assert len(BULLETS.findall(readme)) == 1 and readme.count("\n- **") == 5
 
 
 def test_the_plot_was_drawn_from_the_committed_figures() -> None:
