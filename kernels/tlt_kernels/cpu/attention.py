@@ -80,45 +80,61 @@ def _scores(q_RND, first_row, queries, group, kv_head, address_C, scale, score_Q
             dots(query_i, query_j, keys, width, scale, out + 4 * CHUNK * i, out + 4 * CHUNK * j)  # type: ignore[call-arg]
 
 
+@njit(cache=True, error_model="numpy")
+def _fill_outside(score_C, begin, end, value):
+    """Set the lanes outside [begin, end)."""
+    for c in range(begin):
+        score_C[c] = value
+    for c in range(end, CHUNK):
+        score_C[c] = value
+
+
+@njit(cache=True, error_model="numpy")
+def _maximum(score_C, lane_L):
+    """Return the maximum of a chunk, over 16 interleaved lanes first."""
+    for i in range(_LANES):
+        lane_L[i] = score_C[i]
+    for c in range(_LANES, CHUNK, _LANES):
+        for i in range(_LANES):
+            lane_L[i] = score_C[c + i] if score_C[c + i] > lane_L[i] else lane_L[i]
+    half = _LANES // 2
+    while half:
+        for i in range(half):
+            lane_L[i] = lane_L[half + i] if lane_L[half + i] > lane_L[i] else lane_L[i]
+        half //= 2
+    return lane_L[0]
+
+
+@njit(cache=True, error_model="numpy")
+def _total(score_C, lane_L):
+    """Return the sum of a chunk, over 16 interleaved lanes first."""
+    for i in range(_LANES):
+        lane_L[i] = score_C[i]
+    for c in range(_LANES, CHUNK, _LANES):
+        for i in range(_LANES):
+            lane_L[i] += score_C[c + i]
+    half = _LANES // 2
+    while half:
+        for i in range(half):
+            lane_L[i] += lane_L[half + i]
+        half //= 2
+    return lane_L[0]
+
+
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
 def _weigh(score_QC, queries, begin, end, lane_L, top_Q, sum_Q):
-    """Scores of lanes [begin, end) become exp(score - maximum), the other lanes 0.
+    """Turn the scores of lanes [begin, end) into exp(score - maximum), and the other lanes into 0.
 
-    Maximum and sum run over 16 interleaved lanes first: vectorised, and in one fixed order.
+    Interleaved lanes let maximum and sum be vectorised in one fixed order.
     """
     for q in range(queries):
-        for c in range(begin):
-            score_QC[q, c] = _MINUS_INFINITY
-        for c in range(end, CHUNK):
-            score_QC[q, c] = _MINUS_INFINITY
-        for i in range(_LANES):
-            lane_L[i] = score_QC[q, i]
-        for c in range(_LANES, CHUNK, _LANES):
-            for i in range(_LANES):
-                lane_L[i] = score_QC[q, c + i] if score_QC[q, c + i] > lane_L[i] else lane_L[i]
-        half = _LANES // 2
-        while half:
-            for i in range(half):
-                lane_L[i] = lane_L[half + i] if lane_L[half + i] > lane_L[i] else lane_L[i]
-            half //= 2
-        top = lane_L[0]
+        score_C = score_QC[q]
+        _fill_outside(score_C, begin, end, _MINUS_INFINITY)
+        top = _maximum(score_C, lane_L)
         for c in range(CHUNK):
-            score_QC[q, c] = exp(score_QC[q, c] - top)
-        for c in range(begin):
-            score_QC[q, c] = _ZERO
-        for c in range(end, CHUNK):
-            score_QC[q, c] = _ZERO
-        for i in range(_LANES):
-            lane_L[i] = score_QC[q, i]
-        for c in range(_LANES, CHUNK, _LANES):
-            for i in range(_LANES):
-                lane_L[i] += score_QC[q, c + i]
-        half = _LANES // 2
-        while half:
-            for i in range(half):
-                lane_L[i] += lane_L[half + i]
-            half //= 2
-        top_Q[q], sum_Q[q] = top, lane_L[0]
+            score_C[c] = exp(score_C[c] - top)
+        _fill_outside(score_C, begin, end, _ZERO)
+        top_Q[q], sum_Q[q] = top, _total(score_C, lane_L)
 
 
 @njit(cache=True, error_model="numpy")

@@ -93,6 +93,43 @@ def match_cell(length, count, total, depth, shares, depths):
 
 
 @njit(cache=True)
+def _continuations(pool_T, end_K, level, node_K, first, done_K, token_K, count_K, kind_K):
+    """Count the tokens that continue the matches at the node of match `first`, mark those matches
+    as done, and return (matches, different tokens).
+    """
+    total = 0
+    kinds = 0
+    for j in range(first, len(node_K)):
+        if node_K[j] != node_K[first] or done_K[j]:
+            continue
+        done_K[j] = True
+        total += 1
+        token = pool_T[end_K[j] + level]
+        for i in range(kinds):
+            if token_K[i] == token:
+                count_K[i] += 1
+                break
+        else:
+            token_K[kinds], count_K[kinds], kind_K[kinds] = token, 1, j
+            kinds += 1
+    return total, kinds
+
+
+@njit(cache=True)
+def _follow(pool_T, end_K, level, node_K, parent_N, token_N, first, stop):
+    """Move each match to the node of its next token among nodes [first, stop)."""
+    for k in range(len(node_K)):
+        if node_K[k] == -2:
+            continue
+        token = pool_T[end_K[k] + level]
+        reached = -2
+        for n in range(first, stop):
+            if parent_N[n] == node_K[k] and token_N[n] == token:
+                reached = n
+        node_K[k] = reached
+
+
+@njit(cache=True)
 def plant_trie(
     pool_T,
     end_K,
@@ -124,41 +161,23 @@ def plant_trie(
     node_K = np.full(found, -1, np.int32)  # the node that each match has reached; -2 = out
     token_K = np.empty(found, np.int32)
     count_K = np.empty(found, np.int32)
+    kind_K = np.empty(found, np.int32)  # first match of each kind of continuation
     at = first
     for level in range(depth):
         level_first = at
         for k in range(found):
-            if node_K[k] == -2:
-                continue
-            place = end_K[k] + level
-            if place >= stop_K[k]:
+            if end_K[k] + level >= stop_K[k]:
                 node_K[k] = -2
         done_K = np.zeros(found, np.bool_)
         for k in range(found):
             if done_K[k] or node_K[k] == -2:
                 continue
             parent = node_K[k]
-            total = 0
-            kinds = 0
-            kind_K = np.empty(found, np.int32)  # first match of each kind of continuation
-            for j in range(k, found):
-                if node_K[j] != parent or done_K[j]:
-                    continue
-                done_K[j] = True
-                total += 1
-                token = pool_T[end_K[j] + level]
-                for i in range(kinds):
-                    if token_K[i] == token:
-                        count_K[i] += 1
-                        break
-                else:
-                    token_K[kinds], count_K[kinds], kind_K[kinds] = token, 1, j
-                    kinds += 1
+            total, kinds = _continuations(
+                pool_T, end_K, level, node_K, k, done_K, token_K, count_K, kind_K
+            )
             for rank in range(min(width, kinds)):
-                best = -1
-                for i in range(kinds):
-                    if count_K[i] > 0 and (best < 0 or count_K[i] > count_K[best]):
-                        best = i
+                best = np.argmax(count_K[:kinds])  # the first of the commonest
                 if at == len(request_N):
                     return at
                 request_N[at] = request
@@ -173,15 +192,7 @@ def plant_trie(
                 )
                 count_K[best] = 0
                 at += 1
-        for k in range(found):  # follow each match into its node of this level
-            if node_K[k] == -2:
-                continue
-            token = pool_T[end_K[k] + level]
-            reached = -2
-            for n in range(level_first, at):
-                if parent_N[n] == node_K[k] and token_N[n] == token:
-                    reached = n
-            node_K[k] = reached
+        _follow(pool_T, end_K, level, node_K, parent_N, token_N, level_first, at)
     return at
 
 

@@ -42,6 +42,43 @@ def kth_largest(value_N, count, k):
 
 
 @njit(cache=True)
+def _capped(parent_N, survival_N):
+    """Return the survivals, none negative, NaN or above its parent's."""
+    capped_N = np.empty(len(parent_N), np.float32)
+    for n in range(len(parent_N)):
+        survival = survival_N[n]
+        if not survival >= 0:  # also NaN
+            survival = np.float32(0)
+        if parent_N[n] >= 0 and survival > capped_N[parent_N[n]]:
+            survival = capped_N[parent_N[n]]
+        capped_N[n] = survival + np.float32(0)  # -0.0 has the bits of a large number
+    return capped_N
+
+
+@njit(cache=True)
+def _choose(capped_N, depth_N, kept):
+    """Mark the `kept` best nodes; of equal ones the shallowest, then the first."""
+    nodes = len(capped_N)
+    chosen_N = np.zeros(nodes, np.bool_)
+    threshold, room = kth_largest(capped_N, nodes, kept)
+    bits_N = capped_N.view(np.uint32)
+    deepest = 0
+    for n in range(nodes):
+        if bits_N[n] > threshold:
+            chosen_N[n] = True
+        elif bits_N[n] == threshold:
+            deepest = max(deepest, depth_N[n])
+    for depth in range(deepest + 1):
+        if room == 0:
+            break
+        for n in range(nodes):
+            if room > 0 and bits_N[n] == threshold and depth_N[n] == depth:
+                chosen_N[n] = True
+                room -= 1
+    return chosen_N
+
+
+@njit(cache=True)
 def select(request_N, parent_N, depth_N, survival_N, requests, budget):
     """(node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first),
     grouped by request.
@@ -56,33 +93,10 @@ def select(request_N, parent_N, depth_N, survival_N, requests, budget):
     parent_M = np.empty(max(kept, 0), np.int32)
     if kept <= 0:
         return node_M, parent_M, count_B
-    capped_N = np.empty(nodes, np.float32)
-    for n in range(nodes):
-        survival = survival_N[n]
-        if not survival >= 0:  # also NaN
-            survival = np.float32(0)
-        if parent_N[n] >= 0 and survival > capped_N[parent_N[n]]:
-            survival = capped_N[parent_N[n]]
-        capped_N[n] = survival + np.float32(0)  # -0.0 has the bits of a large number
-    chosen_N = np.zeros(nodes, np.bool_)
     if kept == nodes:
-        chosen_N[:] = True
+        chosen_N = np.ones(nodes, np.bool_)
     else:
-        threshold, room = kth_largest(capped_N, nodes, kept)
-        bits_N = capped_N.view(np.uint32)
-        deepest = 0
-        for n in range(nodes):
-            if bits_N[n] > threshold:
-                chosen_N[n] = True
-            elif bits_N[n] == threshold:
-                deepest = max(deepest, depth_N[n])
-        depth = 0
-        while room > 0 and depth <= deepest:
-            for n in range(nodes):
-                if room > 0 and bits_N[n] == threshold and depth_N[n] == depth:
-                    chosen_N[n] = True
-                    room -= 1
-            depth += 1
+        chosen_N = _choose(_capped(parent_N, survival_N), depth_N, kept)
     for n in range(nodes):
         if chosen_N[n]:
             count_B[request_N[n]] += 1
@@ -91,14 +105,14 @@ def select(request_N, parent_N, depth_N, survival_N, requests, budget):
     for b in range(requests):
         next_B[b] = start
         start += count_B[b]
-    place_N = np.empty(nodes, np.int32)
+    index_N = np.empty(nodes, np.int32)
     for n in range(nodes):
         if chosen_N[n]:
-            place = next_B[request_N[n]]
+            index = next_B[request_N[n]]
             next_B[request_N[n]] += 1
-            place_N[n] = place
-            node_M[place] = n
-            parent_M[place] = place_N[parent_N[n]] if parent_N[n] >= 0 else -1
+            index_N[n] = index
+            node_M[index] = n
+            parent_M[index] = index_N[parent_N[n]] if parent_N[n] >= 0 else -1
     return node_M, parent_M, count_B
 
 
