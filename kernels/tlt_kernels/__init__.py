@@ -1,7 +1,7 @@
-"""The kernels: everything the engine computes that a library does not compute in a fixed order.
+"""The kernels: everything that the engine computes and that no library computes in a fixed order.
 
-`cpu/` holds compiled kernels for the host (numba); `reference*.py` their slow twins in plain
-PyTorch, which the tests compare them with. Every kernel keeps one rule: a row's bits depend on that
-row's own inputs only, never on the batch around it, its place in the batch or the number of
-threads.
+`cpu/` holds kernels for the host, compiled by numba; `gpu/` holds Triton kernels; `reference*.py`
+hold slow twins in plain PyTorch and numpy, which the tests compare the kernels with. Every kernel
+keeps one rule: the bits of a row depend on that row's own inputs only, never on the batch around
+it, its index in the batch or the number of threads.
 """

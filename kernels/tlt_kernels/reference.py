@@ -1,4 +1,4 @@
-"""Slow twins of the kernels in plain PyTorch: what each one means, with no regard for speed or
+"""Slow twins of the kernels in plain PyTorch: what each kernel means, with no regard for speed or
 order of summation.
 
 The tests compare every kernel with its twin. Arguments are those of the kernel; see
@@ -7,6 +7,8 @@ float64, to serve as ground truth.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,40 +68,36 @@ def copy_kv_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
             array[target] = array[source]
 
 
-def visible_kv_slots(
-    r: int,
-    position_R: Tensor,
-    request_R: Tensor,
-    base_B: Tensor,
-    page_table_BP: Tensor,
-    path_RD: Tensor,
-    page_size: int,
-    first: int,
-) -> Tensor:
-    """Slots of key positions [first, position_R[r]] of row r, in order of position."""
-    b, last = int(request_R[r]), int(position_R[r])
-    base = int(base_B[b])
-    return torch.tensor(
-        [
-            int(page_table_BP[b, p // page_size]) * page_size + p % page_size
-            if p < base
-            else int(path_RD[r, p - base])
-            for p in range(first, last + 1)
-        ],
-        dtype=torch.int64,
-    )
+class VisibleKeys(NamedTuple):
+    """The keys that each row sees, found as in `tlt_server.attention.rows`."""
+
+    position_R: Tensor
+    request_R: Tensor  # index into B
+    base_B: Tensor
+    page_table_BP: Tensor
+    path_RD: Tensor
+    page_size: int
+
+    def kv_slots(self, r: int, first: int) -> Tensor:
+        """Return the KV slots of key positions [first, position_R[r]] of row r, in order."""
+        b, last = int(self.request_R[r]), int(self.position_R[r])
+        base, size = int(self.base_B[b]), self.page_size
+        return torch.tensor(
+            [
+                int(self.page_table_BP[b, p // size]) * size + p % size
+                if p < base
+                else int(self.path_RD[r, p - base])
+                for p in range(first, last + 1)
+            ],
+            dtype=torch.int64,
+        )
 
 
 def attend_rows(
     q_RND: Tensor,
     k_SKD: Tensor,
     v_SKD: Tensor,
-    position_R: Tensor,
-    request_R: Tensor,
-    base_B: Tensor,
-    page_table_BP: Tensor,
-    path_RD: Tensor,
-    page_size: int,
+    keys: VisibleKeys,
     first: int,
     scale: float,
     *,
@@ -110,9 +108,7 @@ def attend_rows(
     dtype = torch.float64 if double else q_RND.dtype
     out_RND = torch.zeros_like(q_RND, dtype=dtype)
     for r in range(rows):
-        kv_slots = visible_kv_slots(
-            r, position_R, request_R, base_B, page_table_BP, path_RD, page_size, first
-        )
+        kv_slots = keys.kv_slots(r, first)
         if not len(kv_slots):
             continue
         k = k_SKD[kv_slots].to(dtype).repeat_interleave(group, dim=1)

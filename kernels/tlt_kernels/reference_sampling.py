@@ -1,5 +1,5 @@
 """Slow twins of the sampling kernels: plain numpy, one idea per line, no code shared with the fast
-ones.
+kernels.
 
 Legend: S rows, V vocabulary. Arithmetic that decides a token is float32 in both; sums here are
 float64.
@@ -13,8 +13,8 @@ MASK = np.uint64(0xFFFFFFFF)
 
 
 def philox4x32(key: tuple[int, int], counter: tuple[np.ndarray | int, ...]) -> list[np.ndarray]:
-    """Philox-4x32-10 on arrays of counters, in uint64 arithmetic: the four words, each as uint64
-    below 2^32.
+    """Return the four words of Philox-4x32-10 on arrays of counters, in uint64 arithmetic, each a
+    uint64 below 2^32.
     """
     c = [np.asarray(word, dtype=np.uint64) & MASK for word in counter]
     k = [key[0], key[1]]
@@ -31,8 +31,8 @@ def philox4x32(key: tuple[int, int], counter: tuple[np.ndarray | int, ...]) -> l
 
 
 def gumbel(seed: int, tokens: np.ndarray, position: int) -> np.ndarray:
-    """G(seed, token, position) for an array of token ids: float64 throughout, rounded to float32 at
-    the end.
+    """Return G(seed, token, position) for an array of token ids: float64 throughout, rounded to
+    float32 at the end.
     """
     tokens = np.asarray(tokens, dtype=np.int64)
     words = np.stack(philox4x32((seed % 2**32, seed >> 32), (tokens >> 2, position, 0, 0)))
@@ -54,8 +54,8 @@ def edited(
     frequency: float,
     masked: list[int],
 ) -> np.ndarray:
-    """Bias, then the repetition penalty, then presence and frequency, then the mask; one token at a
-    time in float32.
+    """Apply bias, then the repetition penalty, then presence and frequency, then the mask, one
+    token at a time in float32.
     """
     result = logits.astype(np.float32).copy()
     for token, value in bias.items():
@@ -71,14 +71,14 @@ def edited(
 
 
 def log_softmax(z: np.ndarray) -> np.ndarray:
-    """Float64 log-probs; -inf stays -inf."""
+    """Return float64 log-probs; -inf stays -inf."""
     shifted = z.astype(np.float64) - np.float64(z.max())
     return shifted - np.log(np.exp(shifted).sum())
 
 
 def kept(z: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, float]:
-    """Mask of the tokens that min_p, top_k and top_p keep, by a full sort; and how near a float
-    threshold came to a probability.
+    """Return a mask of the tokens that min_p, top_k and top_p keep, by a full sort, and the least
+    distance of a float threshold from a probability.
 
     A fast sum in another order may decide otherwise only where that distance is of the size of its
     rounding errors.
@@ -109,8 +109,8 @@ def sample(
     top_p: float,
     noise: np.ndarray,
 ) -> tuple[int, np.ndarray, float]:
-    """One row: the token, the float64 log-probs of the processed distribution, and `kept`'s
-    distance. Temperature 0 is greedy.
+    """Sample one row: return the token, the float64 log-probs of the processed distribution, and
+    `kept`'s distance. Temperature 0 is greedy.
     """
     if temperature == 0:
         return int(np.argmax(logits)), log_softmax(logits), np.inf

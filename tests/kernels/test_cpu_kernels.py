@@ -203,6 +203,12 @@ def a_step(
     return Step(noise(len(position), heads, width) * 2, k_SKD, v_SKD, rows)
 
 
+def keys_of(rows: Rows) -> reference.VisibleKeys:
+    return reference.VisibleKeys(
+        rows.position_R, rows.request_R, rows.base_B, rows.page_table_BP, rows.path_RD, PAGE
+    )
+
+
 SHAPES = [(2, 1, 128), (4, 4, 16), (6, 2, 10), (7, 1, 64)]
 
 
@@ -210,20 +216,8 @@ SHAPES = [(2, 1, 128), (4, 4, 16), (6, 2, 10), (7, 1, 64)]
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first):
     step = a_step(*shape)
-    rows = step.rows
     expected_RND = reference.attend_rows(
-        step.q_RND,
-        step.k_SKD,
-        step.v_SKD,
-        rows.position_R,
-        rows.request_R,
-        rows.base_B,
-        rows.page_table_BP,
-        rows.path_RD,
-        PAGE,
-        first,
-        shape[2] ** -0.5,
-        double=True,
+        step.q_RND, step.k_SKD, step.v_SKD, keys_of(step.rows), first, shape[2] ** -0.5, double=True
     )
     found_RND = step.attend(first)
     assert found_RND.isfinite().all(), "an invisible NaN leaked"
@@ -271,19 +265,7 @@ def test_a_draft_path_has_the_bits_it_will_have_once_committed(shape, length):
     draft = a_step(*shape, lengths=(length,), drafts=drafts)
     heads, kv_heads, width = shape
     committed = a_step(*shape, lengths=(length + drafts,), drafts=0, certain=len(draft.rows))
-    keys = [
-        reference.visible_kv_slots(
-            len(rows) - 1,
-            rows.position_R,
-            rows.request_R,
-            rows.base_B,
-            rows.page_table_BP,
-            rows.path_RD,
-            PAGE,
-            0,
-        )
-        for rows in (draft.rows, committed.rows)
-    ]
+    keys = [keys_of(rows).kv_slots(len(rows) - 1, 0) for rows in (draft.rows, committed.rows)]
     committed.k_SKD[keys[1]], committed.v_SKD[keys[1]] = draft.k_SKD[keys[0]], draft.v_SKD[keys[0]]
     committed.q_RND = draft.q_RND
     assert committed.rows.position_R.tolist() == draft.rows.position_R.tolist()

@@ -151,20 +151,19 @@ class TorchGathered:
 class TorchPlanned:
     def __init__(self, scale: float) -> None:
         self._scale = scale
-        self._rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
+        self._keys: reference.VisibleKeys | None = None
 
     def plan(self, rows: RowTable, page_table_QP: Tensor) -> None:
         each_R = torch.arange(len(rows.position_R), device=rows.position_R.device)
-        self._rows = (
+        self._keys = reference.VisibleKeys(
             rows.position_R,
             each_R,
             rows.base_R,
             page_table_QP[rows.batch_slot_R.long()],
             rows.path_RD,
+            PAGE_SIZE,
         )
 
     def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
-        assert self._rows is not None
-        return reference.attend_rows(
-            q_RND, k_SKD, v_SKD, *self._rows, PAGE_SIZE, first, self._scale
-        )
+        assert self._keys is not None
+        return reference.attend_rows(q_RND, k_SKD, v_SKD, self._keys, first, self._scale)

@@ -22,16 +22,12 @@ class TorchReference:
         self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
     ) -> Tensor:
         """[R, N, D] float32; see `tlt_server.attention` for what a row sees."""
-        return reference.attend_rows(
-            q_RND,
-            k_SKD,
-            v_SKD,
+        keys = reference.VisibleKeys(
             rows.position_R,
             rows.request_R,
             rows.base_B,
             rows.page_table_BP,
             rows.path_RD,
             self.page_size,
-            first,
-            self.scale,
-        ).to(torch.float32)
+        )
+        return reference.attend_rows(q_RND, k_SKD, v_SKD, keys, first, self.scale).to(torch.float32)

@@ -1,1 +1,3 @@
-"""Kernels for the host, compiled by numba; they take float32 CPU tensors and read them in place."""
+"""Kernels for the host, compiled by numba. They take float32 CPU tensors and read them where they
+lie.
+"""

@@ -1,6 +1,7 @@
-"""Which committed positions a drafter's KV lacks, page by page.
+"""Search for the committed positions that a drafter's KV lacks, page by page.
 
-Slow twin: `tests/unit/test_drafters.py`. Legend: B requests, P pages per request, S slots, R rows.
+Slow twin: `tests/unit/test_drafters.py`. Legend: B requests, P pages per request, S KV slots, R
+rows.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ def undrafted(
     position_R,
     request_R,
 ):
-    """Collect, and mark as drafted, up to len(kv_slot_R) undrafted slots of positions 1 .. root - 1.
-    Returns how many.
+    """Collect, and mark as drafted, up to len(kv_slot_R) undrafted KV slots of positions 1 .. root
+    - 1. Returns how many.
 
-    `cursor` = [request, position] is where to go on; request = B means that nothing is left. A slot
-    shared by several requests is collected once. previous_kv_slot_R: the slot of the position before,
-    where the row's feature lies. full_P: pages that need no look, with every slot drafted (position
-    0 has no feature before it and never counts).
+    `cursor` = [request, position] is where to go on; request = B means that nothing is left. A KV
+    slot shared by several requests is collected once. previous_kv_slot_R: the KV slot of the
+    position before, where the row's feature lies. full_P: pages that need no look, with every KV
+    slot drafted (position 0 has no feature before it and never counts).
     """
     rows = 0
     b = cursor[0]
@@ -78,10 +79,10 @@ def lay_roots(
     request_R,
     node_R,
 ):
-    """Lay out the root row of every request with a depth limit above 0 from row `first` on; returns
-    how many.
+    """Lay out the root row of every request with a depth limit above 0, from row `first` on.
+    Returns how many.
 
-    A root's token and the feature before it are the target's own, so its slot counts as drafted.
+    A root's token and the feature before it are the target's own, so its KV slot counts as drafted.
     """
     rows = first
     for b in range(len(root_position_B)):

@@ -1,5 +1,5 @@
-"""Online counts behind calibrated survival. Slow twin: `tests/unit/test_survival.py`. Legend: N
-nodes, K cells.
+"""Online counts from which calibrated survival is computed. Slow twin:
+`tests/unit/test_survival.py`. Legend: N nodes, K cells.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from numba import njit
 @njit(cache=True)
 def tally(cell_N, parent_N, accepted_N, prior_K, prior_weight, limit, hits_K, trials_K, survival_K):
     """Count every verified node whose parent is on the path, halve a cell's counts at `limit`
-    trials, refresh its survival.
+    trials, and refresh its survival.
 
     accepted_N: -1 not verified, 0 rejected or unreached, 1 accepted. Returns the number of nodes
     counted.

@@ -23,8 +23,8 @@ SLACK = 1e-3  # covers float32 rounding of z
 
 
 def _word_bounds() -> np.ndarray:
-    """bounds[i]: G(word) > GUMBEL_LOW + i / STEPS only for word < bounds[i] (uint64; one word of
-    slack).
+    """Return bounds such that G(word) > GUMBEL_LOW + i / STEPS only for word < bounds[i] (uint64;
+    one word of slack).
     """
     edge = GUMBEL_LOW + np.arange(int((GUMBEL_HIGH - GUMBEL_LOW) * STEPS) + 1) / STEPS
     uniform = -np.expm1(-np.exp(-edge))
@@ -36,7 +36,7 @@ WORD_BOUNDS = _word_bounds()
 
 @njit(cache=True)
 def best_children(logit_V, target_id_V, seed, position, temperature, token_W, z_W):
-    """Fill token_W (target ids) and z_W with the best by z, best first; ties keep the earlier
+    """Fill token_W (target ids) and z_W with the best by z, best first. Ties keep the earlier
     index. Returns how many there are.
     """
     width = len(token_W)
@@ -81,7 +81,7 @@ def best_children(logit_V, target_id_V, seed, position, temperature, token_W, z_
 
 @njit(cache=True)
 def children(logit_RV, target_id_V, seed_R, position_R, temperature_R, token_RW, z_RW):
-    """`best_children` of every row; missing ones get token -1 and z = -inf."""
+    """Find `best_children` of every row. Missing ones get token -1 and z = -inf."""
     for r in range(len(logit_RV)):
         found = best_children(
             logit_RV[r],
@@ -98,8 +98,8 @@ def children(logit_RV, target_id_V, seed_R, position_R, temperature_R, token_RW,
 
 @njit(cache=True)
 def calibration_cell(phase, rank, gap, edges):
-    """Index into the flattened [2 phases, 8 ranks, 16 gap buckets] table; bucket = how many edges
-    are below the gap.
+    """Return the index into the flattened [2 phases, 8 ranks, 16 gap buckets] table. A bucket is
+    the number of edges below the gap.
     """
     bucket = 0
     while bucket < len(edges) and gap > edges[bucket]:

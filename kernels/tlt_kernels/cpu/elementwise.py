@@ -1,11 +1,11 @@
-"""Row kernels around the matmuls: norms, rotary embedding with KV store, gated activation,
-slot copies.
+"""Row kernels between the matmuls: norms, rotary embedding with KV store, gated activation, copies
+of KV slots.
 
-Called by the models, single-threaded: at the widths a CPU serves, a row is under a microsecond, and
-waking a second thread costs more than it saves. Bits depend on the row alone: every reduction runs
-over one row, whose width is a property of the weights.
+The models call them. They are single-threaded: at the widths that a CPU serves, a row takes under a
+microsecond, and waking a second thread costs more than it saves. Bits depend on the row alone:
+every reduction runs over one row, whose width is a property of the weights.
 
-Legend: R rows, H hidden, I intermediate, N query heads, K KV heads, D head width, S slots, P
+Legend: R rows, H hidden, I intermediate, N query heads, K KV heads, D head width, S KV slots, P
 positions, L layers.
 """
 
@@ -63,8 +63,8 @@ def _add_rms_norm(x_RH, residual_RH, weight_H, eps, out_RH):
 
 @njit(cache=True, fastmath=_DOT, error_model="numpy")
 def _rotate_head(x_RX, r, start, weight_D, eps, cos_PD2, sin_PD2, p, out, row, n):
-    """Optional RMSNorm of the head at x_RX[r, start:], then rotation of the pairs (i, i + D/2) into
-    out[row, n].
+    """Norm the head at x_RX[r, start:] where it has a weight, then rotate the pairs (i, i + D/2)
+    into out[row, n].
     """
     width = out.shape[2]
     half = width // 2
@@ -93,7 +93,8 @@ def _rotate_head(x_RX, r, start, weight_D, eps, cos_PD2, sin_PD2, p, out, row, n
 
 
 @njit(
-    "void(f4[:, ::1], f4[::1], f4[::1], f4, f4[:, ::1], f4[:, ::1], i8[::1], i8[::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1])",
+    "void(f4[:, ::1], f4[::1], f4[::1], f4, f4[:, ::1], f4[:, ::1], i8[::1], i8[::1],"
+    " f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1])",
     cache=True,
     fastmath=_DOT,
     error_model="numpy",
@@ -160,14 +161,14 @@ def _copy_kv_slots(array_LSX, source_C, target_C):
 
 
 def rms_norm(x_RH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)` per row (RMSNorm, arXiv 1910.07467)."""
+    """Return `weight * x / sqrt(mean(x^2) + eps)` per row (RMSNorm, arXiv 1910.07467)."""
     out_RH = torch.empty_like(x_RH)
     _rms_norm(x_RH.numpy(), weight_H.numpy(), eps, out_RH.numpy())
     return out_RH
 
 
 def add_rms_norm(x_RH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """`residual += x` in place; returns the norm of the new residual."""
+    """Add x to the residual in place, and return the norm of the new residual."""
     out_RH = torch.empty_like(x_RH)
     _add_rms_norm(x_RH.numpy(), residual_RH.numpy(), weight_H.numpy(), eps, out_RH.numpy())
     return out_RH
@@ -209,15 +210,15 @@ def rope_store(
 
 
 def silu_mul(gate_up_RX: Tensor) -> Tensor:
-    """`silu(gate) * up` of fused rows [gate | up], X = 2I; returns [R, I]."""
+    """Return `silu(gate) * up` of fused rows [gate | up], X = 2I, as [R, I]."""
     out_RI = torch.empty(gate_up_RX.shape[0], gate_up_RX.shape[1] // 2)
     _silu_mul(gate_up_RX.numpy(), out_RI.numpy())
     return out_RI
 
 
 def copy_kv_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
-    """Copy slots in order, in place. `array` is [S, X] (features) or [L, S, K, D] (keys or values
-    of all layers).
+    """Copy KV slots in order, in place. `array` is [S, X] (features) or [L, S, K, D] (keys or
+    values of all layers).
     """
     layers, kv_slots = (array.shape[0], array.shape[1]) if array.dim() > 2 else (1, array.shape[0])
     if array.numel() and source_C.numel():

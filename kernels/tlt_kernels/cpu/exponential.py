@@ -1,8 +1,8 @@
 """exp in float32 that vectorises: the host's libm is neither vectorised nor the same everywhere.
 
-Range reduction to |r| <= ln2 / 2, a degree-6 polynomial, and an exponent built from bits: within 2
-ulp of exp between
--87 and 88, clamped outside. NaN stays NaN. Called by the attention and activation kernels.
+It uses range reduction to |r| <= ln2 / 2, a degree-6 polynomial, and an exponent built from bits.
+The result is within 2 ulp of exp between -87 and 88, and clamped outside. NaN stays NaN. The
+attention and activation kernels call it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _float_from_bits(typing_context, bits):
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy", inline="always")
 def exp(x):
-    """float32 -> float32."""
+    """Return exp(x), float32 to float32."""
     x = LOWEST if x < LOWEST else x  # comparisons in this order let NaN through
     x = HIGHEST if x > HIGHEST else x
     n = np.floor(x * _LOG2_E + _HALF)

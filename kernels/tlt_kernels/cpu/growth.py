@@ -1,9 +1,10 @@
 """Best-first growth of a neural draft tree: one kernel call between two forwards of the drafter.
 
 A round takes the drafter's logits of the rows just run, plants their children, and picks the next
-rows: per request the `width` most probable unexpanded nodes of any depth, less those whose children
-could not be verified anyway (their survival is not above that of the `budget`-th best node of the
-batch) or that are not worth a row. Slow twin: `tests/unit/test_drafters.py`.
+rows: per request, the `width` most probable unexpanded nodes of any depth. It leaves out nodes
+whose children could not be verified anyway (their survival is not above that of the `budget`-th
+best node of the batch) and nodes that are not worth a row. Slow twin:
+`tests/unit/test_drafters.py`.
 
 Legend: B requests, C nodes per request, R rows of a round, V draft vocabulary, W width, L longest
 path, X rows so far.
@@ -18,7 +19,8 @@ from tlt_kernels.cpu.drafting import best_children, calibration_cell
 from tlt_kernels.cpu.tree import kth_largest
 
 PARENT, TOKEN, DEPTH, RANK, CELL, SOURCE, KV_SLOT = range(7)  # columns of node_BCI
-FIELDS = 7  # SOURCE: the row whose hidden state predicted the node; SLOT: where its KV lies, -1 = not expanded
+# SOURCE: row whose hidden state predicted the node. KV_SLOT: where its KV lies, -1 = not expanded.
+FIELDS = 7
 
 
 @njit(cache=True)
@@ -77,7 +79,7 @@ def plant(
 
 @njit(cache=True)
 def bar(survival_BC, count_B, budget, floor):
-    """What a node's survival must exceed for its children to matter."""
+    """Return the survival that a node's must exceed for its children to matter."""
     total = 0
     for b in range(len(count_B)):
         total += count_B[b]
@@ -113,10 +115,11 @@ def pick(
     row_path,
     path_length,
 ):
-    """Choose and lay out the next rows; returns how many. Row r's scratch slot is first_kv_slot + r.
+    """Choose and lay out the next rows; return how many. Row r's scratch KV slot is first_kv_slot +
+    r.
 
-    row_path is flat [R * L]: scratch slots of the ancestors and of the row itself, root side first,
-    -1 padded.
+    row_path is flat [R * L]: scratch KV slots of the ancestors and of the row itself, root side
+    first, -1 padded.
     """
     threshold = bar(survival_BC, count_B, budget, floor)
     rows = 0
@@ -179,8 +182,8 @@ def grow(
     row_path,
     path_length,
 ):
-    """One round: plant the children of the rows just run, pick the next rows (none when pick_width
-    is 0).
+    """Run one round: plant the children of the rows just run, and pick the next rows (none when
+    pick_width is 0).
     """
     plant(
         logit_RV,
@@ -224,7 +227,7 @@ def grow(
 
 @njit(cache=True)
 def harvest(node_BCI, survival_BC, count_B):
-    """(request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N): all nodes as flat
+    """Return (request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N): all nodes as flat
     arrays, grouped by request.
     """
     total = 0

@@ -5,7 +5,7 @@ A pool is one flat int32 array of token segments (prompts, outputs of a group). 
 force: equality of the last token over whole blocks (vectorised), then a walk backwards. Slow twin:
 `tests/unit/test_history.py`.
 
-Legend: T pool tokens, G segments, K matches kept, N trie nodes.
+Legend: T pool tokens, G segments, K matches kept, M running members, N trie nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, 
     """Keep the K occurrences that share the longest ends with `suffix`, longest first, later ones
     first among equals.
 
-    end_K: index of the token after the occurrence, stop_K: end of its segment, match_K: tokens in
+    end_K: index of the token after the occurrence. stop_K: end of its segment. match_K: tokens in
     common (shortest .. len(suffix)). Returns how many. An occurrence with nothing after it does not
     count.
     """
@@ -71,7 +71,7 @@ def longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, 
 
 @njit(cache=True)
 def length_bucket(length):
-    """2, 3, 4-5, 6-8, 9-12, 13-15, 16 or more."""
+    """Return the bucket of a match length: 2, 3, 4-5, 6-8, 9-12, 13-15, 16 or more."""
     if length <= 3:
         return max(length, 2) - 2
     if length <= 5:
@@ -85,8 +85,8 @@ def length_bucket(length):
 
 @njit(cache=True)
 def match_cell(length, count, total, depth, shares, depths):
-    """Index into the flattened [lengths, shares, depths] table; share bucket = ceil(share * shares)
-    - 1.
+    """Return the index into the flattened [lengths, shares, depths] table; share bucket =
+    ceil(share * shares) - 1.
     """
     share = (count * shares + total - 1) // total - 1
     return (length_bucket(length) * shares + share) * depths + min(depth, depths) - 1
@@ -151,12 +151,12 @@ def plant_trie(
     survival_N,
     cell_N,
 ):
-    """Merge the continuations of `found` matches into a trie from node `first` on; returns the
-    index after the last node.
+    """Merge the continuations of `found` matches into a trie from node `first` on; return the index
+    after the last node.
 
     A node keeps its parent's `width` commonest continuations (ties: the longer, then the earlier
-    match); its match length is the longest of its matches'. Breadth first, so parents come before
-    children. Stops when the arrays are full.
+    match); its match length is the longest of its matches'. Nodes come breadth first, so parents
+    come before children. The trie stops when the arrays are full.
     """
     node_K = np.full(found, -1, np.int32)  # the node that each match has reached; -2 = out
     token_K = np.empty(found, np.int32)
@@ -220,10 +220,9 @@ def match_pool(
     survival_N,
     cell_N,
 ):
-    """Tries of the running members of one pool. member_M: the segment of each; its last `most`
-    tokens are the suffix.
+    """Plant the tries of the running members of one pool; return the index after the last node.
 
-    Returns the index after the last node.
+    member_M: the segment of each member, whose last `most` tokens are the suffix.
     """
     end_K, stop_K, match_K = (
         np.empty(matches, np.int32),

@@ -1,4 +1,4 @@
-"""Lays out a step's rows: per request its certain rows in position order, then its draft rows,
+"""Layout of a step's rows: per request its certain rows in position order, then its draft rows,
 parents first.
 """
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 
 class RowLayout(NamedTuple):
-    """R rows of W requests. Draft row r stands at `path_RD[r]`: the scratch slots of its in-flight
-    ancestors and itself.
+    """R rows of W requests. Draft row r has its path at `path_RD[r]`: the scratch KV slots of its
+    in-flight ancestors and itself.
     """
 
     token_R: NDArray[np.int64]
@@ -94,8 +94,8 @@ def layout_rows(
     node_token_N: NDArray[np.int32],
     depth: int,
 ) -> RowLayout:
-    """`tokens` are the certain rows' tokens, request after request; nodes come grouped by request,
-    parents first.
+    """Lay out the rows of a step. `tokens` are the certain rows' tokens, request after request.
+    Nodes come grouped by request, parents first.
     """
     requests, nodes = len(start_W), len(node_request_N)
     rows = len(tokens) + nodes

@@ -21,6 +21,7 @@ import math
 import numpy as np
 from numba import njit
 
+from tlt_kernels.cpu.filters import drop, keep_top_k, keep_top_p
 from tlt_kernels.cpu.noise import U_MAX, gumbel_of_word, philox4x32, split_seed
 
 PARAMETERS = np.dtype(
@@ -39,8 +40,6 @@ GREEDY_BELOW = np.float32(1e-5)
 LANES = 16
 BLOCK = 1024  # width of one partial sum over the vocabulary
 NOISE_BLOCK = 256  # tokens whose noise is drawn together, or skipped together
-BINS = 1024
-BINS_PER_NAT = np.float32(16)
 F32_0, F32_HALF, F32_1 = np.float32(0), np.float32(0.5), np.float32(1)
 STEP_F32 = np.float32(2.0**-32)
 LOWEST_GUMBEL = math.log(-1 / math.log1p(-U_MAX)) - 1e-6
@@ -57,8 +56,8 @@ E2, E1, E0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float3
 
 @njit(cache=True, forceinline=True)
 def exp_nonpositive(x):
-    """exp(x) of a float32 x <= 0 from IEEE operations only: the same bits in a vector loop, its
-    tail and alone.
+    """Return exp(x) of a float32 x <= 0 by IEEE operations only: the same bits in a vector loop, in
+    its tail and alone.
     """
     bounded = x if x > EXP_FLOOR else EXP_FLOOR
     n = np.floor(bounded * LOG2_E + F32_HALF)
@@ -72,8 +71,8 @@ def exp_nonpositive(x):
 
 @njit(cache=True)
 def scale(logits_V, temperature, z_V, lanes):
-    """z = logits / temperature; returns its maximum, or NaN if the row has a NaN or no finite
-    maximum.
+    """Compute z = logits / temperature; return its maximum, or NaN if the row has a NaN or no
+    finite maximum.
     """
     size = logits_V.shape[0]
     lanes[:] = np.float32(-np.inf)
@@ -97,15 +96,15 @@ def scale(logits_V, temperature, z_V, lanes):
 
 @njit(cache=True)
 def weigh(z_V, top, w_V):
-    """w = exp(z - top)."""
+    """Compute w = exp(z - top)."""
     for v in range(z_V.shape[0]):
         w_V[v] = exp_nonpositive(z_V[v] - top)
 
 
 @njit(cache=True)
 def total(w_V, lanes):
-    """Sum of w: float32 lanes within a block, float64 across lanes and blocks, always in the same
-    order.
+    """Return the sum of w: float32 lanes within a block, float64 across lanes and blocks, always in
+    the same order.
     """
     size = w_V.shape[0]
     result = 0.0
@@ -125,84 +124,9 @@ def total(w_V, lanes):
     return result
 
 
-@njit(cache=True, forceinline=True)
-def bin_of(z, top):
-    """Index of z among bins of equal width below the maximum: never decreases as z falls."""
-    return np.int32(min((top - z) * BINS_PER_NAT, np.float32(BINS - 1)))
-
-
-@njit(cache=True, forceinline=True)
-def drop(v, z_V, w_V):
-    z_V[v] = np.float32(-np.inf)
-    w_V[v] = F32_0
-
-
-@njit(cache=True)
-def drop_after(crossing, ids, kept_of_ids, top, z_V, w_V):
-    """Drop every bin after the crossing one and, of the crossing bin, all sorted `ids` but the
-    first `kept_of_ids`.
-    """
-    for v in range(z_V.shape[0]):
-        if z_V[v] != -np.inf and bin_of(z_V[v], top) > crossing:
-            drop(v, z_V, w_V)
-    for i in range(kept_of_ids, ids.shape[0]):
-        drop(ids[i], z_V, w_V)
-
-
-@njit(cache=True)
-def sorted_bin(crossing, top, z_V):
-    """Ids of one bin by falling z, ties by rising id."""
-    members = np.empty(z_V.shape[0], np.int64)
-    count = 0
-    for v in range(z_V.shape[0]):
-        if z_V[v] != -np.inf and bin_of(z_V[v], top) == crossing:
-            members[count] = v
-            count += 1
-    members = members[:count]
-    return members[np.argsort(-z_V[members], kind="mergesort")]
-
-
-@njit(cache=True)
-def keep_top_k(top_k, top, z_V, w_V):
-    """Keep the k largest: whole bins until one crosses k, then sort that bin only."""
-    counts = np.zeros(BINS, np.int64)
-    for v in range(z_V.shape[0]):
-        if z_V[v] != -np.inf:
-            counts[bin_of(z_V[v], top)] += 1
-    kept = 0
-    for crossing in range(BINS):
-        if kept + counts[crossing] > top_k:
-            drop_after(crossing, sorted_bin(crossing, top, z_V), top_k - kept, top, z_V, w_V)
-            return
-        kept += counts[crossing]
-
-
-@njit(cache=True)
-def keep_top_p(top_p, top, z_V, w_V):
-    """Keep the smallest sorted set of mass >= top_p: whole bins until one crosses, then sort that
-    bin only.
-    """
-    masses = np.zeros(BINS, np.float64)
-    for v in range(z_V.shape[0]):
-        if z_V[v] != -np.inf:
-            masses[bin_of(z_V[v], top)] += np.float64(w_V[v])
-    target = top_p * masses.sum()
-    mass = 0.0
-    for crossing in range(BINS):
-        if mass + masses[crossing] >= target:
-            ids = sorted_bin(crossing, top, z_V)
-            kept = 0
-            while kept < ids.shape[0] and (kept == 0 or mass < target):
-                mass += np.float64(w_V[ids[kept]])
-                kept += 1
-            drop_after(crossing, ids, kept, top, z_V, w_V)
-            return
-        mass += masses[crossing]
-
-
 @njit(cache=True)
 def argmax(z_V, top):
-    """Lowest id that holds the maximum."""
+    """Return the lowest id that holds the maximum."""
     for v in range(z_V.shape[0]):
         if z_V[v] == top:
             return v
@@ -211,12 +135,12 @@ def argmax(z_V, top):
 
 @njit(cache=True)
 def argmax_with_noise(z_V, w_V, top, seed, position, words):
-    """argmax(z + G), ties to the lowest id; logarithms only where the token can win.
+    """Return argmax(z + G), ties to the lowest id, with logarithms only where the token can win.
 
     e = -log1p(-u) >= u, so z + G <= top + log(w / u): a token with w < u * exp(best - top) cannot
     win. The maximum itself scores at least top + LOWEST_GUMBEL, which starts the bound. The margin
-    covers the rounding of w, u and of the score, whose float32 grid grows with |top|. Whoever
-    passes the bound is compared by the exact formula.
+    covers the rounding of w, of u and of the score, whose float32 grid grows with |top|. Tokens
+    that pass the bound are compared by the exact formula.
     """
     size = z_V.shape[0]
     k0, k1 = split_seed(seed)
@@ -260,7 +184,7 @@ def argmax_with_noise(z_V, w_V, top, seed, position, words):
 
 @njit(cache=True)
 def best_tokens(z_V, shift, ids_K, logprobs_K):
-    """Fill with the largest z, best first, ties by id, as log-probs z - shift; unused places keep
+    """Fill with the largest z, best first, ties by id, as log-probs z - shift. Unused entries keep
     id -1.
     """
     count = 0
@@ -269,11 +193,11 @@ def best_tokens(z_V, shift, ids_K, logprobs_K):
     for v in range(z_V.shape[0]):
         if z_V[v] == -np.inf or (count == limit and not z_V[v] > z_V[ids_K[limit - 1]]):
             continue
-        place = min(count, limit - 1)
-        while place > 0 and z_V[v] > z_V[ids_K[place - 1]]:
-            ids_K[place] = ids_K[place - 1]
-            place -= 1
-        ids_K[place] = v
+        at = min(count, limit - 1)
+        while at > 0 and z_V[v] > z_V[ids_K[at - 1]]:
+            ids_K[at] = ids_K[at - 1]
+            at -= 1
+        ids_K[at] = v
         count = min(count + 1, limit)
     for i in range(count):
         logprobs_K[i] = np.float32(np.float64(z_V[ids_K[i]]) - shift)
@@ -341,8 +265,8 @@ def sample_rows(
 
 @njit(cache=True, nogil=True)
 def score_targets(logits_SV, target_S, logprob_S, top_SK, top_logprobs_SK):
-    """Log-probs of given tokens, and the K best of each row, under the unprocessed logits at
-    temperature 1.
+    """Compute log-probs of given tokens, and the K best of each row, under the unprocessed logits
+    at temperature 1.
     """
     size = logits_SV.shape[1]
     z_V, w_V, lanes = (
@@ -373,11 +297,11 @@ def edit_row(
     masked_ids,
     edited_V,
 ):
-    """Bias, penalties and mask of one row, into `edited_V`.
+    """Write one row with bias, penalties and mask to `edited_V`.
 
-    prompt_V: 1 where the prompt holds the token; count_V: its occurrences in the committed output
+    prompt_V: 1 where the prompt holds the token. count_V: its occurrences in the committed output
     (both empty: no penalties). path_D: draft tokens after the committed output, padded with -1;
-    counted for this row only. masked_ids: tokens set to -inf.
+    they count for this row only. masked_ids: tokens set to -inf.
     """
     edited_V[:] = logits_V
     for i in range(bias_ids.shape[0]):

@@ -1,7 +1,7 @@
-"""The sum of mixed elements that names a tensor's content, on the CPU; `tlt_client.channels.checksums`
-says how it is defined.
+"""The checksum of a tensor's content on the CPU: a sum of mixed elements, which
+`tlt_client.channels.checksums` defines.
 
-Whether the content is all numbers comes with it, as it is read once.
+The same pass tells whether all elements are finite, because the content is read once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ _GOLDEN, _FIRST, _SECOND = (
     np.uint64(0x94D049BB133111EB),
 )
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
-_EXPONENT, _NONE = (
-    np.uint64(0x7F800000),
-    np.uint64(0),
-)  # of a float32; all ones in what is infinite or no number
+# The exponent bits of a float32 are all ones in an infinity or a NaN.
+_EXPONENT, _NONE = np.uint64(0x7F800000), np.uint64(0)
 
 
 @njit(cache=True, nogil=True)
@@ -38,8 +36,8 @@ def _sum(word_N, shift, exponent):
 
 
 def mixed_sum(values: Tensor) -> tuple[int, bool]:
-    """Modulo 2^64; and whether all are finite. A contiguous CPU tensor of floating point or
-    integers; releases the GIL.
+    """Return the sum modulo 2^64, and whether all elements are finite. `values` is a contiguous CPU
+    tensor of floating point or integers; the call releases the GIL.
     """
     flat = values.detach().reshape(-1)
     if flat.dtype == torch.bfloat16:

@@ -18,8 +18,8 @@ RADIX = 11  # bits per pass; three passes cover 32
 
 @njit(cache=True)
 def kth_largest(value_N, count, k):
-    """(t, room): t = bits of the k-th largest of the first `count` float32 values, room = how many
-    equal to t are among the k.
+    """Return (t, room): t = bits of the k-th largest of the first `count` float32 values, room =
+    how many equal to t are among the k.
     """
     bits_N = value_N[:count].view(np.uint32)
     remaining = k
@@ -80,7 +80,7 @@ def _choose(capped_N, depth_N, kept):
 
 @njit(cache=True)
 def select(request_N, parent_N, depth_N, survival_N, requests, budget):
-    """(node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first),
+    """Return (node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first),
     grouped by request.
 
     parent_M indexes into M, -1 = root. A survival above the parent's is cut to it, so the choice is
@@ -118,8 +118,8 @@ def select(request_N, parent_N, depth_N, survival_N, requests, budget):
 
 @njit(cache=True)
 def walk(row_start_B, row_count_B, parent_row_R, token_R, sampled_R):
-    """(row_A, length_B, token_E): accepted rows, how many per request, and the emitted tokens
-    (length + 1 per request).
+    """Return (row_A, length_B, token_E): accepted rows, how many per request, and the emitted
+    tokens (length + 1 per request).
     """
     requests = len(row_start_B)
     row_A = np.empty(len(token_R), np.int32)

@@ -1,10 +1,9 @@
-"""The two products of attention, written as LLVM instructions so that no compiler decides their
-order of summation.
+"""The two sums of attention, written as LLVM instructions so that no compiler decides their order.
 
 `dots`: lane i sums x[d] * y[d] over d = i, i + 16, ... by fused multiply-adds in rising d; the 16
 lanes are then added as a tree of halves. `weighted_sums`: fused multiply-adds in the order of the
-keys. No fast-math flag is set: a result has the same bits whatever it is computed beside. Addresses
-are int64s; vectors are float32 and need no alignment. Called by the attention kernel.
+keys. No fast-math flag is set, so a result has the same bits in any company. Addresses are int64s;
+vectors are float32 and need no alignment. The attention kernel calls both.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
-KEYS = 8  # keys of one call
+KEYS = 8  # keys per call
 _FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _HALF = ir.VectorType(_FLOAT, LANES // 2)
@@ -24,8 +23,8 @@ _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 
 @intrinsic
 def dots(typing_context, query_0, query_1, keys, width, scale, out_0, out_1):
-    """Products of two queries with eight keys, times `scale`, into out_0[:8] and out_1[:8]; `keys`
-    holds eight addresses.
+    """Write the dot products of two queries with eight keys, times `scale`, into out_0[:8] and
+    out_1[:8]; `keys` holds eight addresses.
     """
 
     def generate(context, builder, signature, arguments):
@@ -50,7 +49,7 @@ def dots(typing_context, query_0, query_1, keys, width, scale, out_0, out_1):
                 builder, sums, [_load_rest(builder, vector, whole, width) for vector in vectors]
             )
         total = builder.fmul(
-            _add_lanes(builder, [builder.load(place) for place in sums]), _broadcast(builder, scale)
+            _add_lanes(builder, [builder.load(cell) for cell in sums]), _broadcast(builder, scale)
         )
         for i, out in enumerate(outs):
             half = builder.shuffle_vector(
@@ -66,8 +65,8 @@ def dots(typing_context, query_0, query_1, keys, width, scale, out_0, out_1):
 
 @intrinsic
 def weighted_sums(typing_context, weights_0, weights_1, values, count, width, out_0, out_1):
-    """Sums of weights[c] * value c over c < count, into out_0 and out_1 of `width`; `values` holds
-    `count` addresses.
+    """Write the sums of weights[c] * value c over c < count, into out_0 and out_1 of `width`;
+    `values` holds `count` addresses.
     """
 
     def generate(context, builder, signature, arguments):
@@ -94,25 +93,25 @@ def _weighted_sum_block(builder, kind, weights, values, count, offsets, outs):
     zero = ir.Constant(kind, None)
     sums = [[cgutils.alloca_once_value(builder, zero) for _ in offsets] for _ in outs]
     for row in sums:
-        for place in row:
-            builder.store(zero, place)
+        for cell in row:
+            builder.store(zero, cell)
     with cgutils.for_range_slice(builder, _INT64(0), count, _INT64(1)) as (c, _):
         value = _load(builder, builder.add(values, builder.shl(c, _INT64(3))), _INT64, 8)
         parts = [_load(builder, builder.add(value, offset), kind, 4) for offset in offsets]
         for weight, row in zip(weights, sums, strict=True):
             scalar = _load(builder, builder.add(weight, builder.shl(c, _INT64(2))), _FLOAT, 4)
             factor = _broadcast(builder, scalar) if kind is _VECTOR else scalar
-            for part, place in zip(parts, row, strict=True):
-                builder.store(_fused(builder, kind, factor, part, builder.load(place)), place)
+            for part, cell in zip(parts, row, strict=True):
+                builder.store(_fused(builder, kind, factor, part, builder.load(cell)), cell)
     for out, row in zip(outs, sums, strict=True):
-        for offset, place in zip(offsets, row, strict=True):
+        for offset, cell in zip(offsets, row, strict=True):
             builder.store(
-                builder.load(place), builder.inttoptr(builder.add(out, offset), kind.as_pointer())
+                builder.load(cell), builder.inttoptr(builder.add(out, offset), kind.as_pointer())
             ).align = 4
 
 
 def _fused(builder, kind, a, b, c):
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     name = f"llvm.fma.v{LANES}f32" if kind is _VECTOR else "llvm.fma.f32"
     return builder.call(
         cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name),
@@ -127,7 +126,7 @@ def _load(builder, address, kind, align):
 
 
 def _load_rest(builder, address, start, stop):
-    """Elements [start, stop), fewer than a vector's; the other lanes are 0."""
+    """Load elements [start, stop), fewer than a vector's; the other lanes are 0."""
     vector = cgutils.alloca_once_value(builder, _ZERO)
     builder.store(_ZERO, vector)
     with cgutils.for_range_slice(builder, start, stop, _INT64(1)) as (d, _):
@@ -141,12 +140,12 @@ def _load_rest(builder, address, start, stop):
 def _multiply_add(builder, sums, vectors):
     for q, query in enumerate(vectors[:2]):
         for k, key in enumerate(vectors[2:]):
-            place = sums[q * KEYS + k]
-            builder.store(_fused(builder, _VECTOR, query, key, builder.load(place)), place)
+            cell = sums[q * KEYS + k]
+            builder.store(_fused(builder, _VECTOR, query, key, builder.load(cell)), cell)
 
 
 def _add_lanes(builder, vectors):
-    """16 vectors to one, whose lane i is the sum of the lanes of vectors[i]."""
+    """Reduce 16 vectors to one, whose lane i is the sum of the lanes of vectors[i]."""
     half = LANES // 2
     while half:
         first, second = ([i for i in range(2 * LANES) if i // half % 2 == side] for side in (0, 1))

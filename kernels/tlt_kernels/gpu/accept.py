@@ -1,11 +1,12 @@
-"""Accept-iff-equal on the device: walk each verified tree, end sequences, move what was kept, learn
-from it.
+"""Accept-iff-equal on the device: walk each verified tree, append the tokens, end sequences, and
+list what is kept.
 
-`accept` writes all that the host needs into one int32 buffer, so a cycle costs one copy to the
-host; `parse` reads it.
+A draft is accepted if and only if it equals the token that the target sampled at its parent.
+`accept` writes all that the host needs into one int32 buffer, so a step costs one copy to the host;
+`parse` reads it.
 
-Legend: as in `tensors.py`; F = 4 + 2 (D + 1) fields of an entry's outcome; I rows of an entry's
-tree.
+Legend: as in `tensors.py`; F = 4 + 2 (D + 1) fields of an entry's outcome, A = D + 1 tokens, I rows
+of an entry's tree.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ DONE, BROKEN = 1, 2
 
 
 class EntryOutcomes(NamedTuple):
-    """Per entry; tokens and log-probs are valid up to count_E."""
+    """The outcome of each entry. Tokens and log-probs are valid up to count_E."""
 
-    count_E: NDArray[np.int32]  # tokens emitted, nothing behind a stop id or the limit
+    count_E: NDArray[np.int32]  # tokens emitted: none after a stop id or the limit
     accepted_E: NDArray[np.int32]  # draft rows on the path, also those that a stop id cut off
     verified_E: NDArray[np.int32]  # draft rows verified
     done_E: NDArray[np.bool_]  # the sequence has ended
@@ -46,12 +47,12 @@ class EntryOutcomes(NamedTuple):
 
 
 def fields(depth: int) -> int:
-    """int32 fields of an entry's outcome; depth: that of the rows' paths."""
+    """Return the int32 fields of an entry's outcome for row paths of this depth."""
     return HEAD + 2 * (max(depth, 1) + 1)
 
 
 def parse(outcome_EF: NDArray[np.int32]) -> EntryOutcomes:
-    """Views of what `accept` wrote."""
+    """Return views of what `accept` wrote."""
     split = HEAD + (outcome_EF.shape[1] - HEAD) // 2
     flags_E = outcome_EF[:, 3]
     return EntryOutcomes(
@@ -100,7 +101,7 @@ def _accept(
     IP: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """One program per entry."""
+    """Walk one entry per program."""
     pdl_launch()
     e = tl.program_id(0)
     pdl_wait()
@@ -126,7 +127,7 @@ def _accept(
         stop = tl.load(stop_QK + batch_slot * K + k)
         stops_I |= (sampled_I == stop) & (stop >= 0)
 
-    step_I = tl.full([IP], -1, tl.int32)  # where on the path a row stands
+    step_I = tl.full([IP], -1, tl.int32)  # index of each row on the path, -1 = not on it
     steps = 0
     at = tl.where(count > 0, 0, IP)
     while at < IP:
@@ -161,7 +162,7 @@ def _accept(
     tl.store(out + HEAD + D + 1 + step_I, logprob_I.to(tl.int32, bitcast=True), mask=kept_I)
     last = tl.max(tl.where(kept_I, row_I, -1))  # rows of a path ascend
     if not decodes:
-        last = tl.where(broken, -1, root)  # also of a chunk that does not sample yet
+        last = tl.where(broken, -1, root)  # a chunk that does not sample yet also leaves its hint
     tl.store(hint_row_E + e, last)
     tl.store(hint_batch_slot_E + e, batch_slot)
     if decodes:
@@ -188,11 +189,12 @@ def accept(
     *,
     decode_rows: int,
 ) -> None:
-    """Follow from each root the child whose token is the target's; emit the target's tokens along
-    the path.
+    """Follow from each root the child whose token is the target's, and emit the target's tokens
+    along the path.
 
-    Truncates behind the first stop id or at the limit, appends to the batch slot's text, moves its
-    length, sets done. `samples` are those of `trees.sample_row_S`. Of two children with the same token the first one is followed.
+    The path is cut after the first stop id and at the limit. The tokens are appended to the batch
+    slot's text, its length grows, and `done_Q` is set where the sequence ends. `samples` are in the
+    order of `trees.sample_row_S`. Of two children with the same token the first one is followed.
     """
     requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]
     entries = requests + (chunks.count_W.shape[0] if chunks else 0)

@@ -1,17 +1,19 @@
-"""Paged attention of decode, tree and prefill rows: exact to the bit whatever the batch, the tree
-or the chunking.
+"""Paged attention of decode, tree and prefill rows: a row has the same bits for any batch, tree and
+chunking.
 
-`fill_plan` once per step, then `attend` per layer. Here: the rows' kernel, where one row's query heads
-of one KV head meet keys found through the row's own slots, so that a draft ancestor stands where it
-will stand once it is committed. It also folds the states that tiles left for the row, or, as the
-last of several programs of a row, those that they all left.
+A step calls `fill_plan` once, and then `attend` in each layer. This file holds the kernel of single
+rows: one row's query heads of one KV head meet the keys that the row's own KV slots name, so a
+draft ancestor is read at the index where it will be once it is committed. The kernel also folds the
+states that tiles left for the row; where several programs share a row, the last of them folds the
+states that all of them left.
 
 The kernel right before `attend` must let its dependents start only after its own `pdl_wait`, as
-`rope_store` does: work items and page tables are read before this one waits. The tiles' kernel does
-so too: the rows' kernel reads everything but the states that tiles leave before it waits for them.
+`rope_store` does, because `attend` reads items and page tables before it waits. The kernel of tiles
+does so too: the kernel of single rows reads everything but the states of tiles before it waits for
+them.
 
-Legend: R rows, N query heads, K KV heads, D head width, S slots, M queries of a program (the group,
-padded to 16), T keys of a block.
+Legend: R rows, N query heads, K KV heads, D head width, S KV slots, M queries of a program (the
+group, padded to 16), T keys of a block.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ __all__ = ["AttentionPlan", "PagedRows", "allocate", "attend", "attend_into", "f
 
 _M = 16
 _WARPS = 4
-_REGISTERS = 1 << 16  # of a multiprocessor
-_TILE_STAGES = 3  # what is asked for at a block's end arrives during the next one: with two stages every block waits
-_TILE_BYTES = 224 << 10  # of shared memory for a program's queries and keys; beyond it two stages
+_REGISTERS = 1 << 16  # per multiprocessor
+# A copy issued at the end of a block arrives during the next one: two stages make every block wait.
+_TILE_STAGES = 3
+_TILE_BYTES = 224 << 10  # shared memory for a program's queries and keys; above it, two stages
 _AT_ONCE = 4  # states in flight
 
 
@@ -64,8 +67,8 @@ def _fold_states(
     M: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """States [first, first + states) of a row, in order. Read past the first-level cache, which
-    other programs do not write.
+    """Fold states [first, first + states) of a row, in order. They are read past the first-level
+    cache, because other programs do not write there.
     """
     m_M, d_D = tl.arange(0, M), tl.arange(0, D)
     top_M, _, acc_MD = nothing(M, D)
@@ -122,7 +125,9 @@ def _attend_rows(
     work = tl.load(count) * KV_HEADS
     program, programs = tl.program_id(0), tl.num_programs(0)
     ahead = program % APART * (programs // APART) + program // APART
-    rounds = work // programs  # in which every program has work; what is left goes to the first
+    rounds = (
+        work // programs
+    )  # rounds in which every program has an item; the first programs get the rest
     for turn in range(rounds + (program < work % programs).to(tl.int32)):
         w = turn * programs + tl.where(turn < rounds, ahead, program)
         head = w % KV_HEADS
@@ -230,10 +235,10 @@ def attend(
     scale: float,
     strict: bool = True,
 ) -> Tensor:
-    """[R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]; 0 if
-    there are none, anything if it is dead.
+    """Return [R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]. A
+    row without keys gives 0, a dead row anything.
 
-    Not `strict`: tiles keep no order of splits, so a row's bits depend on its company.
+    Without `strict`, tiles keep no order of splits, so a row's bits depend on its company.
     """
     out_RND = torch.empty_like(q_RND)
     attend_into(out_RND, q_RND, k_SKD, v_SKD, rows, plan, first=first, scale=scale, strict=strict)
@@ -252,7 +257,7 @@ def attend_into(
     scale: float,
     strict: bool,
 ) -> None:
-    """`attend`, rounded once to the dtype of `out_RND`."""
+    """Compute `attend`, rounded once to the dtype of `out_RND`."""
     (_, heads, width), kv_heads = q_RND.shape, k_SKD.shape[1]
     assert width in (16, 32, 64, 128, 256), f"head_dim {width} is no power of two from 16 to 256"
     assert all(tensor.is_contiguous() for tensor in (out_RND, q_RND, k_SKD, v_SKD))
@@ -290,8 +295,8 @@ def attend_into(
             num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2,
             **PDL,
         )
-    # Programs of one multiprocessor (they are a round of the grid apart) get heads of one row:
-    # these read neighbouring lines.
+    # Programs of one multiprocessor (they are a round of the grid apart) get heads of one row,
+    # which read neighbouring lines.
     apart = plan.programs if plan.row_programs % plan.programs == 0 else 1
     _attend_rows[(plan.row_programs,)](
         q_RND,

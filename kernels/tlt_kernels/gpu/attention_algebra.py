@@ -1,16 +1,16 @@
-"""What an attention output is, bit for bit: splits at fixed absolute positions, and one left fold
-over them.
+"""The definition of an attention output, bit for bit: splits at fixed absolute positions, and one
+left fold over them.
 
 Keys are cut into splits whose bounds are the same for every row. Inside a split an online softmax
-goes over blocks of 64 keys in ascending order; splits are folded in ascending order onto (LOWEST,
-0, 0). Every step is per row: a maximum, a product sum on the matrix units, or one explicit fused
-multiply-add, so a row's bits do not depend on the tile that it shares. A block or split of which a
-row sees nothing changes no bit of it. Splits grow with position: short ones give a short context
-many programs, long ones keep the fold of a long context short.
+takes blocks of 64 keys in ascending order; splits are folded in ascending order onto (LOWEST, 0,
+0). Every step is per row: a maximum, a sum of products on the matrix units, or one explicit fused
+multiply-add. So the bits of a row do not depend on the tile that it shares. A block or split of
+which a row sees nothing changes no bit of it. Splits grow with position: short ones give a short
+context many programs, long ones keep the fold of a long context short.
 
 Legend: M queries of a tile, T keys of a block, D head width, L lanes that all hold the same sum
-(the narrowest matmul). `scale` is the softmax scale times log2(e); tops are maxima of
-unscaled scores.
+(the narrowest matmul). `scale` is the softmax scale times log2(e); tops are maxima of unscaled
+scores.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LOWEST = tl.constexpr(-1.0e30)  # the maximum over no keys
 
 @triton.jit
 def split_of(p):
-    """Index of the split that holds position p: 128 keys each below 1024, then 256 below 3072, then
-    512.
+    """Return the index of the split that holds position p: splits have 128 keys below 1024, 256
+    below 3072, and 512 above.
     """
     return tl.where(p < 1024, p // 128, tl.where(p < 3072, p // 256 + 4, p // 512 + 10))
 
@@ -44,7 +44,7 @@ def starts_split(p):
 
 
 def split_count(keys: int) -> int:
-    """Splits of a context of that many keys."""
+    """Return the number of splits of a context of `keys` keys."""
     last = keys - 1
     return 1 + (
         last // 128 if last < 1024 else last // 256 + 4 if last < 3072 else last // 512 + 10
@@ -53,7 +53,7 @@ def split_count(keys: int) -> int:
 
 @triton.jit
 def nothing(M: tl.constexpr, D: tl.constexpr):
-    """(top_M, sum_ML, acc_MD) over no keys."""
+    """Return (top_M, sum_ML, acc_MD) over no keys."""
     return (
         tl.full([M], LOWEST, tl.float32),
         tl.zeros([M, LANES], tl.float32),
@@ -63,8 +63,8 @@ def nothing(M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def extend(q_MD, k_TD, v_TD, visible, top_M, sum_ML, acc_MD, scale):
-    """The next block of a split. `visible` broadcasts to [M, T], or is None where every query sees
-    every key.
+    """Add the next block of a split. `visible` broadcasts to [M, T], or is None where every query
+    sees every key.
     """
     score_MT = dot(q_MD, tl.trans(k_TD), tl.zeros([q_MD.shape[0], k_TD.shape[0]], tl.float32))
     if visible is not None:
@@ -89,7 +89,7 @@ def extend(q_MD, k_TD, v_TD, visible, top_M, sum_ML, acc_MD, scale):
 
 @triton.jit
 def fold(top_M, sum_ML, acc_MD, next_top_M, next_sum_ML, next_acc_MD, scale):
-    """The fold's state after one more split."""
+    """Add one more split to the fold's state."""
     best_M = tl.maximum(top_M, next_top_M)
     old_M, new_M = tl.exp2((top_M - best_M) * scale), tl.exp2((next_top_M - best_M) * scale)
     return (
@@ -106,18 +106,18 @@ def scaled_sum(next_MX, new_M, total_MX, old_M):
 
 @triton.jit
 def quotient(sum_ML, acc_MD):
-    """The output; 0 where nothing was visible, and never a negative zero."""
+    """Return the output: 0 where nothing was visible, and never a negative zero."""
     sum_M = tl.max(sum_ML, axis=1)
     out_MD = (
         acc_MD * (1.0 / tl.maximum(sum_M, 1.0))[:, None]
-    )  # the largest weight is 1: only an empty sum is below
+    )  # the largest weight is 1, so only an empty sum is below it
     return tl.where(out_MD == 0, 0.0, out_MD)
 
 
 @triton.jit
 def paged_kv_slots(table, start, end, PAGE: tl.constexpr):
-    """Slots of positions [start, start + BLOCK), anything past `end`. Page by page: one number per
-    page costs no exchange of lanes.
+    """Return the KV slots of positions [start, start + BLOCK), and any numbers past `end`. It goes
+    page by page, because one number per page needs no exchange of lanes.
     """
     t_T = tl.arange(0, BLOCK)
     kv_slot_T = tl.zeros([BLOCK], tl.int32)
@@ -129,8 +129,8 @@ def paged_kv_slots(table, start, end, PAGE: tl.constexpr):
 
 @triton.jit
 def row_kv_slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr):
-    """Slots of positions [start, start + BLOCK) for one row: in pages below `base`, then the row's
-    own.
+    """Return the KV slots of positions [start, start + BLOCK) for one row: in pages below `base`,
+    then those of the row's own path.
     """
     p_T = start + tl.arange(0, BLOCK)
     own_T = tl.load(own + p_T - base, (p_T >= base) & (p_T >= FIRST) & (p_T < end), other=0)

@@ -15,20 +15,19 @@ from torch import Tensor
 
 from tlt_kernels.gpu.attention_algebra import split_count
 
-FIELDS = tl.constexpr(16)  # int32 of an item
+FIELDS = tl.constexpr(16)  # int32 fields per item
 _WORKSPACE = 64 << 20  # bytes for states
-_FEW_ROWS, _MANY_ROWS = (
-    (2, 3),
-    (4, 2),
-)  # programs per multiprocessor, stages: few wait for keys, many for each other
+# (programs per multiprocessor, stages): few rows wait for keys, many rows wait for each other.
+_FEW_ROWS, _MANY_ROWS = (2, 3), (4, 2)
 
 
 class PagedRows(NamedTuple):
-    """Key position p of row r: `page_table_QP[batch_slot_R[r], p // 16] * 16 + p % 16` for p <
-    base_R[r], else `path_RD[r, p - base_R[r]]`.
+    """Rows and where their keys lie. Key position p of row r is in KV slot
+    `page_table_QP[batch_slot_R[r], p // 16] * 16 + p % 16` for p < base_R[r], else in `path_RD[r, p
+    - base_R[r]]`.
 
-    All int32. A dead row has position -1. Rows of one request are contiguous and have the same
-    base.
+    All tensors are int32. A dead row has position -1. Rows of one request are contiguous and have
+    the same base.
     """
 
     position_R: Tensor
@@ -39,8 +38,8 @@ class PagedRows(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """Work lists and workspace, for `rows` rows at most; written by `fill_plan`, its counters left at
-    zero by every `attend`.
+    """Item lists and workspace for at most `rows` rows. `fill_plan` writes the lists; every
+    `attend` leaves the counters at zero.
     """
 
     rows: int
@@ -48,7 +47,7 @@ class AttentionPlan(NamedTuple):
     tiles: bool  # whether rows may share tiles at all
     programs: int  # multiprocessors of the device
     row_residents: int  # programs of the rows' kernel on a multiprocessor, all resident at once
-    row_stages: int  # of its loop over blocks
+    row_stages: int  # stages of its loop over blocks
     row_programs: int
     tile_programs: int
     count_2: Tensor  # row items, tile items
@@ -75,11 +74,11 @@ def allocate(
     tile: int = 64,
     programs: int | None = None,
 ) -> AttentionPlan:
-    """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a
-    request (plain decoding).
+    """Return the tensors of plans for up to `rows` rows and `context` keys. `tiles` False: no two
+    rows share a request (plain decoding).
 
-    The workspace holds three states per tree row at the least, which the planner cannot do without:
-    no more rows than that allows.
+    The planner needs at least three states per tree row. The workspace holds as many states as fit
+    in 64 MiB, and that limits the rows.
     """
     assert heads % kv_heads == 0 and heads // kv_heads <= 16, (
         f"{heads} query heads over {kv_heads} KV heads"
@@ -97,7 +96,7 @@ def allocate(
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    few = programs if tiles else 2 * programs  # what is left of a row behind its tile is short
+    few = programs if tiles else 2 * programs  # what a row has left after its tile is short
     residents, stages = _FEW_ROWS if rows * kv_heads <= few else _MANY_ROWS
     return AttentionPlan(
         rows,
@@ -120,5 +119,5 @@ def allocate(
 
 
 def tile_residents(tile: int) -> int:
-    """Programs of the tiles' kernel on a multiprocessor."""
+    """Return the programs of the kernel of tiles on a multiprocessor."""
     return max(1, 128 // tile)

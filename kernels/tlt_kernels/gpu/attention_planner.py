@@ -1,18 +1,20 @@
-"""Which programs of a step's attention do what: built on the device once per step, then used by
-every layer.
+"""The planner of a step's attention: it lists, on the device and once per step, what each program
+of every layer computes.
 
-Rows of one request form tiles. What all rows of a tile see, committed, is read once for the tile
-(`tile` items). Where every row follows the one before it (a prompt, a chain of drafts), what the
-last one sees is all there is, and the tile is done with that. Every other row has `row` items: a
-row that is alone in its tile for all its splits, a tree's rows for what lies past the shared
-splits. Where there is too little work to fill the machine a context is cut: its first item folds a
-prefix of splits, each further split is an item of its own, and every one leaves a state (top, sum,
-acc) in the workspace, folded in order by whoever is last. How work is cut changes no bit of a
-result. Tile items are listed the shortest first, by kind: single short splits, single longest ones,
-then what starts a context. Their kernel walks the list from its end.
+Rows of one request form tiles. The committed keys that all rows of a tile see are read once for the
+tile, by `tile` items. Where every row follows the one before it (a prompt, a chain of drafts), the
+last row sees all there is, so the tile needs nothing else. All other rows have `row` items: a row
+alone in its tile for all its splits, a row of a tree for the splits past the shared ones.
 
-Legend: R rows, Q batch slots, P pages of a batch slot, D longest draft path, I items, W states, N query
-heads, K KV heads.
+Where there are too few items to fill the machine, a context is cut: its first item folds a prefix
+of the splits, and each further split is an item of its own. Every item of a cut context leaves a
+state (top, sum, acc) in the workspace, and the last program to finish folds the states in order.
+How a context is cut changes no bit of a result. Tile items are listed the shortest first, by kind:
+single short splits, single longest ones, then starts of contexts. Their kernel walks the list from
+its end.
+
+Legend: R rows, Q batch slots, P pages of a batch slot, D longest draft path, I items, W states, N
+query heads, K KV heads, C rows that the planner reads together.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from tlt_kernels.gpu.attention_plan import FIELDS, AttentionPlan, PagedRows, til
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
 _FIRST_LONG = tl.constexpr(16)  # the first of the splits that hold the most keys
-_CHUNK = 256  # rows that the planner looks at together
-_ROW_SHARES = 2  # parts per multiprocessor that rows' work is cut into, at the least
-_TILE_SHARES = 2  # of a program's even share of the keys of tiles: the first item of a tile that is cut has one, or more
-# A cut leaves a state for each row of its tile. It pays only for this many keys per row of all tiles.
+_CHUNK = 256  # rows that the planner reads together
+_ROW_SHARES = 2  # least parts per multiprocessor that the keys of rows are cut into
+# Parts of a program's even share of tile keys. The first item of a cut tile has at least one part.
+_TILE_SHARES = 2
+# A cut leaves a state for each row of its tile. It pays from this many keys per row of all tiles.
 _STATE_KEYS = tl.constexpr(3)
 
 
@@ -44,7 +47,7 @@ def _earlier(a, b):
 
 @triton.jit
 def _follows(r_C, start, position, batch_slot, base, rows, CHUNK: tl.constexpr):
-    """Whether a row is of the same run as the row before it."""
+    """Tell which rows belong to the same run as the row before them."""
     inside_C = (r_C > start) & (r_C < tl.minimum(rows, start + CHUNK))
     follows_C = tl.load(position + r_C, inside_C, other=-1) >= 0
     follows_C &= tl.load(position + r_C - 1, inside_C, other=-1) >= 0
@@ -58,8 +61,8 @@ def _follows(r_C, start, position, batch_slot, base, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def _continues(r_C, follows_C, position, base, path, depth):
-    """Of rows that follow one of their run: whether they see what that one sees, and it, and
-    themselves. No slot has two parents.
+    """Tell which of the rows that follow one of their run see exactly what that row sees, that row,
+    and themselves. No KV slot has two parents.
     """
     before_C = tl.load(position + r_C - 1, follows_C, other=0)
     level_C = before_C - tl.load(base + r_C, follows_C, other=0)
@@ -85,8 +88,9 @@ def _tiles(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of rows [start, start + CHUNK): index, position, batch slot, base; first row and size of its tile,
-    positions of its first and last row, whether each of its rows continues the one before it.
+    """Describe rows [start, start + CHUNK): index, position, batch slot and base; first row and
+    size of the row's tile, positions of the tile's first and last row, and whether each row of the
+    tile continues the one before it.
     """
     r_C = start + tl.arange(0, CHUNK)
     position_C = tl.load(position + r_C, r_C < rows, other=-1)
@@ -143,11 +147,13 @@ def _tiles(
 
 @triton.jit
 def _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota):
-    """Of a row's shared part (all of it, if the row is alone or its tile a chain): splits, keys,
-    splits of the first item, items; of the row: splits past the shared ones, items, states. A
-    tile's certain rows come before its drafts, in order of position. What a tile with a tree shares
-    ends before any of its rows does: every row then has an item of its own, which folds the row's
-    states.
+    """Cut what a row shares with its tile, which is all that it sees if it is alone or its tile is
+    a chain. Returns splits, keys, splits of the first item and items of the shared part; splits
+    past it and items of the row; states.
+
+    In a tile certain rows come before drafts, in order of position. The part that a tile with a
+    tree shares ends before any of its rows does. So every row of such a tile has an item of its
+    own, which folds the row's states.
     """
     alone_C = size_C == 1
     whole_C = alone_C | chain_C
@@ -178,7 +184,9 @@ def _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, til
 
 @triton.jit
 def _by_length(items_C, prefix_C):
-    """Items of a tile: first ones, later ones of a short split, later ones of a longest split."""
+    """Count the items of a tile by kind: first ones, later ones of a short split, later ones of a
+    longest split.
+    """
     later_C = tl.maximum(items_C - 1, 0)
     short_C = tl.minimum(later_C, tl.maximum(-prefix_C + _FIRST_LONG, 0))
     return items_C - later_C, short_C, later_C - short_C
@@ -318,7 +326,9 @@ def _plan(
 
 
 def fill_plan(rows: PagedRows, plan: AttentionPlan) -> None:
-    """Fill `plan` for these rows. Launched once, before the layers whose `attend` uses it."""
+    """Fill `plan` for these rows. It is launched once per step, before the layers whose `attend`
+    reads it.
+    """
     count, kv_heads = len(rows.position_R), plan.counter_RK.shape[1]
     assert count <= plan.rows, f"{count} rows in a plan for {plan.rows}"
     tile_programs = plan.programs * tile_residents(plan.tile)

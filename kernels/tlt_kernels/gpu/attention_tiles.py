@@ -1,9 +1,9 @@
-"""Attention of a tile of rows against keys that are read once for all of them: prefill, chains of
-drafts, and what a tree shares.
+"""Attention of a tile of rows, whose keys are read once for all of them: prefill, chains of drafts,
+and what the rows of a tree share.
 
-The tile is rows of one request times the query heads of one KV head. An item covers all that its
-rows see and writes their outputs, or it leaves one state per row for `attention` to fold. Keys from
-`base` on are found through the last row's path: only chains have items that go so far.
+The tile is rows of one request times the query heads of one KV head. An item either covers all that
+its rows see and writes their outputs, or leaves one state per row, which `attention` folds. Keys
+from `base` on are found through the last row's path: only chains have items that go so far.
 
 Legend: M queries of a tile, T keys of a block, D head width, L equal lanes of a sum.
 """
@@ -53,8 +53,8 @@ def _meet(
     SPLITS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Queries with the blocks of [start, end), the first of which lies in `kv_slot_T`. Without EDGE
-    every row sees every key, in pages.
+    """Let the queries meet the blocks of [start, end), the first of which lies in `kv_slot_T`.
+    Without EDGE every row sees every key, and all keys lie in pages.
     """
     t_T, d_D = tl.arange(0, BLOCK), tl.arange(0, D)
     for p in range(start, end, BLOCK):
@@ -107,8 +107,8 @@ def attend_tiles(
     M: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Without SPLITS an item is one split, whatever lies in it: fewer registers and no folds, and
-    bits that depend on the tiling.
+    """Work through the items of tiles. Without SPLITS an item is computed as one split: that takes
+    fewer registers and no folds, but then bits depend on the tiling.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, d_D = tl.arange(0, M), tl.arange(0, D)
@@ -118,8 +118,8 @@ def attend_tiles(
     turns = work // programs
     turns += (tl.where(turns % 2 == 0, ahead, behind) < work % programs).to(tl.int32)
     for turn in range(0, turns):
-        # The longest items come last in the list: start with them. To and fro, so that who had the
-        # longest gets the shortest next.
+        # The longest items come last in the list: start with them. Go to and fro, so that the
+        # program that had the longest item gets the shortest one next.
         w = work - 1 - turn * programs - tl.where(turn % 2 == 0, ahead, behind)
         head = w % KV_HEADS
         item = items + w // KV_HEADS * FIELDS
@@ -149,7 +149,8 @@ def attend_tiles(
             tl.minimum(tl.minimum(whole, base), end) // BLOCK * BLOCK, begin
         )  # every row sees every key below it, in pages
         pdl_wait()
-        pdl_launch()  # after the wait: the rows' kernel may read, before its own wait, what the projections wrote
+        # Not before: the kernel of single rows reads what the projections wrote before it waits.
+        pdl_launch()
         q_MD = tl.load(q + query_M[:, None] * D + d_D[None, :], member_M[:, None], other=0.0)
         total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
@@ -182,7 +183,7 @@ def attend_tiles(
             own, base = (
                 path + (tl.load(item) + tl.load(item + 2) - 1) * depth,
                 tl.load(item + 3),
-            )  # what lives that long takes registers
+            )  # what lives so long takes registers
             kv_slot_T = row_kv_slots(table, own, base, whole, end, FIRST, PAGE)
             total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD = _meet(
                 q_MD,

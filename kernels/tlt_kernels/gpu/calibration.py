@@ -1,5 +1,5 @@
-"""The table of survival probabilities learns from the walk: `calibrate` counts which verified
-nodes were accepted. CPU twin: `tlt_kernels.cpu.counts.tally`.
+"""Calibration of survival: `calibrate` counts which verified nodes were accepted, and corrects the
+table that the next drafts are ranked by. CPU twin: `tlt_kernels.cpu.counts.tally`.
 
 Legend: as in `tensors.py`.
 """
@@ -28,7 +28,7 @@ def _calibrate(
     limit,
     VP: tl.constexpr,
 ):
-    """One program in all. Rows of one cell write the same values."""
+    """Count everything in one program. Rows of one cell write the same values."""
     pdl_launch()
     v_V = tl.arange(0, VP)
     pdl_wait()
@@ -65,7 +65,7 @@ def calibrate(
     prior_weight: float = 64.0,
     limit: int = 4096,
 ) -> None:
-    """Count every verified node whose parent is on the path, refresh the table in force, halve
+    """Count every verified node whose parent is on the path, refresh the table in force, and halve
     counts that reach `limit` trials.
     """
     block = max(triton.next_power_of_2(decode_rows), 2)

@@ -2,9 +2,9 @@
 
 z = logits / T + G(seed, position, target id) over the draft vocabulary, T by its float32
 reciprocal; a greedy row ranks by its logits. The first launch leaves the best W of every block of
-the vocabulary, the second the best W of a row, each by W rounds of a maximum over integer keys and
-of a minimum over indices: both are single instructions of a warp. Candidates stay in the order of
-their indices wherever they tie, so the minimum is the first index of a maximum. CPU twin:
+the vocabulary, the second the best W of a row. Each takes W rounds of a maximum over integer keys
+and of a minimum over indices, both of which are single instructions of a warp. Tied candidates stay
+in the order of their indices, so the minimum is the first index of a maximum. CPU twin:
 `tlt_kernels.cpu.drafting.children`.
 
 Legend: M rows, C draft vocabulary, W children per row, B blocks of the vocabulary, Q batch slots.
@@ -22,16 +22,16 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
-MAX_FEW = 32  # rows up to which a launch is too small to fill a GPU
-FEW_BLOCK, MANY_BLOCK = 128, 512  # draft tokens of one program, a warp
+MAX_FEW = 32  # rows: up to here a launch is too small to fill a GPU
+FEW_BLOCK, MANY_BLOCK = 128, 512  # draft tokens per program, which is a warp
 MERGED = 512  # candidates that a warp merges
 NOTHING = tl.constexpr(-(2**31))  # key below those of all values: no candidate
 
 
 @triton.jit
 def best_of(key_N, N: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr):
-    """(keys, indices) of the W best candidates, best first, ties by index; nothing is looked up
-    before all of them are known.
+    """Return (keys, indices) of the W best candidates, best first, ties by index. Nothing is looked
+    up before all of them are known.
     """
     at_N = tl.arange(0, N)
     ranks = tl.arange(0, WIDE)
@@ -107,21 +107,21 @@ def children(
     *,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token_MW int32 target ids, z_MW float32), best first, W = max(width, 2); missing ones are
-    (-1, -inf).
+    """Return (token_MW int32 target ids, z_MW float32), best first, W = max(width, 2). Missing
+    children are (-1, -inf).
     """
     M, C = logits_MC.shape
     batch_slot_M, position_M = rows.batch_slot_R, rows.position_R
     BLOCK = FEW_BLOCK if M <= MAX_FEW else MANY_BLOCK
     B, W = triton.cdiv(C, BLOCK), max(width, 2)
     TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
-    key_MBW, token_MBW = (
-        batch_slot_M.new_empty((M, B, W)) for _ in range(2)
-    )  # each aligned, or the kernel has other variants
+    # Two allocations, both aligned: otherwise the kernel has other variants.
+    key_MBW, token_MBW = (batch_slot_M.new_empty((M, B, W)) for _ in range(2))
     token_MW, z_MW = batch_slot_M.new_empty((M, W)), logits_MC.new_empty((M, W))
     _best_of_blocks[(B, M)](
-        logits_MC, target_ids_C, batch_slot_M, position_M, batch_slots.seed_Q, batch_slots.temperature_Q,
-        key_MBW, token_MBW, C, B, W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=1, **PDL,
+        logits_MC, target_ids_C, batch_slot_M, position_M,
+        batch_slots.seed_Q, batch_slots.temperature_Q, key_MBW, token_MBW, C, B,
+        W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=1, **PDL,
     )  # fmt: skip
     _best_of_rows[(M,)](
         key_MBW, token_MBW, position_M, token_MW, z_MW, B * W,

@@ -1,12 +1,12 @@
-"""min_p, top_k and top_p as one threshold per row: a token is kept if z > cut, or z == cut and its
-id is <= last.
+"""min_p, top_k and top_p as one threshold per row: a token is kept if z > cut, or if z == cut and
+its id is <= last.
 
 Each filter keeps the head of the row sorted by falling z, ties by rising id, so the three of them
-are one cut in that order. No sort: every group of tokens is reduced to its maximum and mass; from
-these follows a floor that the cut cannot lie below; the few tokens above it are listed; and the
-list is bisected over the values of z. Where too many remain (nearly even rows) the whole row is
-bisected instead, slower by its passes over the row. Masses of tokens are integers, so neither the
-order of a list nor its tiles matter.
+are one cut in that order. There is no sort. Every group of tokens is reduced to its maximum and
+mass; from these follows a floor that the cut cannot lie below; the few tokens above it are listed;
+and the list is bisected over the values of z. Where too many remain (nearly even rows) the whole
+row is bisected instead, which costs passes over the row. Masses of tokens are integers, so neither
+the order of a list nor its tiles matter.
 
 Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, Q batch slots.
 """
@@ -24,8 +24,8 @@ from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
 GROUP = 128  # tokens that share a maximum and a mass
-GROUPS = 8  # groups of one program
-BLOCK = 1024  # tokens of one program that lists
+GROUPS = 8  # groups per program
+BLOCK = 1024  # tokens per listing program
 TILE = 2048  # tokens that a bisection reads at once
 CAPACITY = 16384  # listed tokens
 FLOOR_WARPS, CUT_WARPS = 8, 8
@@ -36,7 +36,7 @@ ONE = tl.constexpr(2.0**40)  # mass of the likeliest token
 
 @triton.jit
 def _parameters(row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V):
-    """(whether any filter cuts, temperature, top_k or V, top_p, min_p) of sampled row s."""
+    """Return (whether any filter cuts, temperature, top_k or V, top_p, min_p) of sampled row s."""
     row = tl.load(row_S + s)
     batch_slot = tl.load(batch_slot_R + tl.maximum(row, 0))
     temperature = tl.load(temperature_Q + batch_slot)
@@ -57,7 +57,7 @@ def _measure_groups(
     logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
     V, G, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Maximum of every group, and its sum of exponentials below that maximum."""
+    """Find the maximum of every group, and its sum of exponentials below that maximum."""
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -79,10 +79,11 @@ def _measure_groups(
 @triton.jit
 def _find_floors(
     row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
-    floor_S, top_S, total_S, temperature_S, listed_S, V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr,
+    floor_S, top_S, total_S, temperature_S, listed_S,
+    V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Floor, maximum and mass of every row; mass 0 where nothing is cut or the row is broken, floor
-    -inf where no bound was found.
+    """Find floor, maximum and mass of every row. The mass is 0 where nothing is cut or the row is
+    broken; the floor is -inf where no bound was found.
     """
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -141,8 +142,8 @@ def _list_tokens(
     logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL,
     V, G, GROUP: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens with z >= floor, in any order; listed_S counts them, or says that there are
-    more than have room.
+    """List the tokens with z >= floor, in any order. listed_S counts them, or says that there are
+    more than fit.
     """
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
@@ -180,8 +181,8 @@ def _measured(
     MASS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(number, mass) of the tokens whose key is larger, or equal with an id up to `last`; without
-    MASS the number is the mass.
+    """Return (count, mass) of the tokens whose key is larger, or equal with an id up to `last`.
+    Without MASS the count stands for the mass.
     """
     count = tl.zeros((TILE,), tl.int32)
     mass = tl.zeros((TILE,), tl.int64)
@@ -220,8 +221,8 @@ def _shorten(
     MASS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(key, last) of the shortest head that measures `target`; the head that ends at (low_key,
-    low_last) is known to.
+    """Return (key, last) of the shortest head that measures `target`. The head that ends at
+    (low_key, low_last) is known to measure it.
     """
     low, high = low_key, key_of(top) + 1
     count_low = _measured(
@@ -232,7 +233,7 @@ def _shorten(
     while (count_low - count_high > 1) & (high - 1 > low):
         middle = key_of(
             0.5 * (value_of(low) + value_of(high))
-        )  # tokens lie more evenly over values than over keys
+        )  # tokens are spread more evenly over values than over keys
         if halve_keys | (middle <= low) | (middle >= high):
             middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
         halve_keys = not halve_keys
@@ -261,8 +262,9 @@ def _shorten(
 
 @triton.jit
 def _cut_rows(
-    logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, floor_S, top_S, total_S,
-    listed_S, z_SL, token_SL, cut_S, last_S, V, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q,
+    floor_S, top_S, total_S, listed_S,
+    z_SL, token_SL, cut_S, last_S, V, TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -321,12 +323,11 @@ def cuts(
     rows: RowTable,
     batch_slots: BatchSlots,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cut_S float32, last_S int32) of every sampled row; -inf and V where nothing is cut."""
+    """Return (cut_S float32, last_S int32) per sampled row: -inf and V where nothing is cut."""
     S, V = logits_SV.shape
     G = triton.cdiv(V, GROUP)
-    top_SG, mass_SG = (
-        logits_SV.new_empty(S, G) for _ in range(2)
-    )  # each by itself: aligned for any S, so compiled once
+    # Two allocations: each is aligned for any S, so the kernels are compiled once.
+    top_SG, mass_SG = (logits_SV.new_empty(S, G) for _ in range(2))
     floor_S, top_S, total_S, temperature_S, cut_S = (logits_SV.new_empty(S) for _ in range(5))
     listed_S, last_S = (row_S.new_empty(S) for _ in range(2))
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))

@@ -1,10 +1,10 @@
-"""Matmuls with a fixed order of addition: the bits of a row depend on that row and on the
-weights alone.
+"""Matmuls with a fixed order of addition: the bits of a row depend on that row and on the weights
+alone.
 
-For each output element k ascends in the tensor cores' steps of 16 within a segment of K, and
-segments are added in order. Which rows are computed beside it, how they are tiled, by which kernel
-and how deep copies run ahead changes nothing: tensor cores add in the same order whatever the tile.
-Called by the models; `gemm_tiles.py` chooses tiles by the number of rows.
+For each output element, k ascends in the tensor cores' steps of 16 within a segment of K, and
+segments are added in order. The other rows of the call, the tiling, the kernel and the depth of the
+copies change nothing, because tensor cores add in the same order in every tile. The models call
+this file; `gemm_tiles.py` chooses tiles by the number of rows.
 
 Legend: M rows, N outputs, K inputs, I intermediate, X = 2I, P partial sums. Weights are [N, K] as
 in checkpoints.
@@ -27,14 +27,15 @@ from tlt_kernels.gpu.gemm_tiles import (
     stream_tile,
 )
 
-INTERLEAVED = 8  # rows of gate that lie beside as many of up where `gemm_stream` reads them
+INTERLEAVED = 8  # rows of gate, then as many of up: the order in which `gemm_stream` reads them
 
 
 @cache
 def _hindrance(dtype: torch.dtype, device: torch.device) -> str:
-    """Why `gemm_stream` is not used; empty: it is."""
+    """Return why `gemm_stream` cannot be used, or an empty string where it is used."""
     if dtype != torch.bfloat16:
-        return f"the type is {str(dtype).removeprefix('torch.')}, and the streaming kernel is for bfloat16"
+        name = str(dtype).removeprefix("torch.")
+        return f"the type is {name}, and the streaming kernel is for bfloat16"
     if device.type != "cuda":
         return f"the device is {device.type}, and the streaming kernel is for a GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -52,8 +53,8 @@ def _hindrance(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
-    """Which kernel computes the matmuls of an MLP of so many units: "streaming", or "portable: "
-    and why.
+    """Name the kernel that computes the matmuls of an MLP of this intermediate size: "streaming",
+    or "portable: " and why.
     """
     why = _hindrance(dtype, device)
     if not why and intermediate % INTERLEAVED:
@@ -99,8 +100,8 @@ def linear(
     out_dtype: torch.dtype | None = None,
     out_MN: Tensor | None = None,
 ) -> Tensor:
-    """x @ weight^T + bias, rounded once to `out_dtype` (x's by default; float32 for the LM head),
-    into `out_MN` where that is given.
+    """Return x @ weight^T + bias, rounded once to `out_dtype` (x's by default; float32 for the LM
+    head). It is written to `out_MN` where that is given.
     """
     if out_MN is None:
         out_MN = torch.empty(
@@ -112,8 +113,8 @@ def linear(
 
 
 def partials(x_MK: Tensor, weight_NK: Tensor, *, segments: int) -> Tensor:
-    """x @ weight^T as float32 sums over at most `segments` segments of K, [P, M, N]: whoever reads
-    them adds them in order.
+    """Return x @ weight^T as float32 sums over at most `segments` segments of K, [P, M, N]. The
+    reader adds them in order.
     """
     segment = triton.cdiv(triton.cdiv(x_MK.shape[1], SEGMENT_UNIT), segments) * SEGMENT_UNIT
     parts = triton.cdiv(x_MK.shape[1], segment)
@@ -123,8 +124,8 @@ def partials(x_MK: Tensor, weight_NK: Tensor, *, segments: int) -> Tensor:
 
 
 def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:
-    """silu(gate) * up, computed in float32 and rounded once; the weight's first I rows are the
-    gate's, the rest up's.
+    """Return silu(gate) * up, computed in float32 and rounded once. The weight's first I rows are
+    the gate's, the rest are up's.
     """
     out_MI = torch.empty(len(x_MK), len(weight_XK) // 2, dtype=x_MK.dtype, device=x_MK.device)
     _multiply(Kind.GATED, x_MK, weight_XK, None, out_MI, x_MK.shape[1])

@@ -2,7 +2,7 @@
 of the weight and of x.
 
 It fills the ring with weights before it waits for the kernel ahead, so memory stays busy while that
-kernel ends. Only x can depend on that kernel. Called by `gemm_stream.py`, which has the legend.
+kernel ends. Only x can depend on that kernel. `gemm_stream.py` starts the warp and has the legend.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ PANEL = gl.constexpr(64)  # elements of K in one 128-byte row of shared memory
 
 @gluon.jit
 def locate(item, whole, m_tiles, n_tiles, GROUP: gl.constexpr, PIECES: gl.constexpr):
-    """Item -> tile along M, piece of it, tile along N, segment. GROUP tiles along M run side by
-    side on the same weights.
+    """Map an item to (tile along M, piece of it, tile along N, segment). GROUP tiles along M run
+    together on the same weights.
     """
     piece = gl.where(item < whole, 0, (item - whole) % PIECES)
     unit = gl.where(item < whole, item, whole + (item - whole) // PIECES)

@@ -1,8 +1,8 @@
-"""The matmul for every GPU and dtype that Triton knows, and for its CPU interpreter; same
-bits as `gemm_stream.py`.
+"""The matmul for every GPU and dtype that Triton knows, and for its CPU interpreter. Its bits are
+those of `gemm_stream.py`.
 
-One program per tile and segment, copies pipelined by the compiler. Called by `gemm.py`, which has
-the rule about the order of addition.
+There is one program per tile and segment, and the compiler pipelines the copies. `gemm.py` calls it
+and states the rule about the order of addition.
 
 Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the
 weight, and K.
@@ -37,8 +37,8 @@ def _multiply(
     BIASED: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """N counts outputs: a gated weight has 2N rows. The weight is the first operand of each
-    product, so sums lie [BN, BM].
+    """Multiply one tile. N counts outputs, so a gated weight has 2N rows. The weight is the first
+    operand of each dot, so sums lie [BN, BM].
     """
     m_tiles, n_tiles, s = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.program_id(1)
     start = (
@@ -61,7 +61,8 @@ def _multiply(
     else:
         for k in range(first, last, BK):
             total_NM = dot(weight.load([n, k]), x.load([m, k]).T, total_NM)
-    pdl_launch()  # not before: programs of the next kernel would crowd on the multiprocessors that are done first
+    # Not before: programs of the next kernel would crowd on the multiprocessors that finish first.
+    pdl_launch()
     row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
     total = total_NM.T
     if BIASED:

@@ -1,11 +1,11 @@
-"""The bfloat16 matmul on Hopper: one warp streams tiles into a ring of shared memory, four
-or eight multiply.
+"""The bfloat16 matmul on Hopper: one warp streams tiles into a ring of shared memory, and four or
+eight warps multiply.
 
 A program stays on its multiprocessor and takes tile after tile, so the ring never drains between
-tiles; and it fills the ring with weights before it waits for the kernel ahead, so memory stays busy
-while that one ends. The weight is the tensor cores' first operand, read where it lies: few rows of
-x waste nothing. Gate and up lie interleaved there, eight rows of each, so that one thread gets
-both. Called by `gemm.py`, which has the rule about the order of addition.
+tiles. The copying warp is in `gemm_copy.py`. The weight is the first operand of the tensor cores
+and is read where it lies, so that few rows of x waste nothing. Gate and up lie interleaved there,
+eight rows of each, so that one thread gets both. `gemm.py` calls this file and states the rule
+about the order of addition.
 
 Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the
 weight, and K.
@@ -39,8 +39,8 @@ _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renam
 
 @gluon.jit
 def _release(free, stage, STAGES: gl.constexpr, pred):
-    """Hands back the stage before `stage`. Without the barrier a warp could still be waiting for
-    the phase that this one ends.
+    """Hand back the stage before `stage`. Without the barrier a warp could still be waiting for the
+    phase that this one ends.
     """
     _barrier()
     mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=pred)
@@ -48,8 +48,8 @@ def _release(free, stage, STAGES: gl.constexpr, pred):
 
 @gluon.constexpr_function
 def _stored(width, bits, warps):
-    """How a tile [width, BM] lies in threads that store 16 bytes each. As many lanes as fit lie
-    along N: with fewer, the way there through shared memory takes more of it.
+    """Return the layout of a tile [width, BM] in threads that store 16 bytes each. As many lanes as
+    fit lie along N: with fewer, the exchange takes more shared memory.
     """
     run = 128 // bits
     lanes = min(width // run, 32)
@@ -98,7 +98,7 @@ def _multiply_tile(
                 acc,
                 is_async=True,
             )
-        acc = warpgroup_mma_wait(PANELS, deps=[acc])  # all but this step's
+        acc = warpgroup_mma_wait(PANELS, deps=[acc])  # all steps but this one
         _release(free, stage, STAGES, t > 0)
         stage += 1
         if stage == STAGES:
@@ -378,7 +378,7 @@ def multiply(
         tile.group,
         tile.warps,
         num_warps=tile.warps,
-        # few accumulators: leave registers to the small kernels that start beside this one
+        # With few accumulators, leave registers to the small kernels that start during this one.
         maxnreg=128 if tile.rows * tile.columns <= tile.warps * 32 * 64 else None,
         **PDL,
     )

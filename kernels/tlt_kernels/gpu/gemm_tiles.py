@@ -1,7 +1,7 @@
-"""Which tile of a matmul runs at how many rows, and in how many segments K is cut: figures
-of one H200.
+"""The tile that a matmul runs with at each number of rows, and the number of segments that K is cut
+into. The figures were measured on one H200.
 
-Tiles change no bits (see `gemm.py`), segments do: their number therefore depends on no row.
+Tiles change no bits (see `gemm.py`). Segments do, so their number depends on no row.
 """
 
 from __future__ import annotations
@@ -11,35 +11,30 @@ from enum import Enum
 
 import torch
 
-PIECE_COST = (
-    1.5  # of a piece of a tile, in shares of a tile: it reads as many weights for fewer products
-)
-SEGMENTS = 2  # in which the K of an o or down projection is cut: 64-row tiles of few-row matmuls then fill the chip
-SEGMENT_UNIT = (
-    128  # elements of K; a multiple of every tile's depth, so that no step crosses a segment's end
-)
+# Cost of a piece relative to its share of a tile: it reads as many weights for fewer products.
+PIECE_COST = 1.5
+# Segments of K in an o or down projection: 64-row tiles of matmuls of few rows then fill the GPU.
+SEGMENTS = 2
+# Elements of K: a multiple of every tile's depth, so that no step crosses the end of a segment.
+SEGMENT_UNIT = 128
 
 
 class Kind(Enum):
     LINEAR = "linear"
-    HEAD = (
-        "head"  # a linear layer with so many outputs that any tile gives every multiprocessor work
-    )
+    HEAD = "head"  # a linear layer with enough outputs to fill the multiprocessors with any tile
     PARTIALS = "partials"
     GATED = "gated"
 
 
 @dataclass(frozen=True)
 class Tile:
-    rows: int  # of x
-    columns: int  # rows of the weight; where gated, `gemm_stream` counts both halves and `gemm_portable` one
+    rows: int  # rows of x
+    columns: int  # rows of the weight; if gated, both halves (`gemm_portable`: one)
     depth: int  # elements of K per step
     warps: int
     stages: int  # steps in flight, the one in use included
-    group: int = 1  # tiles along M that run side by side on the same weights
-    pieces: int = (
-        1  # into which tiles of a last round that does not fill the machine are cut along M
-    )
+    group: int = 1  # tiles along M that run together on the same weights
+    pieces: int = 1  # cuts along M of the tiles of a last round that does not fill the machine
 
     @property
     def piece(self) -> int:
@@ -111,8 +106,9 @@ def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
 
 
 def split_last_round(tiles: int, programs: int, pieces: int) -> tuple[int, int]:
-    """Items of work, and how many of them are whole tiles: what is left for a last round of
-    programs is cut into `pieces` where that ends sooner than tiles on a few programs would.
+    """Return the number of items, and how many of them are whole tiles. The tiles of an incomplete
+    last round of programs are cut into `pieces` where that ends sooner than whole tiles on a few
+    programs would.
     """
     whole = tiles // programs * programs
     cut = (tiles - whole) * pieces

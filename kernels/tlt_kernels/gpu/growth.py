@@ -1,13 +1,13 @@
 """Growth of draft trees on the device: the roots of a draft graph, then one `grow` between two
 forwards of the drafter.
 
-Every level's rows, nodes and slots have fixed places in their tables, so a graph can hold the whole
-proposal: level 0 plants W nodes per request (columns 0 .. W - 1), each later level W * W. Which
-nodes are expanded is best-first: per request the W most probable unexpanded nodes of any depth. At
-width 1 that is a chain.
+Every level's rows, nodes and KV slots have fixed indices in their tables, so a graph can hold the
+whole proposal: level 0 plants W nodes per request (columns 0 .. W - 1), each later level W * W.
+Expansion is best-first: per request, the W most probable unexpanded nodes of any depth. At width 1
+the tree is a chain.
 
 Legend: as in `tensors.py`; W width, M rows of a level, L children given per row (at least 2: the
-best child's gap needs the second).
+gap of the best child needs the second).
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from torch import Tensor
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, CalibrationTable, Draft, Nodes
 
-FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it brings
-RANKS, BUCKETS = (
-    tl.constexpr(8),
-    tl.constexpr(16),
-)  # of the calibration table, behind its two phases
+FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it saves
+# The calibration table has two phases x RANKS x BUCKETS cells.
+RANKS, BUCKETS = tl.constexpr(8), tl.constexpr(16)
 
 
 def columns(depth: int, width: int) -> int:
-    """Nodes per request that a graph plants."""
+    """Return the nodes per request that a graph plants."""
     return width + (depth - 1) * width * width if depth else 0
 
 
 @triton.jit
 def draft_limit(batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q):
-    """The deepest draft token that is of use to a batch slot: a bonus token follows it, and pages hold
-    its KV. 0 = none.
+    """Return the depth of the deepest useful draft token of a batch slot: a bonus token must follow
+    it, and pages must hold its KV. 0 = none.
     """
     room = tl.minimum(
         tl.load(limit_Q + batch_slot) - length - 1, tl.load(capacity_Q + batch_slot) - length
@@ -114,8 +112,8 @@ def roots(
     depth: int,
     trash: int,
 ) -> None:
-    """Lay out level 0: per request its last known token, and how deep drafts are of use to it;
-    empty the node table.
+    """Lay out level 0: each request's last known token, and how deep its drafts may go. Empty the
+    node table.
 
     A request is dead here when it is done, is never speculated on, or has no room for a draft token
     and a bonus token.
@@ -202,7 +200,7 @@ def _grow(
     RANKS: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):
-    """One program per request. level_rows: its rows on this level, 1 or W."""
+    """Grow one request per program. level_rows: the request's rows on this level, 1 or W."""
     pdl_launch()
     b = tl.program_id(0)
     pdl_wait()
@@ -313,12 +311,12 @@ def grow(
     idle: int,
     floor: float = FLOOR,
 ) -> None:
-    """Plant the children of level `level`, whose rows have just run, and lay out level `level + 1`
-    (none behind the last one).
+    """Plant the children of level `level`, whose rows have just run, and lay out level `level + 1`,
+    unless `level` is the last one.
 
-    token_ML int32 target ids, best first (-1 = none), z_ML float32 their perturbed logits. Draft
-    row x > level 0 has the slot first_kv_slot + x - requests of the drafter's cache. survival = the
-    parent's times the table at (phase, rank, bucket of the gap).
+    token_ML: int32 target ids, best first (-1 = none). z_ML: float32, their perturbed logits. Draft
+    row x > level 0 has the KV slot first_kv_slot + x - requests of the drafter's cache. survival =
+    the parent's times the table at (phase, rank, bucket of the gap).
     """
     given, known, path_depth = (
         token_ML.shape[1],

@@ -1,9 +1,9 @@
-"""Model-free drafting on the device: what followed a request's last tokens before, in its own text
-and its siblings'.
+"""Model-free drafting on the device: the continuations of earlier occurrences of a request's last
+tokens, in its own text and its siblings'.
 
-A brute-force scan over the text of every batch slot of the same group, ended ones included (the host
-reuses the batch slot that ended longest ago first, so a group's earlier responses serve it for a while).
-The longest, then latest occurrences become one trie.
+The scan is brute force over the text of every batch slot of the same group, ended ones included.
+The host reuses the batch slot that ended longest ago first, so a group's earlier responses serve it
+for a while. The longest, then latest occurrences become one trie.
 
 Legend: as in `tensors.py`; J scanning programs per request, W matches kept, I positions of a block.
 """
@@ -19,18 +19,17 @@ from tlt_kernels.gpu.growth import draft_limit
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
-MAX_MATCH, MIN_MATCH = 16, 2  # tokens compared; a single token in common is no occurrence
-CERTAIN = tl.constexpr(
-    0.999
-)  # no node is surer than that: below it, rounding cannot lift a survival above the parent's
+MAX_MATCH, MIN_MATCH = 16, 2  # tokens in common; a single one is no occurrence
+# No node is surer than this: below it, rounding cannot lift a survival above the parent's.
+CERTAIN = tl.constexpr(0.999)
 BLOCK = 2048  # positions that a scanning program compares at once
-PROGRAMS = 1024  # that scan, about
-LENGTHS, SHARES, DEPTHS = 7, 8, 8  # of the calibration table
+PROGRAMS = 1024  # scanning programs, about
+LENGTHS, SHARES, DEPTHS = 7, 8, 8  # buckets of the calibration table
 
 
 def workspace(requests: int, width: int, *, scanners: int = 0, device: str = "cuda") -> Tensor:
-    """match_BJW: int64 keys of the matches that each scanning program found; `scanners` is a power
-    of two, 0 = suits a GPU.
+    """Return match_BJW: int64 keys of the matches that each scanning program found. `scanners` is a
+    power of two; 0 chooses one that suits a GPU.
     """
     scanners = scanners or min(max(triton.next_power_of_2(PROGRAMS // requests), 16), 128)
     return torch.empty(
@@ -58,8 +57,8 @@ def _scan(
     BLOCK: tl.constexpr,
     MAX_MATCH: tl.constexpr,
 ):
-    """Program (b, j) scans a part of a text that request b may draft from, or whole texts. Keys:
-    match length, position, place.
+    """Scan, in program (b, j), a part of a text that request b may draft from, or whole texts.
+    Keys: match length, position, batch slot.
     """
     pdl_launch()
     b, j, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -152,8 +151,8 @@ def _merge(
     CERTAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per request: the W best keys, then level by level which matches still go the same
-    way.
+    """Merge one request per program: its W best keys, then, level by level, which matches still
+    agree.
     """
     pdl_launch()
     b = tl.program_id(0)
@@ -249,8 +248,8 @@ def history_nodes(
     depth: int,
     width: int,
 ) -> None:
-    """Fill `nodes` (at least depth * width columns): the continuations of the `width` best matches,
-    merged into a trie.
+    """Fill `nodes` (at least depth * width columns) with the continuations of the `width` best
+    matches, merged into a trie.
 
     calibration: 7 match lengths x 8 shares x 8 depths. survival = the parent's times the table at
     (match length, share of the parent's matches that agree, depth). Column d * width + m is the

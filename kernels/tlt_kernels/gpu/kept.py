@@ -1,5 +1,5 @@
-"""What a step keeps of its rows: the KV of accepted drafts moves to its pages, and hints that the
-next step's drafter reads are stored.
+"""Storage of what a step keeps of its rows: the KV of accepted drafts moves to its pages, and the
+hints that the next draft reads are stored.
 
 Both launches follow `accept`, which fills `KeptRows`.
 
@@ -29,7 +29,7 @@ def _commit_kv(
     DP: tl.constexpr,
     XB: tl.constexpr,
 ):
-    """One program per request, layer and block of a slot."""
+    """Move one request's KV in one layer and one block of a KV slot per program."""
     pdl_launch()
     b = tl.program_id(0)
     pdl_wait()
@@ -58,8 +58,8 @@ def _commit_kv(
 
 
 def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
-    """Copy the KV of accepted rows from scratch to their pages, in all layers; a slot's elements
-    lie together.
+    """Copy the KV of accepted rows from scratch to their pages, in all layers. The elements of a KV
+    slot lie together.
     """
     layers, _, heads, width = k_LSKD.shape
     elements = heads * width
@@ -97,7 +97,7 @@ def _store_hints(
     H: tl.constexpr,
     HP: tl.constexpr,
 ):
-    """One program per row and per entry."""
+    """Store one row's page hint, or one entry's hint, per program."""
     pdl_launch()
     r = tl.program_id(0)
     pdl_wait()
@@ -121,8 +121,8 @@ def _store_hints(
 def store_hints(
     kept: KeptRows, g_RH: Tensor, batch_slots: BatchSlots, page_hint_PH: Tensor
 ) -> None:
-    """Remember the fused feature of each sequence's last position, and of the last position of
-    every page that was filled.
+    """Store the fused feature of each sequence's last position, and that of the last position of
+    every page that this step filled.
     """
     rows, hidden = kept.page_R.shape[0], g_RH.shape[1]
     _store_hints[(rows + kept.hint_row_E.shape[0],)](

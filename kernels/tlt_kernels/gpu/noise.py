@@ -1,12 +1,12 @@
 """Keyed Gumbel noise on the GPU: the Philox words of `tlt_kernels.cpu.noise` bit for bit, G =
 -log(-log1p(-u)) in float32.
 
-Device functions, inlined by every kernel that compares noisy logits. Both logarithms are one
-polynomial of explicit fused multiply-adds, so that no compiler may round them differently in
-another kernel: G has the same bits wherever it is computed on one machine. Its error against
-float64 is a few units in the last place of max(|G|, 1), also for the smallest words: u and 1 - u
-are each made from the integer, never from each other. Source: Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3" (SC 2011).
+These are device functions, inlined by every kernel that compares noisy logits. Both logarithms are
+one polynomial of explicit fused multiply-adds, so that no compiler may round them differently in
+another kernel: G has the same bits in every kernel on one machine. Its error against float64 is a
+few units in the last place of max(|G|, 1), also for the smallest words: u and 1 - u are each made
+from the integer, never from each other. Source: Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3" (SC 2011).
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ STEP = tl.constexpr(2.0**-32)  # distance between two uniforms
 V_MIN = tl.constexpr(2.0**-24)  # bound of 1 - u, bounds G from below, at about -2.81
 TWO_THIRDS_BITS = tl.constexpr(0x3F2AAAAB)
 EXPONENT_MASK = tl.constexpr(-0x800000)
-LN2_STEP = tl.constexpr(
-    0.6931471805599453 * 2.0**-23
-)  # ln 2 for exponents that still stand at bit 23
+LN2_STEP = tl.constexpr(0.6931471805599453 * 2.0**-23)  # ln 2 for exponents at bit 23
 # log1p(f) = f + f^2 P(f) on [-1/3, 1/3], minimax in relative error: 4.5e-9 before rounding.
 P0, P1, P2 = (
     tl.constexpr(-0.5),
@@ -49,7 +47,7 @@ P6, P7, P8 = (
 
 @triton.jit
 def philox4x32(key_0, key_1, counter_0, counter_1):
-    """The four words of Philox-4x32-10 at counters (counter_0, counter_1, 0, 0); uint32 throughout."""
+    """Return the four uint32 words of Philox-4x32-10 at counters (counter_0, counter_1, 0, 0)."""
     x0 = counter_0
     x1 = tl.zeros_like(counter_0) + counter_1
     x2 = tl.zeros_like(counter_0)
@@ -65,7 +63,7 @@ def philox4x32(key_0, key_1, counter_0, counter_1):
 
 @triton.jit
 def log_of_parts(exponent, fraction):
-    """exponent * 2^-23 * ln 2 + log1p(fraction) for |fraction| <= 1/3."""
+    """Return exponent * 2^-23 * ln 2 + log1p(fraction) for |fraction| <= 1/3."""
     p = tl.fma(fraction, P8, P7)
     p = tl.fma(p, fraction, P6)
     p = tl.fma(p, fraction, P5)
@@ -80,8 +78,8 @@ def log_of_parts(exponent, fraction):
 
 @triton.jit
 def parts(x):
-    """(exponent << 23, fraction) with x = 2^exponent * (1 + fraction) and fraction in [-1/3, 1/3];
-    x a normal float32 > 0.
+    """Return (exponent << 23, fraction) with x = 2^exponent * (1 + fraction) and fraction in [-1/3,
+    1/3], for a normal float32 x > 0.
     """
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - TWO_THIRDS_BITS) & EXPONENT_MASK
@@ -90,14 +88,14 @@ def parts(x):
 
 @triton.jit
 def log(x):
-    """log x of a normal float32 x > 0 to about one unit in the last place."""
+    """Return log x of a normal float32 x > 0 to about one unit in the last place."""
     exponent, fraction = parts(x)
     return log_of_parts(exponent, fraction)
 
 
 @triton.jit
 def gumbel_of_word(word):
-    """G of Philox words."""
+    """Return G of Philox words."""
     small = word < THIRD
     distance = tl.fma(
         tl.where(small, word, word ^ 0xFFFFFFFF).to(tl.float32), STEP, 0.5 * STEP
@@ -110,7 +108,7 @@ def gumbel_of_word(word):
 
 @triton.jit
 def fast_log2(x):
-    """log2 of normal float32 x > 0 in one instruction; absolute error up to 1e-5."""
+    """Return log2 of normal float32 x > 0 in one instruction, with an absolute error up to 1e-5."""
     if INTERPRETED:
         return tl.log2(x)
     return tl.inline_asm_elementwise(
@@ -120,7 +118,7 @@ def fast_log2(x):
 
 @triton.jit
 def fast_exp(x):
-    """exp(x) to 2e-7 and the rounding of x; 0 below the normal range."""
+    """Return exp(x) to 2e-7 and the rounding of x; 0 below the normal range."""
     if INTERPRETED:
         return tl.exp(x)
     scaled = x * 1.4426950408889634
@@ -131,14 +129,14 @@ def fast_exp(x):
 
 @triton.jit
 def split_seed(seed):
-    """(key_0, key_1): the low and the high half of a 64-bit seed."""
+    """Return (key_0, key_1): the low and the high half of a 64-bit seed."""
     return seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
 
 
 @triton.jit
 def words_of_quads(seed, first, position, N: tl.constexpr):
-    """Philox words of the 4 N tokens from `first`, a multiple of 4: the words of tokens first + 4
-    n, first + 4 n + 1, and so on.
+    """Return the Philox words of the 4 N tokens from `first`, a multiple of 4: the words of tokens
+    first + 4 n, first + 4 n + 1, and so on.
     """
     key_0, key_1 = split_seed(seed)
     quads = ((first >> 2) + tl.arange(0, N)).to(tl.uint32)
@@ -147,13 +145,15 @@ def words_of_quads(seed, first, position, N: tl.constexpr):
 
 @triton.jit
 def gumbel_above(word):
-    """A cheap bound: G <= gumbel_above + 1e-4, and near it where G is large (-log1p(-u) >= u)."""
+    """Return a cheap bound: G <= gumbel_above + 1e-4, and near it where G is large (-log1p(-u) >=
+    u).
+    """
     return fast_log2(tl.fma(word.to(tl.float32), STEP, 0.5 * STEP)) * -0.6931471805599453
 
 
 @triton.jit
 def gumbel_of_tokens(seed, token_N, position):
-    """G of any tokens, one Philox call each."""
+    """Return G of any tokens, with one Philox call each."""
     key_0, key_1 = split_seed(seed)
     w0, w1, w2, w3 = philox4x32(key_0, key_1, (token_N >> 2).to(tl.uint32), position.to(tl.uint32))
     lane = token_N & 3

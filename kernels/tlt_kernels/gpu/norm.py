@@ -1,9 +1,9 @@
-"""RMSNorm with what stands beside it in a decoder: the embedding before it, partial sums and the
-residual stream.
+"""RMSNorm fused with its neighbours in a decoder: the embedding before it, or the partial sums and
+the residual stream.
 
-One row per program and the same number of warps for a given H whatever the number of rows, so a
-row's bits depend on that row alone. Arithmetic is float32, rounded once; the residual stream stays
-float32. Callers are the models, between the matmuls.
+There is one row per program, and the number of warps depends on H only, so a row's bits depend on
+that row alone. Arithmetic is float32, rounded once; the residual stream stays float32. The models
+call these kernels between the matmuls.
 
 Legend: R rows, H hidden, V vocabulary, P partial sums of a matmul.
 """
@@ -27,7 +27,7 @@ class Embedded(NamedTuple):
 
 @triton.jit
 def _normed(x, weight, eps, H: tl.constexpr):
-    """x is 0 beyond H."""
+    """Return the norm of x, which is 0 beyond H."""
     return weight * (x * tl.rsqrt(tl.sum(x * x, axis=0) / H + eps))
 
 
@@ -115,8 +115,8 @@ def _embed_norms(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (r, 0) norms the embedding into the left half of row r, program (r, 1) the feature
-    into the right half.
+    """Norm, in program (r, 0), the embedding into the left half of row r, and in program (r, 1) the
+    feature into the right half.
     """
     pdl_launch()
     h = tl.arange(0, BLOCK)
@@ -144,7 +144,7 @@ def _shape(hidden: int) -> dict[str, int]:
 
 
 def rms_norm(x_RH: Tensor, weight_H: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """weight * (x * rsqrt(mean(x^2) + eps)) in the weight's dtype."""
+    """Return weight * (x * rsqrt(mean(x^2) + eps)) in the weight's dtype."""
     out_RH = (
         torch.empty(x_RH.shape, dtype=weight_H.dtype, device=x_RH.device) if out is None else out
     )
@@ -161,8 +161,8 @@ def add_rms_norm(
     *,
     bias_H: Tensor | None = None,
 ) -> Tensor:
-    """Adds the partial sums in order, then the bias, to the residual (in place) and returns its
-    norm in the weight's dtype.
+    """Add the partial sums in order, then the bias, to the residual (in place), and return its norm
+    in the weight's dtype.
     """
     parts, rows, hidden = part_PRH.shape
     out_RH = torch.empty(rows, hidden, dtype=weight_H.dtype, device=weight_H.device)
@@ -184,8 +184,8 @@ def add_rms_norm(
 
 
 def embed_rms_norm(token_R: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float) -> Embedded:
-    """The embeddings of tokens as a float32 residual stream, and their norm. Ids out of range (dead
-    rows) are clamped.
+    """Return the embeddings of tokens as a float32 residual stream, and their norm. Ids out of
+    range (dead rows) are clamped.
     """
     rows, (vocabulary, hidden) = len(token_R), embedding_VH.shape
     residual_RH = torch.empty(rows, hidden, dtype=torch.float32, device=embedding_VH.device)
@@ -213,8 +213,8 @@ def embed_norms(
     w_feature_H: Tensor,
     eps: float,
 ) -> Tensor:
-    """What an EAGLE-3 layer reads, [R, 2H]: the norm of the tokens' embeddings beside the norm of
-    the features g.
+    """Return the input of an EAGLE-3 layer, [R, 2H]: the norm of the tokens' embeddings, then the
+    norm of the features g.
     """
     rows, (vocabulary, hidden) = len(token_R), embedding_VH.shape
     out_RX = torch.empty(rows, 2 * hidden, dtype=w_embed_H.dtype, device=embedding_VH.device)

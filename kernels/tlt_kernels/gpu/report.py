@@ -1,8 +1,8 @@
-"""What is said of a token beside its log-prob: its raw log-prob, and the best tokens of its row,
-read from the logits afterwards.
+"""Reports on sampled tokens: the raw log-prob of a token, and the best tokens of its row, read from
+the logits afterwards.
 
-No token depends on it. `emitted` finds the samples that a step's entries emitted, `score` reads
-those rows and skips all others: a row's values depend on its own logits, parameters and token only.
+No token depends on them. `emitted` finds the samples that a step's entries emitted; `score` reads
+those rows and skips all others. A row's values depend on its own logits, parameters and token only.
 The best tokens are found without a sort of the vocabulary: top_k is a cut (`filters.cuts`), and the
 few tokens above it are listed and ordered. Definitions are those of `tlt_kernels.cpu.sampling`.
 
@@ -35,8 +35,8 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
 from tlt_kernels.gpu.tensors import BatchSlots, KeptRows, RowTable, Trees
 
-ROWS = 64  # of a tree, read at once
-TILE = 64  # listed tokens of one program
+ROWS = 64  # rows of a tree read at once
+TILE = 64  # listed tokens per program
 NOTHING = tl.constexpr(-(2**63))  # orders below every listed token
 
 
@@ -47,13 +47,13 @@ class Emitted(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Undefined for rows that were skipped."""
+    """Log-probs of each sampled row; undefined for rows that were skipped."""
 
     raw_logprob_S: Tensor  # float32, under the logits themselves at temperature 1
     token_SK: (
-        Tensor  # int32, best first, ties by rising id; -1 behind the last one that filters keep
+        Tensor  # int32, best first, ties by rising id; -1 after the last one that filters keep
     )
-    logprob_SK: Tensor  # float32, under the processed distribution; -inf there
+    logprob_SK: Tensor  # float32, under the processed distribution; -inf where the token is -1
 
 
 @triton.jit(do_not_specialize=["B", "F", "N", "V"])
@@ -73,7 +73,7 @@ def _emitted(
     HEAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program per entry that asks. Rows of a path ascend."""
+    """Find the samples of one entry that asks per program. Rows of a path ascend."""
     pdl_launch()
     a = tl.program_id(0)
     pdl_wait()
@@ -98,7 +98,7 @@ def _emitted(
 
 
 def emitted(entry_A: Tensor, outcome_EF: Tensor, trees: Trees, kept: KeptRows) -> Emitted:
-    """The samples behind what `accept` said of these entries; entry_A int32."""
+    """Return the samples that these entries emitted, as `accept` reported them; entry_A int32."""
     decode_rows, requests = len(kept.on_path_V), len(kept.count_B)
     longest = (outcome_EF.shape[1] - HEAD) // 2
     sample_AN = torch.zeros(len(entry_A), longest, dtype=torch.int64, device=entry_A.device)
@@ -126,16 +126,16 @@ def emitted(entry_A: Tensor, outcome_EF: Tensor, trees: Trees, kept: KeptRows) -
 
 @triton.jit
 def _within(z, tokens, cut, last):
-    """Whether tokens belong to the head of the row that ends there."""
+    """Tell which tokens belong to the head of the row that ends at (cut, last)."""
     return (z > cut) | ((z == cut) & (tokens <= last))
 
 
 @triton.jit
 def _measure_blocks(
-    logits_SV, row_S, batch_slot_R, temperature_Q, cut_S, last_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
-    V, B, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+    logits_SV, row_S, batch_slot_R, temperature_Q, cut_S, last_S,
+    top_SB, sum_SB, raw_top_SB, raw_sum_SB, V, B, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and sum of exponentials of every block, of the processed row and of the row itself."""
+    """Find maximum and sum of exponentials of each block, for the processed and the raw row."""
     pdl_launch()
     block = tl.program_id(0)
     s = tl.program_id(1).to(tl.int64)
@@ -164,7 +164,8 @@ def _measure_blocks(
 
 @triton.jit
 def _merge_blocks(
-    logits_SV, row_S, token_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB, top_S, rest_S, raw_logprob_S, V, B, TILE: tl.constexpr,
+    logits_SV, row_S, token_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
+    top_S, rest_S, raw_logprob_S, V, B, TILE: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -189,8 +190,8 @@ def _merge_blocks(
 
 @triton.jit(do_not_specialize=["K"])
 def _list_best(
-    logits_SV, row_S, batch_slot_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S, listed_S, item_SK,
-    V, K, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+    logits_SV, row_S, batch_slot_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S,
+    listed_S, item_SK, V, K, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """List what lies within both heads, in any order, as integers that order as (z, falling id)."""
     pdl_launch()
@@ -209,12 +210,12 @@ def _list_best(
         wanted &= _within(z, tokens, tl.load(cut_S + s), tl.load(last_S + s))
     at = tl.atomic_add(listed_S + s + tl.zeros((BLOCK,), tl.int32), 1, mask=wanted, sem="relaxed")
     item = (key_of(z).to(tl.int64) << 32) | (tokens ^ 0x7FFFFFFF).to(tl.int64)
-    tl.store(item_SK + s * K + at, item, mask=wanted & (at < K))  # of a broken row there are more
+    tl.store(item_SK + s * K + at, item, mask=wanted & (at < K))  # a broken row has more
 
 
 @triton.jit(do_not_specialize=["K"])
 def _name_best(row_S, item_SK, top_S, rest_S, token_SK, logprob_SK, K, TILE: tl.constexpr):
-    """Tokens and log-probs of ordered items."""
+    """Turn ordered items into tokens and log-probs."""
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -240,7 +241,9 @@ def score(
     filtered: bool,  # whether any row may have a filter
     best: int,  # tokens to report per row; 0 = none
 ) -> TokenScores:
-    """The raw log-prob of every sampled token, and the best tokens of its row with their log-probs."""
+    """Return the raw log-prob of every sampled token, and the best tokens of its row with their
+    log-probs.
+    """
     S, V = logits_SV.shape
     B, K = triton.cdiv(V, BLOCK), min(best, V)
     batch_slot_R, temperature_Q = rows.batch_slot_R, batch_slots.temperature_Q
@@ -251,12 +254,14 @@ def score(
     if filtered:
         cut_S, last_S = cuts(logits_SV, row_S, rows, batch_slots)
     _measure_blocks[(B, S)](
-        logits_SV, row_S, batch_slot_R, temperature_Q, cut_S, last_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
-        V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
+        logits_SV, row_S, batch_slot_R, temperature_Q, cut_S, last_S,
+        top_SB, sum_SB, raw_top_SB, raw_sum_SB, V, B,
+        FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
     _merge_blocks[(S,)](
-        logits_SV, row_S, token_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB, top_S, rest_S, raw_logprob_S,
-        V, B, TILE=triton.next_power_of_2(B), num_warps=MERGE_WARPS, **PDL,
+        logits_SV, row_S, token_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
+        top_S, rest_S, raw_logprob_S, V, B,
+        TILE=triton.next_power_of_2(B), num_warps=MERGE_WARPS, **PDL,
     )  # fmt: skip
     if K:
         unfiltered = batch_slots._replace(
@@ -268,8 +273,9 @@ def score(
         best_cut_S, best_last_S = cuts(logits_SV, row_S, rows, unfiltered)
         item_SK = torch.full((S, K), NOTHING.value, dtype=torch.int64, device=logits_SV.device)
         _list_best[(B, S)](
-            logits_SV, row_S, batch_slot_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S, torch.zeros_like(row_S), item_SK,
-            V, K, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
+            logits_SV, row_S, batch_slot_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S,
+            torch.zeros_like(row_S), item_SK, V, K,
+            FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
         )  # fmt: skip
         item_SK = item_SK.sort(dim=1, descending=True).values
         _name_best[(triton.cdiv(K, TILE), S)](

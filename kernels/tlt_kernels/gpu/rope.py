@@ -1,11 +1,11 @@
 """Rotary embedding of q and k, and the KV write, in one pass over the qkv projection's output.
 
 A program handles a few heads of one row: RMSNorm per head where the model has it, halves (d, d +
-D/2) rotated in fp32, rounded once. v is copied. Its programs let the next kernel start only once
-they have waited themselves: whatever was written before the qkv projection (the plan of the step,
-page tables) may be read by the next kernel, `attend`, before its own wait.
+D/2) rotated in fp32, rounded once. v is copied. A program lets the next kernel start only after its
+own wait, so that kernel (`attend`) may read before its own wait all that was written before the qkv
+projection: the plan of the step and page tables.
 
-Legend: R rows, X = (N + 2 K) D, N query heads, K KV heads, D head width, D2 = D / 2, S slots, P
+Legend: R rows, X = (N + 2 K) D, N query heads, K KV heads, D head width, D2 = D / 2, S KV slots, P
 positions.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
-_HEADS = 16  # of one program: 3 programs for a row of 28 + 4 + 4 heads
+_HEADS = 16  # heads per program: 3 programs for a row of 28 + 4 + 4 heads
 
 
 @triton.jit
@@ -106,10 +106,10 @@ def rope_store(
     k_weight_D: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Write k and v of row r to kv_slot_R[r]; the rotated q [R, N, D] in the dtype of `qkv_RX`.
-    `heads` 0: qkv holds k and v only.
+    """Write k and v of row r to kv_slot_R[r]; return the rotated q [R, N, D] in the dtype of
+    `qkv_RX`. `heads` 0: qkv holds k and v only.
 
-    A dead row (position -1) is treated as position 0 and writes to the slot it carries.
+    A dead row (position -1) is treated as position 0 and writes to the KV slot that it carries.
     """
     rows, (kv_heads, width) = len(qkv_RX), k_SKD.shape[1:]
     assert qkv_RX.is_contiguous() and k_SKD.is_contiguous() and v_SKD.is_contiguous()

@@ -1,7 +1,7 @@
-"""The rows of an extend: which draft nodes are verified, and where prompt chunks stand.
+"""The rows of an extend: which draft nodes are verified, and where prefill chunks stand.
 
 Rows 0 .. V - 1 are roots and draft nodes, request after request, parents first; rows V .. V + P - 1
-are prompt chunks. A node never survives better than its parent, so the best nodes of the batch are
+are prefill chunks. A node never survives better than its parent, so the best nodes of the batch are
 whole trees.
 
 Legend: as in `tensors.py`; P prefill rows.
@@ -24,13 +24,13 @@ from tlt_kernels.gpu.tensors import (
     Trees,
 )
 
-MAX_NODES = 1 << 16  # of a batch: 16 bits of a node's key say which it is
+MAX_NODES = 1 << 16  # nodes of a batch: 16 bits of a key name the node
 
 
 @triton.jit
 def _key(survival, order):
-    """Positive int32 keys, all different, larger = better: 11 bits per octave of survival down to
-    2^-16, then the lower order first.
+    """Return positive int32 keys, all different, larger = better: 11 bits per octave of survival
+    down to 2^-16, then the lower order first.
     """
     octaves = (survival.to(tl.int32, bitcast=True) - 0x37800000) >> 12
     key = (tl.minimum(tl.maximum(octaves, 0), 32766) << 16) | (65535 - order)
@@ -77,7 +77,7 @@ def _select_rows(
     VP: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """One program per request; each finds the batch's cut by itself."""
+    """Lay out one request per program. Each program finds the cut of the batch by itself."""
     pdl_launch()
     b = tl.program_id(0)
     pdl_wait()
@@ -195,7 +195,7 @@ def select_rows(
     scratch_start: int,
     trash: int,
 ) -> None:
-    """Lay out rows 0 .. V - 1: a root per live request and the V - live nodes of the batch that
+    """Lay out rows 0 .. V - 1: a root per live request, and the V - live nodes of the batch that
     survive best.
 
     Ties (11 bits of the survival count) go to the lower column, then to the earlier request. Draft
@@ -257,9 +257,8 @@ def select_rows(
     )
 
 
-@triton.jit(
-    do_not_specialize=["W", "B", "V", "prefill_rows"]
-)  # steps come in too many sizes to compile a kernel for those of each
+# Steps come in too many sizes to compile a kernel for each.
+@triton.jit(do_not_specialize=["W", "B", "V", "prefill_rows"])
 def _layout_prefill(
     batch_slot_W,
     start_W,
@@ -292,7 +291,7 @@ def _layout_prefill(
     BLOCK: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """One program per block of rows; the first one also describes the chunks."""
+    """Lay out one block of rows per program. The first program also describes the chunks."""
     pdl_launch()
     pdl_wait()
     i_P = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -350,17 +349,14 @@ def layout_prefill(
     prefill_rows: int,
     trash: int,
 ) -> None:
-    """Lay out rows V .. V + P - 1: positions [start, start + count) of every chunk in turn; a count
-    of 0 is no chunk.
+    """Lay out rows V .. V + P - 1: positions [start, start + count) of each chunk in turn.
 
-    A chunk samples if it reaches its sequence's end. Fills `trees` for entries B + w (root_E: the
-    chunk's last row, whether or not it samples; count_E: 1 if it samples) and samples V + w, and
-    `kept.page_R` from row V on.
+    A chunk samples if it reaches the end of its sequence. Fills `trees` for entries B + w (root_E:
+    the chunk's last row, whether or not it samples; count_E: 1 if it samples) and samples V + w,
+    and `kept.page_R` from row V on.
     """
     count, path_depth = chunks.count_W.shape[0], rows.path_RD.shape[1]
-    block = (
-        64 if prefill_rows <= 64 else 128
-    )  # one of two compiled kernels, whatever the step's size
+    block = 64 if prefill_rows <= 64 else 128  # two compiled kernels serve steps of every size
     _layout_prefill[(triton.cdiv(prefill_rows, block),)](
         *chunks,
         count,

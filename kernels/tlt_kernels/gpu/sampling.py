@@ -1,14 +1,15 @@
-"""Sampling on the GPU: logits to token and log-prob, the definitions of `tlt_kernels.cpu.sampling`
-in two launches.
+"""Sampling on the GPU: logits to token and log-prob, by the definitions of
+`tlt_kernels.cpu.sampling`, in two launches.
 
-The first cuts the vocabulary in blocks of fixed width, each with its best score, its maximum and
-its sum of exponentials; the second merges the blocks of a row in fixed order. A row's bits depend
-on its own logits and parameters only. Filters (`filters.cuts`) reach the first launch as one
-threshold per row, so a row without filters has the same bits whether its neighbours have some or
-not. A row with a NaN or without a finite maximum gets token 0 and a NaN log-prob, a dead row token
--1 and log-prob 0. What else may be said of a token is in `report.py`.
+The first launch cuts the vocabulary into blocks of fixed width, each with its best score, its
+maximum and its sum of exponentials; the second merges the blocks of a row in fixed order. A row's
+bits depend on its own logits and parameters only. Filters (`filters.cuts`) reach the first launch
+as one threshold per row, so a row without filters has the same bits whether or not its neighbours
+have some. A row with a NaN or without a finite maximum gets token 0 and a NaN log-prob, a dead row
+token -1 and log-prob 0. `report.py` has what else can be reported of a token.
 
-Legend: S sampled rows, V vocabulary, B blocks of the vocabulary, R rows of the extend, Q batch slots.
+Legend: S sampled rows, V vocabulary, B blocks of the vocabulary, R rows of the extend, Q batch
+slots.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NONE = tl.constexpr(2**30)  # above every token
 
 @triton.jit
 def quads(tile, N: tl.constexpr):
-    """Lanes 4 n, 4 n + 1, 4 n + 2 and 4 n + 3 of a tile of 4 N."""
+    """Return lanes 4 n, 4 n + 1, 4 n + 2 and 4 n + 3 of a tile of 4 N."""
     even, odd = tl.split(tl.reshape(tile, (N, 2, 2)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -45,7 +46,7 @@ def top_of(a, b, c, d):
 
 @triton.jit
 def _first(best, a, b, c, d, first, N: tl.constexpr):
-    """The lowest token whose score is `best`."""
+    """Return the lowest token whose score is `best`."""
     lane = tl.where(c == best, 2, tl.where(d == best, 3, NONE))
     lane = tl.where(a == best, 0, tl.where(b == best, 1, lane))
     return first + tl.min(lane + 4 * tl.arange(0, N))
@@ -61,7 +62,7 @@ def sum_of_exponentials(a, b, c, d, top):
 
 @triton.jit
 def _better(bound_0, z_0, word_0, lane_0, bound_1, z_1, word_1, lane_1):
-    """The one with the larger bound, and the other's bound."""
+    """Return the candidate with the larger bound, and the bound of the other one."""
     other = bound_1 > bound_0
     z, word, lane = (
         tl.where(other, z_1, z_0),
@@ -73,8 +74,8 @@ def _better(bound_0, z_0, word_0, lane_0, bound_1, z_1, word_1, lane_1):
 
 @triton.jit
 def _best_noisy(a, b, c, d, seed, position, first, N: tl.constexpr):
-    """(best z + G, its token). Of four neighbours only the one with the largest bound of its score
-    is computed exactly; where that of another one reaches the best score found, all are.
+    """Return (best z + G, its token). Of four neighbours only the one with the largest bound of its
+    score is computed exactly. Where the bound of another one reaches the best score found, all are.
     """
     word_a, word_b, word_c, word_d = words_of_quads(seed, first, position, N)
     bound_a, bound_b = a + gumbel_above(word_a), b + gumbel_above(word_b)
@@ -133,7 +134,7 @@ def _sample_blocks(
     top = top_of(a, b, c, d)
     noisy = temperature >= GREEDY_BELOW
     if FILTERED:
-        noisy = noisy & (top > -float("inf"))  # nothing to compare in most blocks
+        noisy = noisy & (top > -float("inf"))  # most blocks have nothing to compare
     if noisy:
         best, token = _best_noisy(a, b, c, d, seed, position + 1, first, N)
     else:
@@ -149,8 +150,8 @@ def _sample_blocks(
 
 @triton.jit
 def normaliser(top_B, sum_B):
-    """(top, rest): (z - top) - rest is z minus the logsumexp of the blocks; NaN if one of them is
-    NaN or none is finite.
+    """Return (top, rest) such that (z - top) - rest is z minus the logsumexp of the blocks: NaN if
+    one of them is NaN or none is finite.
     """
     top = tl.max(top_B)
     finite = (top > -float("inf")) & (top < float("inf"))
@@ -195,22 +196,24 @@ def sample(
     *,
     filtered: bool,  # whether any row may have a filter
 ) -> Samples:
-    """Sample a token, which stands one position after its row, and its log-prob for every row."""
+    """Return the token of every sampled row and its log-prob. The token stands one position after
+    the row.
+    """
     S, V = logits_SV.shape
     B = triton.cdiv(V, BLOCK)
-    score_SB, z_SB, top_SB, sum_SB = (
-        logits_SV.new_empty((S, B)) for _ in range(4)
-    )  # each aligned, or the kernel has other variants
+    # Separate allocations, all aligned: otherwise the kernel has other variants.
+    score_SB, z_SB, top_SB, sum_SB = (logits_SV.new_empty((S, B)) for _ in range(4))
     token_SB = row_S.new_empty((S, B))
     token_S, logprob_S = torch.empty_like(row_S), logits_SV.new_empty(S)
-    filtered = filtered and V > 1  # filters leave the best token in any case
+    filtered = filtered and V > 1  # filters always leave the best token
     cut_S, last_S = None, None
     if filtered:
         cut_S, last_S = cuts(logits_SV, row_S, rows, batch_slots)
     blocks = (score_SB, token_SB, z_SB, top_SB, sum_SB)
     _sample_blocks[(B, S)](
-        logits_SV, row_S, rows.position_R, rows.batch_slot_R, batch_slots.seed_Q, batch_slots.temperature_Q,
-        cut_S, last_S, *blocks, V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
+        logits_SV, row_S, rows.position_R, rows.batch_slot_R,
+        batch_slots.seed_Q, batch_slots.temperature_Q, cut_S, last_S, *blocks,
+        V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
     _merge_blocks[(S,)](
         row_S,

@@ -1,9 +1,8 @@
-"""silu(x) = x / (1 + e^-x) in five instructions; called by every kernel that multiplies a gate, in
+"""silu(x) = x / (1 + e^-x) in five instructions, called by every kernel that multiplies a gate, in
 Triton and in Gluon alike.
 
-It is PTX text because no two compilers turn the formula into the same instructions: so the same x
-gives the same bits wherever it is computed. The interpreter, which knows no PTX, computes the
-formula.
+It is PTX text because no two compilers turn the formula into the same instructions. So the same x
+gives the same bits in every kernel. The interpreter, which knows no PTX, computes the formula.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ mul.f32 $0, $1, t;
 
 @triton.jit
 def silu(x):
-    """x in float32, of any shape. Relative error at most (|x| + 5) 2^-23 down to x = -87; below
-    that the result is 0 or almost.
+    """Return silu of x in float32, of any shape. The relative error is at most (|x| + 5) 2^-23 down
+    to x = -87; below that the result is 0 or almost.
     """
     if INTERPRETED:
         return x / (1.0 + tl.exp(-x))

@@ -1,7 +1,7 @@
-"""The sum of mixed elements that names a tensor's content, on a GPU; `tlt_client.channels.checksums`
-says how it is defined.
+"""The checksum of a tensor's content on a GPU: a sum of mixed elements, which
+`tlt_client.channels.checksums` defines.
 
-Whether the content is all numbers comes with it, as it is read once.
+The same pass tells whether all elements are finite, because the content is read once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _BLOCKS = 2048, 16  # elements at once, turns of a program
+_BLOCK, _BLOCKS = 2048, 16  # elements at once, blocks per program
 
 
 @triton.jit
@@ -37,12 +37,12 @@ def _sum(values, found, count, FLOAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS:
 
 
 def mixed_sum(values: Tensor) -> tuple[int, bool]:
-    """Modulo 2^64; and whether all are finite. A contiguous tensor of floating point or integers on
-    the GPU; waits for it.
+    """Return the sum modulo 2^64, and whether all elements are finite. `values` is a contiguous
+    tensor of floating point or integers on the GPU; the call waits for the GPU.
     """
     assert values.is_contiguous() and not values.is_complex()
     found = torch.zeros(2, dtype=torch.int64, device=values.device)
-    with torch.cuda.device_of(values):  # which need not be the engine's
+    with torch.cuda.device_of(values):  # it may be another GPU than the engine's
         if values.numel():
             _sum[(triton.cdiv(values.numel(), _BLOCK * _BLOCKS),)](
                 values,

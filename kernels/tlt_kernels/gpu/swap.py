@@ -1,8 +1,8 @@
-"""Pairs of tensors of a GPU change contents, each read and written once.
+"""Exchange of contents between pairs of GPU tensors, each of which is read and written once.
 
-One kernel per width of an element, and one for addresses that vector accesses cannot take: whatever
-the sizes, no pair of tensors asks for another, so `variant` tells what has to be compiled before
-the first commit.
+There is one kernel per element width, and one for addresses that vector accesses cannot take. No
+pair of tensors needs another kernel, however large it is, so `variant` names what has to be
+compiled before the first commit.
 """
 
 from __future__ import annotations
@@ -15,16 +15,10 @@ from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
-_BLOCK_BYTES = {
-    True: 16384,
-    False: 2048,
-}  # of each of the two, by a program; where vectors may not begin, an access moves one element
-_BITS = {
-    1: tl.uint8,
-    2: tl.int16,
-    4: tl.int32,
-    8: tl.int64,
-}  # by width: what is moved is bits, NaNs and all
+# Bytes of each tensor per program, by alignment: without it, an access moves a single element.
+_BLOCK_BYTES = {True: 16384, False: 2048}
+# Types by width: the kernels move bits, so a NaN keeps its payload.
+_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 _ALIGNED = 16  # bytes of a vector access
 
 
@@ -35,7 +29,7 @@ def _swap(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
         pdl_launch()
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i_E = start + tl.arange(0, BLOCK)
-    if start + BLOCK <= count:  # no mask, which would have to be of whole vectors
+    if start + BLOCK <= count:  # no mask, because a mask would have to cover whole vectors
         one_E, other_E = tl.load(one + i_E), tl.load(other + i_E)
         tl.store(one + i_E, other_E)
         tl.store(other + i_E, one_E)
@@ -57,14 +51,18 @@ _KERNELS = {
 
 
 def variant(one: Tensor, other: Tensor) -> tuple[int, bool]:
-    """Which kernel serves them: bytes of an element, and whether both begin where vectors may."""
+    """Return which kernel serves the pair: bytes of an element, and whether both tensors begin
+    where vectors may.
+    """
     return one.element_size(), not (one.data_ptr() | other.data_ptr()) % _ALIGNED
 
 
 def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Two of a pair are contiguous, of one shape and type; no two tensors share memory. On the
-    current stream: the first pair waits for what is ahead, the others run beside it, and what is
-    behind starts when all are done.
+    """Exchange the contents of each pair. The tensors of a pair are contiguous, of one shape and
+    type; no two tensors share memory.
+
+    The launches run on the current stream: the first pair waits for earlier work, the other pairs
+    run together with it, and later work starts when all pairs are done.
     """
     for one, other in pairs:
         assert (

@@ -1,5 +1,5 @@
-"""What differs between a GPU and Triton's CPU interpreter: dot products and programmatic dependent
-launch.
+"""The differences between a GPU and Triton's CPU interpreter: dot products and programmatic
+dependent launch.
 
 The interpreter computes bfloat16 dots wrongly (fp16 and fp32 are exact), so operands are widened
 there. On a GPU a kernel launched with `**PDL` may start while the one before it still runs:
@@ -23,7 +23,7 @@ PDL: dict[str, Any] = {} if _INTERPRETED else {"launch_pdl": True}
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b in fp32; fp32 operands are multiplied as fp32, never as tf32."""
+    """Return acc + a @ b in fp32. fp32 operands are multiplied as fp32, never as tf32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")

@@ -1,8 +1,8 @@
-"""z = logits / T on the GPU, in the same bits wherever it is computed.
+"""z = logits / T on the GPU, with the same bits in every kernel.
 
-A product with 1/T and one correction by explicit fused multiply-adds: the rounded quotient, but for
-rare last bits, at a third of the cost of a division; exact at T = 1. A temperature below
-`GREEDY_BELOW` is greedy: z = logits, no noise, no filters.
+The quotient is a product with 1/T and one correction by explicit fused multiply-adds. That is the
+rounded quotient except for rare last bits, at a third of the cost of a division, and exact at T =
+1. A temperature below `GREEDY_BELOW` is greedy: z = logits, no noise, no filters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GREEDY_BELOW = tl.constexpr(1e-5)
 
 @triton.jit
 def divided(logits, temperature):
-    """logits / temperature; infinities and NaN pass through."""
+    """Return logits / temperature. Infinities and NaN pass through."""
     if INTERPRETED:  # its multiply-add rounds twice
         return logits / temperature
     inverse = tl.div_rn(1.0, temperature)
@@ -28,5 +28,5 @@ def divided(logits, temperature):
 
 @triton.jit
 def scale_of(temperature):
-    """The temperature to divide by: 1 for a greedy row."""
+    """Return the temperature to divide by: 1 for a greedy row."""
     return tl.where(temperature < GREEDY_BELOW, 1.0, temperature)

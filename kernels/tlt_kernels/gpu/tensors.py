@@ -1,13 +1,13 @@
-"""The tensors that the kernels of a cycle hand to each other: one NamedTuple per group, all static
-in size, all on the device.
+"""The tensors that the kernels of a step hand to each other: one NamedTuple per group, all of
+static size, all on the device.
 
-int32 unless said. "-1 = none" holds for every index; a dead row has position -1, the idle batch slot,
-the trash slot and base 0.
+Tensors are int32 unless a comment says otherwise. An index of -1 means none. A dead row has
+position -1, the idle batch slot, the trash KV slot and base 0.
 
-Legend: Q batch slots (the last one is idle), T tokens, P pages per batch slot, K stop ids, H hidden, R rows,
-V decode rows (the first of R), X draft rows, D longest path, B requests of the batch, W prefill
-chunks, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes, Z calibration
-cells.
+Legend: Q batch slots (the last one is idle), T tokens, P pages per batch slot, K stop ids, H
+hidden, R rows, V decode rows (the first of R), X draft rows, D longest path, B requests of the
+batch, W prefill chunks, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes,
+Z calibration cells.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PAGE_SIZE = 16
 
 
 class BatchSlots(NamedTuple):
-    """What the device knows of sequences. A batch slot that has ended keeps its text until it is begun
-    again: siblings draft from it.
+    """The device state of sequences, a row each. A batch slot whose sequence has ended keeps its
+    text until the next sequence starts there, because siblings draft from it.
     """
 
     token_QT: Tensor  # prompt + output
@@ -55,7 +55,7 @@ class BatchSlots(NamedTuple):
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cuda",
     ) -> BatchSlots:
-        """`batch_slots` counts the idle one."""
+        """Return empty batch slots. `batch_slots` counts the idle one."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -84,7 +84,7 @@ class BatchSlots(NamedTuple):
 
 
 class PrefillChunks(NamedTuple):
-    """The prompt positions that a step reads. A count of 0 is no chunk."""
+    """The prompt positions that a step reads. A chunk with a count of 0 is empty."""
 
     batch_slot_W: Tensor
     start_W: Tensor  # first position
@@ -92,8 +92,8 @@ class PrefillChunks(NamedTuple):
 
 
 class RowTable(NamedTuple):
-    """Rows of an extend. Key position p of row r lies in the pages of batch_slot_R[r] for p < base_R[r],
-    else at path_RD[r, p - base_R[r]].
+    """Rows of an extend. Key position p of row r lies in the pages of batch_slot_R[r] for p <
+    base_R[r], else at path_RD[r, p - base_R[r]].
     """
 
     token_R: Tensor
@@ -101,12 +101,12 @@ class RowTable(NamedTuple):
     kv_slot_R: Tensor  # where the row's own KV goes
     batch_slot_R: Tensor
     base_R: Tensor
-    path_RD: Tensor  # slots of the in-flight ancestors and of the row itself, root side first
-    parent_R: Tensor  # the row of the position before, in this step
+    path_RD: Tensor  # KV slots of the in-flight ancestors and of the row itself, root side first
+    parent_R: Tensor  # row of the position before, in this step
 
     def part(self, first: int, count: int) -> RowTable:
-        """Views of rows [first, first + count). `parent_R` keeps counting from the start of the
-        whole.
+        """Return views of rows [first, first + count). `parent_R` keeps counting from the start of
+        the whole.
         """
         return RowTable._make(t[first : first + count] for t in self)
 
@@ -127,20 +127,20 @@ class RowTable(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """Draft trees, one table of C columns per request, parents in lower columns than their
+    """Draft trees: one table of C columns per request, parents in lower columns than their
     children.
     """
 
     parent_BC: Tensor  # column; -1 = the root
     token_BC: Tensor
     depth_BC: Tensor  # 1 = child of the root
-    cell_BC: Tensor  # of the calibration table
+    cell_BC: Tensor  # index into the calibration table
     source_BC: Tensor  # draft row whose hidden state predicted the node
     kv_slot_BC: Tensor  # where its KV lies in the drafter's cache; -1 = not expanded
     survival_BC: Tensor  # float32; never above the parent's; -1 = no node in this column
 
     def head(self, requests: int) -> Nodes:
-        """Views of the first requests."""
+        """Return views of the first requests."""
         return Nodes._make(t[:requests] for t in self)
 
     @staticmethod
@@ -155,25 +155,25 @@ class Draft(NamedTuple):
     """Rows of a draft graph, all levels: level 0 = rows [0, B), level l > 0 = rows [B + (l - 1) B
     width, B + l B width).
 
-    `source_X` says whose hidden state is the row's feature g: on level 0 a place (its `hint_QH`),
-    later a draft row.
+    `source_X` names the hidden state that is the row's feature g: on level 0 that of a batch slot
+    (its `hint_QH`), later that of a draft row.
     """
 
     rows: RowTable
     source_X: Tensor
     node_X: Tensor  # column of the node that the row expands; -1 = the root
-    survival_X: Tensor  # float32, of that node; 1 for a root, -1 for a dead row
+    survival_X: Tensor  # float32, survival of that node; 1 for a root, -1 for a dead row
     root_position_B: Tensor
     limit_B: Tensor  # deepest draft token that is of use; 0 = none
 
     @staticmethod
     def size(requests: int, depth: int, width: int) -> int:
-        """Draft rows of a graph."""
+        """Return the draft rows of a graph."""
         return requests + max(depth - 1, 0) * requests * width
 
     @staticmethod
     def level(requests: int, width: int, level: int) -> tuple[int, int]:
-        """(first row, rows) of a level."""
+        """Return (first row, rows) of a level."""
         return (
             (0, requests)
             if level == 0
@@ -198,14 +198,15 @@ class Draft(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """What is to be verified. Entry e < B is request e of the batch; entry B + w is prefill chunk w,
-    a tree of its last row alone.
+    """The trees to be verified. Entry e < B is request e of the batch; entry B + w is prefill chunk
+    w, a tree of its last row alone.
     """
 
     root_E: Tensor  # row
     count_E: Tensor  # rows from the root on; 0 = nothing
     node_V: Tensor  # per decode row request * C + column of its node; -1 = root or dead
-    sample_row_S: Tensor  # row whose logits sample s needs; sample v < V is decode row v, sample V + w the last row of chunk w
+    # Row whose logits a sample needs: sample v < V is decode row v, V + w the last row of chunk w.
+    sample_row_S: Tensor
 
     @staticmethod
     def allocate(requests: int, chunks: int, decode_rows: int, *, device: str = "cuda") -> Trees:
@@ -214,15 +215,17 @@ class Trees(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """What is left of an extend: which KV moves to its pages, whose features are needed again."""
+    """The rows of an extend that later steps need: which KV moves to its pages, and whose features
+    are read again.
+    """
 
-    on_path_V: Tensor  # 1 = on the walk (also behind a stop id)
+    on_path_V: Tensor  # 1 = on the walk (also after a stop id)
     count_B: Tensor  # accepted draft rows that become text
-    source_BD: Tensor  # their slots, in path order
-    target_BD: Tensor  # and where their KV goes
-    hint_row_E: Tensor  # the last row that became text; -1 = none
+    source_BD: Tensor  # KV slots of those rows, in path order
+    target_BD: Tensor  # KV slots that their KV moves to
+    hint_row_E: Tensor  # last row that became text; -1 = none
     hint_batch_slot_E: Tensor
-    page_R: Tensor  # the page that this kept row fills; -1 = none
+    page_R: Tensor  # page that this kept row fills; -1 = none
 
     @staticmethod
     def allocate(
@@ -268,7 +271,7 @@ class CalibrationTable(NamedTuple):
 
     @staticmethod
     def of(prior_Z: Tensor) -> CalibrationTable:
-        """Nothing observed yet. The prior lies in [0, 1]."""
+        """Return a table with no observations. The prior lies in [0, 1]."""
         prior_Z = prior_Z.float().contiguous()
         hits_Z, trials_Z = (torch.zeros_like(prior_Z, dtype=torch.int32) for _ in range(2))
         return CalibrationTable(prior_Z, prior_Z.clone(), hits_Z, trials_Z)

@@ -1,12 +1,12 @@
-"""What the host tells the device before a step: the batch, newly begun sequences, new pages. One
-buffer, one copy.
+"""Uploads: what the host sends to the device before a step, in one buffer and one copy. It holds
+the batch, newly started sequences and new pages.
 
-The host fills an `Upload` (plain numpy over pinned memory), copies its first `used` ints to the
-device's buffer of the same layout, and `apply` takes it over into the batch slots, once. The batch
-(`batch_slot_B`, chunks) is read by the graphs where it lies in that buffer.
+The host fills an `Upload` (plain numpy over pinned memory) and copies its first `used` ints to the
+device's buffer of the same layout. `apply` writes it to the batch slots, once. Graphs read the
+batch (`batch_slot_B`, chunks) where it lies in that buffer.
 
-Layout (int32): header [4] | batch_slot_B | batch_slot_W | start_W | count_W | admissions | extensions |
-payload (tokens and page ids).
+Layout (int32): header [4] | batch_slot_B | batch_slot_W | start_W | count_W | admissions |
+extensions | payload (tokens and page ids).
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from torch import Tensor
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, PrefillChunks
 
-HEADER = 4  # admissions, extensions, programs that have taken over their part, one unused
-ADMISSION = 13  # batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafts, group, hint page; stop ids follow
+HEADER = 4  # admissions, extensions, programs that have applied their part, one unused
+# Batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafts, group,
+# hint page; stop ids follow.
+ADMISSION = 13
 EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 PROGRAMS = 32
 
 
 def _rounded(ints: int) -> int:
-    """Sections begin at multiples of 16 bytes."""
+    """Round up: sections begin at multiples of 16 bytes."""
     return -(-ints // 4) * 4
 
 
 @dataclass(frozen=True)
 class UploadLayout:
-    """Sizes of an upload."""
+    """The sizes of an upload."""
 
     batch: int  # decoding requests
     chunks: int
@@ -64,11 +66,11 @@ class UploadLayout:
 
     @property
     def size(self) -> int:
-        """ints of a buffer."""
+        """Return the ints of a buffer."""
         return self.payload_at + self.payload
 
     def batch_slot_B(self, upload_U: Tensor, requests: int) -> Tensor:
-        """View of the first `requests` batch slots of the batch in a device buffer."""
+        """Return a view of the first `requests` batch slots of the batch in a device buffer."""
         return upload_U[HEADER : HEADER + requests]
 
     def chunks_W(self, upload_U: Tensor, chunks: int) -> PrefillChunks:
@@ -80,10 +82,11 @@ class UploadLayout:
 
 
 class Upload:
-    """Fills one buffer; `begin` starts over. `admit` and `extend_pages` answer False, with nothing
-    written, when they do not fit.
+    """The host's side of one buffer. `begin` starts over. `admit` and `extend_pages` return False,
+    with nothing written, when they do not fit.
 
-    They name a batch slot once: programs take over an upload in no order.
+    They name a batch slot once per upload, because the device's programs apply an upload in no
+    order.
     """
 
     def __init__(self, layout: UploadLayout, buffer_U: NDArray[np.int32]) -> None:
@@ -105,7 +108,7 @@ class Upload:
         self.begin()
 
     def begin(self) -> None:
-        """An empty upload: everything idle, nothing changes."""
+        """Start an empty upload: every batch slot is idle and nothing changes."""
         self._admissions = self._extensions = self._payload = 0
         self._named = set[int]()
         self.buffer_U[:HEADER] = 0
@@ -113,19 +116,19 @@ class Upload:
 
     @property
     def used(self) -> int:
-        """ints that have to be copied."""
+        """Return the number of ints that have to be copied."""
         return self.layout.payload_at + self._payload if self.changes else self.layout.admissions_at
 
     @property
     def changes(self) -> bool:
-        """Whether `apply` has anything to do; the batch alone needs only the copy."""
+        """Tell whether `apply` has anything to do. The batch alone needs only the copy."""
         return bool(self._admissions or self._extensions)
 
     def batch(
         self, batch_slot_B: Sequence[int], chunks: Sequence[tuple[int, int, int]] = ()
     ) -> None:
-        """Decoding batch slots in batch order (the rest of the bucket is idle), and prefill chunks
-        (batch slot, start, count).
+        """Set the decoding batch slots in batch order (the rest of the bucket is idle), and the
+        prefill chunks (batch slot, start, count).
         """
         self._batch_slot_B[: len(batch_slot_B)] = batch_slot_B
         self._batch_slot_B[len(batch_slot_B) :] = self.layout.idle
@@ -150,8 +153,8 @@ class Upload:
         group: int = -1,
         hint_page: int = -1,
     ) -> bool:
-        """Begin a sequence: `tokens` is all it has (prompt and what it generated before), `pages`
-        are those of its first positions.
+        """Start a sequence. `tokens` is all it has, prompt and earlier output; `pages` are those of
+        its first positions.
 
         hint_page: the page before its first uncomputed position, whose stored feature becomes its
         hint; -1 = none.
@@ -178,8 +181,8 @@ class Upload:
         return True
 
     def extend_pages(self, batch_slot: int, first: int, pages: Sequence[int]) -> bool:
-        """Pages `first`, `first + 1`, ... of a batch slot, which are its last ones: its capacity ends
-        with them.
+        """Give a batch slot its pages `first`, `first + 1`, ... They are its last ones: its
+        capacity ends with them.
         """
         if (
             self._extensions == self.layout.extensions
@@ -201,7 +204,7 @@ class Upload:
         return True
 
     def _store(self, values: NDArray[np.int32]) -> int:
-        """Where they lie in the payload."""
+        """Append values to the payload and return their offset."""
         at = self._payload
         self._payload += len(values)
         self.buffer_U[self.layout.payload_at + at : self.layout.payload_at + self._payload] = values
@@ -239,8 +242,8 @@ def _apply(
     HP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Programs share out admissions, extensions and blocks of tokens; the last one to finish leaves
-    an upload without any.
+    """Apply an upload. The programs share out admissions, extensions and blocks of tokens; the last
+    one to finish leaves an upload without any.
     """
     pdl_launch()
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -310,10 +313,10 @@ def apply(
     batch_slots: BatchSlots,
     page_hint_PH: Tensor | None = None,
 ) -> None:
-    """Take over admissions and extensions, and note that it is done: a graph may begin with it
-    whether or not there is something new.
+    """Write admissions and extensions to the batch slots, and note in the buffer that it is done.
+    So a graph may begin with this launch whether or not there is something new.
 
-    page_hint_PH: stored features of filled pages (None: there is no drafter); an admission without
+    page_hint_PH: stored features of filled pages (None: there is no drafter). An admission without
     a hint page gets zeros.
     """
     hidden = batch_slots.hint_QH.shape[1] if page_hint_PH is not None else 0
