@@ -18,7 +18,7 @@ from tlt_server.records import GenerateRequest, StepOutput
 
 
 class TokenEvent(NamedTuple):
-    """New tokens of a choice. The last one holds the finished choice, and its delta may be empty."""
+    """New tokens of a choice. The last event has the finished choice; its delta may be empty."""
 
     id: str
     delta: Delta

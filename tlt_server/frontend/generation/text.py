@@ -23,7 +23,9 @@ from tokenizers import Tokenizer
 from tlt_server.errors import InvalidRequest, ModelError
 
 REPLACEMENT = "\ufffd"
-KEPT = 4  # tokens of context kept in front of new ones: some decoders treat the first token of a text in a special way
+# tokens of context kept before new ones, since some decoders treat the first token of a text in a
+# special way
+KEPT = 4
 MAX_PENDING = 512  # tokens; only a model that emits invalid bytes without end gets there
 
 
@@ -183,7 +185,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, delta: str, *, armed: bool = True) -> str:
-        """`armed` false (before `min_tokens`): a stop string that completes now is ordinary text."""
+        """Take new text. `armed` false (before `min_tokens`): stop strings are ordinary text."""
         text = self._held + delta
         self._held = ""
         if armed:

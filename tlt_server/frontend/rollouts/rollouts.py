@@ -1,9 +1,9 @@
-"""Batches that outlive their connection: each runs as a task, its outputs kept in a journal, its
-results fetched when it suits.
+"""Batches that outlive their connection: each runs as a task, a journal keeps its outputs, and its
+results can be fetched at any time.
 
-A rollout ends by itself, by its deadline or by `delete`; never because a client left. When the
-engine dies it goes on with the same tokens; where the state directory lasts, also when this process
-dies. Bounds: how many, how many bytes, how long after the end.
+A rollout ends by itself, by its deadline or by `delete`, never because a client left. After a death
+of the engine it continues with the same tokens; with a state directory that lasts, also after a
+death of this process. `shelf` bounds how many are kept, how many bytes and how long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tlt_server.errors import (
     Conflict,
     DeadlineExceeded,
     NotFound,
-    QueueFull,
     StartupError,
     StorageFailed,
     TltError,
@@ -47,9 +46,10 @@ from tlt_server.frontend.rollouts.journal import (
     outlines,
 )
 from tlt_server.frontend.rollouts.rollout import KeptRollout
+from tlt_server.frontend.rollouts.shelf import Shelf
 from tlt_server.metrics import Metrics
 
-RETRY_S = 0.2  # between two tries to hand a rollout of the process before this one to the engine
+RETRY_S = 0.2  # between two tries to submit a rollout of an earlier process
 
 log = structlog.get_logger()
 
@@ -59,25 +59,18 @@ class Rollouts:
         self, directory: Path, config: Config, metrics: Metrics, generations: Generations
     ) -> None:
         self._directory, self._metrics, self._generations = directory, metrics, generations
-        self._most, self._most_bytes, self._ttl_s = (
-            config.max_rollouts,
-            config.max_rollout_mb * 2**20,
-            config.rollout_ttl_s,
-        )
+        self._shelf, self._ttl_s = Shelf(config, metrics), config.rollout_ttl_s
         self._model = str(config.model.resolve())
         self.lasting = config.state_dir is not None
-        self._by_id: dict[str, KeptRollout] = {}  # in order of creation
-        self._by_key: dict[tuple[str, str], KeptRollout] = {}  # owner and key
-        self._bytes = 0
         self._lock = -1
         self._resuming: asyncio.Task[None] | None = None
         self._replaying = asyncio.Semaphore(1)
 
-    # a process's beginning and end
+    # the start and the end of a process
 
     async def open(self) -> None:
-        """Take over what the directory holds: what is done can be fetched, the rest goes on once
-        the engine is ready. Journals are read in a thread, while the engine starts.
+        """Take over the rollouts in the directory. Those that are done can be fetched; the others
+        continue once the engine is ready. A thread reads the journals while the engine starts.
         """
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,16 +93,16 @@ class Rollouts:
         for rollout in sorted(
             (rollout for rollout in found if rollout), key=lambda rollout: rollout.header.created_s
         ):
-            self._keep(rollout)
+            self._shelf.keep(rollout)
         self._resuming = asyncio.create_task(
-            self._resume([rollout for rollout in self._by_id.values() if rollout.done_s is None])
+            self._resume([rollout for rollout in self._shelf if rollout.done_s is None])
         )
 
     async def suspend(self, *, detached_only: bool = False) -> None:
-        """Stop rollouts where they are. Their journals stay, for the next process to go on."""
+        """Stop rollouts where they are. Their journals stay for the next process to continue."""
         stopped = [
             rollout
-            for rollout in self._by_id.values()
+            for rollout in self._shelf
             if rollout.done_s is None and (rollout.header.detached or not detached_only)
         ]
         tasks = [
@@ -133,33 +126,35 @@ class Rollouts:
 
     async def close(self) -> None:
         await self.suspend()
-        for rollout in self._by_id.values():
+        for rollout in self._shelf:
             if rollout.expiry is not None:
                 rollout.expiry.cancel()
         if self._lock >= 0:
             os.close(self._lock)
 
-    # what routes ask
+    # called by routes
 
     def __iter__(self) -> Iterator[KeptRollout]:
-        return iter(self._by_id.values())
+        return iter(self._shelf)
 
     def find(self, id: str, caller: Caller) -> KeptRollout:
-        """`NotFound` also when it is another's: that it exists is none of the caller's business."""
-        rollout = self._by_id.get(id)
+        """Return the rollout. `NotFound` also for that of another key, so that its existence stays
+        unknown.
+        """
+        rollout = self._shelf.get(id)
         if rollout is None or not caller.sees(rollout.header.owner):
             raise NotFound(
                 f"there is no rollout {id[:80]!r}; it was deleted, or finished more than "
-                f"{self._ttl_s:g} s ago (rollout_ttl_s), "
-                "or begun by a server without this state_dir: send its request again"
+                f"{self._ttl_s:g} s ago (rollout_ttl_s), or started by a server without this "
+                "state_dir: send its request again"
             )
         return rollout
 
     def keyed(self, owner: str, key: str, digest: str) -> KeptRollout | None:
-        """The rollout of an owner's idempotency key; `Conflict` when it was begun with another
-        body.
+        """Return the rollout of an owner's idempotency key. `Conflict` when it was started with
+        another body.
         """
-        rollout = self._by_key.get((owner, key))
+        rollout = self._shelf.keyed(owner, key)
         if rollout is not None and rollout.header.digest != digest:
             raise Conflict(
                 f"the Idempotency-Key {key[:80]!r} came before with another body; repeat that "
@@ -171,13 +166,7 @@ class Rollouts:
         self, batch: RequestBatch, *, owner: str, key: str, digest: str, detached: bool
     ) -> KeptRollout:
         """Write down and submit a batch, or (with a typed error) neither."""
-        if len(self._by_id) >= self._most and not self._make_room():
-            raise QueueFull(
-                f"{len(self._by_id)} rollouts are kept, the limit is {self._most} (max_rollouts); "
-                "fetch or delete finished "
-                "ones, or wait for some to end",
-                retry_after_s=self._next_expiry_s(),
-            )
+        self._shelf.check_room()
         now = time.time()
         header = Header(
             id=f"r-{secrets.token_hex(16)}",
@@ -194,21 +183,19 @@ class Rollouts:
         rollout.items = self._generations.items(batch)
         try:
             rollout.journal = Journal(rollout.path)
-            self._append(rollout, frame(header))
+            self._shelf.append(rollout, frame(header))
             self._run(rollout, batch.deadline_s)
         except TltError:
-            self._remove(rollout)
+            self._shelf.remove_file(rollout)
             raise
         self._metrics.prompt.inc(
             sum(len(item.token_ids) * len(item.requests) for item in header.items)
         )
-        self._keep(rollout)
+        self._shelf.keep(rollout)
         return rollout
 
     async def results(self, rollout: KeptRollout) -> list[FinishedItem | FailedItem]:
-        """Items that have ended, in their order. Of a rollout that is done, also remembers that it
-        was fetched.
-        """
+        """Return the items that have ended, in order. Mark a rollout that is done as fetched."""
         ended = rollout.ended
         if rollout.done_s is not None:
             rollout.fetched = True
@@ -217,48 +204,43 @@ class Rollouts:
                 rollout.journal = rollout.ended = None
         if ended is None:
             async with self._replaying:  # one at a time: each holds a whole rollout
-                ended, done = (await asyncio.to_thread(rollout.replayed, self._generations.items))[
-                    2:
-                ]
+                replayed = await asyncio.to_thread(rollout.replayed, self._generations.items)
+                ended, done = replayed.ended, replayed.done
             if rollout.done_s is not None and not done:
                 raise StorageFailed(
                     f"the journal of the rollout {rollout.header.id} was written by another "
-                    "version of this server and "
-                    "cannot be read to its end; send its request again"
+                    "version of this server and cannot be read to its end; send its request again"
                 )
         return [ended[id] for id in rollout.item_ids if id in ended]
 
     def delete(self, rollout: KeptRollout) -> None:
         """Abort what runs of it, and forget it."""
         rollout.over(Cancelled("the rollout was deleted while it ran"))
-        self._forget(rollout)
+        self._shelf.forget(rollout)
 
-    # one rollout's life
+    # one rollout, from its start or its journal to its end
 
     def _found(self, path: Path, said: Outline | None) -> KeptRollout | None:
         if said is None or said.header.id != path.stem:
             log.warning(
                 "rollout_lost",
                 file=path.name,
-                reason="its first record is damaged, or not whole (then nobody was told "
-                "of it), or it is a copy; the file is put aside with .damaged behind its name",
+                reason="its first record is damaged, or not whole (then no client knows it), or it "
+                "is a copy; the file is put aside with .damaged after its name",
             )
             path.rename(f"{path}.damaged")
             return None
         rollout = KeptRollout(said.header, path)
-        rollout.bytes = said.length
-        self._bytes += said.length
+        self._shelf.count(rollout, said.length)
         if said.end is not None:
             rollout.done_s, rollout.tokens, rollout.ended = said.end.at_s, said.end.tokens, None
             rollout.over()
-            self._expire_later(rollout)
+            self._shelf.expire_later(rollout)
         return rollout
 
     async def _resume(self, rollouts: list[KeptRollout]) -> None:
         await self._generations.engine.ready()
-        await asyncio.gather(
-            *(self._try(rollout) for rollout in rollouts)
-        )  # none waits for another
+        await asyncio.gather(*(self._try(rollout) for rollout in rollouts))
 
     async def _try(self, rollout: KeptRollout) -> None:
         try:
@@ -268,14 +250,13 @@ class Rollouts:
                 self._finish(rollout, error if isinstance(error, TltError) else unexpected(error))
 
     async def _take_up(self, rollout: KeptRollout) -> None:
-        """Where the process before left it. Waits while the engine cannot take it, at the longest
-        until its deadline.
+        """Continue a rollout of an earlier process. Wait while the engine cannot take it, but not
+        longer than its deadline.
         """
         if rollout.header.model != self._model:
             raise Conflict(
-                f"the rollout was begun with the model {rollout.header.model}, this server serves "
-                f"{self._model}; "
-                "send its request again"
+                f"the rollout was started with the model {rollout.header.model}, this server "
+                f"serves {self._model}; send its request again"
             )
         async with self._replaying:
             length, items, ended, _ = await asyncio.to_thread(
@@ -285,14 +266,13 @@ class Rollouts:
             return
         rollout.items, rollout.ended, rollout.journal = items, ended, Journal(rollout.path, length)
         resumed = len(items.open())
-        if not resumed:  # only that it has ended was not written down
+        if not resumed:  # all items have ended; only its end was not written down
             self._finish(rollout, None)
         while not rollout.is_over:
             if time.monotonic() >= rollout.deadline_s:
                 raise DeadlineExceeded(
                     "the deadline (timeout_s) passed before the engine could take the rollout up "
-                    "again; ask for "
-                    "more time"
+                    "again; ask for more time"
                 )
             try:
                 self._run(rollout, rollout.deadline_s, accepted=True)
@@ -309,7 +289,7 @@ class Rollouts:
             rollout.items,
             deadline_s,
             rollout.header.owner,
-            lambda outputs: self._append(rollout, frame(Grown(outputs))),
+            lambda outputs: self._shelf.append(rollout, frame(Grown(outputs))),
             accepted=accepted,
         )
         rollout.task = asyncio.create_task(self._collect(rollout, generation))
@@ -327,7 +307,7 @@ class Rollouts:
         self._finish(rollout, error)
 
     def _finish(self, rollout: KeptRollout, error: TltError | None) -> None:
-        """It is done; with an error, so are the items that had not ended."""
+        """Settle a rollout that is done. With an error, so end the items that have not ended."""
         assert rollout.ended is not None
         rollout.tokens, rollout.done_s = (
             rollout.items.tokens if rollout.items is not None else 0,
@@ -336,84 +316,14 @@ class Rollouts:
         try:
             if error is not None:
                 raise error
-            self._append(rollout, frame(RolloutEnd(rollout.done_s, rollout.tokens)))
-        except TltError as cause:  # what cannot be written down is told from memory, and the file's room is given back
+            self._shelf.append(rollout, frame(RolloutEnd(rollout.done_s, rollout.tokens)))
+        except (
+            TltError
+        ) as cause:  # keep the results in memory instead, and give the file's room back
             for id in rollout.item_ids:
                 rollout.ended.setdefault(id, FailedItem(id, cause))
-            self._remove(rollout)
+            self._shelf.remove_file(rollout)
         rollout.items = None
         rollout.over()
-        self._expire_later(rollout)
-        self._measure()
-
-    def _append(self, rollout: KeptRollout, framed: bytes) -> None:
-        while self._bytes + len(framed) > self._most_bytes:
-            if not self._make_room():
-                raise StorageFailed(
-                    f"the rollouts kept would take {self._bytes + len(framed)} bytes, the limit is "
-                    f"{self._most_bytes} "
-                    "(max_rollout_mb); fetch or delete finished ones, or wait",
-                    retry_after_s=5,
-                )
-        assert rollout.journal is not None
-        rollout.journal.append(framed)
-        rollout.bytes += len(framed)
-        self._bytes += len(framed)
-        self._metrics.rollout_bytes.set(self._bytes)
-
-    def _make_room(self) -> bool:
-        """Forget the oldest rollout whose results somebody has, if there is one."""
-        rollout = next((rollout for rollout in self._by_id.values() if rollout.fetched), None)
-        if rollout is not None:
-            self._forget(rollout)
-        return rollout is not None
-
-    def _next_expiry_s(self) -> float:
-        """When the next of those that have finished makes room; with none, soon enough to ask
-        again.
-        """
-        return min(
-            (
-                max(1.0, r.done_s + self._ttl_s - time.time())
-                for r in self._by_id.values()
-                if r.done_s is not None
-            ),
-            default=5.0,
-        )
-
-    def _keep(self, rollout: KeptRollout) -> None:
-        self._by_id[rollout.header.id] = rollout
-        if rollout.header.key:
-            self._by_key[rollout.header.owner, rollout.header.key] = rollout
-        self._measure()
-
-    def _expire_later(self, rollout: KeptRollout) -> None:
-        assert rollout.done_s is not None
-        left_s = max(0.0, rollout.done_s + self._ttl_s - time.time())
-        rollout.expiry = asyncio.get_running_loop().call_later(left_s, self._forget, rollout)
-
-    def _forget(self, rollout: KeptRollout) -> None:
-        if rollout.task is not None:
-            rollout.task.cancel()
-        if rollout.expiry is not None:
-            rollout.expiry.cancel()
-        self._by_id.pop(rollout.header.id, None)
-        if self._by_key.get((rollout.header.owner, rollout.header.key)) is rollout:
-            del self._by_key[rollout.header.owner, rollout.header.key]
-        self._remove(rollout)
-        self._measure()
-
-    def _remove(self, rollout: KeptRollout) -> None:
-        if rollout.journal is not None:
-            rollout.journal.close()
-            rollout.journal = None
-        rollout.path.unlink(missing_ok=True)
-        self._bytes -= rollout.bytes
-        rollout.bytes = 0
-
-    def _measure(self) -> None:
-        for status in ("running", "done"):
-            self._metrics.rollouts.labels(status).set(
-                sum(rollout.status == status for rollout in self._by_id.values())
-            )
-        self._metrics.rollout_bytes.set(self._bytes)
+        self._shelf.expire_later(rollout)
+        self._shelf.measure()

@@ -135,7 +135,7 @@ class Broadcasts:
         )
 
     async def begin(self, update: Update, manifest: Manifest) -> WeightReport:
-        """Push the manifest. Where the update takes no more, leave the group, as after any refusal."""
+        """Push the manifest. If the update takes no more, leave the group, as after any refusal."""
         async with self.announced(manifest.group):
             self._session.check_takes(update)
         return await update.push(manifest)

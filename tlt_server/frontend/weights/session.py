@@ -87,10 +87,10 @@ class Update:
         # until a push
         self.ended = ended
         self.ending = asyncio.Lock()
-        self.name = name  # of the version that becomes live at the end, or is live
+        self.name = name  # name of the version that becomes live at the end, or is live
         self.calls = 0  # number of calls that have started to push
         self.succeeded = 0  # number of the last call that succeeded
-        self.owed: set[str] = set()  # roles that a push was to bring and has not
+        self.owed: set[str] = set()  # roles still missing from a push
         self.brought: set[str] = set()  # roles that came, to be live at the end
         self.waits = False  # the pushed weights are staged, or more of them are to come
         self.live = ""  # version of the target where the pushed weights are live already

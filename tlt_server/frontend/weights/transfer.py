@@ -102,9 +102,8 @@ class BroadcasterFields(Tolerant):
                 f"backend is {said}, and trainers that make this group over nccl describe what "
                 "they send by pickles, "
                 "which are not read; let the trainer write a directory and push it by weight_dir "
-                "(prime-rl: "
-                'weight_broadcast type filesystem), or make the group with "backend": "gloo" and describe tensors by '
-                "update_info"
+                "(prime-rl: weight_broadcast type filesystem), or make the group with "
+                '"backend": "gloo" and describe tensors by update_info'
             )
         return InitInfo(
             master_address=self.host,

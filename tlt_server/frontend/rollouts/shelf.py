@@ -1,0 +1,118 @@
+"""The rollouts that are kept, running and done: found by id and by key, and bounded in number, in
+bytes and in the time after their end.
+
+A done rollout whose results were fetched is forgotten early when a bound asks for room. Called by
+`rollouts`, in the frontend's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+from tlt_server.config import Config
+from tlt_server.errors import QueueFull, StorageFailed
+from tlt_server.frontend.rollouts.rollout import KeptRollout
+from tlt_server.metrics import Metrics
+
+
+class Shelf:
+    def __init__(self, config: Config, metrics: Metrics) -> None:
+        self._max, self._max_bytes = config.max_rollouts, config.max_rollout_mb * 2**20
+        self._ttl_s, self._metrics = config.rollout_ttl_s, metrics
+        self._by_id: dict[str, KeptRollout] = {}  # in order of creation
+        self._by_key: dict[tuple[str, str], KeptRollout] = {}  # by owner and key
+        self._bytes = 0
+
+    def __iter__(self) -> Iterator[KeptRollout]:
+        return iter(self._by_id.values())
+
+    def get(self, id: str) -> KeptRollout | None:
+        return self._by_id.get(id)
+
+    def keyed(self, owner: str, key: str) -> KeptRollout | None:
+        return self._by_key.get((owner, key))
+
+    def check_room(self) -> None:
+        """Make room for one more rollout, or raise `QueueFull`."""
+        if len(self._by_id) >= self._max and not self._make_room():
+            raise QueueFull(
+                f"{len(self._by_id)} rollouts are kept, the limit is {self._max} (max_rollouts); "
+                "fetch or delete finished ones, or wait for some to end",
+                retry_after_s=self._next_expiry_s(),
+            )
+
+    def keep(self, rollout: KeptRollout) -> None:
+        self._by_id[rollout.header.id] = rollout
+        if rollout.header.key:
+            self._by_key[rollout.header.owner, rollout.header.key] = rollout
+        self.measure()
+
+    def append(self, rollout: KeptRollout, framed: bytes) -> None:
+        """Write a record to the rollout's journal, or raise `StorageFailed`."""
+        while self._bytes + len(framed) > self._max_bytes:
+            if not self._make_room():
+                raise StorageFailed(
+                    f"the rollouts kept would take {self._bytes + len(framed)} bytes, the limit is "
+                    f"{self._max_bytes} (max_rollout_mb); fetch or delete finished ones, or wait",
+                    retry_after_s=5,
+                )
+        assert rollout.journal is not None
+        rollout.journal.append(framed)
+        self.count(rollout, len(framed))
+        self._metrics.rollout_bytes.set(self._bytes)
+
+    def count(self, rollout: KeptRollout, size: int) -> None:
+        """Add bytes of the rollout's journal to the sum."""
+        rollout.bytes += size
+        self._bytes += size
+
+    def expire_later(self, rollout: KeptRollout) -> None:
+        """Forget the rollout when its time after the end is up."""
+        assert rollout.done_s is not None
+        left_s = max(0.0, rollout.done_s + self._ttl_s - time.time())
+        rollout.expiry = asyncio.get_running_loop().call_later(left_s, self.forget, rollout)
+
+    def forget(self, rollout: KeptRollout) -> None:
+        if rollout.task is not None:
+            rollout.task.cancel()
+        if rollout.expiry is not None:
+            rollout.expiry.cancel()
+        self._by_id.pop(rollout.header.id, None)
+        if self._by_key.get((rollout.header.owner, rollout.header.key)) is rollout:
+            del self._by_key[rollout.header.owner, rollout.header.key]
+        self.remove_file(rollout)
+        self.measure()
+
+    def remove_file(self, rollout: KeptRollout) -> None:
+        if rollout.journal is not None:
+            rollout.journal.close()
+            rollout.journal = None
+        rollout.path.unlink(missing_ok=True)
+        self.count(rollout, -rollout.bytes)
+
+    def measure(self) -> None:
+        for status in ("running", "done"):
+            self._metrics.rollouts.labels(status).set(
+                sum(rollout.status == status for rollout in self._by_id.values())
+            )
+        self._metrics.rollout_bytes.set(self._bytes)
+
+    def _make_room(self) -> bool:
+        """Forget the oldest rollout whose results were fetched. Return whether there was one."""
+        rollout = next((rollout for rollout in self._by_id.values() if rollout.fetched), None)
+        if rollout is not None:
+            self.forget(rollout)
+        return rollout is not None
+
+    def _next_expiry_s(self) -> float:
+        """Return the seconds until a done rollout makes room; without one, a time to ask again."""
+        return min(
+            (
+                max(1.0, rollout.done_s + self._ttl_s - time.time())
+                for rollout in self
+                if rollout.done_s is not None
+            ),
+            default=5.0,
+        )
