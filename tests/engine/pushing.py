@@ -122,7 +122,7 @@ class Pushable:
         return self.report(id)
 
     def look(self) -> WeightReport:
-        """With mix64 of every live tensor, computed anew."""
+        """Ask for a report with mix64 of every live tensor, computed again."""
         id = next(self._ids)
         self.engine.send(LookAtWeights(id, checksums=True))
         return self.report(id)
@@ -139,7 +139,7 @@ class Pushable:
         return [value for output in self.said[id] for value in output.logprobs]
 
     def spans(self, id: str) -> list[tuple[str, int, int]]:
-        """As the frontend joins them."""
+        """Return the versions with their token ranges, as the frontend joins them."""
         versions = [output.weight_version for output in self.said[id] for _ in output.token_ids]
         starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
         return [

@@ -27,7 +27,7 @@ from tlt_client.channels.tensors import entry
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.weights.staging import Staging
 
-TIMEOUT_S = 90.0  # of every wait for a trainer
+TIMEOUT_S = 90.0  # each wait for a trainer
 MOMENT_S = 20.0  # far less than that, on a machine that does other things, too
 Trainer = Callable[[Pushable, dict[str, torch.Tensor]], Iterator[dict[str, Any]]]
 
@@ -68,7 +68,7 @@ def never_comes(engine: Pushable, tensors: dict[str, torch.Tensor]) -> Iterator[
 def stops_in_the_middle(
     engine: Pushable, tensors: dict[str, torch.Tensor]
 ) -> Iterator[dict[str, Any]]:
-    """By ipc, behind its first bucket."""
+    """Stop by ipc after the first bucket."""
     yield {"channel": "ipc", "path": "half", "bucket_bytes": 1}
     directory = entered(Path(engine.engine.pushes.state().sockets))
     connection, size = (
@@ -110,7 +110,7 @@ def broadcasts_nothing(
 
 
 def reads(engine: Pushable) -> bool:
-    """Whether the staging thread waits for tensors."""
+    """Tell whether the staging thread waits for tensors."""
     push = engine.engine.pushes.transaction.push
     return push is not None and isinstance(push.state, Staging) and push.state.phase == "read"
 

@@ -1,5 +1,5 @@
-"""Threads beside the loop are few, and one that cannot be started is an error for who asked, not
-the end of the engine.
+"""Threads next to the loop are few, and one that cannot be started is an error for the command that
+needs it, not the end of the engine.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_a_join_that_fails_in_any_way_is_answered(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Pushable(settings)
-    monkeypatch.setattr(Groups, "join", lambda self, member: {}["nobody"])
+    monkeypatch.setattr(Groups, "join", lambda self, member: {}["missing"])
     engine.engine.send(join("j"))
     error = engine.report("j").error
     assert (

@@ -3,9 +3,9 @@ exactly the old or the new version.
 
 A case spoils one chunk of one push. A chunk is what the channel moves at once: a range of a file on
 disk, a body over http, a bucket in a gloo group or in shared memory. After each case the live sums
-are computed anew, the same request gives the same tokens and log-probs as that version always gave,
-and a good push by the same channel works. With weights staged in place a third end is allowed:
-nothing is generated.
+are computed again, the same request gives the same tokens and log-probs as that version always
+gave, and a good push by the same channel works. With weights staged in place a third end is
+allowed: nothing is generated.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.records import GenerateRequest, Sampling
 
 FAULTS = ("kill", "truncate", "flip", "duplicate", "reorder", "time out")
-CHUNKS = 19  # of every channel; the checkpoint is cut so that there are at least as many
+CHUNKS = 19  # per push; the checkpoint is cut so that every channel has at least this many
 BORDERS = (0, 1, 9, 18)  # what make test spoils; make soak spoils every chunk
-SHORT_S, LONG_S = 0.3, 30.0  # that the two ends of a group wait for each other
+SHORT_S, LONG_S = 0.3, 30.0  # waits of the two ends of a group for each other
 Tensors = dict[str, torch.Tensor]
 
 
@@ -176,7 +176,7 @@ class Server:
     # after a case
 
     def check(self) -> str:
-        """Which version is live, whole; or that nothing is generated."""
+        """Return the version that is live and whole, or that nothing is generated."""
         if self.engine.engine.pushes.refusal is not None:
             self.engine.submit(GenerateRequest(id="q", token_ids=[5], seed=1, sampling=Sampling()))
             self.engine.finish()
@@ -263,7 +263,7 @@ def by_disk(server: Server, fault: str, at: int) -> None:
 
 
 class Wire:
-    """A server behind a connection that spoils the chunk `at`."""
+    """A server whose connection spoils the chunk `at`."""
 
     def __init__(self, server: Server, fault: str, at: int) -> None:
         self._server, self._fault, self._at, self._count, self._held = server, fault, at, 0, None
@@ -364,9 +364,8 @@ def in_group(server: Server, kind: type[BroadcastSender], timeout_s: float, **op
 
 
 def by_broadcast(server: Server, fault: str, at: int) -> None:
-    timeout_s = (
-        SHORT_S if fault in ("duplicate", "time out") else LONG_S
-    )  # in these somebody waits for nothing
+    # In these two one end waits for what never comes.
+    timeout_s = SHORT_S if fault in ("duplicate", "time out") else LONG_S
     sender = in_group(server, Spoiled, timeout_s, bucket_bytes=bucket_bytes(server), checksums=True)
     sender.fault, sender.at = fault, at
     try:
@@ -451,16 +450,15 @@ CASES = [
 
 
 def ended(server: Server, channel: str, fault: str, at: int) -> str:
-    """What is live after this case; a push that failed said why."""
+    """Return what is live after this case; a push that failed said why."""
     before = server.check()
     try:
         CHANNELS[channel](server, fault, at)
     except (ServerError, ChannelError) as error:
         assert len(str(error)) > 40
         after = server.check()
-        assert (
-            after in (before, "quarantined") or fault == "duplicate"
-        )  # of the last bucket: all had come, and one too many
+        # A duplicate of the last bucket: all had come, and one too many.
+        assert after in (before, "quarantined") or fault == "duplicate"
         return after
     except Killed:
         assert server.check() == before

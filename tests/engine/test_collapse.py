@@ -1,4 +1,4 @@
-"""A pushed drafter whose drafts nobody accepts is noticed, rests, and comes back with the next
+"""A pushed drafter whose drafts are never accepted is noticed, rests, and comes back with the next
 push; no token depends on it.
 """
 

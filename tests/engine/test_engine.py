@@ -1,4 +1,4 @@
-"""The whole engine on tiny random checkpoints: whatever the strategy, memory or chunking, the same
+"""The whole engine on tiny random checkpoints: every strategy, memory and chunking gives the same
 tokens and the same bits.
 """
 

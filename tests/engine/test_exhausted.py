@@ -1,6 +1,6 @@
-"""When memory, a disk or patience ends in the middle of a push by a group: nothing stays on the
-wire that the next push takes for its own, who asks is told to send again and not to ask again, and
-the next push by the same sender works.
+"""Memory, a disk or patience ends in the middle of a push by a group: nothing stays on the wire
+that the next push takes for its own, the error says to send again and not to ask again, and the
+next push by the same sender works.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Once:
 
 
 def refused(server: Server, sender: Any) -> ServerError:
-    """How a push of the new version ends; the old one stays live."""
+    """Return the error of a push of the new version; the old one stays live."""
     with pytest.raises(ServerError) as caught:
         sender.push(server.new.items(), next(server.versions))
     assert server.check() == "old"
@@ -69,7 +69,8 @@ SAID = {
     "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more"),
     "python": MemoryError(),
     "cpu": RuntimeError(
-        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 8 bytes."
     ),
 }
 

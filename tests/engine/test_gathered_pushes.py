@@ -195,8 +195,8 @@ def test_a_part_of_one_role_that_is_lost_takes_the_other_role_along_in_no_step(
 
 
 def test_a_part_that_comes_twice_ends_the_push(engine: Pushable, root: Path) -> None:
-    """Whoever repeats a part may be at the next step already, and nobody could tell its parts from
-    this one's.
+    """A sender that repeats a part may be at the next step already, and its parts could not be told
+    from this one's.
     """
     assert results(engine, root, "new1", range(2)) == ["gathering"] * 2
     assert part(engine, root, "new2", 1).result == "conflict"
@@ -226,7 +226,7 @@ def test_parts_of_two_sessions_never_meet(
     )
     assert engine.commit("").result == "conflict"
     assert results(engine, root, "new2", range(1), commit=False, session="2") == ["gathering"], (
-        "in whatever order they come"
+        "in any order"
     )
     staged = part(engine, root, "new2", 1, commit=False, session="2")
     assert staged.result == "staged" and engine.commit(staged.version).result == "committed"

@@ -1,5 +1,5 @@
-"""What was sent through a process group and is taken by nobody is never the next push's: over real
-gloo groups, the trainer being here.
+"""Bytes that were sent through a process group and that nothing takes never become the next push's:
+over real gloo groups, with the trainer in this process.
 """
 
 from __future__ import annotations

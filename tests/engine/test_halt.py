@@ -95,7 +95,7 @@ def request(i: int = 0, max_tokens: int = 40) -> GenerateRequest:
 
 
 def send(engine: Pushable, command: ControlCommand) -> ControlReport | None:
-    """Its report, if one came with the next step."""
+    """Return the command's report, if one came with the next step."""
     engine.engine.send(command)
     engine.step()
     return next(
@@ -346,7 +346,7 @@ def out_of_memory() -> None:
 def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(
     place: str, engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the weights could not be put away again, because the disk is full by now."""
+    """The disk is full by now, so the weights could not be put away again."""
     begun(engine)
     done(engine, Sleep("s", ["weights", "kv_cache"]))
     halt = engine.engine.halt
@@ -565,7 +565,7 @@ def flushed(engine: Pushable) -> bool:
 def test_a_pause_that_leaves_no_kv_can_be_flushed_in(
     in_flight: str, engine: Pushable, expected: dict[str, object]
 ) -> None:
-    """Also with sequences that wait: those given up, and those that came meanwhile."""
+    """Sequences that wait do not matter: those given up, and those that came meanwhile."""
     engine.run(request(3))
     begun(engine)
     done(engine, Pause("p", in_flight))  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""What the engine's half of the channel ipc makes of a trainer that does not keep to it, without an
-engine around it.
+"""The engine's half of the channel ipc, without an engine, faces trainers that do not keep to the
+protocol.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def memory() -> Iterator[SharedMemory]:
 def received(
     intake: Intake, act: Callable[[socket.socket], object], push: Manifest = PUSH
 ) -> list[dict[str, torch.Tensor]]:
-    """What the receiver takes of a trainer that acts so once it is connected."""
+    """Return what the receiver takes from a trainer that acts so once it is connected."""
     receiver = IpcReceiver(push, intake)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         directory = os.open(intake.sockets or "", os.O_RDONLY)
@@ -314,7 +314,8 @@ def test_memory_of_a_gpu_that_is_smaller_than_granted_is_closed_unread(
     monkeypatch.setattr(memories, "_uuid", lambda index: bytes(16))
     with pytest.raises(
         ChannelError,
-        match="65 bytes of a GPU's memory were granted.*has 64|cuMemGetAddressRange failed.*another channel",
+        match="65 bytes of a GPU's memory were granted.*has 64|"
+        "cuMemGetAddressRange failed.*another channel",
     ):
         opened(Grant(SharedGpuMemory.kind, bytes(16), bytes(64), 65), [])
     assert closed == [4096]

@@ -1,6 +1,4 @@
-"""What an engine's process leaves behind when it is killed: nothing that its parent does not
-remove.
-"""
+"""An engine's process that is killed leaves nothing that its parent does not remove."""
 
 from __future__ import annotations
 

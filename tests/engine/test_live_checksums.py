@@ -1,4 +1,4 @@
-"""Checksums of what is live are of one version, whatever is committed meanwhile."""
+"""Checksums of what is live are of one version, also if another is committed meanwhile."""
 
 from __future__ import annotations
 

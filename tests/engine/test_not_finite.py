@@ -1,5 +1,5 @@
-"""KV that a pass spoilt (NaN) is nobody's prefix: whoever asks for the same prompt afterwards is
-served as if nothing had been.
+"""KV that a pass spoilt (NaN) is no prefix for other requests: one with the same prompt is served
+as if nothing had been.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ def test_what_a_failed_sequence_computed_is_not_found_by_the_next_one(
     assert [engine.said[id][0].cached_tokens for id in ("r0", "again")] == [0, PAGE]
     drafts = [[(o.drafted, o.accepted) for o in one.said["again"]] for one in (engine, sound)]
     assert drafts[0] == drafts[1] and sum(drafted for drafted, _ in drafts[0]), (
-        "the drafter reads what lies beside those pages"
+        "the drafter reads what lies next to those pages"
     )

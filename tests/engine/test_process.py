@@ -1,4 +1,4 @@
-"""What an engine's process tells of itself between its steps, over its real sockets."""
+"""An engine's process reports on itself between its steps, over its real sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
 
 
 def gauges_at_answer(child: EngineChild, command: Command) -> dict[str, float]:
-    """What was told last when the command was answered."""
+    """Return the last event before the command was answered."""
     child.send(command)
     gauges: dict[str, float] = {}
     for event in child.events():

@@ -1,5 +1,5 @@
-"""What only a GPU shows of receiving weights: memory that is really pinned, waits that are not for
-the whole device, granted memory.
+"""Weights received on a GPU, as only a GPU shows it: memory that is really pinned, waits that are
+not for the whole device, granted memory.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def test_what_is_pinned_is_let_go_with_its_tensor() -> None:
 
 @pytest.fixture
 def busy() -> Iterator[torch.cuda.Event]:
-    """Of a stream that computes for a second, as a broadcast that waits for its trainer does for
-    longer.
+    """Yield an event of a stream that computes for a second, as a broadcast that waits for its
+    trainer does for longer.
     """
     stream = torch.cuda.Stream()
     torch.zeros(4, device="cuda").add_(1).sum().item()  # to load a kernel may wait for the device

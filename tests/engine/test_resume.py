@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
 
 
 def drawn(i: int) -> GenerateRequest:
-    """A request of whatever kind."""
+    """Return a request of any kind."""
     draw = np.random.default_rng(900 + i)
     chance = lambda value, otherwise: value if draw.random() < 0.5 else otherwise  # noqa: E731
     sampling = Sampling(

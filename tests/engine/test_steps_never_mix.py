@@ -1,8 +1,8 @@
-"""Whatever befalls the parts of successive steps: what is committed is always exactly one step's
+"""Parts of successive steps may meet any fate: what is committed is always exactly one step's
 tensors, and a clean step is committed.
 
 The transaction is the real one; the model is four tensors, and every tensor of a step holds that
-step's number. A group gives what was sent through it in that order, whatever was refused of it
+step's number. A group gives what was sent through it in that order, also if some of it was refused
 meanwhile, until it is left.
 """
 
@@ -111,7 +111,7 @@ class Receiving:
         )
 
     def join(self, group: str = "g") -> None:
-        """As trainers do that begin a step and find their group left."""
+        """Join as a trainer does that begins a step and finds its group left."""
         self.transaction.leave(group)
         self.settle(committing=True)
         self.groups[group] = Wire()
@@ -127,7 +127,7 @@ class Receiving:
         ]
 
     def part(self, names: tuple[str, ...], value: float, fate: Fate = "fine", **fields: Any) -> str:
-        """How the push stands after this part."""
+        """Send a part; return the state of the push after it."""
         if fate == "never sent":
             return fate
         manifest = Manifest(
@@ -306,7 +306,7 @@ def test_a_first_part_that_is_refused_is_no_beginning_for_the_ones_after_it() ->
     receiving = Receiving("device")
     assert receiving.part(("c", "d"), 1.0, "asleep") == "gathering" and "g" not in receiving.groups
     assert receiving.part(("a", "b"), 1.0) == "failed", (
-        "nothing comes through it until it is joined anew"
+        "nothing comes through it until it is joined again"
     )
     for number in (2.0, 3.0):
         assert receiving.step(number, [("a", "b"), ("c", "d")], ["fine", "fine"]) == [

@@ -1,5 +1,5 @@
-"""Whatever is wrong with a push: live weights are exactly the old or the new ones, and a failure
-says why and changes no token.
+"""A push may have any fault: live weights are exactly the old or the new ones, and a failure says
+why and changes no token.
 """
 
 from __future__ import annotations
@@ -214,11 +214,11 @@ def test_tensors_that_do_not_fit(name: str, bench: Bench) -> None:
     bench.check(report)
 
 
-LARGE = 2**31  # bytes that are declared and, in a file with holes, cost nobody anything
+LARGE = 2**31  # bytes that are declared and, in a file with holes, take no space
 
 
 def declare(directory: Path, name: str) -> None:
-    """The one file anew, with a tensor of many zeros."""
+    """Write the file again, with a tensor of many zeros."""
     with open(directory / FILE, "rb") as file:
         header = json.loads(file.read(header_size(directory) + 8)[8:])
     header.setdefault(name, {})
@@ -339,7 +339,7 @@ def test_whole_shards_are_welcome(bench: Bench) -> None:
 
 
 def outside(bench: Bench) -> Path:
-    return bench.root / "good"  # beside the weight root
+    return bench.root / "good"  # next to the weight root
 
 
 def linked(make: Callable[[Path, Path], object]) -> Callable[[Bench], str]:
@@ -380,7 +380,7 @@ def loop(bench: Bench) -> str:
 
 
 PLACES: dict[str, Callable[[Bench], str]] = {
-    "beside the root": lambda bench: str(outside(bench)),
+    "next to the root": lambda bench: str(outside(bench)),
     "up and out": lambda bench: "../good",
     "down, up and out": lambda bench: f"{bench.copy('good').name}/../../good",
     "the system": lambda bench: "/etc",
@@ -427,7 +427,7 @@ def test_a_socket_is_no_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_links_that_stay_inside_are_followed(bench: Bench) -> None:
-    """As a model hub's cache lays its snapshots out."""
+    """Lay files out as a model hub's cache lays out its snapshots."""
     blobs, directory = bench.copy("good"), bench.copy("good")
     replaced(directory / FILE, f"../{blobs.name}/{FILE}")
     report = bench.engine.push(directory, "linked")
@@ -436,7 +436,7 @@ def test_links_that_stay_inside_are_followed(bench: Bench) -> None:
 
 
 class Raced(Source):
-    """Somebody acts between the check of a path and its opening."""
+    """Another process acts between the check of a path and its opening."""
 
     act: Callable[[], object] | None = None
 
@@ -652,7 +652,7 @@ DRAFTERS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
 @pytest.mark.parametrize("role", ["drafter", "all"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_that_does_not_fit(name: str, role: str, bench: Bench) -> None:
-    """With a good target in the same transaction, nothing of that may be live either."""
+    """A good target in the same transaction must not become live either."""
     drafter = bench.copy("good-drafter")
     edit(drafter, DRAFTERS[name])
     places = (

@@ -1,8 +1,8 @@
-"""How much host memory a push of files takes while it is staged, beside the model that it fills:
-some buckets, not some files.
+"""Host memory that a push of files takes while it is staged, in addition to the model that it
+fills: some buckets, not some files.
 
-Of a process of its own, by the kernel's count of what it had at most (VmHWM), as no allocator is
-asked that torch or a library may pass by.
+Measured in a process of its own by the kernel's count of its peak (VmHWM), as torch or a library
+may bypass any allocator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 TENSORS, TENSOR_MIB = 32, 12
-BUCKETS_MIB = 160  # a bucket of 64 MiB and what takes it over that; what is computed of one tensor; libraries that load meanwhile
+# A bucket of 64 MiB and the tensor that exceeds it, what is computed of one tensor, and libraries
+# that load meanwhile.
+BUCKETS_MIB = 160
 
 CHILD = """
 import sys
@@ -26,14 +28,15 @@ import torch
 from tlt_client.channels import Intake
 from tlt_client.channels.disk import DiskReceiver
 from tlt_client.channels.http import HttpReceiver
-from tlt_server.records import Manifest, TensorEntry
+from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.arriving import Steps
 from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.storage import Free, Storage
 
-channel, root, keeps, tensors, mib = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+channel, root, keeps = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+tensors, mib = int(sys.argv[4]), int(sys.argv[5])
 
 class Network:
     config = SimpleNamespace(tied_embeddings=False)
@@ -48,15 +51,20 @@ class Network:
         return Network()
 
 def memory(name):
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(name)]
     return int(line.split()[1]) // 1024
 
 torch.set_num_threads(1)
-manifest = Manifest(path="new", channel=channel, tensors=[TensorEntry(name=f"t{i:02}") for i in range(tensors)])
+entries = [TensorEntry(name=f"t{i:02}") for i in range(tensors)]
+manifest = Manifest(path="new", channel=channel, tensors=entries)
 spool = Spool(root / "state", "model") if keeps == "spooled" else None
 if spool:
     spool.begin()
-receive = {"disk": lambda m: DiskReceiver(m, Intake(root=root)), "http": lambda m: HttpReceiver(m, Intake(uploads=root))}[channel]
+receive = {
+    "disk": lambda m: DiskReceiver(m, Intake(root=root)),
+    "http": lambda m: HttpReceiver(m, Intake(uploads=root)),
+}[channel]
 place = Storage(None, lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
 candidate = Candidate(Steps(spool.keep if spool else None, lambda data, where: None, place.make))
 live = Live(Target("old", Network(), {}))
@@ -93,5 +101,5 @@ def test_files_are_staged_bucket_by_bucket(channel: str, keeps: str, root: Path)
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < BUCKETS_MIB, (
-        f"{done.stdout.strip()} MiB beside a model of {TENSORS * TENSOR_MIB} MiB"
+        f"{done.stdout.strip()} MiB in addition to a model of {TENSORS * TENSOR_MIB} MiB"
     )

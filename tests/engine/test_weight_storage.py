@@ -1,5 +1,5 @@
-"""Where a pushed version lies while it is staged, and what a restart finds of one that came in
-several files.
+"""The place of a pushed version while it is staged, and what a restart finds if it came in several
+files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pins:
         self.sizes.append(size)
 
     def count(self, expected: int) -> bool:
-        """Whether so many are held, once what was dropped has been let go in its thread."""
+        """Tell whether this many are held, once what was dropped is freed in its thread."""
         gc.collect()
         give_up = time.monotonic() + 60
         while len(self.held) != expected and time.monotonic() < give_up:
@@ -302,7 +302,7 @@ def test_a_version_staged_on_disk_is_committed_and_rolled_back(settings: EngineS
 def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(
     settings: EngineSettings, pins: Pins
 ) -> None:
-    """On a CPU the pinned version itself is live then; on a GPU it holds the one before."""
+    """The pinned version itself is live then on a CPU; on a GPU it holds the one before."""
     engine = Pushable(replace(settings, weight_staging="host"))
     engine.engine.pushes.transaction.options.storage._device = torch.device("cuda")
     assert engine.push("new", "v").result == "committed"

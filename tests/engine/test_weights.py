@@ -83,7 +83,7 @@ def request(i: int = 0, max_tokens: int = 40, **fields: object) -> GenerateReque
 def fresh(
     settings: EngineSettings, model: Path, *requests: GenerateRequest
 ) -> dict[str, tuple[list[int], list[float]]]:
-    """What an engine that never had other weights says."""
+    """Return the outputs of an engine that never had other weights."""
     return Pushable(replace(settings, model=str(model))).run(*requests)
 
 
@@ -346,9 +346,8 @@ def test_the_prefix_index_is_never_stale(
     assert engine.push(root / "new", "v1", in_flight=in_flight).result == "committed"
     engine.submit(same[2])
     engine.finish()
-    if (
-        in_flight != "recompute"
-    ):  # which reads the prompt again, so its pages are of the new version
+    # Recompute reads the prompt again, so its pages are of the new version.
+    if in_flight != "recompute":
         assert engine.said["same2"][0].cached_tokens == 0
     assert (engine.tokens("same2"), engine.logprobs("same2")) == new
     engine.run(same[3])
@@ -367,7 +366,7 @@ def test_the_prefix_index_is_never_stale(
 def test_what_a_spanning_sequence_computed_serves_nobody_after_a_rollback(
     engine: Pushable, settings: EngineSettings, root: Path
 ) -> None:
-    """Its page keys begin with a version that is live again then, but its KV is not of that version
+    """The page keys begin with a version that is live again then, but the KV is not of that version
     alone.
     """
     assert engine.push(root / "new", "v1", commit=False).result == "staged"
@@ -407,7 +406,7 @@ def test_a_drafter_that_borrows_the_embedding_follows_the_target(
 def test_a_preempted_sequence_that_spans_versions_gets_its_own_kv_back(
     settings: EngineSettings, root: Path
 ) -> None:
-    """With few pages the young are preempted after the push; the kept KV must make the tokens that
+    """Few pages make the young be preempted after the push; the kept KV must make the tokens that
     plenty of pages make.
     """
     asked = [request(i, 70) for i in range(4)]
@@ -557,8 +556,8 @@ def test_target_and_drafter_in_one_transaction(
 def test_pushes_while_speculating_equal_pushes_without(
     settings: EngineSettings, root: Path
 ) -> None:
-    """After a commit the drafter starts from nothing; tokens after the change depend on where it
-    fell, so only new requests compare.
+    """Compare new requests only: a commit makes the drafter start from nothing, and later tokens of
+    the others depend on where the change fell.
     """
     engine = Pushable(
         replace(settings, policy="fixed", sd_strategy=Strategy("eagle", 4, 3, 9).name)
@@ -741,7 +740,7 @@ def test_a_commit_may_be_asked_for_again_whatever_came_since_as_long_as_it_is_li
 
 
 def test_memory_that_is_being_freed_is_waited_for(engine: Pushable, root: Path) -> None:
-    """By a push and by a sleep; an abort ends the wait of a push."""
+    """Push and sleep both wait; an abort ends the wait of a push."""
     freeing, go_on = engine.engine.pushes.transaction.cleanup._freeing, threading.Event()
     freeing.give(lambda: (go_on.wait(60), None)[1])
     id = engine.send_push(root / "new", "v1")

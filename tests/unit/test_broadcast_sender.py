@@ -1,4 +1,4 @@
-"""The trainer's half of a broadcast ends in time whatever the server does: here the group and the
+"""The trainer's half of a broadcast ends in time in spite of the server: here the group and the
 server are stand-ins.
 """
 
@@ -26,7 +26,7 @@ TENSORS = {"a": torch.arange(3.0), "b": torch.arange(5.0)}
 
 
 class Work:
-    """Of a communicator whose other rank has not begun to receive, until it has."""
+    """An operation of a communicator whose other rank has not begun to receive, until it has."""
 
     def __init__(self, done: threading.Event) -> None:
         self._done = done
@@ -98,7 +98,7 @@ def test_a_server_that_neither_receives_nor_answers_is_given_up_in_time(
     server.join_group("again")
     with pytest.raises(ChannelLost):
         sender.push(TENSORS.items(), "v")
-    assert server.joins == 3 and len(communicators) == 2, "the group was made anew"
+    assert server.joins == 3 and len(communicators) == 2, "the group was made again"
 
 
 def test_what_the_server_says_of_a_push_that_it_ended_is_told(
@@ -113,7 +113,7 @@ def test_what_the_server_says_of_a_push_that_it_ended_is_told(
 
 
 @pytest.mark.parametrize(
-    "error, anew",
+    "error, remade",
     [
         (ServerError("channel_broken", "so it is", status=424), True),
         (ServerError("conflict", "so it is", status=409), True),
@@ -126,12 +126,12 @@ def test_what_the_server_says_of_a_push_that_it_ended_is_told(
 )
 def test_a_group_that_may_be_out_of_step_is_made_anew(
     error: Exception,
-    anew: bool,
+    remade: bool,
     server: Server,
     communicators: list[Communicator],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where every byte was sent before the server said so."""
+    """The result is the same where every byte was sent before the server said so."""
     sender = BroadcastSender(server, timeout_s=30)  # type: ignore[arg-type]
     monkeypatch.setattr(sender, "_send", lambda named, reply: None)
     server.error = error
@@ -140,7 +140,8 @@ def test_a_group_that_may_be_out_of_step_is_made_anew(
         sender.push(TENSORS.items(), "v")
     server.error = None
     assert (
-        sender.push(TENSORS.items(), "v")["state"] == "committed" and len(communicators) == 1 + anew
+        sender.push(TENSORS.items(), "v")["state"] == "committed"
+        and len(communicators) == 1 + remade
     )
 
 
@@ -161,7 +162,7 @@ def test_a_receiver_whose_trainer_is_silent_relies_on_no_wait_of_the_library(
 
 @pytest.fixture
 def port() -> int:
-    """That nobody listens at."""
+    """Return a port without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

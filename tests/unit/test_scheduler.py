@@ -47,21 +47,20 @@ def alone(request: GenerateRequest) -> tuple[list[int], str]:
 
 
 class FakeKV:
-    """Remembers which token prefix stands behind every slot, so that wrong sharing or stale pages
-    are caught.
+    """Remembers the token prefix that every KV slot was computed from, so that wrong sharing or
+    stale pages are caught.
     """
 
     def __init__(self) -> None:
+        # By KV slot: the prefix it was computed from, and the weight version that computed it.
         self.slot: dict[int, tuple[int, ...]] = {}
-        self.made: dict[int, str] = {}  # the weight version that computed the slot
-        self.since: dict[
-            int, int
-        ] = {}  # flushes there had been when the oldest was computed of what the slot was computed from
+        self.made: dict[int, str] = {}
+        # By KV slot: the flushes before the oldest KV that it was computed from.
+        self.since: dict[int, int] = {}
         self.flushes = 0
         self.started: list[str] = []  # what the scheduler announced last
-        self.tokens: dict[
-            tuple[Sequence, int], list[int]
-        ] = {}  # by sequence and life: what the device knows, ahead of the host
+        # By sequence and epoch: what the device knows, ahead of the host.
+        self.tokens: dict[tuple[Sequence, int], list[int]] = {}
 
     def save(self, pages: list[int]) -> list[tuple[tuple[int, ...] | None, str | None, int | None]]:
         return [
@@ -232,7 +231,7 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
     pages=st.integers(6, 24),
     max_running=st.integers(1, 5),
     max_rows=st.integers(1, 12),
-    behind=st.integers(0, 1),
+    late=st.integers(0, 1),
     padded=st.booleans(),
     seed=st.integers(0, 2**32),
     jobs=st.lists(
@@ -255,7 +254,7 @@ def test_every_sequence_ends_as_if_alone(
     pages: int,
     max_running: int,
     max_rows: int,
-    behind: int,
+    late: int,
     padded: bool,
     seed: int,
     jobs: list[tuple[int, int, int, int]],
@@ -263,9 +262,9 @@ def test_every_sequence_ends_as_if_alone(
     pushes: dict[int, tuple[str, InFlight]],
     flushes: set[int],
 ) -> None:
-    """Also through weight pushes: the fake model is the same in all versions, so only wrong KV
-    could change a token. Also on a device that tells its results `behind` steps late, and on one
-    that pads batches; and with flushes while steps are in flight.
+    """Weight pushes come in between: the fake model is the same in all versions, so only wrong KV
+    could change a token. The device delivers its results `late` steps later and may pad batches,
+    and there are flushes while steps are in flight.
     """
     shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), chunks=2, grain=4))
     gate = StepGate()
@@ -331,7 +330,7 @@ def test_every_sequence_ends_as_if_alone(
                 max_rows, sum(w.decodes for w in batch.chunks)
             )
             flying.append((batch, run(scheduler, batch, kv, draw)))
-        while len(flying) > (behind if batch else 0):
+        while len(flying) > (late if batch else 0):
             land()
         scheduler.check()
         kv.check_published(scheduler.pool)

@@ -1,6 +1,4 @@
-"""What a trainer gives to be pushed is looked at alike by all channels, before a server hears of
-it.
-"""
+"""Tensors that a trainer pushes are checked by every channel before a server hears of them."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ SENDERS: dict[str, Callable[[Any, Path], Sender]] = {
 
 
 class Stop(Exception):
-    """What was to be pushed has been looked at."""
+    """Raised once what is to be pushed has been checked."""
 
 
 class Done:
@@ -150,7 +148,7 @@ def test_a_state_dict_is_its_items(sender: Sender, server: Server) -> None:
             sender.push(given, "v")  # type: ignore[arg-type]
         except TltClientError as error:
             assert isinstance(sender, IpcSender) and "start it with ipc" in str(error), (
-                "it got as far as to ask for the sockets"
+                "it came to the question for the sockets"
             )
         else:
             assert server.names == list(TENSORS)
