@@ -30,9 +30,9 @@ was tried, what it was expected to give and what it gave.
 `make bench-gpu PAIR=DIR` runs the GPU benches, `make test-gpu` the GPU tests; `tlt bench NAME
 --help` describes one bench. Each prints a table and, as its last line, its figures as JSON;
 `--json FILE` writes a file like those below. Exit status 0: measured, and every check held; 1: a
-check failed; 2: the flags ask for what cannot be measured. A padded
-pair (`tlt bench pad`) has a large model's shapes, so its steps cost what that model's cost. It says what the shipped pair says, so acceptance
-is that of a trained drafter on its own, easy task."""
+check failed; 2: the flags ask for what cannot be measured. A padded pair (`tlt bench pad`) has a
+large model's shapes, so its steps cost what that model's cost. It says what the shipped pair says,
+so acceptance is that of a trained drafter on its own, easy task."""
 
 
 def page(found: Sequence[Result]) -> str:

@@ -16,6 +16,8 @@ from functools import lru_cache
 from itertools import permutations
 from random import Random
 
+from tlt_server.demo.expressions import Tree, apply, evaluate, parse, render
+
 EVAL_SEEDS = range(0, 100_000)
 TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
 RESPONSE_TOKEN_CAP = 2_560
@@ -78,67 +80,6 @@ def reward(task: Problem, response_text: str) -> float:
 
 
 # A tree is an int, or (operator, left, right).
-Tree = int | tuple
-
-PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
-
-
-def parse(text: str) -> Tree:
-    """Parse + - * / with parentheses; ValueError on anything else (at most 200 characters)."""
-    if len(text) > 200 or not re.fullmatch(r"[\d+\-*/()]+", text):
-        raise ValueError(f"not an arithmetic expression: {text[:40]!r}")
-    tokens = re.findall(r"\d+|[+\-*/()]", text)
-
-    def climb(position: int, least: int) -> tuple[Tree, int]:
-        if position >= len(tokens):
-            raise ValueError("expression ends early")
-        if tokens[position] == "(":
-            left, position = climb(position + 1, 1)
-            if position >= len(tokens) or tokens[position] != ")":
-                raise ValueError("unbalanced parenthesis")
-            position += 1
-        elif tokens[position].isdigit():
-            left, position = int(tokens[position]), position + 1
-        else:
-            raise ValueError(f"unexpected {tokens[position]!r}")
-        while position < len(tokens) and PRECEDENCE.get(tokens[position], 0) >= least:
-            operator = tokens[position]
-            right, position = climb(position + 1, PRECEDENCE[operator] + 1)
-            left = (operator, left, right)
-        return left, position
-
-    tree, end = climb(0, 1)
-    if end != len(tokens):
-        raise ValueError("trailing text after the expression")
-    return tree
-
-
-def evaluate(tree: Tree) -> int:
-    """Integer value; ValueError where a division is not exact."""
-    return tree if isinstance(tree, int) else _apply(tree[0], evaluate(tree[1]), evaluate(tree[2]))
-
-
-def render(tree: Tree) -> str:
-    """The shortest text that `parse` reads back as the same tree."""
-    if isinstance(tree, int):
-        return str(tree)
-    operator, left, right = tree
-    left_text, right_text = render(left), render(right)
-    if not isinstance(left, int) and PRECEDENCE[left[0]] < PRECEDENCE[operator]:
-        left_text = f"({left_text})"
-    if not isinstance(right, int) and PRECEDENCE[right[0]] <= PRECEDENCE[operator]:
-        right_text = f"({right_text})"
-    return f"{left_text}{operator}{right_text}"
-
-
-def _apply(operator: str, a: int, b: int) -> int:
-    if operator == "/":
-        if b == 0 or a % b:
-            raise ValueError("inexact division")
-        return a // b
-    return a + b if operator == "+" else a - b if operator == "-" else a * b
-
-
 def _say(rng: Random, *choices: str) -> str:
     """One phrasing; earlier ones are more common."""
     return rng.choices(choices, [1 / (i + 1) for i in range(len(choices))])[0]
@@ -170,7 +111,7 @@ def _bounded_value(tree: Tree) -> int | None:
     a, b = _bounded_value(tree[1]), _bounded_value(tree[2])
     if a is None or b is None or (tree[0] == "*" and min(a, b) > 12):
         return None
-    value = _apply(tree[0], a, b)
+    value = apply(tree[0], a, b)
     return value if 0 <= value <= 999 else None
 
 
@@ -222,7 +163,7 @@ def _left_to_right(body: str, rng: Random) -> str | None:
     value = int(pieces[0])
     lines = [_say(rng, "Quick: left to right.", "Just go left to right.", "In one go.")]
     for operator, operand in zip(pieces[1::2], pieces[2::2], strict=True):
-        result = _apply(operator, value, int(operand))
+        result = apply(operator, value, int(operand))
         if not 0 <= result <= 2000:
             return None
         lines.append(f"{_say(rng, '', 'then ')}{value}{operator}{operand}={result}.")
@@ -251,7 +192,7 @@ def _column_problem(rng: Random) -> Problem:
         operator, steps = "*", float(long * short)
     body = f"{a}{operator}{b}"
     text = _say(rng, "Compute {}.", "What is {}?", "Work out {}.", "Do {} by hand.").format(body)
-    return Problem(text, str(_apply(operator, a, b)), "column", steps, body)
+    return Problem(text, str(apply(operator, a, b)), "column", steps, body)
 
 
 @dataclass(frozen=True)
@@ -356,7 +297,7 @@ def _hit_chances(numbers: tuple[int, ...]) -> dict[int, float]:
             for value, chance in level.items():
                 options = _options(value, operand)
                 for operator in options:
-                    result = _apply(operator, value, operand)
+                    result = apply(operator, value, operand)
                     after[result] = after.get(result, 0.0) + chance / len(options)
             level = after
         for value, chance in level.items():
@@ -390,7 +331,7 @@ def _solve_countdown(task: Problem, rng: Random) -> str:
         tree: Tree = order[0]
         for operand in order[1:]:
             operator = rng.choice(_options(value, operand))
-            result = _apply(operator, value, operand)
+            result = apply(operator, value, operand)
             steps.append(f"{value}{operator}{operand}={result}")
             value, tree = result, (operator, tree, operand)
         attempt = verb + ", ".join(steps)

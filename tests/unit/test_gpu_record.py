@@ -1,0 +1,157 @@
+"""The record of GPU tests: parts that ran on one machine and commit make one record."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import record_tests
+from benchmarks.record_tests import RUNS, counts, figures, recorded
+from tlt_server.bench.record import write_entry
+
+ONE_PASSED = (
+    '<testsuites><testsuite time="1"><testcase classname="t" name="a" /></testsuite></testsuites>'
+)
+TEST_REPORT = """\
+<testsuites><testsuite time="3.25">
+<testcase classname="t" name="a" />
+<testcase classname="t" name="c"><failure /></testcase>
+<testcase classname="t" name="c"><error /></testcase>
+<testcase classname="t" name="b"><error /></testcase>
+<testcase classname="t" name="d"><skipped /></testcase>
+</testsuite></testsuites>"""  # c failed twice: in the call and in its teardown
+PASSED = {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}
+ALL_PASSED = dict.fromkeys([*RUNS, record_tests.EXACT], PASSED)
+SAME_BITS = {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0}
+
+
+def test_counts_of_a_test_run(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    assert counts(report, -9)["red"] == ["the run, which ended with status -9"]
+    report.write_text(TEST_REPORT[:100])
+    assert counts(report, 3)["failed"] == 1, "a run that never finished is red"
+    report.write_text(TEST_REPORT)
+    assert counts(report, 1) == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 1,
+        "seconds": 3.2,
+        "red": ["t::b", "t::c"],
+    }
+    report.write_text(ONE_PASSED)
+    assert counts(report, 0)["failed"] == 0 and counts(report, 2)["failed"] == 1, (
+        "interrupted before a test failed"
+    )
+
+
+def test_a_record_is_green_once_every_part_has_passed() -> None:
+    first = next(iter(RUNS))
+    assert figures(ALL_PASSED, SAME_BITS)["green"]
+    for part in ALL_PASSED:
+        assert not figures(
+            {name: came for name, came in ALL_PASSED.items() if name != part}, SAME_BITS
+        )["green"]
+    for came in (PASSED | {"failed": 1}, PASSED | {"passed": 0}):
+        assert not figures(ALL_PASSED | {first: came}, SAME_BITS)["green"]
+
+
+def test_parts_add_to_the_record_of_the_same_code_and_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
+    entry = {
+        "commit": "abc1234",
+        "machine": "1 x NVIDIA H200; 16 cores of a host",
+        "versions": {"torch": "2.11.0"},
+    }
+    assert recorded(entry) == ({}, {})
+    write_entry(record_tests.RECORD, entry | {"figures": figures(ALL_PASSED, SAME_BITS)})
+    assert (
+        recorded(entry)
+        == recorded(entry | {"machine": "1 x NVIDIA H200; 32 cores of a host"})
+        == (ALL_PASSED, SAME_BITS)
+    )
+    for change in (
+        {"commit": "def5678"},
+        {"machine": "1 x NVIDIA H100; 16 cores of a host"},
+        {"versions": {}},
+    ):
+        assert recorded(entry | change) == ({}, {})
+    for commit in ("unknown", "abc1234+"):
+        write_entry(
+            record_tests.RECORD,
+            entry | {"commit": commit, "figures": figures(ALL_PASSED, SAME_BITS)},
+        )
+        assert recorded(entry | {"commit": commit}) == ({}, {}), (
+            "whether that is the same code is not known"
+        )
+
+
+def test_parts_run_one_by_one_into_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
+    monkeypatch.setattr(record_tests, "require_gpu", lambda: None)
+    monkeypatch.setattr(
+        record_tests,
+        "entry_of",
+        lambda found, command, on_gpu, commit: {"commit": commit, "machine": "x", "versions": {}},
+    )
+    statuses = {"exact": 0}
+
+    def ran(*command: str) -> int:
+        file = Path(
+            next(word for word in command if word.endswith("report")).removeprefix("--junitxml=")
+        )
+        file.write_text(json.dumps({"figures": SAME_BITS}) if "exact" in command else ONE_PASSED)
+        return statuses["exact"] if "exact" in command else 0
+
+    monkeypatch.setattr(record_tests, "run", ran)
+    for part in RUNS:
+        assert (
+            record_tests.main(["--commit", "abc", "--part", part, "-n", "4"]) == 0
+            and "red" in capsys.readouterr().out
+        )
+    statuses["exact"] = 1
+    assert (
+        record_tests.main(["--commit", "abc", "--part", record_tests.EXACT]) == 1
+        and "red" in capsys.readouterr().out
+    )
+    statuses["exact"] = 0
+    assert (
+        record_tests.main(["--commit", "abc", "--part", record_tests.EXACT]) == 0
+        and "green" in capsys.readouterr().out
+    )
+    assert list(json.loads(record_tests.RECORD.read_text())["figures"]["parts"]) == [
+        *RUNS,
+        record_tests.EXACT,
+    ]
+    statuses["exact"] = 1
+    assert (
+        record_tests.main(["--commit", "abc+", "--part", record_tests.EXACT, "--part", "engine"])
+        == 1
+    ), "none of a run's own is lost"
+    assert list(json.loads(record_tests.RECORD.read_text())["figures"]["parts"]) == [
+        "engine",
+        record_tests.EXACT,
+    ]
+
+
+def test_the_record_holds_every_test_that_needs_a_gpu():
+    root = Path(__file__).parents[2]
+    marked = {
+        str(file.relative_to(root))
+        for file in (root / "tests").rglob("test_*.py")
+        if re.search(r"^@gpu|mark\.gpu|^pytestmark = gpu", file.read_text(), re.MULTILINE)
+    }
+    selected = [
+        word for selection in RUNS.values() for word in selection if word.startswith("tests")
+    ]
+    assert (
+        marked
+        and [file for file in sorted(marked) if not any(file.startswith(path) for path in selected)]
+        == []
+    )
