@@ -41,8 +41,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="serve a model",
         allow_abbrev=False,
         description=(
-            "Serve a model. Every flag is also a variable (TLT_MAX_QUEUE) and a YAML key (max_queue); flags win over variables, "
-            "variables over the file."
+            "Serve a model. Every flag is also a variable (TLT_MAX_QUEUE) and a YAML key "
+            "(max_queue); flags win over variables, variables over the file."
         ),
     )
     _add_settings(serve)
@@ -57,8 +57,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="check whether serve with these flags would work here",
         allow_abbrev=False,
         description=(
-            "Check Python, packages, torch, port, disk, memory and model files, each with a remedy. Takes the flags of serve; without "
-            "--model it checks for the shipped pair."
+            "Check Python, packages, torch, port, disk, memory and model files, each with a "
+            "remedy. Takes the flags of serve; without --model it checks for the shipped pair."
         ),
     )
     _add_settings(doctor)

@@ -52,7 +52,7 @@ from tlt_server.seeds import SeedSource, choice_seed
 from tlt_server.shared_settings import SharedSettings
 
 ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
-FLUSH_S = 5  # that replies in progress have to go out
+FLUSH_S = 5  # time that replies in progress have to go out
 
 
 def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:
@@ -144,15 +144,15 @@ async def _run(
     progress: ProgressLines,
     url: str,
 ) -> int:
-    """From starting to stopped; the caller tears down. `supervised` ends when there is no engine
-    any more.
+    """Run from the start to the stop and return the exit status; the caller tears down.
+    `supervised` ends when there is no engine any more.
     """
     stop, stop_now = _signals()
     stopping, starting = asyncio.create_task(stop.wait()), asyncio.create_task(client.ready())
     await asyncio.wait({starting, stopping, supervised}, return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         gc.collect()
-        gc.freeze()  # what was loaded stays; looking through it again would keep every reply waiting for a quarter of a second
+        gc.freeze()  # else a collection looks through all of it, and replies wait for 0.25 s
         progress.ready(url, config, starting.result())
         if client.versions.lost:
             progress.lost(client.versions.reason)
@@ -176,8 +176,8 @@ async def _run(
 async def serving_grpc(
     app: ASGIApp, service: Service, gate: Gate, certificates: Watched[Certificates] | None
 ) -> AsyncIterator[str]:
-    """The address that is listened on, empty without a `grpc_port`. At the end calls in progress
-    may end.
+    """Yield the address of the gRPC server, empty without a `grpc_port`. At the end, let calls in
+    progress end.
     """
     if service.config.grpc_port is None:
         yield ""

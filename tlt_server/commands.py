@@ -23,7 +23,7 @@ class Submit(Struct, frozen=True, tag="submit"):
 class Abort(Struct, frozen=True, tag="abort"):
     ids: list[str]
     finish_reason: str = "abort"
-    all: bool = False  # whatever `ids` says
+    all: bool = False  # True: every sequence, and `ids` does not count
 
 
 InFlight = Literal["continue", "recompute", "abort", "drain"]
@@ -31,17 +31,17 @@ Memory = Literal["weights", "kv_cache"]
 
 
 class Pause(Struct, frozen=True, tag="pause"):
-    """No further step until `Resume`; what is submitted meanwhile waits. `in_flight` says what
-    becomes of what came before.
+    """Make no further step until `Resume`; requests that come meanwhile wait. `in_flight` says what
+    becomes of requests from before.
 
-    `continue` stays as it is, its KV included; `recompute` gives its KV back and goes on from its
-    tokens; `abort` ends with what it has; `drain` ends first, and only then the pause begins and is
-    answered. Every command on this list is answered by one `ControlReport`.
+    `continue` keeps them as they are, with their KV; `recompute` gives their KV back, and they
+    continue from their tokens; `abort` ends them with what they have; `drain` lets them end first,
+    and only then the pause starts and is answered.
     """
 
     id: str
     in_flight: InFlight = "continue"
-    clear_cache: bool = False  # forget cached prefixes too, once the pause has begun
+    clear_cache: bool = False  # forget cached prefixes too, once the pause has started
 
 
 class Resume(Struct, frozen=True, tag="resume"):
@@ -49,8 +49,8 @@ class Resume(Struct, frozen=True, tag="resume"):
 
 
 class Sleep(Struct, frozen=True, tag="sleep"):
-    """No further step, and this memory is given back, until `WakeUp`. `in_flight` is as for
-    `Pause`, but nothing keeps its KV: what does not end goes on from its tokens.
+    """Make no further step and give this memory back, until `WakeUp`. `in_flight` is as for
+    `Pause`, but no sequence keeps its KV: those that do not end continue from their tokens.
     """
 
     id: str
@@ -59,15 +59,15 @@ class Sleep(Struct, frozen=True, tag="sleep"):
 
 
 class WakeUp(Struct, frozen=True, tag="wake_up"):
-    """Take this memory again. Weights come back bit for bit; steps go on once nothing sleeps."""
+    """Take this memory again. Weights come back bit for bit; steps resume once nothing sleeps."""
 
     id: str
     memory: list[Memory]
 
 
 class ClearCache(Struct, frozen=True, tag="clear_cache"):
-    """Forget every cached prefix: no later request is served by KV of before. `unless_held`: if a
-    sequence holds KV, a `Conflict` instead; those that only wait hold none.
+    """Forget every cached prefix, so that no later request uses KV from before. `unless_held`:
+    `Conflict` instead if a sequence holds KV; sequences that wait hold none.
     """
 
     id: str
@@ -94,14 +94,15 @@ PushRole = Role | Literal["all"]
 
 
 class TensorEntry(Struct, frozen=True, kw_only=True):
-    """What a manifest says of one tensor; fields left empty are not compared. In role `all`,
-    drafter names begin with `draft.`.
+    """A manifest's description of one tensor; empty fields are not compared. In role `all`, drafter
+    names begin with `draft.`.
     """
 
     name: str
     dtype: str = ""  # as torch names it: "bfloat16"
     shape: list[int] | None = None
-    checksum: str = ""  # "mix64:<hex>" of the tensor's values, or "sha256:<hex>" or "xxh3:<hex>" over its bytes as they are pushed
+    # "mix64:<hex>" of the tensor's values, or "sha256:<hex>" or "xxh3:<hex>" over its pushed bytes
+    checksum: str = ""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -112,15 +113,17 @@ class Manifest(Struct, frozen=True, kw_only=True):
     role: PushRole = "target"
     version: str = ""  # empty: the directory's name and the content's digest
     channel: str = "disk"  # a name of `tlt_client.channels.CHANNELS`
-    path: str = ""  # directory, absolute or below the weight root; by http the upload's; by ipc the name of a socket
+    # disk: a directory, absolute or below the weight root; http: the upload's; ipc: a socket's name
+    path: str = ""
     drafter_path: str = ""  # by disk with role `all`: the drafter's directory
-    tensors: list[
-        TensorEntry
-    ] = []  # empty: everything the model has, whatever its bytes; by broadcast and ipc those that come, in order
-    group: str = ""  # by broadcast: that brings them
+    # empty: everything that the model has, with any bytes; by broadcast and ipc: in order of
+    # arrival
+    tensors: list[TensorEntry] = []
+    group: str = ""  # by broadcast: the group that brings the tensors
     packed: bool = True  # by broadcast: in buckets of raw bytes; False: one by one
     bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
-    partial: bool = False  # `tensors` are some of those that come; the push goes on with further manifests until none is missing
+    # `tensors` are only some; the push continues with further manifests until none is missing
+    partial: bool = False
     in_flight: InFlight = "continue"
     commit: bool = True  # False: stay staged until a commit is asked for
     session: str = ""  # id of the session that it belongs to
@@ -161,8 +164,8 @@ class NameWeights(Struct, frozen=True, tag="name_weights"):
 
 
 class ReadWeights(Struct, frozen=True, tag="read_weights"):
-    """The first `rows` rows of a live tensor. Drafter names begin with `draft.`. `Conflict` while
-    the weights change.
+    """Read the first `rows` rows of a live tensor. Drafter names begin with `draft.`. `Conflict`
+    while the weights change.
     """
 
     id: str
@@ -171,9 +174,7 @@ class ReadWeights(Struct, frozen=True, tag="read_weights"):
 
 
 class AbortWeights(Struct, frozen=True, tag="abort_weights"):
-    """End the push of `version`, or of a session; without either the one on its way, whatever it is
-    called.
-    """
+    """End the push of `version`, or of a session; without either, the push on its way."""
 
     id: str
     version: str = ""
@@ -208,12 +209,12 @@ class JoinGroup(Struct, frozen=True, tag="join_group"):
     rank: int
     world_size: int
     prefixed: bool = False  # keys of the store begin with the group's name
-    unique_id: bytes = b""  # of NCCL; then there is no store
+    unique_id: bytes = b""  # NCCL's id; then there is no store
 
 
 class LeaveGroup(Struct, frozen=True, tag="leave_group"):
-    """`Conflict` while a push takes what comes through it; `out_of_step`: then once it has, as more
-    comes that nobody takes.
+    """Leave a group. `Conflict` while a push takes tensors through it. `out_of_step`: more tensors
+    come than the push takes, so leave the group once the push has ended.
     """
 
     id: str

@@ -1,8 +1,8 @@
 """One typed, frozen, strict configuration: flag = `TLT_*` variable = YAML key (see `settings`).
 
 `load` reads the three sources through pydantic-settings and refuses what it does not know, naming
-the nearest known name; `Config.resolved` decides once, in a new object, what was left open and needs
-no device. Every fault is a `StartupError`: the command exits with 2.
+the nearest known name; `Config.resolved` decides once, in a new object, what was left open and
+needs no device. Every fault is a `StartupError`: the command exits with 2.
 """
 
 from __future__ import annotations
@@ -110,21 +110,43 @@ class Config(BaseModel, ServerSettings):
         return open_channels(self.weight_channels, self.weight_root)
 
     def checked(self) -> Self:
-        """Validation across fields; returns itself."""
+        """Check settings against each other, and return the configuration itself."""
+        self._check_listening()
+        self._check_directories()
+        self._check_channels()
+        self._check_speculation()
+        if self.device == "cpu" and self.dtype not in (None, "float32"):
+            raise StartupError(
+                f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a "
+                "checkpoint in half precision is read exactly), or device cuda"
+            )
+        if self.default_timeout_s > self.max_timeout_s:
+            raise StartupError(
+                f"default_timeout_s is {_plain(self.default_timeout_s)} s, above max_timeout_s "
+                f"({_plain(self.max_timeout_s)}); lower it, or raise that"
+            )
+        return self
+
+    def _check_listening(self) -> None:
         if not is_loopback(self.host) and self.api_key_file is None and not self.api_key_variable:
             raise StartupError(
-                f"host is {self.host}, which other machines can reach; name an api_key_file, or bind 127.0.0.1"
+                f"host is {self.host}, which other machines can reach; name an api_key_file, or "
+                "bind 127.0.0.1"
             )
         if (self.tls_cert is None) != (self.tls_key is None) or (
             self.tls_client_ca is not None and self.tls_cert is None
         ):
             raise StartupError(
-                f"tls_cert is {_named(self.tls_cert)}, tls_key {_named(self.tls_key)} and tls_client_ca "
-                f"{_named(self.tls_client_ca)}; give tls_cert and tls_key together, and tls_client_ca only with them"
+                f"tls_cert is {_named(self.tls_cert)}, tls_key {_named(self.tls_key)} and "
+                f"tls_client_ca {_named(self.tls_client_ca)}; give tls_cert and tls_key together, "
+                "and tls_client_ca only with them"
             )
+
+    def _check_directories(self) -> None:
         if not self.model.is_dir():
             raise StartupError(
-                f"model is {self.model}, which is not a directory; name one that holds config.json and safetensors files"
+                f"model is {self.model}, which is not a directory; name one that holds config.json "
+                "and safetensors files"
             )
         directory = weights_directory(self.drafter)
         if directory is not None and not directory.is_dir():
@@ -134,48 +156,45 @@ class Config(BaseModel, ServerSettings):
             )
         if self.weight_root is not None and not self.weight_root.is_dir():
             raise StartupError(
-                f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), or name another"
+                f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), "
+                "or name another"
             )
+
+    def _check_channels(self) -> None:
         for channel in self.channels:
             if channel not in CHANNELS:
                 raise StartupError(
-                    f"weight_channels names {channel!r}{nearest(channel, CHANNELS)}; known are {', '.join(CHANNELS)}"
+                    f"weight_channels names {channel!r}{nearest(channel, CHANNELS)}; known are "
+                    f"{', '.join(CHANNELS)}"
                 )
         if "disk" in self.channels and self.weight_root is None:
             raise StartupError(
-                "weight_channels names disk, but there is no weight_root that directories may be pushed from; name one"
+                "weight_channels names disk, but there is no weight_root that directories may be "
+                "pushed from; name one"
             )
         if "http" in self.channels and self.state_dir is None:
             raise StartupError(
-                "weight_channels names http, but there is no state_dir that parts could be put into; name one"
+                "weight_channels names http, but there is no state_dir that parts could be put "
+                "into; name one"
             )
         if self.weight_staging == "disk" and self.state_dir is None:
             raise StartupError("weight_staging is disk, but there is no state_dir for it; name one")
+
+    def _check_speculation(self) -> None:
         if self.policy in ("fixed", "beg") and self.drafter == "none":
             raise StartupError(
                 f"policy is {self.policy} but drafter is none; name a drafter, or use policy off"
             )
         if (self.policy == "fixed") != bool(self.sd_strategy):
             raise StartupError(
-                f"policy is {self.policy} and sd_strategy is {self.sd_strategy!r}; sd_strategy is for policy fixed, "
-                "which needs one, for example eagle:7x4x32"
+                f"policy is {self.policy or AUTO} and sd_strategy is {self.sd_strategy!r}; "
+                "sd_strategy is for policy fixed, which needs one, for example eagle:7x4x32"
             )
         if self.strategy is not None and self.strategy.drafter not in to_load(self.drafter):
             raise StartupError(
-                f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}, "
-                f"which loads {', '.join(to_load(self.drafter))}; make them agree"
+                f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is "
+                f"{self.drafter!r}, which loads {', '.join(to_load(self.drafter))}; make them agree"
             )
-        if self.device == "cpu" and self.dtype not in (None, "float32"):
-            raise StartupError(
-                f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
-                "precision is read exactly), or device cuda"
-            )
-        if self.default_timeout_s > self.max_timeout_s:
-            raise StartupError(
-                f"default_timeout_s is {_plain(self.default_timeout_s)} s, above max_timeout_s "
-                f"({_plain(self.max_timeout_s)}); lower it, or raise that"
-            )
-        return self
 
     def resolved(self) -> ResolvedConfig:
         """Return a new object in which every None that needs no device has a value. The engine
@@ -210,7 +229,8 @@ def _model_limit(model: Path) -> int:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise StartupError(
-            f"there is no {path}; model must name a directory that holds config.json and safetensors files"
+            f"there is no {path}; model must name a directory that holds config.json and "
+            "safetensors files"
         ) from None
     except OSError as error:
         raise StartupError(
@@ -218,11 +238,12 @@ def _model_limit(model: Path) -> int:
         ) from None
     except ValueError as error:
         raise StartupError(
-            f"{path} is not JSON ({error}); copy it anew from where the model came from"
+            f"{path} is not JSON ({error}); copy it again from where the model came from"
         ) from None
     if not isinstance(content, dict):
         raise StartupError(
-            f"{path} holds a {type(content).__name__}; it must be an object: copy it anew from where the model came from"
+            f"{path} holds a {type(content).__name__}; it must be an object: copy it again from "
+            "where the model came from"
         )
     if "max_position_embeddings" not in content:
         raise StartupError(f"{path} has no max_position_embeddings; set max_model_len")
@@ -253,7 +274,7 @@ class _Sources(BaseSettings, Config):
 
 
 def load(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
-    """The checked configuration. `flags` holds only what the command line named, by setting name."""
+    """Return the checked configuration. `flags` has only what the command line named."""
     _refuse_unknown("flag", (name for name in flags if name not in _TABLE), list(_TABLE))
     variables = {setting.variable: setting for setting in _TABLE.values()}
     _refuse_unknown(
@@ -302,13 +323,16 @@ def _read(file: Path) -> dict[Any, Any]:
         raise StartupError(f"cannot read the configuration file {file}: {error}") from None
     if not isinstance(keys, dict | None):
         raise StartupError(
-            f"the configuration file {file} holds a {type(keys).__name__}; it must map setting names to values"
+            f"the configuration file {file} holds a {type(keys).__name__}; it must map setting "
+            "names to values"
         )
     return keys or {}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What all begin with (`--`, `TLT_`) makes nothing alike."""
+    """Return a hint at the most similar known name, or nothing. A prefix that all share (`--`,
+    `TLT_`) does not count.
+    """
     names = list(known)
     shared = os.path.commonprefix([name, *names]) if len(names) > 1 else ""
     near = difflib.get_close_matches(
@@ -325,8 +349,8 @@ def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None
 
 
 def requirement(errors: Sequence[ErrorDetails]) -> str:
-    """What a value must be or have, in our words; `errors` are pydantic's for one value, one per
-    branch of a union.
+    """Return what a value must be or have, in our words. `errors` are pydantic's for one value, one
+    per branch of a union.
     """
     return " or ".join(dict.fromkeys(_requirement(error) for error in errors)).replace(
         " or be ", " or "
@@ -348,7 +372,10 @@ def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
     error = errors[0]
     setting = _TABLE[str(error["loc"][0])]
     if error["type"] == "missing":
-        return f"{setting.name} is not set; give {setting.flag}, {setting.variable} or the key {setting.name}: {setting.doc.sentence}"
+        return (
+            f"{setting.name} is not set; give {setting.flag}, {setting.variable} or the key "
+            f"{setting.name}: {setting.doc.sentence}"
+        )
     source = (
         setting.flag
         if setting.name in flags
@@ -363,8 +390,12 @@ def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
     if setting.doc.auto:
         must = must.replace("be '", "be 'auto', '", 1) if "be '" in must else f"{must} or 'auto'"
     if low is not None and high is not None:
-        must = f"{'be' if error['type'] == 'value_error' else f'{must},'} from {_plain(low)} to {_plain(high)}"
-    return f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} ({setting.doc.unit}). {setting.doc.sentence}"
+        must = "be" if error["type"] == "value_error" else f"{must},"
+        must += f" from {_plain(low)} to {_plain(high)}"
+    return (
+        f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} "
+        f"({setting.doc.unit}). {setting.doc.sentence}"
+    )
 
 
 def _named(path: Path | None) -> str:

@@ -43,15 +43,15 @@ class Unauthenticated(TltError):
 
 
 class Forbidden(TltError):
-    """Not by this key, not from there, or not to there: a key without the scope, a foreign Host or
-    Origin, a path outside the weight root, a server that takes no weights.
+    """The request is not allowed: a key without the scope, a foreign Host or Origin, a path outside
+    the weight root, a server that takes no weights.
     """
 
     code, http_status, grpc_code = "forbidden", 403, "PERMISSION_DENIED"
 
 
 class NotFound(TltError):
-    """No such route, model or push."""
+    """A route, model or push does not exist."""
 
     code, http_status, grpc_code = "not_found", 404, "NOT_FOUND"
 
@@ -71,13 +71,13 @@ class Conflict(TltError):
 
 
 class WeightsRefused(TltError):
-    """The pushed weights failed a check; what was live before is live still, bit for bit."""
+    """The pushed weights failed a check; the weights from before are still live, bit for bit."""
 
     code, http_status, grpc_code = "weights_refused", 422, "FAILED_PRECONDITION"
 
 
 class PushFailed(TltError):
-    """A push broke off for a reason that is not the weights'; nothing has changed and the same push
+    """A push broke off for a reason other than its weights; nothing has changed and the same push
     may be sent again.
     """
 
@@ -99,15 +99,15 @@ class QueueFull(TltError):
 
 
 class Overloaded(TltError):
-    """By forecast the request would miss its time because of what is open; the reply carries
-    Retry-After.
+    """The forecast says that the request would miss its time because of what is open; the reply
+    carries Retry-After.
     """
 
     code, http_status, grpc_code, retryable = "overloaded", 429, "RESOURCE_EXHAUSTED", True
 
 
 class QueueTimeout(TltError):
-    """The sequence was not begun within its queue_timeout_s; nothing of it was computed."""
+    """The sequence did not start within its queue_timeout_s; nothing of it was computed."""
 
     code, http_status, grpc_code, retryable = "queue_timeout", 429, "RESOURCE_EXHAUSTED", True
 
@@ -139,7 +139,7 @@ class DeadlineExceeded(TltError):
 
 
 class Unavailable(TltError):
-    """Not ready, draining, or the engine is gone."""
+    """The server is not ready or is draining, or the engine is gone."""
 
     code, http_status, grpc_code, retryable = "unavailable", 503, "UNAVAILABLE", True
 
@@ -161,9 +161,7 @@ class Poisoned(TltError):
 
 
 class StorageFailed(TltError):
-    """What must be kept cannot be: the disk is full or broken, or a limit on what is kept is
-    reached.
-    """
+    """Data cannot be stored: the disk is full or broken, or a limit on stored data is reached."""
 
     code, http_status, grpc_code, retryable = "storage_failed", 507, "RESOURCE_EXHAUSTED", True
 
@@ -185,7 +183,7 @@ def _tree(cls: type[TltError]) -> list[type[TltError]]:
 
 
 def codes() -> list[str]:
-    """Every error's code."""
+    """Return the code of every error."""
     return list(dict.fromkeys(cls.code for cls in _tree(TltError)))
 
 

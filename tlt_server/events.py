@@ -14,7 +14,7 @@ from tlt_server.records import Cycle, StepOutput
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What the engine says of itself once it is ready."""
+    """The engine's report of itself once it is ready."""
 
     model: Annotated[str, Meta(description="the name of the served model")]
     weight_version: Annotated[str, Meta(description="the target's version that is live")]
@@ -40,7 +40,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     products: Annotated[
         str,
         Meta(
-            description="the kernel of matrix products: streaming, or portable and why; empty on a CPU"
+            description=(
+                "the kernel of matrix products: streaming, or portable and why; empty on a CPU"
+            )
         ),
     ] = ""
     graphs: Annotated[bool, Meta(description="whether steps are captured as CUDA graphs")] = False
@@ -60,9 +62,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ] = {}
 
 
-Ending = Literal[
-    "exited", "failed", "hung"
-]  # of an engine process: by itself or a signal; with its own last word; killed as it was silent
+# the end of an engine process: by itself or by a signal; with an error that it reported; killed
+# because it was silent
+Ending = Literal["exited", "failed", "hung"]
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -78,7 +80,7 @@ class Phase(Struct, frozen=True, tag="phase"):
 
 
 class PhaseProgress(Struct, frozen=True, tag="phase_progress"):
-    """A start-up phase that takes long goes on."""
+    """The progress of a long start-up phase."""
 
     name: str
     done: int  # steps
@@ -86,7 +88,7 @@ class PhaseProgress(Struct, frozen=True, tag="phase_progress"):
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """The loop goes round and has had nothing else to say for a while."""
+    """A sign that the loop runs, sent when there is nothing else to send for a while."""
 
 
 class Outputs(Struct, frozen=True, tag="outputs"):
@@ -98,7 +100,7 @@ class Outputs(Struct, frozen=True, tag="outputs"):
 
 
 class WeightState(Struct, frozen=True, kw_only=True):
-    """What is live, what could be rolled back to, what is on its way."""
+    """The live versions, those that a rollback can restore, and a push on its way."""
 
     target: Annotated[str, Meta(description="the version that is live")]
     drafter: Annotated[
@@ -117,7 +119,8 @@ class WeightState(Struct, frozen=True, kw_only=True):
     quarantined: Annotated[
         dict[str, str],
         Meta(
-            description="role -> why nothing is generated: a push that wrote into the weights in use has failed"
+            description="role -> why nothing is generated: a push that wrote into the weights in "
+            "use has failed"
         ),
     ] = {}
     groups: Annotated[list[str], Meta(description="process groups that were joined")] = []
@@ -132,28 +135,29 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
 
     id: str
     state: WeightState
-    result: str = ""  # committed, staged, gathering, unchanged, aborted, named, rolled_back, looked, joined, left; or an error's code
+    # committed, staged, gathering, unchanged, aborted, named, rolled_back, looked, joined, left; or
+    # an error's code
+    result: str = ""
     error: tuple[str, str] | None = None  # (code, message)
     version: str = ""
     role: str = ""
-    checksums: dict[
-        str, str
-    ] = {}  # tensor -> "mix64:..." of its values; drafter names begin with "draft." where both are meant
+    # tensor -> "mix64:..." of its values; with both roles, drafter names begin with "draft."
+    checksums: dict[str, str] = {}
     phases: dict[str, float] = {}  # seconds
-    pause_ms: float = 0.0  # for which the commit kept the loop from stepping
-    values: bytes = b""  # of a tensor that was read: float32, row after row
-    shape: list[int] = []  # and how many
+    pause_ms: float = 0.0  # time for which the commit kept the loop from stepping
+    values: bytes = b""  # values of a tensor that was read: float32, row after row
+    shape: list[int] = []  # shape of these values
 
 
 class ControlReport(Struct, frozen=True, tag="control_report"):
-    """The answer to one control command: what it asks for is done, unless there is an error."""
+    """The answer to one control command, which is done unless there is an error."""
 
     id: str
     error: tuple[str, str] | None = None  # (code, message)
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """The engine cannot start or go on."""
+    """The engine cannot start or continue."""
 
     code: str
     message: str

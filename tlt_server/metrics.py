@@ -1,9 +1,9 @@
 """Every metric name in one place, on one registry of our own.
 
 The frontend counts requests here; the engine's numbers arrive as `Outputs.gauges` and
-`Outputs.cycle` and are mapped by `engine_outputs`. A gauge name that `GAUGES` and `TOTALS` do not
-list still shows, as `tlt_engine_figure{name=...}`. Every label has a bounded set of values, whatever
-clients and operators send.
+`Outputs.cycle` and are mapped by `engine_outputs`. A name that `GAUGES` and `TOTALS` do not list
+still shows, as `tlt_engine_figure{name=...}`. Every label has a bounded set of values, even when
+clients and operators send others.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     ),
     "pages_cached": (
         "tlt_pages_cached",
-        "KV pages that nobody uses and the prefix index could still serve.",
+        "KV pages without a user that the prefix index could still serve.",
     ),
 }
 TOTALS = {  # likewise, counted by the engine since it started
@@ -102,7 +102,7 @@ POSITIONS = (
     16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
 )
 
-disable_created_metrics()  # a `_created` series beside every counter tells nobody anything
+disable_created_metrics()  # no reader needs a `_created` series next to every counter
 
 
 class Metrics:
@@ -171,7 +171,8 @@ class Metrics:
         self.generated = counter("tlt_generated_tokens", "Tokens given to requests.")
         self.stale = counter(
             "tlt_stale_tokens",
-            "Tokens of ended sequences made by another weight version than the one live at the end.",
+            "Tokens of ended sequences made by another weight version than the one live at the "
+            "end.",
         )
         self.prompt = counter(
             "tlt_prompt_tokens", "Prompt tokens of requests accepted, each choice counted."
@@ -190,7 +191,8 @@ class Metrics:
         )
         self.inter_token_s = histogram(
             "tlt_inter_token_seconds",
-            "Between two outputs of a sequence, per token of the second; one observation per output.",
+            "Between two outputs of a sequence, per token of the second; one observation per "
+            "output.",
             TOKEN_S,
         )
         self.end_to_end_s = histogram(
@@ -369,7 +371,7 @@ class Metrics:
                     self._others[name] = self._other.labels(name)
                 self._others[name].set(value)
         for name in [name for name in self._others if name not in message.gauges]:
-            self._other.remove(name)  # of a policy that is no longer in force
+            self._other.remove(name)  # the policy that reported it is no longer in force
             del self._others[name]
         if message.cycle is not None:
             self._cycle(message.cycle)
@@ -436,9 +438,8 @@ class _Arm:
         deepest = min(max(cycle.accepted), POSITIONS)
         while len(self._positions) < deepest:
             self._positions.append(self._new_position(len(self._positions) + 1))
-        reached = [0] * (
-            deepest + 1
-        )  # requests that accepted exactly so many, the deepest and beyond together
+        # index: accepted drafts, the deepest and beyond together; value: number of requests
+        reached = [0] * (deepest + 1)
         for count in cycle.accepted:
             reached[min(count, deepest)] += 1
         for position, total in zip(

@@ -1,4 +1,4 @@
-"""What crosses seams: small frozen records, no torch.
+"""Records that cross seams: requests, outputs, strategies and steps. Small, frozen, no torch.
 
 Requests and outputs travel between frontend and engine as msgpack (msgspec), so every record here
 is a `Struct`. Positions count from 0 over prompt + output; a *row* is one (request, position,
@@ -19,8 +19,8 @@ MAX_SEED = 2**64 - 1
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How one sequence is sampled. Applied in this order: bias, penalties, min_tokens, temperature,
-    min_p, top_k, top_p, noise.
+    """The sampling of one sequence. Applied in this order: bias, penalties, min_tokens,
+    temperature, min_p, top_k, top_p, noise.
 
     The frontend validates against the server's limits; the engine trusts it.
     """
@@ -56,10 +56,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     salt: str = ""  # separates prefix-cache tenants
     sd: bool = True  # False: this request is never speculated on
     deadline_s: float | None = None  # time.monotonic() of this host
-    begin_by_s: float | None = None  # likewise: it ends unless it has begun by then
-    generated: list[
-        int
-    ] = []  # output tokens that it has already; the engine goes on behind them and reports only new ones
+    begin_by_s: float | None = None  # likewise: it ends unless it has started by then
+    generated: list[int] = []  # output tokens from before; the engine reports only those after them
 
 
 class Strategy(Struct, frozen=True, order=True):
@@ -74,7 +72,7 @@ class Strategy(Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str:
-        """As `parse_strategy` reads it; `off` for no speculation."""
+        """The spelling that `parse_strategy` reads; `off` for no speculation."""
         return f"{self.drafter}:{self.depth}x{self.width}x{self.rows}" if self.drafter else "off"
 
 
@@ -89,18 +87,20 @@ def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
     match = _STRATEGY.fullmatch(text)
     if match is None:
         raise StartupError(
-            f"{name} is {text[:80]!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example eagle:7x4x32"
+            f"{name} is {text[:80]!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example "
+            "eagle:7x4x32"
         )
     depth, width, rows = (int(number) for number in match.groups()[1:])
     if depth < 1 or width < 1 or rows < 2:
         raise StartupError(
-            f"{name} is {text!r}; depth and width must be at least 1 and rows at least 2 (the root and one draft)"
+            f"{name} is {text!r}; depth and width must be at least 1 and rows at least 2 (the root "
+            "and one draft)"
         )
     return Strategy(drafter=match[1], depth=depth, width=width, rows=rows)
 
 
 class StepContext(Struct, frozen=True):
-    """What a policy sees before a step."""
+    """The view of a policy before a step."""
 
     decoding: int  # requests that sample in this step
     prefill_rows: int  # prompt rows that share the step
@@ -109,17 +109,15 @@ class StepContext(Struct, frozen=True):
 
 
 class Cycle(Struct, frozen=True, kw_only=True):
-    """What a policy sees after a step."""
+    """The view of a policy after a step."""
 
     context: StepContext
     strategy: Strategy
     rows: int  # rows the target processed
-    emitted: int = 0  # tokens given to requests, bonus tokens included, surplus behind a stop not
+    emitted: int = 0  # tokens given to requests, with bonus tokens, without those after a stop
     accepted: tuple[int, ...]  # draft tokens accepted, per decoding request
     drafted: int  # draft rows verified
-    step_s: float = (
-        0.0  # wall time since the previous step ended, or since this one began after idling
-    )
+    step_s: float = 0.0  # wall time since the step before ended, or since this one after idling
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -130,8 +128,8 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step gave to one request; the last one carries `finish_reason`. Whoever holds all of
-    them has all of the request.
+    """The output of one step for one request. The last one carries `finish_reason`; all of them
+    together are the whole output.
     """
 
     id: str
@@ -141,15 +139,13 @@ class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output
     cached_tokens: int = 0  # prompt tokens served by the prefix index; with the first output
-    queued_s: float = (
-        0.0  # from its arrival at the engine until it was begun; with the first output
-    )
+    queued_s: float = 0.0  # from its arrival at the engine until its start; with the first output
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: tuple[str, str] | None = None  # (code, message) when finish_reason is "error"
-    weight_version: str = ""  # that computed the tokens
+    weight_version: str = ""  # the version that computed the tokens
     drafted: int = 0  # draft rows verified
-    accepted: int = 0  # of them, also those that a stop cut off
+    accepted: int = 0  # accepted draft rows, also those that a stop cut off
 
 
 def encode(message: Any) -> bytes:

@@ -23,7 +23,7 @@ class Registry:
         return iter(self._table)
 
     def resolve(self, name: str) -> Any:
-        """The object behind `name`; `StartupError` names the nearest known one."""
+        """Return the object that `name` stands for. `StartupError` names the nearest known name."""
         target = self._table.get(name)
         if target is None:
             near = difflib.get_close_matches(name, self._table, n=1)

@@ -1,4 +1,4 @@
-"""Who gets which seed. The noise of a token is keyed by (seed, position), so two sequences with one
+"""Seeds of choices. The noise of a token is keyed by (seed, position), so two sequences with one
 seed share their noise.
 
 The frontend calls this when it turns a call into requests. An explicit seed is used as given by
@@ -18,7 +18,8 @@ GOLDEN = 0x9E3779B97F4A7C15  # odd, so counter * GOLDEN visits every 64-bit valu
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of choice `index` of a request with this seed: the seed itself for 0, else 64 bits of
+    """Return the seed of choice `index` of a request with this seed: the seed itself for 0, else 64
+    bits of
     BLAKE2b(seed, index).
     """
     if index == 0:
@@ -40,7 +41,7 @@ class SeedSource:
         self._counter = itertools.count()
 
     def next(self) -> int:
-        """The next seed; safe to call from several threads."""
+        """Return the next seed. Safe to call from several threads."""
         return _mixed((self._start + next(self._counter) * GOLDEN) & MAX_SEED)
 
 

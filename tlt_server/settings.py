@@ -31,14 +31,13 @@ class ServerSettings(SharedSettings):
         int, Doc("MiB", "Size of all parts on their way by http together.", 1, 2**30)
     ] = 65536
     upload_ttl_s: Annotated[
-        float,
-        Doc("s", "Time after its last byte that an upload which nobody pushes is kept.", 1, 10**6),
+        float, Doc("s", "Time after its last byte that an upload is kept without a push.", 1, 10**6)
     ] = 3600.0
     weight_update_ttl_s: Annotated[
         float,
         Doc(
             "s",
-            "Time after its last call that a weight update which was begun and nobody ends stays open.",
+            "Time after its last call that a weight update stays open without its end.",
             1,
             10**6,
         ),
@@ -71,7 +70,8 @@ class ServerSettings(SharedSettings):
         Path | None,
         Doc(
             "file",
-            "API keys, one per line: the key or sha256:<hex>, then scopes=data,push-weights,operate and name=NAME; read again when it "
+            "API keys, one per line: the key or sha256:<hex>, then "
+            "scopes=data,push-weights,operate and name=NAME; read again when it "
             "changes.",
         ),
     ] = None
@@ -133,7 +133,8 @@ class ServerSettings(SharedSettings):
         int,
         Doc(
             "tokens",
-            "Prompt plus max_tokens of all sequences accepted and not finished; above it requests get 429.",
+            "Prompt plus max_tokens of all sequences accepted and not finished; above it requests "
+            "get 429.",
             1,
             2**40,
         ),
@@ -171,7 +172,8 @@ class ServerSettings(SharedSettings):
         float,
         Doc(
             "s",
-            "Longest that a sequence may wait before the engine begins it; a request may ask for less.",
+            "Longest that a sequence may wait before the engine begins it; a request may ask for "
+            "less.",
             0.01,
             10**6,
         ),
@@ -228,7 +230,10 @@ class Setting(NamedTuple):
     def help(self) -> str:
         absent = AUTO if self.doc.auto else "none"
         default = absent if self.default in (None, "") else self.default
-        return f"{self.doc.sentence} [{self.doc.unit}; {'required' if self.required else f'default {default}'}]"
+        return (
+            f"{self.doc.sentence} [{self.doc.unit}; "
+            f"{'required' if self.required else f'default {default}'}]"
+        )
 
 
 def settings() -> list[Setting]:

@@ -18,7 +18,7 @@ PolicyName = Literal["off", "fixed", "beg"]
 
 @dataclass(frozen=True)
 class Doc:
-    """What a user reads of a setting: unit, sentence, inclusive bounds, and whether the server can
+    """A setting's documentation: unit, sentence, inclusive bounds, and whether the server can
     decide it (`auto`).
     """
 
@@ -38,7 +38,8 @@ class SharedSettings:
         Path,
         Doc(
             "directory",
-            "Target model in the ordinary Hugging Face layout (config.json, safetensors, tokenizer.json).",
+            "Target model in the ordinary Hugging Face layout (config.json, safetensors, "
+            "tokenizer.json).",
         ),
     ]
     drafter: Annotated[str, Doc("directory | history | none", "Where draft tokens come from.")] = (
@@ -72,8 +73,8 @@ class SharedSettings:
         float,
         Doc(
             "ratio",
-            "A drafter whose acceptance falls below this share of what it was before weights changed rests until they change again; "
-            "history drafts instead. 0 = never.",
+            "A drafter whose acceptance falls below this share of what it was before weights "
+            "changed rests until they change again; history drafts instead. 0 = never.",
             0,
             1,
         ),
@@ -94,7 +95,8 @@ class SharedSettings:
         Literal["float32", "bfloat16", "float16"] | None,
         Doc(
             "type",
-            "Type of weights and KV; auto is float32 on a CPU, on a GPU the checkpoint's own half precision, else bfloat16.",
+            "Type of weights and KV; auto is float32 on a CPU, on a GPU the checkpoint's own half "
+            "precision, else bfloat16.",
             auto=True,
         ),
     ] = None
@@ -102,7 +104,8 @@ class SharedSettings:
         str | None,
         Doc(
             "backend",
-            "Attention backend: cpu or torch on a CPU, triton, torch or flash_attn on a GPU; auto is the first.",
+            "Attention backend: cpu or torch on a CPU, triton, torch or flash_attn on a GPU; auto "
+            "is the first.",
             auto=True,
         ),
     ] = None
@@ -113,7 +116,8 @@ class SharedSettings:
         Literal["strict", "fast"],
         Doc(
             "mode",
-            "strict: the same bits whatever the batch and the strategy; fast: exact in distribution only.",
+            "strict: the same bits in every batch and with every strategy; fast: exact in "
+            "distribution only.",
         ),
     ] = "strict"
     threads: Annotated[
@@ -145,8 +149,8 @@ class SharedSettings:
         str | None,
         Doc(
             "names",
-            "Channels that weights may come by, with commas between: disk, http, broadcast, ipc; auto is disk with a weight_root, "
-            "else none.",
+            "Channels that weights may come by, with commas between: disk, http, broadcast, ipc; "
+            "auto is disk with a weight_root, else none.",
             auto=True,
         ),
     ] = None
@@ -154,7 +158,8 @@ class SharedSettings:
         Literal["device", "host", "disk", "none"] | None,
         Doc(
             "place",
-            "Where a pushed version lies until it is live: auto is the first with room, none writes over the weights in use.",
+            "Where a pushed version lies until it is live: auto is the first with room, none "
+            "writes over the weights in use.",
             auto=True,
         ),
     ] = None
@@ -162,7 +167,8 @@ class SharedSettings:
         float,
         Doc(
             "s",
-            "Longest wait of a push by broadcast or ipc for its trainer: for it to join, for the next tensors.",
+            "Longest wait of a push by broadcast or ipc for its trainer: for it to join, for the "
+            "next tensors.",
             0.1,
             86400,
         ),
@@ -171,7 +177,8 @@ class SharedSettings:
         Path | None,
         Doc(
             "directory",
-            "Keeps committed weights and rollouts over a restart; none: they end with the process that holds them.",
+            "Keeps committed weights and rollouts over a restart; none: they end with the process "
+            "that holds them.",
         ),
     ] = None
 

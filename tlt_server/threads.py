@@ -1,5 +1,5 @@
-"""Threads beside a loop that must not wait: one that cannot be started, or is one too many, is a
-typed error for who asked.
+"""Threads next to a loop that must not wait. A thread that cannot be started, or is one too many,
+is a typed error for the caller.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tlt_server.errors import Unavailable
 
 
 def started(name: str, work: Callable[[], None]) -> threading.Thread:
-    """`Unavailable` when the system gives no thread."""
+    """Start a thread. `Unavailable` when the system gives none."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
         raise Unavailable(
-            f"no thread can be started to {name} ({error}); raise the limit on processes (ulimit -u, or the container's "
-            "pids limit), or ask again later"
+            f"no thread can be started to {name} ({error}); raise the limit on processes (ulimit "
+            "-u, or the container's pids limit), or ask again later"
         ) from None
     return thread
 
@@ -41,12 +41,12 @@ class Crew:
         return bool(self._threads)
 
     def check_room(self, waiting: int = 0) -> None:
-        """`Unavailable` when with those that `waiting` counts there are as many as may be."""
+        """`Unavailable` when running and waiting threads together reach the limit."""
         count = (len(self._threads) if self.busy else 0) + waiting
         if count >= self._limit:
             raise Unavailable(
-                f"{count} are at work already to {self._name}, the limit is {self._limit}; wait for one to be answered, then "
-                "ask again"
+                f"{count} are at work already to {self._name}, the limit is {self._limit}; wait "
+                "for one to be answered, then ask again"
             )
 
     def start(self, work: Callable[[], None]) -> None:
@@ -54,8 +54,8 @@ class Crew:
 
 
 class Errands:
-    """One thread that does what it is given, in order: it waits already, as to start one takes
-    longer than a loop may. Ends with its owner.
+    """One thread that runs what it is given, in order. It is started beforehand, because a start
+    takes longer than a loop may wait. It ends with its owner.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,7 +67,7 @@ class Errands:
         self._queue.put(errand)
 
     def mark(self) -> threading.Event:
-        """Set once all that was given until now is done."""
+        """Return an event that is set once everything given until now is done."""
         done = threading.Event()
         self._queue.put(done.set)
         return done
@@ -77,7 +77,7 @@ def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (errand := queue.get()) is not None:
         try:
             errand()
-        except Exception:  # the next one is done all the same
+        except Exception:  # the next errand runs nevertheless
             with contextlib.suppress(Exception):
                 traceback.print_exc()
-        del errand  # and what it holds, before the next one comes
+        del errand  # free what it holds before the next one comes

@@ -1,5 +1,4 @@
-"""What the engine process gets at start: the settings that it shares with its server, and a few
-that only it has.
+"""Settings of an engine process: those that it shares with its server, and a few of its own.
 
 None means that the engine decides: `devices.choice.choose` makes `DecidedSettings`, in which what
 depends on the device has a value. Everything that computes gets those.
@@ -22,7 +21,7 @@ from tlt_server.speculation.drafters import to_load, weights_directory
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(SharedSettings):
     max_draft_rows: int = 1024  # draft rows per step
-    weight_version: str = "initial"  # of what the model directories hold
+    weight_version: str = "initial"  # version of the weights in the model directories
     parent: int = 0  # process that started this one; the engine ends with it
 
     @property
@@ -69,6 +68,7 @@ def decode_settings(line: bytes) -> EngineSettings:
     unknown = set(msgspec.json.decode(line)) - {field.name for field in fields(EngineSettings)}
     if unknown:
         raise StartupError(
-            f"the engine has no setting {', '.join(sorted(unknown))}; start it from the same version"
+            f"the engine has no setting {', '.join(sorted(unknown))}; start it from the same "
+            "version"
         )
     return msgspec.json.decode(line, type=EngineSettings, dec_hook=lambda kind, value: kind(value))

@@ -1,4 +1,4 @@
-"""What the routes share."""
+"""Everything that the routes share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tlt_server.metrics import Metrics
 
 @dataclass(frozen=True)
 class Service:
-    """What the routes share."""
+    """The parts of the server that a route may use."""
 
     config: ResolvedConfig
     engine: EngineClient
@@ -63,19 +63,18 @@ class Service:
         return WeightChecker(self.session)
 
     def close(self) -> None:
-        """Whoever still waits for something, or is still sending, is told that the server shuts
-        down.
-        """
+        """Tell every client that still waits or sends that the server shuts down."""
         self.engine.close()
         self.reading.close()
 
     def abort(self, names: Iterable[str] | None, caller: Caller) -> int:
-        """End the items of these names, as far as they are the caller's, or all that is open, with
-        what they have. Return the number of open sequences that this ends.
+        """End the caller's items of these names with what they have; without names, everything
+        open. Return the number of open sequences that this ends.
         """
         if names is None and not caller.may("operate"):
             raise Forbidden(
-                f"to abort all that is open needs the scope operate, and the key {caller.name} has it not; name its requests"
+                f"to abort all that is open needs the scope operate, and the key {caller.name} "
+                "does not have it; name its requests"
             )
         named = self.generations.named
         ids = self.engine.open_ids if names is None else named.find(names, caller)
@@ -83,14 +82,14 @@ class Service:
         return len(ids)
 
     def start(self, batch: RequestBatch, owner: str) -> Generation:
-        """Admit and submit the batch, all of it or (with a typed error) nothing. Whoever calls this
-        closes what it gets. `owner`: the name of the key that asks.
+        """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes
+        the generation. `owner`: the name of the key that asks.
         """
         return self.generations.start(batch, owner)
 
     @property
     def ready(self) -> bool:
-        """Whether a request sent now would be taken."""
+        """True if a request sent now would be taken."""
         try:
             self.engine.check_available()
         except Unavailable:
@@ -99,7 +98,7 @@ class Service:
 
     @property
     def numerics(self) -> str:
-        """The mode alone, strict or fast; the engine's own words say how it is reached."""
+        """The mode alone, strict or fast, without how the engine reaches it."""
         return (
             self.engine.info.numerics.partition(":")[0]
             if self.engine.info is not None

@@ -219,9 +219,8 @@ class Validator:
             if 0 < tokens * longest < len(text):
                 raise InvalidRequest(
                     f"{where} has a text of {len(text)} characters; the limit is "
-                    f"{tokens * longest} (max_prompt_tokens "
-                    f"{tokens}, and no token of this model has more than {longest} characters): "
-                    "shorten it"
+                    f"{tokens * longest} (max_prompt_tokens {tokens}, and no token of this model "
+                    f"has more than {longest} characters): shorten it"
                 )
         return await asyncio.to_thread(self._text.encode, texts, special=special)
 
@@ -263,15 +262,13 @@ class Validator:
         if max(token_ids) >= info.vocab_size:
             raise InvalidRequest(
                 f"{where} has the token id {max(token_ids)}; ids of this model end at "
-                f"{info.vocab_size - 1}: "
-                "tokenise with the served model's tokenizer"
+                f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
             )
         limit = self._prompt_limit(info)
         if len(token_ids) > limit:
             raise InvalidRequest(
                 f"{where} has a prompt of {len(token_ids)} tokens; the limit is {limit} "
-                "(max_prompt_tokens, and "
-                f"max_model_len {info.max_model_len} less one): shorten it"
+                f"(max_prompt_tokens, and max_model_len {info.max_model_len} less one): shorten it"
             )
         return info.max_model_len - len(token_ids)
 
@@ -300,9 +297,8 @@ class Validator:
         if max_tokens > limit:
             raise InvalidRequest(
                 f"{where}max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, "
-                "and what the prompt "
-                f"leaves of max_model_len {info.max_model_len}): ask for fewer or shorten the "
-                "prompt"
+                f"and what the prompt leaves of max_model_len {info.max_model_len}): ask for fewer "
+                "or shorten the prompt"
             )
         if get("min_tokens") > max_tokens:
             raise InvalidRequest(
@@ -312,8 +308,7 @@ class Validator:
         if 0 < get("temperature") < MIN_TEMPERATURE:
             raise InvalidRequest(
                 f"{where}temperature is {get('temperature'):g}; it must be 0 or at least "
-                f"{MIN_TEMPERATURE:g}: "
-                "use 0 for greedy decoding"
+                f"{MIN_TEMPERATURE:g}: use 0 for greedy decoding"
             )
         prompt_logprobs = (
             info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
@@ -326,8 +321,7 @@ class Validator:
                 all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
                 raise InvalidRequest(
                     f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} "
-                    "(max_logprobs): "
-                    "ask for fewer"
+                    "(max_logprobs): ask for fewer"
                 )
         fields = {name: get(name) for name in SamplingFields.model_fields}
         fields |= {
@@ -366,8 +360,7 @@ class Validator:
         if len(ids) > self._config.max_stop_token_ids:
             raise InvalidRequest(
                 f"{where}stop_token_ids has {len(ids)} ids; the limit is "
-                f"{self._config.max_stop_token_ids} "
-                "(max_stop_token_ids)"
+                f"{self._config.max_stop_token_ids} (max_stop_token_ids)"
             )
         if ids and max(ids) >= info.vocab_size:
             raise InvalidRequest(
@@ -398,8 +391,7 @@ class Validator:
             if value > limit:
                 raise TooLarge(
                     f"the request asks for {value} or more tokens, counting every choice; the "
-                    f"limit is {limit} ({name}): "
-                    "split the batch, or lower n or max_tokens"
+                    f"limit is {limit} ({name}): split the batch, or lower n or max_tokens"
                 )
 
 

@@ -64,8 +64,7 @@ class Broadcasts:
         if not (1 <= number <= 65535 or unique_id) or not 1 <= rank < world_size:
             raise InvalidRequest(
                 f"the port is {port!r} and the rank {rank} of {world_size}; a port is from 1 to "
-                "65535, rank 0 is the "
-                "trainer's, and ranks are below the world size"
+                "65535, rank 0 is the trainer's, and ranks are below the world size"
             )
         report = await self._session.ask(
             JoinGroup(
@@ -155,8 +154,7 @@ def described(
     if not names or len({len(names), len(dtypes), len(shapes)}) > 1:
         raise InvalidRequest(
             f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give "
-            "one of each for every "
-            "tensor, in the order in which they are broadcast"
+            "one of each for every tensor, in the order in which they are broadcast"
         )
     return [
         TensorEntry(name=name, dtype=dtype, shape=list(shape))

@@ -55,8 +55,7 @@ class WeightChecker:
         if not expected:
             raise InvalidRequest(
                 "there is nothing to compare with; give baseline as an object of checksums, or "
-                "call with action reset "
-                "first"
+                "call with action reset first"
             )
         sums = await self._sums()
         return sorted(

@@ -155,10 +155,8 @@ class WeightSession:
         if selector == "draft" and self._update.holds_a_target:
             raise Conflict(
                 "a weight update that was started holds weights of the target, which this would "
-                "drop; "
-                "finish it first (POST /finish_weight_update, /end_weight_update), or start it "
-                "again, "
-                "for all or for the target, to drop them"
+                "drop; finish it first (POST /finish_weight_update, /end_weight_update), or start "
+                "it again, for all or for the target, to drop them"
             )
         earlier, self._update = self._update, Update(self, selector, self.command_id())
         self._update.started_s = self._update.touched_s = asyncio.get_running_loop().time()
@@ -251,8 +249,7 @@ class WeightSession:
         if update is not self._update:
             raise Conflict(
                 "a weight update has started or ended since this push was asked for, and the push "
-                "may "
-                "not belong to it; push again"
+                "may not belong to it; push again"
             )
         if update.ending.locked():
             raise Conflict("the weight update is being ended; wait for that, then push")
@@ -272,8 +269,7 @@ class WeightSession:
                     raise Conflict(
                         "the weight update has ended already and its version is "
                         f"{update.ended.version!r}, not {name!r}; start another and push, or name "
-                        "what "
-                        "is live (POST /update_weight_version)"
+                        "what is live (POST /update_weight_version)"
                     )
                 return update.ended
             update.touched_s = asyncio.get_running_loop().time()
@@ -290,8 +286,7 @@ class WeightSession:
                 )
                 raise Conflict(
                     f"the last push{whose} in this weight update failed or is under way, so there "
-                    "is "
-                    "nothing to make live; push again and then end it, or start another"
+                    "is nothing to make live; push again and then end it, or start another"
                 )
             update.ended = await self._commit(update, name or update.name)
             update.name = name or update.name
@@ -305,8 +300,7 @@ class WeightSession:
         if name and not update.calls:
             raise Conflict(
                 f"nothing was pushed in this weight update, so there is nothing to call {name!r}; "
-                "push "
-                "and then end it, or start another and end it without a name (POST "
+                "push and then end it, or start another and end it without a name (POST "
                 "/update_weight_version outside of an update names what is live)"
             )
         if name and update.live:

@@ -66,8 +66,8 @@ class InitInfo(Tolerant):
         if bool(self.nccl_unique_id_b64) == bool(self.master_address):
             raise InvalidRequest(
                 f"master_address is {self.master_address!r} and nccl_unique_id_b64 has "
-                f"{len(self.nccl_unique_id_b64)} "
-                "characters; give one of both: the store's address and port, or NCCL's id"
+                f"{len(self.nccl_unique_id_b64)} characters; give one of both: the store's address "
+                "and port, or NCCL's id"
             )
         try:
             id = base64.b64decode(self.nccl_unique_id_b64, validate=True)
@@ -76,8 +76,8 @@ class InitInfo(Tolerant):
         if len(id) not in (0, ID_BYTES) or (id and self.backend != "nccl"):
             raise InvalidRequest(
                 f"nccl_unique_id_b64 is {self.nccl_unique_id_b64[:40]!r} with backend "
-                f"{self.backend}; give the "
-                f"{ID_BYTES} bytes of ncclGetUniqueId in ordinary base64, for backend nccl"
+                f"{self.backend}; give the {ID_BYTES} bytes of ncclGetUniqueId in ordinary base64, "
+                "for backend nccl"
             )
         return id
 
@@ -100,9 +100,9 @@ class BroadcasterFields(Tolerant):
             said = "'nccl'" if "backend" in self.model_fields_set else "absent, which means nccl"
             raise InvalidRequest(
                 f"backend is {said}, and trainers that make this group over nccl describe what "
-                "they send by pickles, "
-                "which are not read; let the trainer write a directory and push it by weight_dir "
-                "(prime-rl: weight_broadcast type filesystem), or make the group with "
+                "they send by pickles, which are not read; let the trainer write a directory and "
+                "push it by weight_dir (prime-rl: weight_broadcast type filesystem), or make the "
+                "group with "
                 '"backend": "gloo" and describe tensors by update_info'
             )
         return InitInfo(

@@ -189,8 +189,8 @@ class Uploads:
         if upload is None and len(self._uploads) >= config.max_uploads:
             raise StorageFailed(
                 f"{len(self._uploads)} versions are on their way, the limit is "
-                f"{config.max_uploads} (max_uploads); push or "
-                f"abort one of {sorted(self._uploads)} (GET /weights says how old each is)"
+                f"{config.max_uploads} (max_uploads); push or abort one of {sorted(self._uploads)} "
+                "(GET /weights says how old each is)"
             )
         there = upload.parts.get(part) if upload is not None else None
         if there is not None and there.total != total:
@@ -205,14 +205,12 @@ class Uploads:
             if held + total > config.max_upload_mb * 2**20:
                 raise StorageFailed(
                     f"part {part!r} has {total} bytes and {held} are on their way; the limit is "
-                    f"{config.max_upload_mb} MiB "
-                    "(max_upload_mb): push or abort what is there"
+                    f"{config.max_upload_mb} MiB (max_upload_mb): push or abort what is there"
                 )
             if upload is not None and len(upload.parts) >= config.max_upload_parts:
                 raise StorageFailed(
                     f"version {version!r} has {len(upload.parts)} parts, the limit is "
-                    f"{config.max_upload_parts} "
-                    "(max_upload_parts); send larger ones"
+                    f"{config.max_upload_parts} (max_upload_parts); send larger ones"
                 )
         if upload is None:
             upload = _Upload(
@@ -256,8 +254,7 @@ class Uploads:
             if start + len(data) > part.total:
                 raise InvalidRequest(
                     f"part {name!r} has {part.total} bytes in all and this range reaches "
-                    f"{start + len(data)}; send what "
-                    "Content-Range says"
+                    f"{start + len(data)}; send what Content-Range says"
                 )
             with open(upload.directory / name, "r+b" if part.bytes else "w+b") as file:
                 file.seek(start)
@@ -265,8 +262,7 @@ class Uploads:
                 if file.read(len(again)) != again:
                     raise Conflict(
                         f"part {name!r} came with other bytes before, somewhere in [{start}, "
-                        f"{start + len(again)}); abort the "
-                        "version to start again"
+                        f"{start + len(again)}); abort the version to start again"
                     )
                 file.write(memoryview(data)[len(again) :])
             part.bytes = max(part.bytes, start + len(data))
@@ -369,7 +365,6 @@ def span(content_range: str, length: int | None) -> tuple[int, int]:
     if not first <= last < total or (length is not None and length != last + 1 - first):
         raise InvalidRequest(
             f"Content-Range is {content_range[:80]!r} for a body of {length} bytes; it must be "
-            "bytes FIRST-LAST/TOTAL, "
-            "the last included"
+            "bytes FIRST-LAST/TOTAL, the last included"
         )
     return first, total
