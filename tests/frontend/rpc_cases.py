@@ -117,7 +117,8 @@ CASES = [
     Case("every item fails", batch({"token_ids": [FAILS], "seed": 1, "id": "b"})),
     Case("its deadline passes", batch({"token_ids": [HANGS], "seed": 1, "id": "b"}, timeout_s=0.1)),
     Case(
-        "not begun in time", batch({"token_ids": [LATE], "seed": 1, "id": "b"}, queue_timeout_s=0.1)
+        "not started in time",
+        batch({"token_ids": [LATE], "seed": 1, "id": "b"}, queue_timeout_s=0.1),
     ),
     Case("a request id", batch(ITEM), metadata={"x-request-id": "trainer-7"}),
     # fields that are wrong

@@ -210,7 +210,7 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
     assert ask(keyed, {"requests": [{"token_ids": [*PROMPT.encode(), DIES]}]}).status_code == 500
 
     accesses(stream, 13)
-    said = stream.getvalue()
+    text = stream.getvalue()
     assert {line["event"] for line in lines(stream)} >= {
         "request",
         "generated",
@@ -227,7 +227,7 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
         for place in line.get("frames", [])
     )
     for secret in (PROMPT, COMPLETION, KEY, "canary", str(list(PROMPT.encode()))[1:-1]):
-        assert secret not in said, secret
+        assert secret not in text, secret
 
 
 def test_the_log_leads_from_a_death_to_the_request_that_ran(

@@ -236,7 +236,7 @@ def test_requests_by_route_method_and_status(own: LiveServer) -> None:
 
 def test_a_weight_command_ends_with_nothing_that_has_no_series_from_the_start() -> None:
     package = Path(tlt_server.__file__).parent
-    raised, said = set[str](), set[str]()
+    raised, results = set[str](), set[str]()
     pushing = {*(package / "weights").glob("*.py")} - {
         package / "weights" / "dormant.py"
     }  # metrics of a sleep
@@ -253,14 +253,14 @@ def test_a_weight_command_ends_with_nothing_that_has_no_series_from_the_start() 
                 and isinstance(node.func, ast.Attribute)
                 and node.func.attr in ("report", "answer")
             ):
-                said |= {
+                results |= {
                     argument.value for argument in node.args if isinstance(argument, ast.Constant)
                 }
-    assert {"conflict", "push_failed"} < raised and {"committed", "rolled_back"} < said
+    assert {"conflict", "push_failed"} < raised and {"committed", "rolled_back"} < results
     raised |= {error.code for error in (ContentRefused, PlaceForbidden, ChannelLost)}
     raised -= {"startup", "unavailable"}  # what a sequence ends with while weights are quarantined
-    said -= {"joined", "left"}
-    assert raised | said - {"looked"} == {
+    results -= {"joined", "left"}
+    assert raised | results - {"looked"} == {
         result for result, _ in shown(Metrics())["tlt_weight_pushes_total"]
     }
 

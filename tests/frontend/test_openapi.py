@@ -223,7 +223,7 @@ def test_headers_of_replies_are_listed_and_sent(
         ), path
     listed = document["paths"]["/generate"]["post"]["responses"]
     assert "X-Rollout-Id" in listed["200"]["headers"].keys() & listed["202"]["headers"].keys()
-    assert "X-Rollout-Id" not in listed["413"]["headers"], "nothing was begun"
+    assert "X-Rollout-Id" not in listed["413"]["headers"], "nothing was started"
     body = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}, "detach": True}
     assert {"x-request-id", "x-rollout-id"} <= httpx.post(
         f"{server.url}/generate", json=body

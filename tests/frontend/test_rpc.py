@@ -231,7 +231,7 @@ def test_more_calls_than_connections_are_refused(
 
 
 class SlowToBegin:
-    """A context whose reply begins later than a client may take to read."""
+    """A context whose reply starts later than a client may take to read."""
 
     def __init__(self) -> None:
         self.sent: list[object] = []
@@ -254,7 +254,7 @@ class SlowToBegin:
 
 
 def test_the_start_of_a_reply_is_not_cut_off() -> None:
-    """No status could follow half a begin, and the client would wait for ever."""
+    """No status could follow half a start, and the client would wait for ever."""
     context, method = SlowToBegin(), METHODS["/tlt.v1.RolloutService/GetInfo"]
 
     async def app(

@@ -146,8 +146,10 @@ def over_grpc(server: LiveServer, method: str, case: Case) -> Answer:
                 trailing.get("retry-after"),
                 trailing["x-request-id"],
             )
-    told = dict(initial)
-    return Answer(reply, retry_after=told.get("retry-after"), request_id=told["x-request-id"])
+    metadata = dict(initial)
+    return Answer(
+        reply, retry_after=metadata.get("retry-after"), request_id=metadata["x-request-id"]
+    )
 
 
 def by_code(code: str) -> type[errors.TltError]:
@@ -263,16 +265,16 @@ def test_an_idempotency_key_means_the_same_over_both_transports(keyed: LiveServe
 
 
 def test_a_rollout_belongs_to_its_owner_over_both_transports(keyed: LiveServer) -> None:
-    begun = over_grpc(
+    rollout = over_grpc(
         keyed, "Detach", Case("", batch(ITEM, sampling={"max_tokens": 4}), key="data")
     ).reply["id"]
     for method in ("GetRollout", "DeleteRollout"):
         http, rpc = (
-            ask(keyed, method, Case("", {"id": begun}, key="other"))
+            ask(keyed, method, Case("", {"id": rollout}, key="other"))
             for ask in (over_http, over_grpc)
         )
         assert http.code == rpc.code == "not_found" and http.message == rpc.message
-    own = Case("", {"id": begun, "wait_s": 10.0}, key="data")
+    own = Case("", {"id": rollout, "wait_s": 10.0}, key="data")
     http, rpc = over_http(keyed, "GetRollout", own), over_grpc(keyed, "GetRollout", own)
     assert (
         thin(http.reply) == rpc.reply
@@ -282,9 +284,9 @@ def test_a_rollout_belongs_to_its_owner_over_both_transports(keyed: LiveServer) 
     http, rpc = (
         ask(keyed, "ListRollouts", Case("", {}, key="data")) for ask in (over_http, over_grpc)
     )
-    assert thin(http.reply) == rpc.reply and begun in str(rpc.reply)
+    assert thin(http.reply) == rpc.reply and rollout in str(rpc.reply)
     assert (
-        over_grpc(keyed, "DeleteRollout", Case("", {"id": begun}, key="data")).reply["status"]
+        over_grpc(keyed, "DeleteRollout", Case("", {"id": rollout}, key="data")).reply["status"]
         == "deleted"
     )
     assert (

@@ -270,7 +270,7 @@ def test_the_page_of_grpc_lists_every_error_by_its_status() -> None:
         re.MULTILINE,
     )
     statuses = [status for row, _ in rows for status in re.findall(r"`(\w+)`", row)]
-    told = {
+    listed = {
         code: set(re.findall(r"`(\w+)`", row))
         for row, errors in rows
         for code in re.findall(r"`(\w+)`", errors)
@@ -278,7 +278,7 @@ def test_the_page_of_grpc_lists_every_error_by_its_status() -> None:
     known = {
         code: type(from_code(code, "")).grpc_code for code in codes() if code not in NEVER_SENT
     }
-    assert told.keys() == known.keys() and all(known[code] in told[code] for code in known)
+    assert listed.keys() == known.keys() and all(known[code] in listed[code] for code in known)
     assert sorted(statuses) == sorted(set(known.values())) and all(
         hasattr(grpc.StatusCode, status) for status in statuses
     )

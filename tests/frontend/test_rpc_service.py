@@ -116,20 +116,20 @@ def test_a_server_that_stops_ends_every_stream_with_a_typed_error(
             and next(health).status == health_pb2.HealthCheckResponse.SERVING
         )
         eventually(lambda: stopping.engine.running)
-        began = time.monotonic()
+        started = time.monotonic()
         stopper = threading.Thread(target=stopping.stop)
         stopper.start()
-        told = list(stream)
-        assert [event.WhichOneof("event") for event in told] == ["error", "done"]
+        last = list(stream)
+        assert [event.WhichOneof("event") for event in last] == ["error", "done"]
         assert (
-            told[0].error.error.code == "unavailable"
-            and "shutting down" in told[0].error.error.message
+            last[0].error.error.code == "unavailable"
+            and "shutting down" in last[0].error.error.message
         )
         assert [event.state.draining for event in events] == [True]
         for _ in health:
             pass
         stopper.join(30)
-        assert time.monotonic() - began < 25, "open streams did not hold it up"
+        assert time.monotonic() - started < 25, "open streams did not hold it up"
         with pytest.raises(grpc.RpcError) as caught:
             stub.GetInfo(GetInfoRequest())
         assert isinstance(error_of(caught.value), NotReached | ConnectionFailed)

@@ -181,9 +181,9 @@ def test_keys_are_replaced_while_serving_and_a_broken_file_changes_nothing(
             )
             time.sleep(1.1)
             assert status(server, "new") == 200
-            said = [line for line in lines(stream) if line["event"] == "file_refused"]
-            assert len(said) == refused + 1, "said once"
-            assert "typo" not in json.dumps(said)
+            logged = [line for line in lines(stream) if line["event"] == "file_refused"]
+            assert len(logged) == refused + 1, "logged once"
+            assert "typo" not in json.dumps(logged)
         file.unlink()
         eventually(
             lambda: (

@@ -13,14 +13,14 @@ __all__ = ["server"]  # fixtures
 
 
 def test_another_name_that_has_a_form_is_refused_with_it(server: LiveServer) -> None:
-    said = post(
+    reply = post(
         server,
         "/weight_groups",
         {"name": "a b", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2},
     )
     assert (
-        said.status_code == 400
-        and said.json()["error"]["message"] == "name is 'a b'; it must match ^[A-Za-z0-9._-]+$"
+        reply.status_code == 400
+        and reply.json()["error"]["message"] == "name is 'a b'; it must match ^[A-Za-z0-9._-]+$"
     )
 
 

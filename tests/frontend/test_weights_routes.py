@@ -171,10 +171,10 @@ def test_a_version_may_hold_what_a_path_does_not(
 def test_a_name_that_no_version_can_have_is_refused_with_what_it_must_be(
     path: str, field: str, version: str, server: LiveServer
 ) -> None:
-    said = post(server, path, {field: version, "path": "p", "model_path": "p"})
-    assert said.status_code == 400
+    reply = post(server, path, {field: version, "path": "p", "model_path": "p"})
+    assert reply.status_code == 400
     words = f"{field} is {version!r}; it must {VERSION_MUST}"
-    assert json.dumps(words)[1:-1] in said.text
+    assert json.dumps(words)[1:-1] in reply.text
 
 
 def test_the_client_compares_checksums(client: Client) -> None:

@@ -238,14 +238,14 @@ async def _conversation(
 
 
 async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) -> Response:
-    places, count, parts = _places(batch), UsageCount(), []
+    positions, count, parts = _positions(batch), UsageCount(), []
     async for event in generation.events():
         if isinstance(event, FailedItem):
             raise event.error
         if isinstance(event, FinishedItem):
             count.add(event)
             parts += [
-                phrase.part(places[event.id], whole(choice), choice) for choice in event.choices
+                phrase.part(positions[event.id], whole(choice), choice) for choice in event.choices
             ]
     parts.sort(key=lambda part: part.index)
     return json_response(phrase.reply(parts, count.usage()))  # type: ignore[arg-type]
@@ -254,12 +254,12 @@ async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) ->
 async def _chunks(
     phrase: Phrase, batch: RequestBatch, generation: Generation, *, usage: bool
 ) -> AsyncIterator[bytes]:
-    places, count, no_usage = _places(batch), UsageCount(), None if usage else UNSET
+    positions, count, no_usage = _positions(batch), UsageCount(), None if usage else UNSET
     try:
         async for event in generation.events():
             match event:
                 case TokenEvent(id, delta, ended):
-                    yield _frame(phrase.reply([phrase.part(places[id], delta, ended)], no_usage))  # type: ignore[list-item]
+                    yield _frame(phrase.reply([phrase.part(positions[id], delta, ended)], no_usage))  # type: ignore[list-item]
                 case FinishedItem():
                     count.add(event)
                 case FailedItem(_, error):
@@ -273,8 +273,8 @@ async def _chunks(
     yield b"data: [DONE]\n\n"
 
 
-def _places(batch: RequestBatch) -> dict[str, int]:
-    return {item.id: place for place, item in enumerate(batch.items)}
+def _positions(batch: RequestBatch) -> dict[str, int]:
+    return {item.id: i for i, item in enumerate(batch.items)}
 
 
 def _frame(data: Any) -> bytes:

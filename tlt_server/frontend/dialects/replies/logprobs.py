@@ -54,7 +54,7 @@ class ChatToken(Struct, frozen=True):
         list[int], Meta(description="bytes of the token in UTF-8, perhaps a part of a character")
     ]
     top_logprobs: Annotated[
-        list[Alternative], Meta(description="the most likely tokens at this place, best first")
+        list[Alternative], Meta(description="the most likely tokens at this position, best first")
     ]
 
 
@@ -182,6 +182,8 @@ class Speller:
     def _ranked(self, token_id: int, logprob: float, best: TokenLogprobs) -> dict[str, PromptToken]:
         rank = best.token_ids.index(token_id) + 1 if token_id in best.token_ids else None
         found = {str(token_id): PromptToken(logprob, rank, self._pieces[token_id].text)}
-        for place, (other, value) in enumerate(zip(best.token_ids, best.logprobs, strict=True), 1):
-            found.setdefault(str(other), PromptToken(value, place, self._pieces[other].text))
+        for other_rank, (other, value) in enumerate(
+            zip(best.token_ids, best.logprobs, strict=True), 1
+        ):
+            found.setdefault(str(other), PromptToken(value, other_rank, self._pieces[other].text))
         return found

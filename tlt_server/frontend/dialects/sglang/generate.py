@@ -55,12 +55,12 @@ async def _whole(phrase: Phrase, generation: Generation) -> Response:
             raise event.error
         if isinstance(event, FinishedItem):
             found |= {
-                phrase.place(event.id, choice.index): phrase.ended(
+                phrase.index_of(event.id, choice.index): phrase.ended(
                     event.id, choice, event.cached_tokens
                 )
                 for choice in event.choices
             }
-    ended = [found[place] for place in sorted(found)]
+    ended = [found[index] for index in sorted(found)]
     return json_response(ended if phrase.asked.several else ended[0])
 
 
@@ -102,29 +102,30 @@ class Phrase:
 
     def __init__(self, service: Service, asked: GenerateFields, batch: RequestBatch) -> None:
         self.asked, self._service = asked, service
-        self._places = {item.id: i for i, item in enumerate(batch.items)}
+        self._positions = {item.id: i for i, item in enumerate(batch.items)}
         self._prompts = {item.id: item.requests[0].token_ids for item in batch.items}
         self._started_s = time.monotonic()
-        self._so_far: dict[int, _SoFar] = {}  # place -> output of a choice that grows
+        self._so_far: dict[int, _SoFar] = {}  # index -> output of a choice that grows
 
-    def place(self, id: str, index: int) -> int:
-        return self._places[id] * self.asked.sampling_params.n + index
+    def index_of(self, id: str, choice: int) -> int:
+        """Return the index in the reply of a choice of a prompt: prompt-major, from 0."""
+        return self._positions[id] * self.asked.sampling_params.n + choice
 
     def chunk(
         self, id: str, delta: Delta, choice: FinishedChoice | None, cached_tokens: int
     ) -> Generated | None:
         """Return the whole output of a choice so far, or None if the delta adds nothing to it."""
-        place = self.place(id, delta.index)
+        index = self.index_of(id, delta.index)
         if choice is not None:
-            return self.numbered(self.ended(id, choice, cached_tokens), place)
+            return self.numbered(self.ended(id, choice, cached_tokens), index)
         if not delta.token_ids:
             return None
-        so_far = self._so_far.setdefault(place, _SoFar())
+        so_far = self._so_far.setdefault(index, _SoFar())
         so_far.add(delta)
-        return self.numbered(self.growing(id, delta.index, so_far, cached_tokens), place)
+        return self.numbered(self.growing(id, delta.index, so_far, cached_tokens), index)
 
-    def numbered(self, generated: Generated, place: int) -> Generated:
-        return msgspec.structs.replace(generated, index=place) if self.asked.several else generated
+    def numbered(self, generated: Generated, index: int) -> Generated:
+        return msgspec.structs.replace(generated, index=index) if self.asked.several else generated
 
     def ended(self, id: str, choice: FinishedChoice, cached_tokens: int) -> Generated:
         sd, top = choice.sd, choice.top_logprobs or None
