@@ -24,7 +24,7 @@ from tlt_server.models.environment import library_environment
 
 os.environ.update(library_environment())
 os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that leaves is a warning to gloo
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a peer that leaves is an error to gloo
 # A background job of a shell ignores SIGINT, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -32,7 +32,7 @@ def rollout(policy: str, strategy: Strategy | None = None) -> Run:
             device="cpu",
             drafter=str(DRAFTER),
             policy=policy,
-            sd_strategy=strategy,
+            sd_strategy=strategy.name if strategy else "",
             kv_memory_mb=256,
         )
     )
