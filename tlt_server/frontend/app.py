@@ -62,6 +62,8 @@ class _Table:
     """All routes, found by path."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        operations = [(endpoint.method, endpoint.path) for endpoint in endpoints]
+        assert len({*operations}) == len(operations), f"two routes are one of {operations}"
         self.endpoints = endpoints
         self.paths = sorted({endpoint.path for endpoint in endpoints})
 
