@@ -37,7 +37,7 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
     tables: dict[str, Sequence[Endpoint]] = {name: DIALECTS.resolve(name) for name in dialects}
 
     async def openapi(service: Service, request: Request) -> Response:
-        """This document."""
+        """Return this document."""
         return Response(about, media_type="application/json")
 
     tables["document"] = [

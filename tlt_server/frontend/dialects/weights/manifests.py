@@ -20,13 +20,11 @@ NEEDS = {  # channel -> fields of its manifest
     "broadcast": ("group", "tensors"),
     "ipc": ("path", "tensors"),
 }
-
-
-TAKEN_BY = {
+TAKEN_BY = {  # field that not all channels take -> channels that take it
     "path": ("disk", "ipc"),
     "drafter_path": ("disk",),
     "group": ("broadcast",),
-}  # field -> channels, where not all take it
+}
 
 
 def group_of(body: dict[str, Any]) -> object:
