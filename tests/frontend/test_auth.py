@@ -33,9 +33,8 @@ HEADERS: dict[str, dict[str, str]] = {
     "unknown": {"authorization": "Bearer key-unknown"},
     **{name: {"authorization": f"Bearer key-{name}"} for name in (*SCOPES, "all")},
 }
-BODIES = {
-    ("POST", "/abort_requests"): {"request_ids": ["x"]}
-}  # without one it asks for more than the route alone
+# Without a body this operation needs another scope than its route.
+BODIES = {("POST", "/abort_requests"): {"request_ids": ["x"]}}
 LINES = "".join(f"key-{scope} scopes={scope} name={scope}\n" for scope in SCOPES) + "key-all\n"
 
 

@@ -103,9 +103,8 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(
     monkeypatch.setattr(limits, "DISCARD_S", 50.0)
     size = 2**21 - 2**12  # over the limit, and not twice as much
     with connect(server) as connection:
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16
-        )  # so that it must wait for the server to take it all
+        # With a small buffer the client must wait until the server takes the whole body.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
         if chunked:
             connection.sendall(
                 head(path, transfer_encoding="chunked")

@@ -97,11 +97,11 @@ ROUTES = {
     ("get", "/rollouts/{id}"),
     ("delete", "/rollouts/{id}"),
 }
-SHAPES = {
+SHAPES = {  # dialect -> types of its errors
     "openai": ["Failure"],
     "vllm_rl": ["Faulty"],
     "sglang": ["Refusal", "Outcome"],
-}  # error types by dialect
+}
 PUSHES = {"/update_weights", "/update_weight_version", "/update_weights_from_disk"}
 GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions"}
 

@@ -85,8 +85,9 @@ def over_http(server: LiveServer, method: str, case: Case) -> Answer:
         params=query,
         headers=headers,
         timeout=20,
+        # A generator, so that the size of the body is not declared.
         content=(part for part in [body]) if body is not None else None,
-    )  # its size is not declared
+    )
     found = Answer(
         request_id=reply.headers["x-request-id"], retry_after=reply.headers.get("retry-after")
     )

@@ -33,16 +33,13 @@ from tlt_server.frontend.weights.transfer import UpdateFields
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 NEVER_SENT = {
-    "startup",
-    "method_not_allowed",
-    "unsafe_channel",
-}  # before there is a server; by gRPC itself; by a borrowed dialect
-BY_NAME = {"stream", "detach"}  # fields that the method's name says
-BORROWED = (
-    GenerateFields,
-    DirectoryFields,
-    UpdateFields,
-)  # forms of other dialects at the same routes
+    "startup",  # there is no server yet
+    "method_not_allowed",  # gRPC has an error of its own
+    "unsafe_channel",  # only a borrowed dialect raises it
+}
+BY_NAME = {"stream", "detach"}  # fields that the name of a method implies
+# Forms of other dialects on the same routes.
+BORROWED = (GenerateFields, DirectoryFields, UpdateFields)
 SCALARS: dict[int, type] = {
     FieldDescriptor.TYPE_DOUBLE: float,
     FieldDescriptor.TYPE_INT32: int,

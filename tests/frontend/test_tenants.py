@@ -216,10 +216,9 @@ def test_accepted_admin_calls_have_an_audit_line_that_says_who_what_and_which_ve
         httpx.request(method, f"{keyed.url}{path}", json=body, headers=HEADERS[key])
 
     post("/update_weights", {"version": "step-7", "path": "p"})
-    post(
-        "/update_weights", {"version": "step-8", "path": "weights_refused"}
-    )  # not accepted by the engine
-    post("/update_weights", {"version": "step-8", "path": "p"}, "data")  # nor this by the gate
+    # The engine refuses the first of these, and the gate the second.
+    post("/update_weights", {"version": "step-8", "path": "weights_refused"})
+    post("/update_weights", {"version": "step-8", "path": "p"}, "data")
     post("/update_weights", {"version": "step-8", "path": "p", "commit": False})
     post("/weights/step-8/abort", {})
     post("/weights/rollback", {"to": "v0"})

@@ -151,9 +151,8 @@ class Speller:
                 *zip(best.token_ids, best.logprobs, strict=True),
                 (token_id, logprob),
             ]:
-                top.setdefault(
-                    self.name(other), value
-                )  # two tokens may have the same text: the better one stays
+                # Two tokens may have the same text; the better one stays.
+                top.setdefault(self.name(other), value)
             shape.top_logprobs.append(top)
         return shape, offset
 
