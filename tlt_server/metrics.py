@@ -29,29 +29,11 @@ from prometheus_client import (
 from tlt_server import __version__
 from tlt_server.errors import codes
 from tlt_server.events import Ending, EngineInfo, Outputs, WeightReport
-from tlt_server.records import Cycle
+from tlt_server.step_metrics import StepMetrics
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
 PUSH_S = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-STEP_S = (
-    0.001,
-    0.002,
-    0.004,
-    0.006,
-    0.008,
-    0.012,
-    0.016,
-    0.024,
-    0.032,
-    0.064,
-    0.128,
-    0.256,
-    0.512,
-    1,
-    2,
-)
-
 GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "running": ("tlt_running_sequences", "Sequences that decode."),
     "waiting": ("tlt_waiting_sequences", "Sequences admitted and waiting for a slot."),
@@ -96,10 +78,6 @@ PUSH_RESULTS = (
     "channel_broken",
     "conflict",
     "push_failed",
-)
-STRATEGIES = 64  # label values; strategies beyond them count as "other"
-POSITIONS = (
-    16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
 )
 
 disable_created_metrics()  # no reader needs a `_created` series next to every counter
@@ -177,7 +155,6 @@ class Metrics:
         self.prompt = counter(
             "tlt_prompt_tokens", "Prompt tokens of requests accepted, each choice counted."
         )
-        self.prefilled = counter("tlt_prefill_tokens", "Prompt rows that the target computed.")
         self.cached = counter("tlt_cached_tokens", "Prompt tokens served by the prefix index.")
         self.queued_s = histogram(
             "tlt_queue_seconds",
@@ -198,35 +175,7 @@ class Metrics:
         self.end_to_end_s = histogram(
             "tlt_end_to_end_seconds", "From acceptance to the end of a sequence.", LATENCY_S
         )
-        self.step_s = histogram("tlt_step_seconds", "Wall time of an engine step.", STEP_S)
-        self.cycles = counter("tlt_cycles", "Engine steps, by strategy.", "strategy")
-        self.decodes = counter(
-            "tlt_decodes", "Decoding requests summed over engine steps, by strategy.", "strategy"
-        )
-        self.sd_drafted = counter(
-            "tlt_sd_drafted_tokens", "Draft rows verified, by strategy.", "strategy"
-        )
-        self.sd_accepted = counter(
-            "tlt_sd_accepted_tokens", "Draft tokens accepted, by strategy.", "strategy"
-        )
-        self.sd_position = counter(
-            "tlt_sd_accepted_position",
-            "Draft tokens accepted, by strategy and place in the draft; 1 is the first.",
-            "strategy",
-            "position",
-        )
-        self.accept_length = gauge(
-            "tlt_accept_length",
-            "Mean tokens per request and step, last step of the strategy.",
-            "strategy",
-        )
-        self.strategy = gauge(
-            "tlt_strategy_in_force", "1 for the strategy of the last step.", "strategy"
-        )
-        self.switches = counter(
-            "tlt_strategy_switches",
-            "Steps whose strategy was another than that of the step before.",
-        )
+        self._steps = StepMetrics(self.registry)
         self.build = gauge(
             "tlt_build_info",
             "Always 1; what runs.",
@@ -302,8 +251,6 @@ class Metrics:
         self._counted = dict.fromkeys(TOTALS, 0.0)
         self._other = gauge("tlt_engine_figure", "Further figures of the engine, by name.", "name")
         self._others: dict[str, Gauge] = {}
-        self._arms: dict[str, _Arm] = {}
-        self._in_force = ""
         self._engine_pid = 0
         PlatformCollector(registry=self.registry)
         ProcessCollector(registry=self.registry)
@@ -374,23 +321,7 @@ class Metrics:
             self._other.remove(name)  # the policy that reported it is no longer in force
             del self._others[name]
         if message.cycle is not None:
-            self._cycle(message.cycle)
-
-    def _cycle(self, cycle: Cycle) -> None:
-        name = cycle.strategy.name
-        if name not in self._arms and len(self._arms) >= STRATEGIES:
-            name = "other"
-        if name not in self._arms:
-            self._arms[name] = _Arm(self, name)
-        self.step_s.observe(cycle.step_s)
-        self.prefilled.inc(cycle.context.prefill_rows)
-        self._arms[name].count(cycle)
-        if name != self._in_force:
-            if self._in_force:
-                self.switches.inc()
-                self.strategy.labels(self._in_force).set(0)
-            self.strategy.labels(name).set(1)
-            self._in_force = name
+            self._steps.count(message.cycle)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -407,44 +338,3 @@ def disk(directory: Path) -> Disk:
         next(path for path in (directory, *directory.absolute().parents) if path.exists())
     )
     return Disk(usage.total, usage.free)
-
-
-class _Arm:
-    """The series of one strategy, looked up once: this runs at every step."""
-
-    def __init__(self, metrics: Metrics, name: str) -> None:
-        self._cycles, self._decodes = metrics.cycles.labels(name), metrics.decodes.labels(name)
-        self._drafted, self._accepted = (
-            metrics.sd_drafted.labels(name),
-            metrics.sd_accepted.labels(name),
-        )
-        self._accept_length = metrics.accept_length.labels(name)
-        self._new_position: Callable[[int], Counter] = lambda position: metrics.sd_position.labels(
-            name, str(position)
-        )
-        self._positions: list[Counter] = []
-
-    def count(self, cycle: Cycle) -> None:
-        self._cycles.inc()
-        requests, accepted = len(cycle.accepted), sum(cycle.accepted)
-        if not requests:
-            return
-        self._decodes.inc(requests)
-        self._accept_length.set(1 + accepted / requests)
-        if not cycle.drafted:
-            return
-        self._drafted.inc(cycle.drafted)
-        self._accepted.inc(accepted)
-        deepest = min(max(cycle.accepted), POSITIONS)
-        while len(self._positions) < deepest:
-            self._positions.append(self._new_position(len(self._positions) + 1))
-        # index: accepted drafts, the deepest and beyond together; value: number of requests
-        reached = [0] * (deepest + 1)
-        for count in cycle.accepted:
-            reached[min(count, deepest)] += 1
-        for position, total in zip(
-            reversed(self._positions[:deepest]),
-            itertools.accumulate(reversed(reached[1:])),
-            strict=True,
-        ):
-            position.inc(total)

@@ -20,8 +20,9 @@ from tlt_client import Client, ItemResult
 from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_server import errors
 from tlt_server.events import Outputs, WeightReport, WeightState
-from tlt_server.metrics import POSITIONS, STRATEGIES, Metrics
+from tlt_server.metrics import Metrics
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.step_metrics import POSITIONS, STRATEGIES
 
 EAGLE = Strategy("eagle", 7, 4, 16)
 

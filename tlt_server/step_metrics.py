@@ -1,0 +1,157 @@
+"""Metrics of the engine's steps, by strategy. `metrics.Metrics` passes every cycle in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from tlt_server.records import Cycle
+
+STEP_S = (
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.012,
+    0.016,
+    0.024,
+    0.032,
+    0.064,
+    0.128,
+    0.256,
+    0.512,
+    1,
+    2,
+)
+STRATEGIES = 64  # label values; strategies beyond them count as "other"
+POSITIONS = 16  # label values; deeper positions count in tlt_sd_accepted_tokens_total only
+
+
+class StepMetrics:
+    """Counts the steps; every series of a strategy is looked up once."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._step_s = Histogram(
+            "tlt_step_seconds", "Wall time of an engine step.", buckets=STEP_S, registry=registry
+        )
+        self._cycles = Counter(
+            "tlt_cycles", "Engine steps, by strategy.", ("strategy",), registry=registry
+        )
+        self._decodes = Counter(
+            "tlt_decodes",
+            "Decoding requests summed over engine steps, by strategy.",
+            ("strategy",),
+            registry=registry,
+        )
+        self._sd_drafted = Counter(
+            "tlt_sd_drafted_tokens",
+            "Draft rows verified, by strategy.",
+            ("strategy",),
+            registry=registry,
+        )
+        self._sd_accepted = Counter(
+            "tlt_sd_accepted_tokens",
+            "Draft tokens accepted, by strategy.",
+            ("strategy",),
+            registry=registry,
+        )
+        self._sd_position = Counter(
+            "tlt_sd_accepted_position",
+            "Draft tokens accepted, by strategy and position in the draft; 1 is the first.",
+            ("strategy", "position"),
+            registry=registry,
+        )
+        self._accept_length = Gauge(
+            "tlt_accept_length",
+            "Mean tokens per request and step, last step of the strategy.",
+            ("strategy",),
+            registry=registry,
+        )
+        self._strategy = Gauge(
+            "tlt_strategy_in_force",
+            "1 for the strategy of the last step.",
+            ("strategy",),
+            registry=registry,
+        )
+        self._switches = Counter(
+            "tlt_strategy_switches",
+            "Steps whose strategy was another than that of the step before.",
+            registry=registry,
+        )
+        self._prefilled = Counter(
+            "tlt_prefill_tokens", "Prompt rows that the target computed.", registry=registry
+        )
+        self._arms: dict[str, _Arm] = {}
+        self._in_force = ""
+
+    def count(self, cycle: Cycle) -> None:
+        name = cycle.strategy.name
+        if name not in self._arms and len(self._arms) >= STRATEGIES:
+            name = "other"
+        if name not in self._arms:
+            self._arms[name] = self._arm(name)
+        self._step_s.observe(cycle.step_s)
+        self._prefilled.inc(cycle.context.prefill_rows)
+        self._arms[name].count(cycle)
+        if name != self._in_force:
+            if self._in_force:
+                self._switches.inc()
+                self._strategy.labels(self._in_force).set(0)
+            self._strategy.labels(name).set(1)
+            self._in_force = name
+
+    def _arm(self, name: str) -> _Arm:
+        return _Arm(
+            self._cycles.labels(name),
+            self._decodes.labels(name),
+            self._sd_drafted.labels(name),
+            self._sd_accepted.labels(name),
+            self._accept_length.labels(name),
+            lambda position: self._sd_position.labels(name, str(position)),
+        )
+
+
+class _Arm:
+    """The series of one strategy, looked up once: this runs at every step."""
+
+    def __init__(
+        self,
+        cycles: Counter,
+        decodes: Counter,
+        drafted: Counter,
+        accepted: Counter,
+        accept_length: Gauge,
+        new_position: Callable[[int], Counter],
+    ) -> None:
+        self._cycles, self._decodes = cycles, decodes
+        self._drafted, self._accepted = drafted, accepted
+        self._accept_length, self._new_position = accept_length, new_position
+        self._positions: list[Counter] = []
+
+    def count(self, cycle: Cycle) -> None:
+        self._cycles.inc()
+        requests, accepted = len(cycle.accepted), sum(cycle.accepted)
+        if not requests:
+            return
+        self._decodes.inc(requests)
+        self._accept_length.set(1 + accepted / requests)
+        if not cycle.drafted:
+            return
+        self._drafted.inc(cycle.drafted)
+        self._accepted.inc(accepted)
+        deepest = min(max(cycle.accepted), POSITIONS)
+        while len(self._positions) < deepest:
+            self._positions.append(self._new_position(len(self._positions) + 1))
+        # index: accepted drafts, the deepest and beyond together; value: number of requests
+        reached = [0] * (deepest + 1)
+        for count in cycle.accepted:
+            reached[min(count, deepest)] += 1
+        for position, total in zip(
+            reversed(self._positions[:deepest]),
+            itertools.accumulate(reversed(reached[1:])),
+            strict=True,
+        ):
+            position.inc(total)
