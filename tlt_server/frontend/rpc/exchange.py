@@ -22,7 +22,7 @@ from tlt_server.frontend.http.arrival import ARRIVE, LARGE_BYTES
 from tlt_server.frontend.http.limits import CONNECTIONS
 from tlt_server.frontend.http.replies import REFUSED
 from tlt_server.frontend.rpc.messages import fill
-from tlt_server.frontend.rpc.methods import Method, Operation
+from tlt_server.frontend.rpc.methods import Operation, RpcMethod
 
 # Metadata of a call that become headers, and headers of a reply that become metadata.
 TO_HEADERS = ("authorization", "idempotency-key", "origin", "x-request-id")
@@ -45,7 +45,7 @@ class Exchange:
         self.metadata: list[tuple[str, str]] = []  # metadata of the reply
         self._gives: type[Protobuf]
 
-    async def run(self, app: ASGIApp, method: Method, *, open_calls: int) -> None:
+    async def run(self, app: ASGIApp, method: RpcMethod, *, open_calls: int) -> None:
         """Run the application until it has answered.
 
         If this is cancelled, the application sees the client leave, and this waits for its end.

@@ -102,7 +102,7 @@ UPDATES: dict[str, Operation] = {  # content of a message of UpdateWeights -> it
 LAST = "manifest"  # the content of the last message
 
 
-class Method:
+class RpcMethod:
     """A method of the service, with the types of its messages."""
 
     def __init__(self, name: str) -> None:
@@ -126,4 +126,4 @@ class Method:
         return UPDATES[held].arrived(plain(getattr(message, held), held))
 
 
-METHODS = {f"/{SERVICE.full_name}/{name}": Method(name) for name in SERVICE.methods_by_name}
+METHODS = {f"/{SERVICE.full_name}/{name}": RpcMethod(name) for name in SERVICE.methods_by_name}

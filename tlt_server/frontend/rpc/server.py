@@ -25,7 +25,7 @@ from tlt_server.frontend.http.tls import Certificates
 from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.rpc.exchange import Context, Exchange
 from tlt_server.frontend.rpc.health import Health
-from tlt_server.frontend.rpc.methods import METHODS, SERVICE, Method
+from tlt_server.frontend.rpc.methods import METHODS, SERVICE, RpcMethod
 from tlt_server.frontend.rpc.refusals import refuse
 from tlt_server.metrics import Metrics
 
@@ -109,7 +109,7 @@ class _Calls(grpc.GenericRpcHandler):
             else None
         )
 
-    async def _counted(self, method: Method, requests: Any, context: Context) -> None:
+    async def _counted(self, method: RpcMethod, requests: Any, context: Context) -> None:
         self._open += 1
         code = "CANCELLED"
         try:
@@ -124,7 +124,7 @@ class _Calls(grpc.GenericRpcHandler):
             self._metrics.grpc_calls.labels(method.name, code).inc()
 
     async def _call(
-        self, method: Method, context: Context
+        self, method: RpcMethod, context: Context
     ) -> tuple[TltError | None, list[tuple[str, str]]]:
         """Run the operations of the call's messages, in order, up to the last or to an error."""
         while True:
