@@ -82,7 +82,7 @@ class Unauthenticated(ServerError):
 
 
 class Forbidden(ServerError):
-    """This key, this origin or this place of the file system is not allowed."""
+    """The key, the origin or the place in the file system is not allowed."""
 
     of_code = "forbidden"
 

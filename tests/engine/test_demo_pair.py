@@ -4,7 +4,6 @@ card promises.
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +21,6 @@ class Run(NamedTuple):
     tokens: dict[str, list[int]]
     passes: int
     accept_length: float
-    seconds: float
 
 
 def rollout(policy: str, strategy: Strategy | None = None) -> Run:
@@ -40,7 +38,6 @@ def rollout(policy: str, strategy: Strategy | None = None) -> Run:
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}
     engine.send(Submit(requests))
     passes = emitted = rows = 0
-    started = time.process_time()
     while not engine.idle:
         for output in engine.step():
             tokens[output.id] += output.token_ids
@@ -48,7 +45,7 @@ def rollout(policy: str, strategy: Strategy | None = None) -> Run:
             passes += 1
             if cycle.drafted:
                 emitted, rows = emitted + cycle.emitted, rows + cycle.context.decoding
-    return Run(tokens, passes, emitted / max(1, rows), time.process_time() - started)
+    return Run(tokens, passes, emitted / max(1, rows))
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +67,7 @@ def test_history_saves_passes(plain: Run) -> None:
     assert run.passes <= 0.85 * plain.passes and run.accept_length > 1.2
 
 
-def test_beg_saves_passes_and_is_not_slow(plain: Run) -> None:
+def test_beg_saves_passes(plain: Run) -> None:
     run = rollout("beg")
     assert run.tokens == plain.tokens
     assert run.passes <= 0.9 * plain.passes
-    # Processor time, as the machine may be busy; `tlt bench rollout` measures speed.
-    assert run.seconds <= 3 * plain.seconds

@@ -109,7 +109,7 @@ class FakeEngine:
         self.tokens, self.pages = {}, {}
 
     def features(self, tokens):
-        """[len(tokens), F]"""
+        """Return features, [len(tokens), F]."""
         total, out = torch.zeros(FEATURES), []
         for token in tokens:
             total = 0.5 * total + self.table[token]

@@ -20,8 +20,8 @@ CALLS = range(9, 39)
 
 @contextmanager
 def planted(engine: Engine) -> Iterator[None]:
-    """This engine errs, and as long as the context lasts. A GPU's must run launch by launch: what
-    graphs do is fixed when captured.
+    """Let the engine err while the context lasts. An engine on a GPU must run launch by launch,
+    because what graphs do is fixed when they are captured.
     """
     runner = engine.runner
     if isinstance(runner, CpuRunner):
