@@ -1,0 +1,155 @@
+"""Pushes of the drafter, alone and with the target: it follows the target, and no token changes."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.engine.pushing import Pushable
+from tests.engine.weight_cases import checkpoints, fresh, request, serving
+from tlt_server.commands import SetPolicy
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import Strategy
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return serving(root)
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+def test_a_drafter_that_borrows_the_embedding_follows_the_target(
+    engine: Pushable, root: Path
+) -> None:
+    def borrowed() -> bool:
+        live = engine.engine.pushes.transaction.versions.live
+        assert live.drafter is not None and not live.drafter.network.own_embedding
+        return live.drafter.network.embedding_VH is live.target.network.embedding_VH
+
+    steps = [
+        lambda: engine.push(root / "new", "v1"),
+        lambda: engine.push(root / "new-drafter", "d1", role="drafter"),
+        lambda: engine.push(root / "newer", "v2"),
+        lambda: engine.roll_back(),
+        lambda: engine.push(
+            root / "newer", "v3", role="all", drafter_path=str(root / "new-drafter")
+        ),
+        lambda: engine.roll_back(),
+    ]
+    for step in steps:
+        assert step().error is None and borrowed()
+
+
+def test_a_push_of_the_drafter_keeps_what_the_target_was_before(
+    settings: EngineSettings, root: Path
+) -> None:
+    engine, asked = Pushable(settings), request()
+    said = engine.run(asked)
+    sums = {"initial": engine.checksums()}
+    for path, version, role in (
+        ("new", "v1", "target"),
+        ("newer", "v2", "target"),
+        ("new-drafter", "d1", "drafter"),
+    ):
+        assert engine.push(root / path, version, role=role).result == "committed"
+        sums[version] = engine.checksums()
+    report = engine.roll_back("v1")
+    assert (report.result, report.role, report.state.target, report.state.drafter) == (
+        "rolled_back",
+        "target",
+        "v1",
+        "d1",
+    )
+    assert report.state.previous == {"drafter": "initial"}
+    assert engine.checksums() == {
+        name: sums["d1" if name.startswith("draft.") else "v1"][name] for name in sums["d1"]
+    }
+    assert engine.roll_back().result == "conflict", "the last step was a rollback"
+    assert (
+        engine.roll_back("v1").result == "unchanged" and engine.roll_back("v2").result == "conflict"
+    )
+    report = engine.roll_back("initial")
+    assert (report.role, report.state.target, report.state.drafter, report.state.previous) == (
+        "drafter",
+        "v1",
+        "initial",
+        {},
+    )
+    assert engine.checksums() == sums["v1"]
+    assert engine.push(root / "base", "v3").result == "committed" and engine.run(asked) == said
+
+
+def test_a_drafter_push_changes_no_token(settings: EngineSettings, root: Path) -> None:
+    drafting = replace(settings, policy="fixed", sd_strategy=Strategy("eagle", 4, 3, 9).name)
+    asked = [request(i) for i in range(3)]
+    plain = fresh(settings, root / "base", *asked)
+    engine = Pushable(drafting)
+    before = engine.checksums()
+    engine.submit(*asked)
+    engine.step(4)
+    report = engine.push(root / "new-drafter", "d1", role="drafter")
+    assert (report.result, report.state.drafter, report.state.target) == (
+        "committed",
+        "d1",
+        "initial",
+    )
+    engine.finish()
+    assert {r.id: (engine.tokens(r.id), engine.logprobs(r.id)) for r in asked} == plain
+    assert all(engine.spans(r.id) == [("initial", 0, 40)] for r in asked)
+    after = engine.checksums()
+    changed = {name for name in before if before[name] != after[name]}
+    assert (
+        changed
+        and all(name.startswith("draft.") for name in changed)
+        and "draft.d2t" not in changed
+    )
+    assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
+
+
+def test_target_and_drafter_in_one_transaction(
+    engine: Pushable, settings: EngineSettings, root: Path
+) -> None:
+    report = engine.push(root / "new", "v1", role="all", drafter_path=str(root / "new-drafter"))
+    assert (report.result, report.state.target, report.state.drafter) == ("committed", "v1", "v1")
+    assert report.checksums == engine.checksums()
+    engine.engine.send(SetPolicy("fixed", Strategy("eagle", 4, 3, 9)))
+    assert engine.run(request()) == fresh(settings, root / "new", request())
+    broken = root / "broken-drafter"
+    shutil.copytree(root / "new-drafter", broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["norm.weight"][0] = float("nan")
+    save_file(tensors, broken / "model.safetensors")
+    sums = engine.checksums()
+    report = engine.push(root / "newer", "v2", role="all", drafter_path=str(broken))
+    assert report.result == "weights_refused" and "norm.weight" in report.error[1]  # type: ignore[index]
+    assert engine.checksums() == sums and report.state.target == report.state.drafter == "v1"
+
+
+def test_pushes_while_speculating_equal_pushes_without(
+    settings: EngineSettings, root: Path
+) -> None:
+    """Compare new requests only: a commit makes the drafter start from nothing, and later tokens of
+    the others depend on where the change fell.
+    """
+    engine = Pushable(
+        replace(settings, policy="fixed", sd_strategy=Strategy("eagle", 4, 3, 9).name)
+    )
+    for version, model in (("v1", "new"), ("v2", "newer"), ("v3", "base")):
+        engine.submit(request(3, 60, id=f"during-{version}"))
+        engine.step(4)
+        assert engine.push(root / model, version).result == "committed"
+        engine.finish()
+        assert engine.run(request()) == fresh(settings, root / model, request())

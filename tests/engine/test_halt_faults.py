@@ -1,0 +1,218 @@
+"""Pauses, sleeps and wake-ups that fail, wait, or come in any order."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.halting import bits, disk_full, done, out_of_memory, send, speculating, started
+from tests.engine.pushing import Pushable
+from tests.engine.weight_cases import checkpoints, request, serving
+from tlt_server.commands import ControlCommand, Pause, Resume, Sleep, WakeUp
+from tlt_server.engine.gate import Reason
+from tlt_server.engine.halt import Pages
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.events import ControlReport
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return serving(root)
+
+
+@pytest.fixture(scope="module")
+def expected(settings: EngineSettings) -> dict[str, tuple[list[int], list[float]]]:
+    return Pushable(settings).run(*(request(i) for i in range(3)))
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return speculating(settings)
+
+
+@pytest.fixture(scope="module")
+def one_engine(settings: EngineSettings) -> Pushable:
+    return speculating(settings)
+
+
+def test_a_disk_that_is_full_leaves_the_weights_awake(
+    engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", disk_full)
+        report = send(engine, Sleep("s", ["weights", "kv_cache"]))
+    assert (
+        report is not None
+        and report.error is not None
+        and report.error[0] == "storage_failed"
+        and "No space" in report.error[1]
+    )
+    engine.finish()
+    assert bits(engine) == expected
+
+
+@pytest.mark.parametrize("place", ["pages", "weights"])
+def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(
+    place: str, engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full by now, so the weights could not be put away again."""
+    started(engine)
+    done(engine, Sleep("s", ["weights", "kv_cache"]))
+    halt = engine.engine.halt
+    taken: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", disk_full)
+        pages = Counted(halt._pages, taken, fails=place == "pages")
+        patched.setattr(halt, "_pages", pages)
+        if place == "weights":
+            patched.setattr(halt._dormant, "bring_back", out_of_memory)
+        report = send(engine, WakeUp("w", ["weights", "kv_cache"]))
+    assert (
+        report is not None
+        and report.error is not None
+        and report.error[0] == "unavailable"
+        and "sleeps on" in report.error[1]
+    )
+    assert taken == (["reclaimed", "freed"] if place == "weights" else []), (
+        "what was taken is given back"
+    )
+    assert engine.push("new", "v1").result == "conflict", "the weights still sleep"
+    done(engine, WakeUp("w", ["weights", "kv_cache"]))
+    engine.finish()
+    assert bits(engine) == expected
+
+
+class Counted:
+    """Pages that tell what was done with them."""
+
+    def __init__(self, pages: Pages, told: list[str], *, fails: bool) -> None:
+        self._pages, self._told, self._fails = pages, told, fails
+
+    def reclaim(self) -> None:
+        if self._fails:
+            out_of_memory()
+        self._told.append("reclaimed")
+        self._pages.reclaim()
+
+    def free(self) -> None:
+        self._told.append("freed")
+        self._pages.free()
+
+
+def test_a_sleep_that_waits_comes_after_the_end_of_what_runs(
+    engine: Pushable, expected: object
+) -> None:
+    started(engine)
+    assert send(engine, Sleep("s", ["weights", "kv_cache"], "drain")) is None
+    reports: list[ControlReport] = []
+    while not reports:
+        engine.step()
+        reports = engine.engine.control_reports()
+    assert (
+        reports == [ControlReport("s")]
+        and engine.engine.gate.by_operator
+        and bits(engine) == expected
+    )
+    done(engine, WakeUp("w", ["weights", "kv_cache"]))
+    started(engine)
+    engine.engine.send(Sleep("s", ["kv_cache"], "drain"))
+    engine.engine.send(WakeUp("w", ["kv_cache"]))
+    engine.step()
+    told = {report.id: report.error for report in engine.engine.control_reports()}
+    assert told["w"] is None and told["s"] is not None and told["s"][0] == "conflict", (
+        "it was woken before it slept"
+    )
+
+
+def test_a_sleep_that_fails_aborts_nothing(engine: Pushable, root: Path, expected: object) -> None:
+    started(engine)
+    id = engine.send_push(root / "base", "v1", commit=False)
+    report = send(engine, Sleep("s", ["weights"], "abort"))
+    assert report is not None and report.error is not None and report.error[0] == "conflict"
+    engine.report(id)
+    engine.finish()
+    assert bits(engine) == expected
+
+
+IN_FLIGHT = st.sampled_from(["continue", "recompute", "abort", "drain"])
+
+
+MEMORY = st.sampled_from([["weights"], ["kv_cache"], ["weights", "kv_cache"]])
+
+
+COMMANDS = st.one_of(
+    st.builds(lambda how: Pause("", how), IN_FLIGHT),
+    st.just(Resume("")),
+    st.builds(lambda memory, how: Sleep("", memory, how), MEMORY, IN_FLIGHT),
+    st.builds(lambda m: WakeUp("", m), MEMORY),
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            COMMANDS,
+            st.sampled_from(["", "", "disk full", "no pages", "no room"]),
+            st.integers(0, 3),
+        ),
+        max_size=8,
+    )
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_halts_in_any_order_with_failures_are_what_their_answers_say(
+    one_engine: Pushable,
+    expected: dict[str, object],
+    commands: list[tuple[ControlCommand, str, int]],
+) -> None:
+    engine, halt = one_engine, one_engine.engine.halt
+    paused, asleep, sent, answers = False, set(), {}, {}
+    engine.said.clear()
+    started(engine, 2)
+
+    def told() -> None:
+        nonlocal paused, asleep
+        for report in engine.engine.control_reports():
+            command = sent.pop(report.id)
+            answers[report.id] = report.error
+            if report.error is None:
+                paused = isinstance(command, Pause) or (paused and not isinstance(command, Resume))
+                asleep |= {*command.memory} if isinstance(command, Sleep) else set()
+                asleep -= {*command.memory} if isinstance(command, WakeUp) else set()
+        assert engine.engine.gate.by_operator == (
+            paused or bool(asleep)
+        ) and engine.engine.gate.held_for(Reason.WEIGHTS_ASLEEP) == ("weights" in asleep)
+
+    for i, (command, failure, steps) in enumerate(
+        [*commands, (Resume(""), "", 1), (WakeUp("", ["weights", "kv_cache"]), "", 1)]
+    ):
+        sent[f"c{i}"] = msgspec.structs.replace(command, id=f"c{i}")
+        with pytest.MonkeyPatch.context() as patched:
+            if failure == "disk full":
+                patched.setattr(tempfile, "TemporaryFile", disk_full)
+            elif failure == "no pages":
+                patched.setattr(halt, "_pages", Counted(halt._pages, [], fails=True))
+            elif failure == "no room":
+                patched.setattr(halt._dormant, "bring_back", out_of_memory)
+            engine.engine.send(sent[f"c{i}"])
+            engine.step()
+        told()
+        engine.step(steps)
+        told()
+    assert not sent and not paused and not asleep, (
+        "each is answered once, and the last two end every halt"
+    )
+    engine.finish()
+    assert all(engine.said[id][-1].finish_reason in ("length", "abort") for id in expected)
+    assert engine.run(*(request(i) for i in range(3))) == expected

@@ -1,0 +1,196 @@
+"""Live weights: named, and read while the loop steps on."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.halting import bits, done, send, speculating, started
+from tests.engine.pushing import Pushable
+from tests.engine.weight_cases import checkpoints, request, serving
+from tlt_server.commands import CommitWeights, NameWeights, ReadWeights, Sleep
+from tlt_server.engine import weight_reads
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.events import WeightReport
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return serving(root)
+
+
+@pytest.fixture(scope="module")
+def expected(settings: EngineSettings) -> dict[str, tuple[list[int], list[float]]]:
+    return Pushable(settings).run(*(request(i) for i in range(3)))
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return speculating(settings)
+
+
+def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    kept = replace(settings, state_dir=str(tmp_path))
+    engine = Pushable(kept)
+    started(engine)
+
+    ids = (f"n{i}" for i in itertools.count())
+
+    def name(version: str) -> WeightReport:
+        id = next(ids)
+        engine.engine.send(NameWeights(id, version))
+        return engine.report(id)
+
+    assert name("first").result == "named" and name("first").result == "unchanged"
+    engine.finish()
+    assert [version for version, _, _ in engine.spans("r0")] == ["initial", "first"]
+    assert engine.push(root / "new", "v1").result == "committed"
+    refused = name("first")
+    assert (
+        refused.result == "conflict"
+        and refused.error is not None
+        and "other content" in refused.error[1]
+    )
+    assert engine.push(root / "base", "first").result == "committed", (
+        "the same content under its name"
+    )
+    assert name("second").state.target == "second"
+    assert Pushable(kept).info.weight_version == "second", "a restart knows the name"
+
+
+def test_a_staged_push_is_committed_under_the_name_given_last(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    kept = replace(settings, state_dir=str(tmp_path))
+    engine = Pushable(kept)
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    engine.engine.send(CommitWeights("c", "v1", "one"))
+    report = engine.report("c")
+    assert (report.result, report.version, report.state.target) == ("committed", "one", "one")
+    assert engine.push(root / "base", "one").result == "conflict"
+    assert Pushable(kept).info.weight_version == "one"
+
+
+def test_weights_stay_while_a_push_is_staged_in_a_thread(engine: Pushable, root: Path) -> None:
+    id = engine.send_push(root / "new", "v1")
+    engine.engine.send(Sleep("s", ["weights"]))
+    engine.step()
+    [report] = engine.engine.control_reports()
+    assert report.error is not None and report.error[0] == "conflict"
+    assert engine.report(id).result == "committed"
+
+
+def test_rows_of_a_live_tensor_can_be_read(engine: Pushable) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    engine.engine.send(ReadWeights("a", name, 2))
+    engine.engine.send(ReadWeights("b", "draft.norm.weight", 3))
+    engine.engine.send(ReadWeights("c", "no.such", 2))
+    rows, vector, missing = (engine.report(id) for id in "abc")
+    live = engine.engine.pushes.transaction.versions.live.target.network.parameters()[name]
+    assert array("f", rows.values).tolist() == live[:2].flatten().tolist() and rows.shape == [
+        2,
+        *live.shape[1:],
+    ]
+    assert len(array("f", vector.values)) == 3 and vector.shape == [3]
+    assert missing.error is not None and missing.error[0] == "not_found"
+
+
+def read(engine: Pushable, name: str, rows: int) -> WeightReport:
+    engine.engine.send(ReadWeights("read", name, rows))
+    engine.reports.pop("read", None)
+    return engine.report("read")
+
+
+def test_no_more_numbers_are_read_than_the_limit(
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = engine.engine.pushes.transaction.versions.live.target.network.parameters()[
+        "model.embed_tokens.weight"
+    ]
+    monkeypatch.setattr(weight_reads, "MAX_NUMBERS", 4 * live.shape[1])
+    assert read(engine, "model.embed_tokens.weight", 4).result == "looked"
+    refused = read(engine, "model.embed_tokens.weight", 5)
+    assert refused.error is not None and refused.error[0] == "invalid_request"
+    assert f"limit is {4 * live.shape[1]}: ask for at most 4 (truncate_size)" in refused.error[1]
+
+
+def test_a_tensor_is_read_beside_the_loop(
+    engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop steps on while a reader is slow, and what would change the weights waits for it."""
+    go_on = threading.Event()
+    tensor = engine.engine.pushes.transaction.versions.live.target.network.parameters()[
+        "model.norm.weight"
+    ]
+    monkeypatch.setattr(
+        weight_reads.WeightReads, "_readable", lambda *_, changing: Slow(go_on, tensor)
+    )
+    engine.engine.send(ReadWeights("slow", "model.norm.weight", 4))
+    started(engine)
+    refused = send(engine, Sleep("s", ["weights"]))
+    assert refused is not None and refused.error is not None and refused.error[0] == "conflict"
+    engine.finish()
+    assert bits(engine) == expected and "slow" not in engine.reports
+    go_on.set()
+    assert engine.report("slow").values == tensor.numpy().tobytes()
+
+
+class Slow:
+    """A tensor whose device is busy until it is told to go on."""
+
+    def __init__(self, go_on: threading.Event, tensor: torch.Tensor) -> None:
+        self._go_on, self._tensor, self.shape = go_on, tensor, tensor.shape
+
+    def float(self) -> torch.Tensor:
+        assert self._go_on.wait(60)
+        return self._tensor.float()
+
+
+def test_weights_that_change_in_place_or_sleep_are_not_read(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    engine, name = (
+        Pushable(replace(settings, weight_staging="none", weight_root="/")),
+        "model.norm.weight",
+    )
+
+    def refused(why: str) -> None:
+        report = read(engine, name, 4)
+        assert (
+            report.error is not None
+            and report.error[0] == "conflict"
+            and why in report.error[1]
+            and not report.values
+        )
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            engine.engine.pushes.transaction, "start", lambda: None
+        )  # it is about to write
+        id = engine.send_push(root / "new", "v1")
+        refused("about to change")
+    assert engine.report(id).result == "committed" and read(engine, name, 4).result == "looked"
+    torn = load_file(shutil.copytree(root / "base", tmp_path / "torn") / "model.safetensors")
+    torn["model.norm.weight"][3] = float("nan")
+    save_file(torn, tmp_path / "torn" / "model.safetensors")
+    assert engine.push(tmp_path / "torn", "v2").state.quarantined
+    refused("push that version, or another")
+    assert (
+        engine.push(root / "base", "v3").result == "committed"
+        and read(engine, name, 4).result == "looked"
+    )
+    done(engine, Sleep("s", ["weights"]))
+    refused("the weights sleep")

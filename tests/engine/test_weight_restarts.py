@@ -1,0 +1,301 @@
+"""Restarts with a state directory: what was committed is served, bit for bit, or named as lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.weight_cases import checkpoints, request, serving
+from tlt_client.channels import checkpoint
+from tlt_server.commands import CommitWeights
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.weights.checksums import checksum
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return serving(root)
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+@pytest.fixture
+def kept(settings: EngineSettings, tmp_path: Path) -> Iterator[EngineSettings]:
+    yield replace(settings, state_dir=str(tmp_path / "state"))
+
+
+def test_a_restarted_engine_serves_exactly_what_was_committed(
+    kept: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    work = perturbed(root / "base", root / "rewritten", 9)
+    engine = Pushable(kept)
+    engine.push(root / "new", "v1")
+    assert (
+        engine.push(work, "v2", role="all", drafter_path=str(root / "new-drafter")).result
+        == "committed"
+    )
+    sums, said = engine.checksums(), engine.run(request())
+    save_file(
+        {name: tensor * 0 for name, tensor in load_file(work / "model.safetensors").items()},
+        work / "model.safetensors",
+    )  # in place
+    shutil.rmtree(root / "rewritten")
+    again = Pushable(kept)
+    assert (again.info.weight_version, again.info.drafter_version) == ("v2", "v2")
+    assert (
+        again.checksums() == sums
+        and again.run(request()) == said
+        and again.spans("r0") == [("v2", 0, 40)]
+    )
+    assert again.push(root / "newer", "v2").result == "conflict", (
+        "a restart remembers what the version holds"
+    )
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_came_by_http_is_kept_by_a_second_name_where_it_is_one_roles(
+    kept: EngineSettings, root: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*paths: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(checkpoint, "BUCKET_BYTES", 4096)  # so that a file comes in several batches
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
+    uploads = Path(kept.state_dir) / "uploads" / "v1"
+    uploads.mkdir(parents=True)
+    target, drafter = (
+        load_file(root / "new" / "model.safetensors"),
+        load_file(root / "new-drafter" / "model.safetensors"),
+    )
+    (last, tensor), *others = sorted(target.items())
+    middle, prefixed = (
+        len(others) // 2,
+        {f"draft.{name}": tensor for name, tensor in drafter.items()},
+    )
+    parts = {
+        "a": dict(others[:middle]),
+        "b": dict(others[middle:]),
+        "mixed": {last: tensor, **prefixed},
+    }
+    for name, tensors in parts.items():
+        save_file(tensors, uploads / f"{name}.safetensors")
+    engine = Pushable(replace(kept, weight_channels="disk,http"))
+    named = [
+        {"name": name, "checksum": checksum("xxh3_128", tensor)}
+        for part in parts.values()
+        for name, tensor in part.items()
+    ]
+    assert engine.push("v1", "v1", channel="http", role="all", tensors=named).result == "committed"
+    (folder,) = (Path(kept.state_dir) / "weights").glob("push-*")
+    same = {
+        path.stem
+        for path in uploads.iterdir()
+        for other in folder.rglob("*.safetensors")
+        if path.samefile(other)
+    }
+    assert same == ({"a", "b"} if links else set())
+    sums, said = engine.checksums(), engine.run(request())
+    shutil.rmtree(uploads)
+    again = Pushable(kept)
+    assert (again.info.weight_version, again.info.drafter_version) == ("v1", "v1")
+    assert again.checksums() == sums and again.run(request()) == said
+
+
+def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(
+    kept: EngineSettings, root: Path
+) -> None:
+    engine = Pushable(kept)
+    for path, version in (("new", "v1"), ("newer", "v2")):
+        engine.push(root / path, version)
+    engine.roll_back()
+    sums = engine.checksums()
+    again = Pushable(kept)
+    assert again.info.weight_version == "v1" and again.checksums() == sums
+    again.push(root / "newer", "v2")
+    again.push(root / "new", "v3")
+    folders = {path.name for path in (Path(kept.state_dir) / "weights").glob("push-*")}
+    again.until(
+        lambda: len(list((Path(kept.state_dir) / "weights").glob("push-*"))) <= 2,
+        f"cleaning of {folders}",
+    )
+
+
+def test_a_restart_serves_a_target_that_was_rolled_back_behind_a_push_of_the_drafter(
+    kept: EngineSettings, root: Path
+) -> None:
+    engine = Pushable(kept)
+    for path, version, role in (
+        ("new", "v1", "target"),
+        ("newer", "v2", "target"),
+        ("new-drafter", "d1", "drafter"),
+    ):
+        engine.push(root / path, version, role=role)
+    assert engine.roll_back("v1").result == "rolled_back"
+    sums = engine.checksums()
+    again = Pushable(kept)
+    assert (again.info.weight_version, again.look().state.drafter) == (
+        "v1",
+        "d1",
+    ) and again.checksums() == sums
+
+
+def test_a_commit_that_cannot_be_recorded_changes_nothing(kept: EngineSettings, root: Path) -> None:
+    engine = Pushable(kept)
+    spool = Path(kept.state_dir) / "weights"
+    assert engine.push(root / "new", "v1").result == "committed"
+    sums, said = engine.checksums(), engine.run(request())
+    (spool / "current.json.new").mkdir()
+    report = engine.push(root / "newer", "v2")
+    assert report.result == "push_failed" and "state directory" in report.error[1]  # type: ignore[index]
+    assert engine.roll_back().result == "push_failed"
+    assert (
+        engine.checksums() == sums
+        and engine.run(request()) == said
+        and engine.spans("r0")[0][0] == "v1"
+    )
+    (spool / "current.json.new").rmdir()
+    assert Pushable(kept).checksums() == sums, "and a restart serves what is live"
+    assert len(list(spool.glob("push-*"))) == 1, "nothing is left of what was not committed"
+    assert engine.push(root / "newer", "v2").result == "committed"
+    shutil.rmtree(spool)
+    assert engine.push(root / "new", "v3").result == "push_failed"
+
+
+def break_spooled(kept: EngineSettings, role: str) -> Path:
+    (file,) = (Path(kept.state_dir) / "weights").glob(f"push-*/{role}/00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return file
+
+
+def test_a_name_that_cannot_be_recorded_leaves_the_record_of_what_is_staged(
+    kept: EngineSettings, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Pushable(kept)
+    assert engine.push(root / "new", "v1").result == "committed"
+    for fails in ("fsync", "write"):
+        assert engine.push(root / "newer", f"by {fails}", commit=False).result == "staged"
+        with monkeypatch.context() as patched:
+            if fails == "fsync":
+                patched.setattr(os, "fsync", full)
+            else:
+                patched.setattr(msgspec.json, "encode", full)
+            engine.engine.send(CommitWeights(fails, f"by {fails}", "another"))
+            assert engine.report(fails).result == "push_failed"
+        assert engine.commit(f"by {fails}").result == "committed"
+        assert Pushable(kept).info.weight_version == f"by {fails}"
+
+
+def full(*given: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_lost_version_is_named_and_the_model_directory_stands_in(
+    kept: EngineSettings, root: Path
+) -> None:
+    Pushable(kept).push(root / "new", "v1")
+    file = break_spooled(kept, "target")
+    again = Pushable(kept)
+    assert (
+        again.info.weight_version == "initial"
+        and again.info.spooled
+        and list(again.info.lost) == ["target"]
+    )
+    assert (
+        "'v1' of the target is lost" in again.info.lost["target"]
+        and str(file.parents[2]) in again.info.lost["target"]
+    )
+    file.unlink()
+    assert list(Pushable(kept).info.lost) == ["target"]
+    (Path(kept.state_dir) / "weights" / "current.json").write_text("{")
+    with pytest.raises(StartupError, match="current.json is damaged"):
+        Pushable(kept)
+
+
+def test_a_lost_version_stays_lost_until_its_role_is_pushed(
+    kept: EngineSettings, root: Path
+) -> None:
+    Pushable(kept).push(root / "new", "v1")
+    file = break_spooled(kept, "target")
+    again = Pushable(kept)
+    assert again.push(root / "new-drafter", "d1", role="drafter").result == "committed"
+    again.roll_back()
+    again.push(root / "new-drafter", "d2", role="drafter")
+    again.until(
+        lambda: len(list((Path(kept.state_dir) / "weights").glob("push-*"))) <= 3, "cleaning"
+    )
+    assert file.exists(), "what is lost may still be mended"
+    after = Pushable(kept)
+    assert list(after.info.lost) == ["target"] and after.info.drafter_version == "d2"
+    assert after.push(root / "newer", "v2").result == "committed"
+    last = Pushable(kept)
+    assert not last.info.lost and (last.info.weight_version, last.info.drafter_version) == (
+        "v2",
+        "d2",
+    )
+
+
+def test_a_lost_drafter_is_named(kept: EngineSettings, root: Path) -> None:
+    Pushable(kept).push(root / "new", "both", role="all", drafter_path=str(root / "new-drafter"))
+    break_spooled(kept, "drafter")
+    again = Pushable(kept)
+    assert list(again.info.lost) == ["drafter"] and (
+        again.info.weight_version,
+        again.info.drafter_version,
+    ) == ("both", "initial")
+
+
+def test_the_name_of_what_is_live_stays_its_own_however_many_versions_of_the_other_role_come(
+    engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt_server.weights.names.REMEMBERED", 2)
+    assert engine.push(root / "new-drafter", "d", role="drafter").result == "committed"
+    for version in ("1", "2", "3"):
+        assert (
+            engine.push(root / ("new" if version != "2" else "base"), version).result == "committed"
+        )
+    other = engine.push(root / "drafter", "d", role="drafter")
+    assert (
+        other.result == "conflict"
+        and "version 'd' of the drafter was pushed before with other content" in other.error[1]
+    )  # type: ignore[index]
+
+
+def test_what_is_live_of_one_role_is_no_answer_for_a_push_of_the_other(
+    kept: EngineSettings, root: Path
+) -> None:
+    engine = Pushable(kept)
+    assert (
+        engine.push(root / "new", "v1").result == "committed"
+        and engine.commit("v1").result == "unchanged"
+    )
+    assert Pushable(kept).commit("v1").result == "unchanged", (
+        "nor does a restart lose what was committed"
+    )
+    assert engine.push(root / "new-drafter", "v1", role="drafter", commit=False).result == "staged"
+    assert engine.abort("v1").result == "aborted"
+    assert engine.commit("v1").result == "not_found", "what was pushed last by this name is gone"
+    assert (
+        engine.push(root / "new", "v1").result == "unchanged"
+        and engine.commit("v1").result == "unchanged"
+    )

@@ -1,0 +1,315 @@
+"""Versions and their names: rollback, repeated pushes and commits, checksums, memory that is freed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.engine.pushing import Pushable
+from tests.engine.weight_cases import checkpoints, request, serving
+from tlt_server.commands import LookAtWeights, NameWeights, Pause, Sleep
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.models.decoder import Decoder
+from tlt_server.threads import Errands
+from tlt_server.weights.checksums import checksum
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return serving(root)
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+def test_rollback_restores_every_bit(engine: Pushable, root: Path) -> None:
+    asked = request()
+    sums, said = engine.checksums(), engine.run(asked)
+    assert engine.roll_back().result == "conflict"
+    engine.push(root / "new", "v1")
+    assert engine.checksums() != sums and engine.run(asked) != said
+    report = engine.roll_back("initial")
+    assert (report.result, report.version, report.state.target) == (
+        "rolled_back",
+        "initial",
+        "initial",
+    )
+    assert engine.checksums() == sums and engine.run(asked) == said
+    assert engine.roll_back("initial").result == "unchanged", (
+        "a repeated rollback is the same success"
+    )
+    assert engine.roll_back("v7").result == "conflict"
+
+
+def test_without_a_name_a_rollback_undoes_the_last_commit_alone(
+    settings: EngineSettings, root: Path
+) -> None:
+    engine = Pushable(settings)
+    engine.push(root / "new", "v1")
+    engine.push(root / "new-drafter", "d1", role="drafter")
+    assert engine.roll_back().role == "drafter"
+    engine.push(root / "new-drafter", "d1", role="drafter")
+    report = engine.roll_back("initial")
+    assert (report.role, report.state.target, report.state.drafter) == (
+        "all",
+        "initial",
+        "initial",
+    ), "all that was called so"
+
+
+def test_a_repeated_push_succeeds_and_other_content_under_the_same_version_is_a_conflict(
+    engine: Pushable, root: Path
+) -> None:
+    first = engine.push(root / "new", "v1")
+    again = engine.push(root / "new", "v1")
+    assert (first.result, again.result) == (
+        "committed",
+        "unchanged",
+    ) and again.checksums == first.checksums
+    other = engine.push(root / "newer", "v1")
+    assert (
+        other.result == "conflict" and "'v1'" in other.error[1] and "new version" in other.error[1]
+    )  # type: ignore[index]
+    assert engine.push(root / "newer", "initial").result == "conflict", (
+        "what the server was started with has a content, too"
+    )
+    assert engine.push(root / "newer", "v2").result == "committed"
+    assert engine.push(root / "new", "v1").result == "committed", (
+        "a version may come back, with the same bits"
+    )
+    unnamed = engine.push(root / "newer")
+    assert (
+        unnamed.version.startswith("newer@")
+        and engine.push(root / "newer").version == unnamed.version
+    )
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_versions_that_nobody_uses_are_freed_at_once_and_not_by_the_loop(
+    settings: EngineSettings, root: Path, no_collector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a push ends, no cycle keeps its network; what a commit or a rollback replaces is let
+    go by a thread.
+    """
+    made: list[weakref.ref[Decoder]] = []
+    blank, by = Decoder.blank, set[str]()
+
+    def noted(model: Decoder) -> Decoder:
+        network = blank(model)
+        made.append(weakref.ref(network, lambda ref: by.add(threading.current_thread().name)))
+        return network
+
+    monkeypatch.setattr(Decoder, "blank", noted)
+    engine = Pushable(settings)
+    engine.submit(request())
+    engine.step(3)
+    for i in range(3):
+        assert engine.push(root / "new", f"a{i}").result == "committed"
+        assert engine.push(root / "newer", f"b{i}").result == "committed"
+        assert engine.roll_back(f"a{i}").result == "rolled_back"
+        assert engine.push(
+            root / "newer",
+            f"c{i}",
+            tensors=[{"name": "model.norm.weight", "checksum": "mix64:" + "0" * 16}],
+        ).error
+        assert engine.push(root / "newer", f"d{i}", commit=False).result == "staged"
+        assert engine.abort(f"d{i}").error is None
+    engine.until(lambda: sum(ref() is not None for ref in made) <= 2, "end of the versions before")
+    assert len(made) == 12 and by == {"free weights"}
+
+
+def test_the_same_push_twice_at_once_is_one_push_and_another_is_a_conflict(
+    engine: Pushable, root: Path
+) -> None:
+    ids = [engine.send_push(root / "new", "v1") for _ in range(2)]
+    other = engine.send_push(root / "newer", "v2")
+    assert [engine.report(id).result for id in (*ids, other)] == [
+        "committed",
+        "committed",
+        "conflict",
+    ]
+    assert "'v1' is being pushed" in engine.report(other).error[1]  # type: ignore[index]
+    assert (engine.report(other).role, engine.report(other).version) == ("target", "v2")
+
+
+def test_a_staged_push_waits_for_its_commit_or_its_abort(engine: Pushable, root: Path) -> None:
+    sums = engine.checksums()
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    assert engine.commit("v2").result == "not_found" and engine.checksums() == sums
+    assert engine.abort("v1").result == "aborted" and engine.checksums() == sums
+    assert engine.abort("v1").result == "not_found"
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    assert (
+        engine.push(root / "newer", "v2").result == "conflict"
+        and engine.roll_back().result == "conflict"
+    )
+    assert engine.commit("v1").result == "committed" and engine.checksums() != sums
+
+
+def test_a_commit_may_be_asked_for_again(engine: Pushable, root: Path) -> None:
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    first, again = engine.send_commit("v1"), engine.send_commit("v1")
+    assert [engine.report(id).result for id in (first, again)] == ["committed", "committed"]
+    late = engine.commit("v1")
+    assert (late.result, late.version, late.role, late.state.target) == (
+        "unchanged",
+        "v1",
+        "target",
+        "v1",
+    )
+    assert late.checksums == engine.report(first).checksums
+    assert engine.push(root / "newer", "v2", commit=False).result == "staged"
+    assert engine.commit("v1").result == "unchanged" and engine.commit("v2").result == "committed"
+    assert engine.commit("v1").result == "not_found", "it is kept for a rollback, and is not live"
+    assert engine.push(root / "new-drafter", "v2", role="drafter", commit=False).result == "staged"
+    both = engine.commit("v2")
+    assert (both.result, both.role) == ("committed", "drafter"), (
+        "a push on its way comes before what is live by its name"
+    )
+    assert engine.commit("v2").role == "all" and engine.roll_back().result == "rolled_back"
+    assert engine.commit("v2").result == "not_found", "the drafter's is not live any more"
+
+
+def test_a_commit_may_be_asked_for_again_whatever_came_since_as_long_as_it_is_live(
+    engine: Pushable, root: Path
+) -> None:
+    assert engine.commit("").result == "not_found"
+    assert (
+        engine.push(root / "new", "v1").result
+        == engine.push(root / "new-drafter", "d1", role="drafter").result
+        == "committed"
+    )
+    assert [engine.commit(version).result for version in ("v1", "d1")] == ["unchanged", "unchanged"]
+    assert (
+        engine.push(root / "newer", "v2").result == "committed"
+        and engine.commit("v1").result == "not_found"
+    )
+    assert engine.roll_back().result == "rolled_back"
+    assert [engine.commit(version).result for version in ("v1", "d1", "v2")] == [
+        "unchanged",
+        "unchanged",
+        "not_found",
+    ]
+    engine.engine.send(NameWeights("n", "r1", ""))
+    assert engine.report("n").result == "named"
+    assert [engine.commit(version).result for version in ("r1", "d1", "v1")] == [
+        "unchanged",
+        "unchanged",
+        "not_found",
+    ]
+
+
+def test_memory_that_is_being_freed_is_waited_for(engine: Pushable, root: Path) -> None:
+    """Push and sleep both wait; an abort ends the wait of a push."""
+    freeing, go_on = engine.engine.pushes.transaction.cleanup._freeing, threading.Event()
+    freeing.give(lambda: (go_on.wait(60), None)[1])
+    id = engine.send_push(root / "new", "v1")
+    engine.step(20)
+    assert engine.engine.pushes.state().open["state"] == "staging" and id not in engine.reports
+    assert engine.abort("v1").result == "aborted" and engine.report(id).result == "conflict"
+    id = engine.send_push(root / "new", "v2")
+    engine.step(20)
+    assert id not in engine.reports
+    go_on.set()
+    assert engine.report(id).result == "committed"
+    go_on.clear()
+    freeing.give(lambda: (go_on.wait(60), None)[1])
+    threading.Timer(0.5, go_on.set).start()
+    engine.engine.send(Sleep("s", ["weights"]))
+    engine.step()
+    assert go_on.is_set() and engine.engine.control_reports()[0].error is None
+
+
+def test_what_a_commit_has_dropped_is_let_go_before_the_loop_rests(
+    engine: Pushable, root: Path
+) -> None:
+    for version in ("v1", "v2"):
+        engine.push(root / "new", version)
+    engine.engine.send(Pause("p"))
+    engine.until(lambda: engine.engine.idle, "rest")
+    assert not engine.engine.pushes.transaction.cleanup.due
+
+
+def test_an_errand_that_fails_keeps_none_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    errands, done = Errands("fail"), list[str]()
+    for errand in (lambda: done.append("a"), lambda: 1 / 0, lambda: done.append("b")):
+        errands.give(errand)  # type: ignore[arg-type]
+    assert (
+        errands.mark().wait(60)
+        and done == ["a", "b"]
+        and "ZeroDivisionError" in capsys.readouterr().err
+    )
+
+
+def test_checksums_that_come_back_can_be_declared_with_the_next_push(
+    engine: Pushable, root: Path
+) -> None:
+    report = engine.push(root / "new", "v1")
+    tensors = [{"name": name, "checksum": value} for name, value in report.checksums.items()]
+    assert engine.push(root / "new", "v1-again", tensors=tensors).result == "committed"
+    refused = engine.push(root / "newer", "v2", tensors=tensors)
+    assert refused.result == "weights_refused" and "checksum" in refused.error[1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["mix64", "sha256", "xxh3", "xxh3_128"])
+def test_every_kind_of_checksum_can_be_declared(kind: str, engine: Pushable, root: Path) -> None:
+    tensors = [
+        {
+            "name": name,
+            "checksum": checksum(kind, tensor),
+            "dtype": "float32",
+            "shape": list(tensor.shape),
+        }
+        for name, tensor in load_file(root / "new" / "model.safetensors").items()
+    ]
+    assert engine.push(root / "new", "v1", tensors=tensors).result == "committed"
+
+
+def test_a_shape_is_refused_before_memory_is_taken_for_it(engine: Pushable, root: Path) -> None:
+    tensors = [
+        {"name": name, "shape": list(t.shape)}
+        for name, t in load_file(root / "new" / "model.safetensors").items()
+    ]
+    for shape in ([2**40], [2**20, 2**20]):
+        said = [
+            entry | {"shape": shape} if entry["name"] == "model.norm.weight" else entry
+            for entry in tensors
+        ]
+        report = engine.push(root / "new", "huge", tensors=said)
+        assert (
+            report.result == "weights_refused"
+            and f"'model.norm.weight' has shape {shape}" in report.error[1]
+        )  # type: ignore[index]
+    assert engine.push(root / "new", "right", tensors=tensors).result == "committed"
+
+
+def test_who_asks_for_sums_is_answered_when_they_cannot_be_made(
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> str:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("tlt_server.weights.checksums.mix64", fails)
+    engine.engine.send(LookAtWeights("look", checksums=True))
+    report = engine.report("look")
+    assert report.result == "push_failed" and "no memory" in report.error[1]  # type: ignore[index]
