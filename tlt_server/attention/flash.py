@@ -75,12 +75,14 @@ class FlashPaged:
         name = str(dtype).removeprefix("torch.")
         if numerics != "fast":
             raise StartupError(
-                f"attention is flash_attn and numerics is {numerics}: the library adds in an order of its own, so bits "
+                f"attention is flash_attn and numerics is {numerics}: the library adds in an order "
+                "of its own, so bits "
                 "would change with the batch; use attention triton, or numerics fast"
             )
         if dtype not in DTYPES:
             raise StartupError(
-                f"attention is flash_attn and dtype is {name}: the library computes in bfloat16 and float16 only; "
+                f"attention is flash_attn and dtype is {name}: the library computes in bfloat16 "
+                "and float16 only; "
                 "use attention triton, or one of those types"
             )
         try:

@@ -74,8 +74,10 @@ class TritonPaged:
         )
         if room < TREE_ROWS:
             raise StartupError(
-                f"the model has {heads} query heads of {head_dim}: attention triton has room for {room} rows of draft "
-                f"trees, and a step may have {TREE_ROWS}; start with --attention torch, which is slow, or serve a model "
+                f"the model has {heads} query heads of {head_dim}: attention triton has room for "
+                f"{room} rows of draft "
+                f"trees, and a step may have {TREE_ROWS}; start with --attention torch, which is "
+                "slow, or serve a model "
                 "with fewer heads"
             )
         self._shape = {

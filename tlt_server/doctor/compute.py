@@ -40,8 +40,10 @@ def gpu() -> Finding:
         return ok("none")
     if found.unusable:
         return warn(
-            f"driver {driver or 'unknown'}, but {found.unusable}: --device auto computes on the CPU",
-            "install a CUDA build of torch that this driver supports, and Triton; or say --device cpu",
+            f"driver {driver or 'unknown'}, but {found.unusable}: --device auto computes on the "
+            "CPU",
+            "install a CUDA build of torch that this driver supports, and Triton; or say --device "
+            "cpu",
         )
     import torch
 
@@ -50,7 +52,8 @@ def gpu() -> Finding:
     backends = [name for name in GPU_BACKENDS if name != "flash_attn" or find_spec(name)]
     about = (
         f"{found.told}, {found.free_bytes // choice.MIB} MiB free; driver {driver or 'unknown'}, "
-        f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention {', '.join(backends)}"
+        f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention "
+        f"{', '.join(backends)}"
     )
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return warn(

@@ -38,7 +38,8 @@ def packages() -> Finding:
         ]
     except metadata.PackageNotFoundError as error:
         return warn(
-            f"{error.name} runs from a checkout and is not installed, so what it requires is not known",
+            f"{error.name} runs from a checkout and is not installed, so what it requires is not "
+            "known",
             "install it: pip install ./kernels ./clients .",
         )
     wrong: dict[str, str] = {}
@@ -83,7 +84,8 @@ def open_files(config: Config) -> Finding:
     )
     if limit in range(need):  # and not RLIM_INFINITY, which is negative
         return warn(
-            f"this process may open {limit} files, {config.max_connections} connections need about {need}",
+            f"this process may open {limit} files, {config.max_connections} connections need about "
+            f"{need}",
             f"ulimit -n {need}, or lower --max-connections to {max(1, limit - SPARE_FILES)}",
         )
     return ok(f"limit {limit}, needed {need}")

@@ -81,7 +81,8 @@ def target(config: Config) -> Finding:
         check_shape(model.config, model.shape(model.config), str(config.model))
     check_files(model.parameters(), config.model, ignored=unread(model.config))
     return ok(
-        f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is there"
+        f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is "
+        "there"
     )
 
 
@@ -95,7 +96,8 @@ def drafter(config: Config) -> Finding:
     check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
     Calibration.load(directory)
     return ok(
-        f"EAGLE-3, {sum(view.numel() for view in network.parameters().values()) / 1e6:,.1f} M parameters, fits the target"
+        f"EAGLE-3, {sum(view.numel() for view in network.parameters().values()) / 1e6:,.1f} M "
+        "parameters, fits the target"
     )
 
 
@@ -123,7 +125,8 @@ def numerics(config: Config) -> Finding:
     if tested.method is BLOCKS:
         return warn(
             tested.describe(),
-            "matmuls in blocks are slower; use a build of torch with oneDNN, or an x86 processor with AVX2",
+            "matmuls in blocks are slower; use a build of torch with oneDNN, or an x86 processor "
+            "with AVX2",
         )
     return ok(tested.describe())
 
@@ -140,7 +143,10 @@ def memory(config: Config) -> Finding:
     beside = config.channels and config.weight_staging in (None, "device", "host")
     versions = 3 if beside else 1  # live, before that, and the one being staged
     need = 4 * _values(model) * versions + pages * per_page
-    found = f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and {pages * per_page / GIB:.2f} GiB of KV"
+    found = (
+        f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and "
+        f"{pages * per_page / GIB:.2f} GiB of KV"
+    )
     available, total = host_memory()
     found += f"; {available / GIB:.2f} GiB are available"
     remedy = "lower --kv-memory-mb, serve a smaller model, or use a machine with more memory"

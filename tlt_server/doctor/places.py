@@ -99,7 +99,10 @@ def disk_space(config: Config) -> Finding:
         return ok("nothing is written")
     version = sum(path.stat().st_size for path in _checkpoints(config))
     free, need = disk(config.state_dir).free, KEPT_VERSIONS * version + SPARE_BYTES
-    found = f"{free / GIB:.1f} GiB free for {config.state_dir}; {KEPT_VERSIONS} weight versions take {need / GIB:.1f} GiB"
+    found = (
+        f"{free / GIB:.1f} GiB free for {config.state_dir}; {KEPT_VERSIONS} weight versions take "
+        f"{need / GIB:.1f} GiB"
+    )
     if free < version + SPARE_BYTES:
         return fail(
             found, "free some, or name a --state-dir on another file system; no push could be kept"
@@ -120,12 +123,14 @@ def tokenizer(config: Config) -> Finding:
     text = Text.load(config.model)
     if text.tokenizer is None:
         return warn(
-            f"there is no {config.model / 'tokenizer.json'}: requests must give token ids, and replies have no text",
+            f"there is no {config.model / 'tokenizer.json'}: requests must give token ids, and "
+            "replies have no text",
             "save the tokenizer into the model directory",
         )
     if not text.has_template:
         return warn(
-            f"{text.tokenizer.get_vocab_size()} tokens, no chat template: messages are refused, prompts are taken",
+            f"{text.tokenizer.get_vocab_size()} tokens, no chat template: messages are refused, "
+            "prompts are taken",
             "add chat_template to tokenizer_config.json if the model chats",
         )
     return ok(f"{text.tokenizer.get_vocab_size()} tokens, with a chat template")

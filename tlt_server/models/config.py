@@ -66,7 +66,8 @@ class ModelConfig:
             or not isinstance(architectures[0], str)
         ):
             raise ModelError(
-                f"{source}: 'architectures' is {architectures!r}; expected a list such as ['LlamaForCausalLM']"
+                f"{source}: 'architectures' is {architectures!r}; expected a list such as "
+                "['LlamaForCausalLM']"
             )
         _refuse_windows(raw, source)
         activation = raw.get("hidden_act", "silu")
@@ -77,7 +78,8 @@ class ModelConfig:
         head_dim = fields.count("head_dim", default=hidden // heads)
         if heads % kv_heads:
             raise ModelError(
-                f"{source}: 'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {kv_heads}"
+                f"{source}: 'num_attention_heads' {heads} is not a multiple of "
+                f"'num_key_value_heads' {kv_heads}"
             )
         if head_dim % 2:
             raise ModelError(
@@ -178,7 +180,8 @@ def _refuse_windows(raw: dict[str, Any], source: str) -> None:
     if other or raw.get("use_sliding_window", default):
         what = f"layer_types {other}" if other else f"sliding_window {raw.get('sliding_window')!r}"
         raise ModelError(
-            f"{source}: {what} is not supported; only full attention is: choose a model without sliding windows"
+            f"{source}: {what} is not supported; only full attention is: choose a model without "
+            "sliding windows"
         )
 
 
@@ -198,11 +201,13 @@ def _rope(raw: dict[str, Any], max_position: int, source: str) -> Rope:
     kind = merged.get("rope_type") or merged.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(
-            f"{source}: rope type {kind!r} is not supported; known are default, linear, llama3, yarn"
+            f"{source}: rope type {kind!r} is not supported; known are default, linear, llama3, "
+            "yarn"
         )
     if fields.number("partial_rotary_factor", default=1.0) != 1.0:
         raise ModelError(
-            f"{source}: 'partial_rotary_factor' {merged['partial_rotary_factor']!r} is not supported; only 1.0 is"
+            f"{source}: 'partial_rotary_factor' {merged['partial_rotary_factor']!r} is not "
+            "supported; only 1.0 is"
         )
     theta = fields.number("rope_theta", default=10_000.0)
     if kind == "default":

@@ -71,7 +71,8 @@ class Decoder:
         wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
         if wrong:
             raise ModelError(
-                f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it"
+                f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; "
+                "use a drafter made for it"
             )
         self.config, self.numerics, self.page_size, self.feature_layers = (
             config,

@@ -55,7 +55,8 @@ def feature_layers(directory: str | Path, target: ModelConfig) -> tuple[int, ...
         or not all(type(i) is int and 0 <= i + shift < target.layers for i in ids)
     ):
         raise ModelError(
-            f"{source}: feature layers {ids!r} do not fit a target of {target.layers} layers; expected three of its layers"
+            f"{source}: feature layers {ids!r} do not fit a target of {target.layers} layers; "
+            "expected three of its layers"
         )
     return tuple(i + shift for i in ids)
 
@@ -96,19 +97,22 @@ def describe(directory: Path, target: Served) -> Described:
     config = ModelConfig.parse(raw, str(source))
     if config.architecture != ARCHITECTURE:
         raise ModelError(
-            f"{source}: architecture {config.architecture!r} is not a drafter; expected {ARCHITECTURE!r}"
+            f"{source}: architecture {config.architecture!r} is not a drafter; expected "
+            f"{ARCHITECTURE!r}"
         )
     wanted = feature_layers(directory, target.config)
     if target.feature_layers != wanted:
         raise ModelError(
-            f"{source}: the drafter reads target layers {wanted}, the target gives {target.feature_layers}; "
+            f"{source}: the drafter reads target layers {wanted}, the target gives "
+            f"{target.feature_layers}; "
             "load the target with the drafter's feature layers"
         )
     for field in ("hidden_size", "vocab_size"):
         found, expected = getattr(config, field), getattr(target, field)
         if found != expected:
             raise ModelError(
-                f"{source}: {field!r} is {found}, the target's is {expected}; use a drafter trained for this target"
+                f"{source}: {field!r} is {found}, the target's is {expected}; use a drafter "
+                "trained for this target"
             )
     draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
     if type(draft_vocab) is not int or not 0 < draft_vocab <= config.vocab_size:
@@ -134,7 +138,8 @@ def fill_drafter(network: Network, directory: Path) -> None:
         if len(absent) == 2 and count == vocab:
             return  # the whole vocabulary: identity
         raise ModelError(
-            f"{directory}: tensor {absent[0]!r} is missing, expected shape {list(expected[absent[0]].shape)}; "
+            f"{directory}: tensor {absent[0]!r} is missing, expected shape "
+            f"{list(expected[absent[0]].shape)}; "
             "export the drafter again with its vocabulary map"
         )
     found = {}
@@ -153,7 +158,8 @@ def target_ids(d2t_C: Tensor, t2d_V: Tensor, count: int, vocab: int, path: Path)
     within = bool(((ids >= 0) & (ids < vocab)).all())
     if not within or not t2d_V[ids].all() or int(t2d_V.sum()) != count:
         raise ModelError(
-            f"{path}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of {vocab}; "
+            f"{path}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of "
+            f"{vocab}; "
             "export the drafter again"
         )
     return ids

@@ -150,7 +150,8 @@ def check_names(
     if missing:
         raise ModelError(
             f"{directory}: tensor {missing[0]!r} is missing{_more(missing)}, expected shape "
-            f"{list(parameters[missing[0]].shape)}; the checkpoint is incomplete or of another architecture: "
+            f"{list(parameters[missing[0]].shape)}; the checkpoint is incomplete or of another "
+            "architecture: "
             "download it again or correct config.json"
         )
     if unexpected:
@@ -171,7 +172,8 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             isinstance(shard, str) and Path(shard).name == shard for shard in shards
         ):
             raise ModelError(
-                f"{index}: 'weight_map' must give each tensor a file name in this directory; download the index again"
+                f"{index}: 'weight_map' must give each tensor a file name in this directory; "
+                "download the index again"
             )
         listed: dict[Path, list[str]] = {}
         for name, shard in weight_map.items():
@@ -180,7 +182,8 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             lost = sorted(set(names) - set(tensor_names(path)))
             if lost:
                 raise ModelError(
-                    f"{path}: tensor {lost[0]!r} is missing{_more(lost)}, but the index places it there; "
+                    f"{path}: tensor {lost[0]!r} is missing{_more(lost)}, but the index places it "
+                    "there; "
                     "download the shard again"
                 )
         return {name: directory / shard for name, shard in weight_map.items()}
@@ -228,7 +231,8 @@ def check_layout(
     known = dtypes_for(expected)
     if dtype not in known:
         raise ModelError(
-            f"{path}: tensor {name!r} has dtype {dtype}, expected {' or '.join(map(str, known))}; convert the checkpoint"
+            f"{path}: tensor {name!r} has dtype {dtype}, expected {' or '.join(map(str, known))}; "
+            "convert the checkpoint"
         )
 
 
@@ -241,7 +245,8 @@ def check_finite(name: str, tensor: Tensor, path: Path | str) -> None:
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())
         raise ModelError(
-            f"{path}: tensor {name!r} holds {bad} NaN or infinite values of {tensor.numel()}, expected none; "
+            f"{path}: tensor {name!r} holds {bad} NaN or infinite values of {tensor.numel()}, "
+            "expected none; "
             "the training run diverged or the file is damaged: use an earlier checkpoint"
         )
 
@@ -253,7 +258,8 @@ def _open(path: Path) -> safe_open:
         raise ModelError(f"{path}: the file is missing; download the checkpoint again") from None
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"{path}: not a whole safetensors file ({error}); it is truncated or damaged: download it again"
+            f"{path}: not a whole safetensors file ({error}); it is truncated or damaged: download "
+            "it again"
         ) from None
 
 

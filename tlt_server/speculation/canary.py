@@ -70,7 +70,8 @@ class Canary:
             return ""
         self.collapses += 1
         return (
-            f"since weights changed, first drafts of {cycle.strategy.drafter} are accepted for {drafter.after:.0%} of requests, before "
+            f"since weights changed, first drafts of {cycle.strategy.drafter} are accepted for "
+            f"{drafter.after:.0%} of requests, before "
             f"for {drafter.before:.0%}; it rests until weights change again"
         )
 

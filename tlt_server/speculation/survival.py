@@ -123,12 +123,14 @@ class Calibration(OnlineTable):
         edges = np.asarray(DEFAULT_EDGES if gap_edges is None else gap_edges, np.float32)
         if table.shape != (PHASES, RANKS, BUCKETS) or edges.shape != (BUCKETS - 1,):
             raise ModelError(
-                f"calibration ({source}): survival must be {[PHASES, RANKS, BUCKETS]} and gap_edges [{BUCKETS - 1}], "
+                f"calibration ({source}): survival must be {[PHASES, RANKS, BUCKETS]} and "
+                f"gap_edges [{BUCKETS - 1}], "
                 f"found {list(table.shape)} and {list(edges.shape)}; export the drafter again"
             )
         if not ((table >= 0) & (table <= 1)).all() or not (np.diff(edges) > 0).all():
             raise ModelError(
-                f"calibration ({source}): survival must lie in [0, 1] and gap_edges must ascend; export the drafter again"
+                f"calibration ({source}): survival must lie in [0, 1] and gap_edges must ascend; "
+                "export the drafter again"
             )
         super().__init__(table.reshape(-1), settings)
         self.gap_edges, self.source = np.ascontiguousarray(edges), source
@@ -163,7 +165,8 @@ class Calibration(OnlineTable):
             survival, gap_edges = tensors["survival"], tensors["gap_edges"]
         except (KeyError, SafetensorError) as error:
             raise ModelError(
-                f"{source}: not a calibration table ({error}); export the drafter again or delete the file"
+                f"{source}: not a calibration table ({error}); export the drafter again or delete "
+                "the file"
             ) from error
         return cls(survival, gap_edges, settings, source=source)
 

@@ -43,7 +43,8 @@ def pair(
     last = tokens_BT.shape[1] - 1
     if last - 1 - step < 1:
         raise ValueError(
-            f"sequences of {last + 1} tokens have no slot {step} steps ahead: they need at least {step + 3}"
+            f"sequences of {last + 1} tokens have no slot {step} steps ahead: they need at least "
+            f"{step + 3}"
         )
     return Pairs(
         inputs_BN=tokens_BT[:, 1 + step : last],

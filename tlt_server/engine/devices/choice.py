@@ -35,7 +35,8 @@ class Gpu(NamedTuple):
     def told(self) -> str:
         """For `/server_info`; empty without one."""
         return (
-            f"{self.name}, {self.total_bytes // MIB} MiB, compute capability {dotted(self.capability)}"
+            f"{self.name}, {self.total_bytes // MIB} MiB, compute capability "
+            f"{dotted(self.capability)}"
             if self.name
             else ""
         )
@@ -48,7 +49,10 @@ class Choice(NamedTuple):
     def told(self) -> str:
         """One line for start-up."""
         settings = self.settings
-        chosen = f"{settings.device}, {settings.dtype}, attention {settings.attention}, up to {settings.max_running} sequences"
+        chosen = (
+            f"{settings.device}, {settings.dtype}, attention {settings.attention}, up to "
+            f"{settings.max_running} sequences"
+        )
         return " | ".join([chosen, *(f"{name} {reason}" for name, reason in self.reasons.items())])
 
 
@@ -96,7 +100,8 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
     if device == "cuda":
         if gpu.unusable:
             raise StartupError(
-                f"device is cuda, but {gpu.unusable}; start with --device cpu, or check the machine with tlt doctor"
+                f"device is cuda, but {gpu.unusable}; start with --device cpu, or check the "
+                "machine with tlt doctor"
             )
         return for_cuda(settings, own_dtype)
     if device is not None:
@@ -109,7 +114,8 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
 def for_cpu(settings: EngineSettings) -> Choice:
     if settings.dtype not in (None, "float32"):
         raise StartupError(
-            f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
+            f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a "
+            "checkpoint in half "
             "precision is read exactly)"
         )
     check_attention(settings.attention, "cpu")
@@ -132,7 +138,8 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
         own = own_dtype()
         dtype = own if own in ("bfloat16", "float16") else "bfloat16"
         reasons["dtype"] = (
-            f"{dtype}: {'as the checkpoint' if dtype == own else f'half the size of the checkpoint in {own}'}"
+            f"{dtype}: "
+            f"{'as the checkpoint' if dtype == own else f'half the size of the checkpoint in {own}'}"
         )
     suited = filled(
         settings, device="cuda", dtype=dtype, attention="triton", max_running=256, max_rows=4096
@@ -163,7 +170,8 @@ def check_attention(name: str | None, device: str) -> None:
     ]
     *first, last = "auto", *tables[device]
     raise StartupError(
-        f"attention is {name[:80]!r}, which {others[0] if others else 'no device has'}; use {', '.join(first)} or {last}"
+        f"attention is {name[:80]!r}, which {others[0] if others else 'no device has'}; use "
+        f"{', '.join(first)} or {last}"
     )
 
 

@@ -71,7 +71,8 @@ class CudaDevice:
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         if settings.page_size != PAGE_SIZE:
             raise StartupError(
-                f"page_size is {settings.page_size}; the kernels of a GPU have pages of {PAGE_SIZE}: leave the setting out"
+                f"page_size is {settings.page_size}; the kernels of a GPU have pages of "
+                f"{PAGE_SIZE}: leave the setting out"
             )
         self._placement = Placement(
             self.device, getattr(torch, settings.dtype), MATMULS[settings.numerics]()
@@ -87,7 +88,10 @@ class CudaDevice:
     def numerics(self) -> str:
         if self._settings.numerics == "fast":
             return "fast: library products as they come; exact in distribution, not bit for bit"
-        return "strict: kernels that add in an order fixed by the weights' shapes and absolute positions"
+        return (
+            "strict: kernels that add in an order fixed by the weights' shapes and absolute "
+            "positions"
+        )
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -294,7 +298,10 @@ class CudaDevice:
                     assert isinstance(part.network, GpuDecoder | GpuEagle3)
                     compile_exchange(part.network)
         graphs = self._runner.graphs
-        taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
+        taken = (
+            f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, "
+            f"{sum(graphs.seconds.values()):.1f} s"
+        )
         matmuls = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
         return Equipped(
             self._runner,

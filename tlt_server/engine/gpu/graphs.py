@@ -71,7 +71,8 @@ class GraphPool:
         except torch.OutOfMemoryError as error:
             left, total = torch.cuda.mem_get_info()
             self._end(
-                f"the GPU has no room for the graph of {key}: {shortage(str(error), free=left, total=total)}",
+                f"the GPU has no room for the graph of {key}: "
+                f"{shortage(str(error), free=left, total=total)}",
                 f"lower --memory-fraction, which leaves less to KV, or {BUSY}",
             )
             return
@@ -79,7 +80,8 @@ class GraphPool:
         self._graphs[key], self.bytes[key] = graph, max(0, free - after)
         if self.total_bytes >= self._most_bytes:
             self._end(
-                f"{len(self._graphs)} graphs take {size(self.total_bytes)}, {size(self._most_bytes)} are set aside for them",
+                f"{len(self._graphs)} graphs take {size(self.total_bytes)}, "
+                f"{size(self._most_bytes)} are set aside for them",
                 "lower --max-running, which asks for fewer",
             )
 
@@ -87,7 +89,8 @@ class GraphPool:
         """Record nothing more."""
         self._full = True
         print(
-            f"tlt: {why}; what is not captured yet is launched kernel by kernel, which is slower: {remedy}",
+            f"tlt: {why}; what is not captured yet is launched kernel by kernel, which is slower: "
+            f"{remedy}",
             file=sys.stderr,
         )
 

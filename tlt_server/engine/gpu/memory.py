@@ -144,7 +144,10 @@ class Plan(NamedTuple):
         return f"{staging}{size(self.working)} for steps, {size(RESERVE)} for graphs"
 
     def told(self) -> str:
-        return f"{size(self.needs.weights)} of weights, {self.beside}, {size(self.kv)} of KV: {self.pages} pages"
+        return (
+            f"{size(self.needs.weights)} of weights, {self.beside}, {size(self.kv)} of KV: "
+            f"{self.pages} pages"
+        )
 
 
 def size(amount: float) -> str:

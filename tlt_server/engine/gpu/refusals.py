@@ -37,7 +37,10 @@ class Lever(NamedTuple):
 
     def told(self, plan: Plan, value: Any) -> str:
         if self.setting == "weight_staging":
-            return f"set weight_staging to {value} ({size(plan.staging)} are kept on the GPU for pushed weights)"
+            return (
+                f"set weight_staging to {value} ({size(plan.staging)} are kept on the GPU for "
+                "pushed weights)"
+            )
         return (
             f"{self.verb} {self.setting} to {value:g}"
             if isinstance(value, float)
@@ -56,7 +59,8 @@ def check_weights(settings: DecidedSettings, needs: Needs, free: int, total: int
         SMALLER,
     ]
     raise StartupError(
-        f"the weights take {size(needs.weights)} in {settings.dtype}, {size(free)} of the GPU's {size(total)} are free, "
+        f"the weights take {size(needs.weights)} in {settings.dtype}, {size(free)} of the GPU's "
+        f"{size(total)} are free, "
         f"{size(needs.weights - free)} too few; {', or '.join(remedies)}"
     )
 
@@ -67,12 +71,19 @@ def check_plan(plan: Plan) -> None:
         return
     settings, sequence = plan.settings, f"one sequence of max_model_len {plan.max_model_len}"
     if plan.too_few:
-        found = f"kv_memory_mb {settings.kv_memory_mb} holds {plan.held} pages, {sequence} needs {plan.least}"
+        found = (
+            f"kv_memory_mb {settings.kv_memory_mb} holds {plan.held} pages, {sequence} needs "
+            f"{plan.least}"
+        )
     elif settings.pages or settings.kv_memory_mb:
-        found = f"{plan.wanted} KV pages take {size(plan.kv)}, the GPU is {size(plan.short)} short beside {plan.beside}"
+        found = (
+            f"{plan.wanted} KV pages take {size(plan.kv)}, the GPU is {size(plan.short)} short "
+            f"beside {plan.beside}"
+        )
     else:
         found = (
-            f"memory_fraction {settings.memory_fraction:g} of the GPU's {size(plan.total)} is {size(plan.short)} short of {sequence} "
+            f"memory_fraction {settings.memory_fraction:g} of the GPU's {size(plan.total)} is "
+            f"{size(plan.short)} short of {sequence} "
             f"beside {plan.beside}"
         )
     raise StartupError(f"{found}; {', or '.join(_remedies(plan))}")
@@ -165,7 +176,10 @@ def exhausted(plan: Plan | None, what: str, said: str, *, free: int, total: int)
     allocator's message.
     """
     remedies = _less_kv(plan, max(_asked(said) - free, RESERVE // 2)) if plan else [SMALLER]
-    return f"the GPU has no room for {what}: {shortage(said, free=free, total=total)}; {', or '.join([*remedies, BUSY])}"
+    return (
+        f"the GPU has no room for {what}: {shortage(said, free=free, total=total)}; "
+        f"{', or '.join([*remedies, BUSY])}"
+    )
 
 
 def shortage(said: str, *, free: int, total: int) -> str:

@@ -58,7 +58,8 @@ class GpuDecoder:
         wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
         if wrong:
             raise ModelError(
-                f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it"
+                f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; "
+                "use a drafter made for it"
             )
         shape = FAMILIES.resolve(config.architecture).shape(config)
         check_shape(config, shape, "the target")

@@ -103,7 +103,8 @@ class GpuEagle3:
             pushed, resident = ("brings", "has none") if own_embedding else ("lacks", "has one")
             remedy = "leave it out of the push" if own_embedding else "push it, too"
             raise ModelError(
-                f"the drafter {pushed} 'embed_tokens.weight', the one in use {resident}, and a running GPU engine cannot "
+                f"the drafter {pushed} 'embed_tokens.weight', the one in use {resident}, and a "
+                "running GPU engine cannot "
                 f"change that; {remedy}, or restart the server with --drafter naming the other"
             )
         network = GpuEagle3(self.config, self.draft_vocab_size, target, own_embedding=own_embedding)
