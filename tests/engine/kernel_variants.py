@@ -21,7 +21,7 @@ from triton.runtime.driver import driver
 from tlt_kernels.gpu import gemm, gemm_stream
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.assembly import assemble
-from tlt_server.engine.devices.cuda import Interpreted
+from tlt_server.engine.devices.interpreter import Interpreted
 from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close
-from tlt_server.models.gpu.matmuls import FEW_ROWS, Fast
+from tlt_server.models.gpu.matmuls import FEW_ROWS, FastMatmuls
 
 
 @pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
@@ -18,7 +18,7 @@ def test_logits_keep_their_float32(rows: int) -> None:
         torch.randn(count, 64, generator=generator).to(DEVICE, torch.bfloat16)
         for count in (rows, 96)
     )
-    logits = Fast.linear(x, weight, out_dtype=torch.float32)
+    logits = FastMatmuls.linear(x, weight, out_dtype=torch.float32)
     assert logits.dtype == torch.float32
     assert_close("logits", logits, x.double() @ weight.double().T, 1e-6)
 
@@ -28,4 +28,4 @@ def test_what_is_not_a_logit_has_the_dtype_of_its_input() -> None:
         torch.randn(FEW_ROWS + 1, 16, device=DEVICE, dtype=torch.bfloat16),
         torch.randn(8, 16, device=DEVICE, dtype=torch.bfloat16),
     )
-    assert Fast.linear(x, weight).dtype == torch.bfloat16
+    assert FastMatmuls.linear(x, weight).dtype == torch.bfloat16

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
-from tlt_server.speculation.canary import FEWEST, MOST, Canary
+from tlt_server.speculation.canary import MAX_JUDGED, MIN_JUDGED, Canary
 
 EAGLE, SMALL = Strategy("eagle", 7, 1, 8), Strategy("eagle", 2, 1, 3)
 PAST, LONG = Strategy("history", 2, 1, 3), Strategy("history", 7, 1, 16)
@@ -50,7 +50,7 @@ def test_a_collapse_puts_the_drafter_to_rest_until_weights_change_again():
     assert not run(canary, 0.8, 100)
     canary.renewed()
     assert canary.permitted(EAGLE) == EAGLE
-    assert run(canary, 0.1, 100) * 4 in range(FEWEST, FEWEST + 8)
+    assert run(canary, 0.1, 100) * 4 in range(MIN_JUDGED, MIN_JUDGED + 8)
     assert (
         canary.permitted(EAGLE) == PAST
         and canary.permitted(SMALL) == PAST
@@ -84,7 +84,7 @@ def test_what_comes_long_after_a_change_is_not_laid_to_it():
     canary = Canary((OFF, EAGLE), 0.5)
     run(canary, 0.8, 100)
     canary.renewed()
-    assert not run(canary, 0.8, MOST // 4)
+    assert not run(canary, 0.8, MAX_JUDGED // 4)
     assert not run(canary, 0.0, 1000), "the text may have changed"
     canary.renewed()
     assert not run(canary, 0.0, 1000), "so low it was before this change"

@@ -366,7 +366,7 @@ def test_weights_for_which_memory_runs_out_are_helped_by_no_setting() -> None:
 
 def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    from tlt_server.engine.devices.cuda import Interpreted
+    from tlt_server.engine.devices.interpreter import Interpreted
 
     device = Interpreted(settings(device="interpreter", dtype="float32", attention="triton"))
     monkeypatch.setattr(device, "_free", lambda: (3 * GIB, TOTAL))

@@ -1,5 +1,5 @@
-"""The memory behind a tensor, given back while the tensor stays: whoever holds it, or a view of it,
-need not be told.
+"""The memory of a tensor, given back while the tensor stays: what holds the tensor, or a view of
+it, notices nothing.
 
 On a GPU the storage is emptied and allocated again, perhaps at another address. On the host whole
 pages go back to the system and are zeros when they are touched again; what shares a page with other
@@ -25,7 +25,7 @@ class Backing:
         self.size = self.storage.nbytes()
 
     def free(self) -> None:
-        """Nothing may read the tensor before `reclaim`."""
+        """Give the memory back; nothing may read the tensor before `reclaim`."""
         if self.storage.device.type == "cpu":
             block = block_at(self.storage.data_ptr())
             if block is not None:
@@ -40,7 +40,7 @@ class Backing:
             self.storage.resize_(0)
 
     def reclaim(self) -> None:
-        """`torch.OutOfMemoryError` when others have taken the memory; the content is undefined."""
+        """Take the memory again, content undefined; `torch.OutOfMemoryError` when it is gone."""
         if self.storage.device.type != "cpu":
             self.storage.resize_(self.size)
         elif (block := block_at(self.storage.data_ptr())) is not None:
@@ -51,13 +51,13 @@ class Backing:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """uint8 view."""
+        """Return a uint8 view."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore[call-overload, no-any-return]
 
 
 def give_back() -> None:
-    """What backings have freed goes to others, not to the allocator of this process. Waits for all
-    that a GPU does: not while a trainer keeps it waiting (`Groups.hold_gpu`).
+    """Give what backings have freed to other processes, not to the allocator of this one. Waits for
+    the whole GPU, so it is not called while a trainer keeps it waiting (`Groups.hold_gpu`).
     """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

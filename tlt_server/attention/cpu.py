@@ -19,9 +19,9 @@ from tlt_kernels.cpu import attention as kernel
 from tlt_server.attention import CHUNK
 from tlt_server.attention.rows import Rows
 
-WORTH_A_THREAD = (
-    1 << 21
-)  # multiply-adds of one piece: 60 us from warm caches, far more from memory; waking a thread costs 30 to 50
+# Multiply-adds of one piece: 60 us from warm caches, far more from memory. Waking a thread costs
+# 30 to 50 us.
+WORTH_A_THREAD = 1 << 21
 
 assert CHUNK == kernel.CHUNK
 _attend_rows: Any = kernel.attend_rows

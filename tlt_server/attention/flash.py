@@ -179,7 +179,7 @@ def runs_of(position_P: NDArray[np.int32], batch_slot_P: NDArray[np.int32]) -> l
 
 
 def parts_of(runs: list[Run], max_keys: int) -> Iterator[list[Run]]:
-    """In order, cut so that none but a single run has more keys."""
+    """Yield the runs in order, cut so that no part but a single run has more keys."""
     part: list[Run] = []
     for run in runs:
         if part and sum(other.keys for other in part) + run.keys > max_keys:
@@ -202,9 +202,8 @@ def call_of(runs: list[Run], first: int, page_table_QP: Tensor) -> Call:
         np.array(of_W1, np.int32), device=page_table_QP.device
     )
     keys = sum(keys_W)
-    run_T = torch.repeat_interleave(
-        first_key_W1.diff(), output_size=keys
-    )  # with the size given, nobody waits
+    # With the size given, the host does not wait.
+    run_T = torch.repeat_interleave(first_key_W1.diff(), output_size=keys)
     position_T = torch.arange(keys, device=run_T.device) - first_key_W1[run_T] + first
     page_T = page_table_QP[batch_slot_W1[run_T].long(), position_T // PAGE_SIZE]
     kv_slot_T = page_T.long() * PAGE_SIZE + position_T % PAGE_SIZE

@@ -19,15 +19,16 @@ from tlt_kernels.gpu import attention as kernels
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.errors import StartupError
 
-TREE_ROWS = 512  # of a pass, at most, rows of requests that have more than one; whoever plans passes keeps to it
-STATES = (
-    3  # of a tree row, at the least: what it shares with its tree, and up to two splits of its own
-)
+# Max rows of a pass that belong to requests with more than one row; plans of passes keep to it.
+TREE_ROWS = 512
+# Min partial results of a tree row: the one it shares with its tree, and up to two splits of its
+# own.
+STATES = 3
 
 
 class Planned(Protocol):
     def plan(self, rows: RowTable, page_table_QP: Tensor) -> None:
-        """These are the rows of the step."""
+        """Plan for the rows of the step."""
 
     def __call__(
         self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0
@@ -38,8 +39,8 @@ class GpuAttention(Protocol):
     capturable: bool
 
     def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> Planned:
-        """For so many rows, the last `prompt_rows` of which are of prompts; without `tiles` no two
-        of them belong to one request.
+        """Return the attention of `rows` rows, the last `prompt_rows` of which are of prompts;
+        without `tiles` no two rows belong to one request.
         """
 
 

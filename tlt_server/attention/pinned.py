@@ -3,8 +3,8 @@ as many pages as a tensor needs.
 
 Torch's own pinned memory comes in powers of two, and cannot be given back to the system while its
 tensor lives. Here `unpin` lets go of the pages, so that they can be dropped (`backing.py`), and
-`pin` holds them again. What a tensor leaves behind is let go in a thread, as whoever drops the last
-view of a large version is between two steps.
+`pin` holds them again. Memory that a tensor leaves is let go in a thread, because
+the last view of a large version is dropped between two steps.
 """
 
 from __future__ import annotations

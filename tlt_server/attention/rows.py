@@ -34,7 +34,9 @@ class Rows:
     request_R: Tensor  # int32, index into B
     base_B: Tensor  # int32, positions held in pages once this step's certain rows are written
     page_table_BP: Tensor  # int32
-    path_RD: Tensor  # int32 scratch slots of the in-flight ancestors and the row itself, root side first, -1 padded; D may be 0
+    # int32 scratch slots of the in-flight ancestors and the row itself, root side first, -1 padded;
+    # D may be 0.
+    path_RD: Tensor
 
     def __len__(self) -> int:
         return self.token_R.shape[0]
@@ -75,12 +77,11 @@ class KVCache:
             kv_slots, features, dtype=dtype, device=device
         )  # the target's hidden states that a drafter reads
         self._backings = [Backing(array) for array in (self.k, self.v, self.features_SF)]
-        self.on_reuse: list[
-            Callable[[Iterable[int]], None]
-        ] = []  # who keeps something of its own under our page ids
+        # Called for pages that will hold other tokens, by those who keep values under our page ids.
+        self.on_reuse: list[Callable[[Iterable[int]], None]] = []
 
     def reuse(self, pages: Iterable[int]) -> None:
-        """These pages are about to hold other tokens."""
+        """Tell `on_reuse` that these pages are about to hold other tokens."""
         for forget in self.on_reuse:
             forget(pages)
 

@@ -28,7 +28,7 @@ from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
-from tlt_server.models.gpu.matmuls import MATMULS, Fast, Strict
+from tlt_server.models.gpu.matmuls import MATMULS, FastMatmuls, StrictMatmuls
 from tlt_server.models.numerics import Mode
 
 MODEL = {
@@ -50,7 +50,7 @@ REPEATS = 9
 LIBRARIES = "cuBLAS + SDPA"
 
 
-class Library(Fast):
+class Library(FastMatmuls):
     """Every matmul is cuBLAS's. There is no LM head, so nothing is asked for in float32."""
 
     @staticmethod
@@ -142,13 +142,15 @@ def times(count: int, run: Callable[[], None]) -> None:
 
 def decoder() -> GpuDecoder:
     config = ModelConfig.parse(MODEL, "prefill")
-    model = GpuDecoder(config, placement=Placement(torch.device("cuda"), torch.bfloat16, Strict()))
+    model = GpuDecoder(
+        config, placement=Placement(torch.device("cuda"), torch.bfloat16, StrictMatmuls())
+    )
     for _, parameter in model.parameters().items():
         parameter.normal_(0, 0.02)
     return model
 
 
-def use(model: GpuDecoder, matmuls: Strict) -> None:
+def use(model: GpuDecoder, matmuls: StrictMatmuls) -> None:
     for layer in model.layers:
         layer.self_attention.matmuls = layer.mlp.matmuls = matmuls
 

@@ -1,1 +1,1 @@
-"""`tlt doctor`: would `tlt serve` with these flags work here? Reads and asks, and changes nothing."""
+"""`tlt doctor`: would `tlt serve` with these flags work here? It changes nothing."""

@@ -1,4 +1,6 @@
-"""Flags of `tlt doctor` beside those of `tlt serve`; light, because `tlt --help` imports it."""
+"""Flags of `tlt doctor` in addition to those of `tlt serve`; light, because `tlt --help` imports
+it.
+"""
 
 from __future__ import annotations
 

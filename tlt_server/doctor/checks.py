@@ -29,7 +29,7 @@ class Check(NamedTuple):
 
 
 def chosen(config: Config | None, *, in_child: bool) -> list[Check]:
-    """Those that can be made; without settings that can be used, only those that need none."""
+    """Return the checks that can be made; without usable settings, only those that need none."""
     return [
         check
         for check in CHECKS

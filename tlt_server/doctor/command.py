@@ -1,4 +1,4 @@
-"""`tlt doctor`: runs every check and says what it found, with a remedy for whatever is not ok. Exit
+"""`tlt doctor`: runs every check and says what it found, with a remedy for each fault. Exit
 status 1 when one fails.
 """
 
@@ -57,11 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         warned = sum(finding.status == "warn" for finding in findings)
-        beside = f", {warned} with a warning" if warned else ""
+        warnings = f", {warned} with a warning" if warned else ""
         console.print(
-            f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}{beside}"
+            f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}{warnings}"
             if failed
-            else f"{len(findings)} checks, none failed{beside}"
+            else f"{len(findings)} checks, none failed{warnings}"
             if warned
             else f"all {len(findings)} checks passed",
             style="bold",
@@ -105,9 +105,7 @@ def _child(config: Config | None) -> Iterator[subprocess.Popen[str]]:
 
 
 def _reported(child: subprocess.Popen[str], checks: Sequence[Check]) -> Iterator[Finding]:
-    """What the child found; the check at which it ended, if it did not get through, is one that
-    fails.
-    """
+    """Yield what the child found; if it ended early, the check at which it ended fails."""
     try:
         output, errors = child.communicate(timeout=CHILD_S)
         ended = (
@@ -126,7 +124,7 @@ def _reported(child: subprocess.Popen[str], checks: Sequence[Check]) -> Iterator
         yield Finding(
             "fail",
             f"the process that checks it ended with {ended}: {said[0]}",
-            "install torch and numba anew, in builds for this processor",
+            "reinstall torch and numba, in builds for this processor",
             check.name,
         )
     for check in checks[len(findings) + 1 :]:

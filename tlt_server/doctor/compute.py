@@ -1,4 +1,4 @@
-"""Checks of what computes: torch, a GPU, the compiler of the CPU kernels. Run in the child process."""
+"""Checks of torch, a GPU, and the compiler of the CPU kernels. Run in the child process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gpu() -> Finding:
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return warn(
             f"{about}; no C compiler",
-            "install gcc: Triton needs one for whatever is not in its cache yet",
+            "install gcc: Triton needs one for kernels that are not in its cache yet",
         )
     return ok(about)
 

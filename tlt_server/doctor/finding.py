@@ -1,4 +1,4 @@
-"""What a check found: ok, warn (it works, but not as it could) or fail (`tlt serve` would not
+"""The finding of a check: ok, warn (it works, but not as it could) or fail (`tlt serve` would not
 work), and the remedy.
 """
 
@@ -32,13 +32,13 @@ def fail(found: str, remedy: str) -> Finding:
 
 
 def refused(error: TltError) -> Finding:
-    """Our messages name the value and the limit, then, behind a semicolon, the remedy."""
+    """Split our message, which names value and limit, then, after a semicolon, the remedy."""
     found, _, remedy = error.message.partition("; ")
     return fail(found, remedy or "correct it; tlt serve --help lists all settings")
 
 
 def examine(name: str, check: Callable[[], Finding]) -> Finding:
-    """The check's finding under its name; whatever it raises is one, too."""
+    """Return the check's finding under its name; an error that it raises is one, too."""
     try:
         finding = check()
     except TltError as error:

@@ -19,7 +19,7 @@ from tlt_server.models.environment import library_environment
 
 SUPPORTED = ((3, 11), (3, 13))  # from, and below
 DISTRIBUTIONS = ("tlt-server", "tlt-kernels", "tlt-client")
-SPARE_FILES = 256  # beside connections: libraries, sockets, model files
+SPARE_FILES = 256  # in addition to connections: libraries, sockets, model files
 SOCKET_PATH = 107  # longest path of a Unix socket
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 

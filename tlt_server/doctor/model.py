@@ -38,7 +38,7 @@ UNDECIDED = fail(
 
 
 def _choice(config: Config) -> tuple[Choice, Gpu]:
-    """What the engine would compute on, and with; as it would choose."""
+    """Choose as the engine would."""
     gpu = look()
     return choose(engine_settings(config), gpu, lambda: own_dtype(config.model)), gpu
 
@@ -185,7 +185,7 @@ def _chosen(config: Config) -> tuple[Choice, Gpu] | None:
 
 
 def _on_gpu(config: Config) -> bool:
-    """Not where the check `device` fails: those of files then look at what they can."""
+    """Return False where the check `device` fails: checks of files then look at what they can."""
     chosen = _chosen(config)
     return chosen is not None and chosen[0].settings.device == "cuda"
 

@@ -26,4 +26,5 @@ FAMILIES = Registry(
 
 class Forward(NamedTuple):
     hidden_RH: Tensor  # after the final norm
-    features_RF: Tensor  # the inputs of the layers a drafter reads, concatenated; F = 0 when none are asked for
+    # The inputs of the layers a drafter reads, concatenated; F = 0 when none are asked for.
+    features_RF: Tensor

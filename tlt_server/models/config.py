@@ -186,7 +186,7 @@ def _refuse_windows(raw: dict[str, Any], source: str) -> None:
 
 
 def _rope(raw: dict[str, Any], max_position: int, source: str) -> Rope:
-    """`rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (before)."""
+    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ModelError(

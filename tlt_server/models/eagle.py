@@ -62,7 +62,7 @@ def feature_layers(directory: str | Path, target: ModelConfig) -> tuple[int, ...
 
 
 class Described(NamedTuple):
-    """What a drafter's directory says of itself."""
+    """The network that a drafter's directory describes."""
 
     config: ModelConfig
     draft_vocab_size: int
@@ -70,7 +70,7 @@ class Described(NamedTuple):
 
 
 class Served(Protocol):
-    """What a drafter must fit, on whatever device."""
+    """The target that a drafter must fit, on any device."""
 
     config: ModelConfig
     feature_layers: tuple[int, ...]
@@ -79,8 +79,8 @@ class Served(Protocol):
     max_position: int
 
 
-class Network(Protocol):
-    """An EAGLE-3 network on whatever device."""
+class Fillable(Protocol):
+    """An EAGLE-3 network to be filled, on any device."""
 
     draft_vocab_size: int
     vocab_size: int
@@ -125,7 +125,7 @@ def describe(directory: Path, target: Served) -> Described:
     )
 
 
-def fill_drafter(network: Network, directory: Path) -> None:
+def fill_drafter(network: Fillable, directory: Path) -> None:
     """Weights and vocabulary map of a published checkpoint."""
     fill(network.parameters(), directory, ignored=VOCABULARY_MAP)
     files, vocab, count = tensor_files(directory), network.vocab_size, network.draft_vocab_size
@@ -244,17 +244,15 @@ class Eagle3:
         )
 
     def blank(self, target: Decoder, *, own_embedding: bool) -> Eagle3:
-        """The same network with storage of its own, to be filled with other weights; the vocabulary
-        map is kept until set anew.
+        """Return the same network with storage of its own, to be filled with other weights; the
+        vocabulary map is kept until another is set.
         """
         network = Eagle3(self.config, self.draft_vocab_size, target, own_embedding=own_embedding)
         network.target_ids = self.target_ids
         return network
 
     def follow(self, target: Decoder) -> None:
-        """These are the target's weights from now on: without an embedding of its own the drafter
-        reads theirs.
-        """
+        """Read the embedding of this target from now on, unless the drafter has its own."""
         if not self.own_embedding:
             self.embedding_VH = target.embedding_VH
 
@@ -276,7 +274,7 @@ class Eagle3:
         return self.fusion(features_RF)
 
     def forward(self, rows: Rows, g_RH: Tensor, cache: KVCache) -> Tensor:
-        """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV, returns h_RH, the feature of p."""
+        """Write KV of rows (x_p, g_{p-1}) at positions p >= 1; return h_RH, the feature of p."""
         attended_RH = self.self_attention(
             self._normed(rows, g_RH), cache.k[0], cache.v[0], rows, first=1
         )
@@ -319,5 +317,5 @@ class Eagle3:
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """Published name -> view [out, in] of the live storage; `d2t` and `t2d` are `target_ids`."""
+        """Map published names to views [out, in] of the live storage, without d2t and t2d."""
         return dict(drafter_parameters(self))

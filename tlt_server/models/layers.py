@@ -47,7 +47,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What differs between families and is not a number in the config."""
+    """The differences between families that are no number in the config."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -94,7 +94,7 @@ class SelfAttention:
         return self.output(out_RND.view(len(rows), self.query_width))
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows) -> None:
-        """Only write the rows' keys and values."""
+        """Write the rows' keys and values, and nothing else."""
         start, bias_X = self.query_width, self.qkv.bias_X
         kv_RX = self.qkv.numerics.linear(
             x_RH, self.qkv.weight_KX[:, start:], None if bias_X is None else bias_X[start:]

@@ -1,7 +1,7 @@
-"""From an ordinary Hugging Face directory to a filled model. Reads safetensors only.
+"""Loading: an ordinary Hugging Face directory becomes a filled model. Reads safetensors only.
 
 Called at start-up, for targets and drafters. Every name, shape, dtype and value is checked before
-it is copied; whatever is wrong is a `ModelError` that names file, tensor, what was expected and
+it is copied; any fault is a `ModelError` that names file, tensor, what was expected and
 what was found.
 """
 
@@ -100,7 +100,7 @@ def own_dtype(directory: Path) -> str:
 
 
 def unread(config: ModelConfig) -> set[str]:
-    """Tensors that a checkpoint of this model may hold and nobody reads."""
+    """Return the tensors that a checkpoint of this model may hold and that are not read."""
     return {"lm_head.weight"} if config.tied_embeddings else set()
 
 
@@ -121,8 +121,8 @@ def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[
 def check_files(
     parameters: Mapping[str, Tensor], directory: Path, *, ignored: Collection[str] = ()
 ) -> None:
-    """What `fill` would refuse, as far as the files' headers tell: names, shapes, dtypes, missing
-    or cut files. Reads no values.
+    """Raise the errors of `fill` that the files' headers reveal: names, shapes, dtypes, missing or
+    cut files. Reads no values.
     """
     files = tensor_files(directory)
     check_names(parameters, files, ignored, directory)
@@ -216,7 +216,7 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterable[tuple[str, Tensor
 
 
 def dtypes_for(parameter: Tensor) -> tuple[torch.dtype, ...]:
-    """In which its values may come."""
+    """Return the dtypes in which its values may come."""
     return STORAGE_DTYPES if parameter.is_floating_point() else (parameter.dtype,)
 
 

@@ -44,7 +44,7 @@ def target_parameters(model: Any, head_VH: Tensor) -> Parameters:
 
 
 def drafter_parameters(network: Any) -> Parameters:
-    """Of an EAGLE-3 checkpoint, without its vocabulary map."""
+    """Yield the tensors of an EAGLE-3 checkpoint, without its vocabulary map."""
     if network.own_embedding:
         yield "embed_tokens.weight", network.embedding_VH
     yield from network.fusion.parameters()

@@ -1,8 +1,8 @@
-"""How matmuls are computed: `strict` (a row's bits depend on the row and the weights only) or
+"""The two ways of matmuls: `strict` (a row's bits depend on the row and the weights only) or
 `fast`.
 
 A model owns one `Numerics` and sends every matmul through `linear`. Strict on a CPU is the first of
-`METHODS` that keeps a row's bits whatever rows it comes with; a self-test decides that on the
+`METHODS` that keeps a row's bits in any company of rows; a self-test decides that on the
 model's own weights. Which one passes depends on the library, the processor and whether
 `strict_environment()` was set in time.
 

@@ -4,9 +4,9 @@ Theorem. With keyed noise the target's token after a prefix is a function of (we
 sampling parameters, seed). By induction along the walk: the root row's prefix is what plain
 decoding has, so `sampled[root]` is plain decoding's next token. If a child row carries that very
 token, its prefix is again plain decoding's, and so is `sampled[child]`; where no child does, the
-token just sampled is emitted and the next cycle goes on from it. So whatever the tree, the drafter
-and the order of rows, the emitted tokens are those of plain decoding; a draft decides only how many
-come per cycle.
+token just sampled is emitted and the next cycle goes on from it. So for every tree, drafter and
+order of rows the emitted tokens are those of plain decoding; a draft decides only how many come per
+cycle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a drafter sees and what it answers: numpy only, so drafters that need no network need no
+"""The input and the answer of a drafter: numpy only, so drafters that need no network need no
 torch.
 
 Legend: B requests that may be speculated on, P pages, N candidate nodes.

@@ -1,11 +1,11 @@
-"""Whether a drafter's drafts are still accepted after weights have changed; where they are not, it
-rests until weights change again.
+"""The canary: it notices that a drafter's drafts are no longer accepted after weights have changed,
+and lets that drafter rest until weights change again.
 
-What is compared is the share of requests, per step that this drafter drafted for, of which the
-first draft or more was accepted: it hardly depends on the strategy. Before a change it is averaged
-over the last steps, after it anew, until it is sure that the drafter has collapsed or that it has
-not. A policy would find out, too, but pays for every trial, and a policy of one strategy never
-would. Only drafters with weights are watched: what others draft depends on the text. No token
+It compares the share of requests, per step that this drafter drafted for, of which the first draft
+or more was accepted: it hardly depends on the strategy. Before a change it is averaged over the
+last steps; after the change it is averaged afresh, until it is sure whether the drafter has
+collapsed. A policy would find out, too, but pays for every trial, and a policy of one strategy
+never would. Only drafters with weights are watched: what others draft depends on the text. No token
 depends on any of this, as drafts change none.
 """
 
@@ -18,10 +18,8 @@ from tlt_server.records import OFF, Cycle, Strategy
 from tlt_server.speculation.drafters import DRAFTERS
 
 REMEMBERED = 512  # requests times steps that the average before a change looks back on
-FEWEST, MOST = (
-    64,
-    1024,
-)  # after a change: requests times steps before which nothing is decided, and after which all is well
+# Requests times steps after a change: before MIN nothing is decided, after MAX all is well.
+MIN_JUDGED, MAX_JUDGED = 64, 1024
 SURE = 3.0  # standard errors
 
 
@@ -39,12 +37,12 @@ class Canary:
         self.collapses = 0
 
     def renewed(self) -> None:
-        """Weights have changed: whoever rests is tried again, and all are judged anew."""
+        """Try drafters that rest again, and judge all of them afresh, as weights have changed."""
         for drafter in self._watched.values():
             drafter.renewed()
 
     def permitted(self, strategy: Strategy) -> Strategy:
-        """The strategy, or what stands in for it while its drafter rests: the largest one
+        """Return the strategy, or its replacement while its drafter rests: the largest one
         of a stand-in that is no larger, or OFF.
         """
         if strategy.drafter not in self._watched or not self._watched[strategy.drafter].rests:
@@ -60,7 +58,7 @@ class Canary:
         )
 
     def observe(self, cycle: Cycle) -> str:
-        """What there is to tell, if a drafter has just collapsed."""
+        """Return the line to log if a drafter has just collapsed, else an empty one."""
         drafter = self._watched.get(cycle.strategy.drafter)
         if (
             drafter is None or cycle.context.speculable < cycle.context.decoding
@@ -95,7 +93,7 @@ class _Drafter:
 
     def renewed(self) -> None:
         if (
-            self._count >= FEWEST and not self.rests
+            self._count >= MIN_JUDGED and not self.rests
         ):  # else what was known before still is what to expect
             self.before = self.after
         self.rests, self._judged = False, not self.before
@@ -107,9 +105,9 @@ class _Drafter:
         if self._judged:
             fading = min(1.0, REMEMBERED / self._count)
             self._count, self._hits = self._count * fading, self._hits * fading
-        elif self._count >= FEWEST:
+        elif self._count >= MIN_JUDGED:
             error = math.sqrt(max(self.after * (1 - self.after), 1 / self._count) / self._count)
             self.rests = self.after + SURE * error < ratio * self.before
-            self._judged = self.rests or self._count >= MOST
+            self._judged = self.rests or self._count >= MAX_JUDGED
             return self.rests
         return False

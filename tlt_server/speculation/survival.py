@@ -3,8 +3,8 @@ its parent is on the path.
 
 A neural drafter ranks children by z = log q / T + G with the target's own noise; how often rank r
 is right depends on how far it lies from the best: gap = z1 - z2 for rank 0, z1 - z_{r+1} for rank
-r. The table is measured when the drafter is trained (`calibration.safetensors` beside it) and
-corrected online from what verification accepts, so a stale table heals. Survival of a node =
+r. The table is measured when the drafter is trained (`calibration.safetensors` in its directory)
+and corrected online from what verification accepts, so a stale table heals. Survival of a node =
 product of the table along its path.
 """
 
@@ -46,7 +46,8 @@ DEFAULT_EDGES = (
 @dataclass(frozen=True)
 class CalibrationSettings:
     prior_weight: float = 64.0  # trials that the loaded table counts for, per cell
-    limit: float = 4096.0  # trials per cell at which its counts are halved: the memory of the online correction
+    # Trials per cell at which its counts are halved: the memory of the online correction.
+    limit: float = 4096.0
 
 
 def default_survival() -> NDArray[np.float32]:
@@ -143,7 +144,7 @@ class Calibration(OnlineTable):
     def load(
         cls, directory: str | Path, settings: CalibrationSettings = CalibrationSettings()
     ) -> Calibration:
-        """From a drafter's directory; the default table when it has no `calibration.safetensors`."""
+        """Read a drafter's directory; without `calibration.safetensors` take the default table."""
         path = Path(directory) / FILE
         if not path.is_file():
             return cls(settings=settings)
@@ -159,7 +160,7 @@ class Calibration(OnlineTable):
     def parse(
         cls, data: bytes, source: str, settings: CalibrationSettings = CalibrationSettings()
     ) -> Calibration:
-        """From the bytes of a `calibration.safetensors`."""
+        """Parse the bytes of a `calibration.safetensors`."""
         try:
             tensors = load(data)
             survival, gap_edges = tensors["survival"], tensors["gap_edges"]

@@ -1,7 +1,7 @@
-"""Which draft rows to verify: the best R nodes over batch x nodes.
+"""The choice of draft rows to verify: the best R nodes over batch x nodes.
 
-Candidates come from any drafter; the scheduler asks for `budget` rows and each request has its root
-besides. Maximising the sum of survivals is maximising the expected number of accepted tokens of the
+Candidates come from any drafter; the scheduler asks for `budget` rows and each request also has its
+root. Maximising the sum of survivals is maximising the expected number of accepted tokens of the
 batch, and since a node never survives better than its parent, the best R nodes are whole trees:
 long stragglers and confident requests get more rows by themselves.
 """
@@ -26,8 +26,8 @@ class Selection(NamedTuple):
 
 
 def select(candidates: Candidates, requests: int, budget: int) -> Selection:
-    """The `budget` candidates most likely to be accepted; ties go to the shallower, then to the
-    earlier node.
+    """Return the `budget` candidates most likely to be accepted; ties go to the shallower, then to
+    the earlier node.
 
     `budget` counts draft rows of the whole batch, not roots. Closed under ancestors.
     """

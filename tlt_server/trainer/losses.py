@@ -1,4 +1,4 @@
-"""What a drafter is trained on: which target quantities belong to which slot, and the losses over
+"""The training targets of a drafter: the target's quantities of each slot, and the losses over
 them.
 
 `pair` is the one statement of the alignment, for training and inference alike: slot r holds
@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
     inputs_BN: torch.Tensor
     """x_{r+step}: the token whose embedding enters the slot."""
     features_BNH: torch.Tensor
-    """Target feature of position r-1: enters the slot at step 0 (later steps take the drafter's own output instead)."""
+    """Target feature of position r-1; it enters the slot at step 0, the drafter's output later."""
     next_features_BNH: torch.Tensor
     """Target feature of position r+step: what EAGLE-1/2 regress the slot's output on."""
     teacher_BNV: torch.Tensor
@@ -69,7 +69,9 @@ class DraftTeacher(NamedTuple):
     probabilities: torch.Tensor
     """[..., D], renormalised to sum to 1."""
     covered: torch.Tensor
-    """[...] float: 1 where the target's most likely token is in the draft vocabulary; EAGLE-3 trains on these positions only."""
+    """[...] float: 1 where the target's most likely token is in the draft vocabulary. EAGLE-3
+    trains on these positions only.
+    """
 
 
 def restrict(teacher_logits: torch.Tensor, d2t: torch.Tensor, t2d: torch.Tensor) -> DraftTeacher:

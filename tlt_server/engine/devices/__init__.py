@@ -30,45 +30,41 @@ DEVICES = Registry(
     {
         "cpu": "tlt_server.engine.devices.cpu:CpuDevice",
         "cuda": "tlt_server.engine.devices.cuda:CudaDevice",
-        "interpreter": "tlt_server.engine.devices.cuda:Interpreted",
+        "interpreter": "tlt_server.engine.devices.interpreter:Interpreted",
     },
 )
 
 
 OnProgress = Callable[[int, int], None]  # steps done, of how many
-Quiet = Callable[
-    [], bool
-]  # whether the device may be waited for as a whole: nothing is on it that waits for another process
+# Whether the whole device may be waited for: no kernel on it waits for another process.
+Quiet = Callable[[], bool]
 
 
 class Equipped(NamedTuple):
     runner: Runner
     on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
     detail: str = ""  # for the start-up report
-    matmuls: str = ""  # which kernel computes matmuls on a GPU, and why not the other
-    room: Callable[[int, int], int] = (
-        unpadded  # (decoding sequences, rows at most) -> prompt rows that a step may read beside them
-    )
+    matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
+    # (decoding sequences, max rows) -> prompt rows that a step may read with them
+    room: Callable[[int, int], int] = unpadded
 
 
 @dataclass(frozen=True)
 class Memory:
-    """KV pages, and what is done with them."""
+    """KV pages, and the operations on them."""
 
     pages: int
     on_reuse: Callable[[Iterable[int]], None]
     save: Callable[[list[int]], object]
     restore: Callable[[Any, list[int]], None]
-    free: Callable[
-        [], None
-    ]  # give the pages' memory back, and whatever was recorded over it and over the weights
-    reclaim: Callable[
-        [], None
-    ]  # take it again, empty; `torch.OutOfMemoryError` and no change where there is no room
+    # Give back the pages' memory, and all that was recorded over it and over the weights.
+    free: Callable[[], None]
+    # Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room.
+    reclaim: Callable[[], None]
 
 
 def make_device(settings: DecidedSettings) -> Device:
-    """That these settings name; nothing in them is left to the device."""
+    """Make the device that these settings name."""
     device: Device = DEVICES.resolve(settings.device)(settings)
     return device
 
@@ -99,7 +95,7 @@ class Device(Protocol):
         """The runner, drafters, captured graphs and all."""
 
     def free(self) -> Free:
-        """What a version that is staged may take now."""
+        """Return the memory that a staged version may take now."""
 
     def install(self, live: Live, changed: Changed) -> None:
         """Committed weights take over, between two steps."""

@@ -1,5 +1,5 @@
-"""What an engine computes on and with: everything that its settings leave to the device, decided
-once, with the reason.
+"""The choice of device, dtype, attention and sizes: everything that settings leave to the device,
+decided once, with the reason.
 
 `look` asks torch which GPU there is; the rest are pure functions of the settings, that answer and
 the checkpoint's type. Called by `assembly.py`, which reports the choice once, and by `tlt doctor`.
@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
 
     @property
     def told(self) -> str:
-        """For `/server_info`; empty without one."""
+        """Return the line for `/server_info`; empty without a GPU."""
         return (
             f"{self.name}, {self.total_bytes // MIB} MiB, compute capability "
             f"{dotted(self.capability)}"
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
 
 def look() -> Gpu:
-    """What torch sees; nothing is allocated but the context that the engine would use."""
+    """Ask torch for its GPU; nothing is allocated but the context that the engine would use."""
     import torch
 
     if torch.version.cuda is None:
@@ -74,7 +74,8 @@ def look() -> Gpu:
         return Gpu(unusable=f"torch cannot use the GPU ({str(error).splitlines()[0]})")
     if found.capability < MIN_CAPABILITY:
         return found._replace(
-            unusable=f"{found.name} has compute capability {dotted(found.capability)}, and the kernels need "
+            unusable=f"{found.name} has compute capability {dotted(found.capability)}, "
+            "and the kernels need "
             f"{dotted(MIN_CAPABILITY)}"
         )
     if find_spec("triton") is None:
@@ -137,10 +138,8 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
     if settings.dtype is None:
         own = own_dtype()
         dtype = own if own in ("bfloat16", "float16") else "bfloat16"
-        reasons["dtype"] = (
-            f"{dtype}: "
-            f"{'as the checkpoint' if dtype == own else f'half the size of the checkpoint in {own}'}"
-        )
+        halved = f"half the size of the checkpoint in {own}"
+        reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else halved}"
     suited = filled(
         settings, device="cuda", dtype=dtype, attention="triton", max_running=256, max_rows=4096
     )

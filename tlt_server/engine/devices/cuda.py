@@ -1,9 +1,8 @@
-"""A GPU: Triton kernels with a fixed order of addition, captured cycles, a runner that is told
-results a step late.
+"""A GPU: Triton kernels with a fixed order of addition, captured passes, a runner that gets results
+a step late.
 
 Pushed weights are exchanged with the live ones in place, because CUDA graphs hold addresses: the
-staged copy then holds the version before. `Interpreted` is the same engine on Triton's CPU
-interpreter, for tests.
+staged copy then holds the version before. `interpreter.py` is the same engine without a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from tlt_server.engine.gpu.buckets import (
     MAX_VERIFIED,
     MIN_DEPTH,
     TREE_ROWS,
-    PromptShape,
     Shapes,
     sampled_rows,
 )
@@ -93,8 +91,6 @@ class CudaDevice:
             "positions"
         )
 
-    # -- weights -------------------------------------------------------------------------------------------------
-
     def load(self, config: ModelConfig) -> Live:
         self._backend(config)  # what it refuses is refused before anything is read
         settings, directory = self._settings, Path(self._settings.model)
@@ -118,7 +114,7 @@ class CudaDevice:
         )
 
     def _needs_before(self, config: ModelConfig, eagle: Path | None) -> Needs:
-        """Of what will be loaded, by a model and a drafter without storage."""
+        """Return the needs of a model and a drafter without storage."""
         nowhere = replace(self._placement, device=torch.device("meta"))
         target = GpuDecoder(
             config, placement=nowhere, feature_layers=feature_layers(eagle, config) if eagle else ()
@@ -135,7 +131,7 @@ class CudaDevice:
         )
 
     def free(self) -> Free:
-        """What the allocator keeps for itself it can give again."""
+        """Count what the allocator has cached as free."""
         cached = (
             torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             if self.device.type == "cuda"
@@ -149,11 +145,12 @@ class CudaDevice:
         self._synchronize()  # staging copied on another stream
         with torch.cuda.stream(self._stream):
             self._exchange(changed)
-        self._synchronize()  # the storage of the version before may be given back and filled on another stream
+        # Another stream may fill the storage of the version before, once it is given back.
+        self._synchronize()
 
     def _synchronize(self) -> None:
-        """With what was begun by a stream of ours; not with the whole device, which may have
-        kernels that wait for a trainer.
+        """Wait for our own streams, not for the whole device, which may run kernels that wait for a
+        trainer.
         """
         if self._stream is not None:
             torch.cuda.default_stream(self.device).synchronize()
@@ -168,8 +165,6 @@ class CudaDevice:
         if changed.drafter is not None:
             for drafts in self._drafters:
                 drafts.install(changed.drafter)
-
-    # -- memory --------------------------------------------------------------------------------------------------
 
     def allocate(self, live: Live, max_model_len: int) -> Memory:
         assert isinstance(live.target.network, GpuDecoder)
@@ -210,15 +205,13 @@ class CudaDevice:
         )
 
     def _save(self, pages: list[int]) -> object:
-        """Behind the step in flight, which may still write there."""
+        """Copy pages after the step in flight, which may still write there."""
         with torch.cuda.stream(self._stream):
             hints = None if self._page_hint_PH is None else self._page_hint_PH[pages].cpu()
             return [cache.save(pages) for cache in self._caches], hints
 
     def _restore(self, saved: object, pages: list[int]) -> None:
-        """Behind the step in flight, which may still write what was there before, and ahead of the
-        next.
-        """
+        """Write pages between the step in flight, which may still write there, and the next."""
         assert isinstance(saved, tuple)
         kept, hints = saved
         with torch.cuda.stream(self._stream):
@@ -229,12 +222,13 @@ class CudaDevice:
 
     @property
     def _lent(self) -> list[KVCache | Backing]:
-        """What a sleep gives back beside graphs."""
+        """Return what a sleep gives back, apart from graphs."""
         return [*self._caches, *self._logits]
 
     def _free_pages(self) -> None:
         if self._runner is not None:
-            self._runner.graphs.clear()  # they hold addresses; keys are recorded again as they are used
+            # Graphs hold addresses; keys are recorded again as they are used.
+            self._runner.graphs.clear()
         for part in self._lent:
             part.free()
         give_back()
@@ -251,8 +245,6 @@ class CudaDevice:
     def _caches(self) -> list[KVCache]:
         assert self._cache is not None
         return [self._cache, *([self._draft_cache] if self._draft_cache is not None else [])]
-
-    # -- the runner ----------------------------------------------------------------------------------------------
 
     def equip(
         self,
@@ -374,12 +366,12 @@ class CudaDevice:
         )
 
     def _free(self) -> tuple[int, int]:
-        """Bytes of the device: free, and in all."""
+        """Return the bytes of the device: free, and in all."""
         return torch.cuda.mem_get_info(self.device)
 
     @contextmanager
     def _memory(self, what: str) -> Iterator[None]:
-        """Turns the allocator's error into one that names the remedy."""
+        """Turn the allocator's error into one that names the remedy."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -387,22 +379,6 @@ class CudaDevice:
             raise StartupError(
                 exhausted(self._plan, what, str(error), free=free, total=total)
             ) from error
-
-
-class Interpreted(CudaDevice):
-    """The GPU engine without a GPU."""
-
-    name = "interpreter"
-    warms_up = False  # nothing is compiled
-    prompts = PromptShape(
-        sizes=(2, 4), chunks=2, grain=4
-    )  # a padded row costs as much as a real one
-
-    def __init__(self, settings: DecidedSettings) -> None:
-        super().__init__(settings, torch.device("cpu"))
-
-    def _free(self) -> tuple[int, int]:
-        return 2**40, 2**40
 
 
 def _empty_drafter(directory: Path, target: GpuDecoder) -> GpuEagle3:

@@ -25,37 +25,29 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-BESIDE_PROMPTS = (
-    0,
-    2,
-    8,
-    16,
-    32,
-    *BATCHES[6:],
-)  # what pads a batch there takes the place of prompt rows
-PROMPT_SIZES, PROMPT_CHUNKS = (
-    (64, 128, 256, 384, 512),
-    16,
-)  # of a captured step that reads prompts: rows in all, and prompts
+# Padding of a batch with prompts takes the place of prompt rows.
+BESIDE_PROMPTS = (0, 2, 8, 16, 32, *BATCHES[6:])
+# A captured step that reads prompts: its rows in all, and its prompts.
+PROMPT_SIZES, PROMPT_CHUNKS = (64, 128, 256, 384, 512), 16
 MAX_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
 MAX_WIDTH = 8  # children of a node
-MAX_DRAFTED = (
-    attention.TREE_ROWS
-)  # rows of one level of a drafter's pass; a larger batch has one each
+# Rows of one level of a drafter's pass; a larger batch has one each.
+MAX_DRAFTED = attention.TREE_ROWS
 TREE_ROWS = 8192  # rows of a drafter's pass, without the roots
-MIN_DEPTH = 12  # draft paths of so many tokens are possible, whatever the default strategies are
+MIN_DEPTH = (
+    12  # tokens of a draft path that is always possible, also with shorter default strategies
+)
 
 
 class PromptShape(NamedTuple):
-    """What a step that reads prompts is padded to. A size is a multiple of the height of the tiles
-    that compute so many rows.
+    """The sizes that a step that reads prompts is padded to: multiples of the height of the tiles
+    that compute that many rows.
     """
 
-    sizes: tuple[int, ...] = (
-        PROMPT_SIZES  # rows of captured steps, decode rows included; more where those leave less than a grain
-    )
+    # Rows of captured steps, decode rows included; more where those leave less than a grain.
+    sizes: tuple[int, ...] = PROMPT_SIZES
     chunks: int = PROMPT_CHUNKS
-    grain: int = 256  # of larger steps
+    grain: int = 256  # rows that a larger step is a multiple of
 
     def padded(self, rows: int) -> int:
         return next(
@@ -63,11 +55,11 @@ class PromptShape(NamedTuple):
         )
 
     def largest(self, decode_rows: int) -> int:
-        """Rows of the largest captured step with so many decode rows."""
+        """Return the rows of the largest captured step with this number of decode rows."""
         return max(self.sizes[-1], self.padded(decode_rows + self.grain))
 
     def captured(self, decode_rows: int) -> list[int]:
-        """Rows of every captured step with so many decode rows."""
+        """Return the rows of every captured step with this number of decode rows."""
         return sorted(
             {self.padded(rows) for rows in range(decode_rows + 1, self.largest(decode_rows) + 1)}
         )
@@ -77,7 +69,7 @@ CAPTURED = PromptShape()
 
 
 class StepShape(NamedTuple):
-    """What a step is launched as."""
+    """The strategy and the passes of a step."""
 
     strategy: Strategy  # cut to what the device holds
     draft: DraftKey | None
@@ -129,8 +121,8 @@ def draft_key(batch: int, strategy: Strategy) -> DraftKey:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of the steps of one engine, which runs up to `max_running` sequences and drafts paths of up
-    to `depth`.
+    """The shapes of one engine's steps. It runs up to `max_running` sequences and drafts paths of
+    up to `depth`.
     """
 
     max_running: int
@@ -158,7 +150,7 @@ class Shapes:
         *,
         filtered: bool = False,
     ) -> StepShape:
-        """Of so many decoding requests, with `rows` of `chunks` prompts beside them."""
+        """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts."""
         batch = bucket(self.beside_prompts if chunks else self.batches, decoding)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
         first = decode_rows(batch, strategy)
@@ -229,8 +221,8 @@ class Shapes:
         return sorted(keys, key=_size, reverse=True)
 
     def _keys(self, batch: int, arm: Strategy, chunks: int) -> Iterator[DraftKey | ExtendKey]:
-        """Of a step of a bucket's largest batch; with `chunks`, of every captured one beside
-        prompts.
+        """Yield the keys of a bucket's largest batch; with `chunks`, those of every captured step
+        with prompts.
         """
         first = self.step(batch, arm, 0, chunks).extend.decode_rows
         for rows in self.prompts.captured(first) if chunks else [first]:

@@ -1,4 +1,4 @@
-"""What the host does of a GPU step's sampling: penalties, biases and masks, which edit logits, and
+"""The host's part of a GPU step's sampling: penalties, biases and masks, which edit logits, and
 prompt log-probs.
 
 An edit follows from the text so far (counts over the vocabulary, tokens not allowed yet) or is a
@@ -30,7 +30,7 @@ from tlt_server.records import TokenLogprobs
 
 @dataclass
 class HostSampling:
-    """What the device's outcome of an entry does not say."""
+    """The values that the device's outcome of an entry lacks."""
 
     raw_logprob: float | None = None
     top: TokenLogprobs | None = None
@@ -70,9 +70,9 @@ def sample_by_host(
 def _sample(
     extend: Extend, logits_SV: torch.Tensor, into: Samples, hosted: Mapping[int, Chunk]
 ) -> dict[int, HostSampling]:
-    """Takes the place of the device's samples in `into`."""
+    """Replace the device's samples in `into`."""
     batch, decode_rows = extend.key.batch, extend.key.decode_rows
-    root_E = extend.trees.root_E.tolist()  # of a decoding entry its row, which is also its sample
+    root_E = extend.trees.root_E.tolist()  # a decoding entry's row is also its sample
     samples = [root_E[entry] if entry < batch else decode_rows + entry - batch for entry in hosted]
     index_S = torch.tensor(samples, dtype=torch.int64, device=logits_SV.device)
     sequences = [work.sequence for work in hosted.values()]
@@ -97,8 +97,8 @@ def _sample(
 def _score(
     extend: Extend, forwarded: Forward, work: Chunk, first_row: int
 ) -> list[TokenLogprobs | None]:
-    """Log-probs of the prompt tokens behind the work's rows, row p gives those of position p + 1:
-    in pieces that the step's logits, not computed yet, leave room for.
+    """Return the log-probs of the prompt tokens after the chunk's rows (row p gives those of
+    position p + 1), in pieces that fit the buffer of the step's logits, which are not computed yet.
     """
     sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
     assert count is not None

@@ -1,12 +1,13 @@
 """The extend pass: a step's rows through the target, its samples, the walk, and the KV that is
 kept. Captured per key.
 
-Plain decoding is the pass with one row per request; prompt rows ride behind. Where there are drafts
-rows are laid out before (`select`), because how many nodes there are to choose from depends on the
-draft; so an extend graph is shared by all depths.
+Plain decoding is the pass with one row per request; prompt rows come after them. With drafts, rows
+are laid out before the pass (`select`), because the number of nodes to choose from depends on the
+draft; so all depths share an extend graph.
 
-Legend: V decode rows, P prompt rows, R = V + P, W prefill chunks, S = V + W samples, B batch bucket,
-E = B + W entries, F fields, A entries that ask for a report, N tokens of an entry, K best tokens.
+Legend: V decode rows, P prompt rows, R = V + P, W prefill chunks, S = V + W samples, B batch
+bucket, E = B + W entries, F fields, A entries that ask for a report, N tokens of an entry, K best
+tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Report(NamedTuple):
     """Per entry that asked and token that it emitted."""
 
     raw_logprob_AN: Tensor
-    token_ANK: Tensor  # best first; -1 behind the last one that filters keep
+    token_ANK: Tensor  # best first; -1 after the last one that filters keep
     logprob_ANK: Tensor
 
 
@@ -93,12 +94,12 @@ class Extend:
         )
 
     def run(self) -> None:
-        """Of the activations only the logits outlive it."""
+        """Run the whole pass; of its activations only the logits outlive it."""
         forwarded = self.forward()
         self.finish(forwarded, self.sample(self.logits(forwarded)))
 
     def forward(self) -> Forward:
-        """The target over all rows."""
+        """Run the target over all rows."""
         state, key, rows = self.state, self.key, self.rows
         if key.plain:
             self.select(None)
@@ -120,7 +121,7 @@ class Extend:
         )
 
     def logits(self, forwarded: Forward) -> Tensor:
-        """Of the samples, [S, V] fp32, until the next pass runs."""
+        """Return the logits of the samples, [S, V] fp32, valid until the next pass runs."""
         hidden_SH = (
             gather(forwarded.hidden_RH, self.trees.sample_row_S)
             if self.key.prompt_rows

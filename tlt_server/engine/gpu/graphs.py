@@ -3,7 +3,7 @@
 A key names static shapes; what is captured reads and writes the same buffers each time. Graphs
 share one memory pool, so their intermediates overlap: only one may run at a time, and keys are
 captured from the largest to the smallest. A key that was not captured runs launch by launch, and is
-recorded behind its first run if it is worth keeping and the memory set aside for graphs lasts; when
+recorded after its first run if it is worth keeping and the memory set aside for graphs lasts; when
 that ends, one line on stderr says so.
 """
 
@@ -26,8 +26,8 @@ class GraphPool:
         most_bytes: int = RESERVE,
         quiet: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Without a stream nothing is captured, nor while it is not `quiet`: recording waits for
-        all that the GPU does.
+        """Capture nothing without a stream, nor while it is not `quiet`: recording waits for all
+        that the GPU does.
         """
         self._stream, self._most_bytes, self._quiet = stream, most_bytes, quiet
         self._full = False  # until `clear`: what is not recorded yet runs launch by launch
@@ -55,12 +55,12 @@ class GraphPool:
                 self.seconds[key] = time.perf_counter() - started
 
     def _record(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Recording executes nothing. Other threads may allocate meanwhile, as staging does; what
-        they take is counted here, too.
+        """Record the key, which executes nothing. Other threads may allocate meanwhile, as staging
+        does; what they take is counted here, too.
         """
         assert self._stream is not None
         self._stream.synchronize()
-        torch.cuda.empty_cache()  # what runs left behind is no part of the graph
+        torch.cuda.empty_cache()  # memory that runs have left is no part of the graph
         free, _ = torch.cuda.mem_get_info()
         graph = torch.cuda.CUDAGraph()
         try:

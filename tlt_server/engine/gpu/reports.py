@@ -1,4 +1,4 @@
-"""Raw log-probs and alternatives of a step's tokens: computed by the device behind the step, read
+"""Raw log-probs and alternatives of a step's tokens: computed by the device after the step, read
 with its outcome.
 
 They influence no token, so a request that asks for them is sampled, speculated on and planned ahead
@@ -31,7 +31,7 @@ class Reports(NamedTuple):
     values: Report
 
     def add_to(self, emission: Emission, entry: int, work: Chunk) -> None:
-        """The emission has this entry's tokens, the values are in the host's memory."""
+        """Add the values, which are in the host's memory, to this entry's emission."""
         if entry not in self.asking:
             return
         state = work.sequence.state
@@ -53,12 +53,11 @@ class Reporter:
     def __init__(self, entries: PinnedRing, device: torch.device) -> None:
         """`entries` holds those of a step."""
         self._entries, self._device = entries, device
-        self._stream = (
-            torch.cuda.Stream(device) if device.type == "cuda" else None
-        )  # to read on, beside the steps
+        # Reading runs in parallel with the steps.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, extend: Extend, entries: Sequence[tuple[int, Chunk]]) -> Reports | None:
-        """On what these entries of the pass that has just been launched emit; None where none asks."""
+        """Report on what these entries of the pass just launched emit; None where none asks."""
         asked = {
             entry: work
             for entry, work in entries
@@ -72,11 +71,11 @@ class Reporter:
         )
 
     def rehearse(self, extend: Extend) -> None:
-        """So that no request waits for a compiler."""
+        """Compile the kernels, so that no request waits for a compiler."""
         extend.report(self._upload([0]), best_of(1))
 
     def read(self, reports: Reports) -> Reports:
-        """Into the host's memory, once the step has passed."""
+        """Copy to the host's memory, once the step has passed."""
         with torch.cuda.stream(self._stream):
             return Reports(reports.asking, Report(*(values.cpu() for values in reports.values)))
 
@@ -89,7 +88,7 @@ class Reporter:
 
 
 def best_of(alternatives: int) -> int:
-    """How many are computed: few different numbers, so that kernels for them are compiled."""
+    """Return how many are computed: few distinct numbers, so that their kernels are compiled."""
     return max(MIN_BEST, 1 << (alternatives - 1).bit_length()) if alternatives else 0
 
 

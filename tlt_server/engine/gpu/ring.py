@@ -42,6 +42,6 @@ class PinnedBuffer:
             self._event.record()
 
     def wait(self) -> None:
-        """Until that copy is done."""
+        """Wait until that copy is done."""
         if self._event is not None:
             self._event.synchronize()

@@ -5,7 +5,7 @@ takes results in a step late.
 launches; `collect` takes in the step before. Lengths, positions and whether a sequence has ended
 are known to the device first, so a step can follow one whose outcome the host has not seen. Where
 the host has to edit logits it samples itself (`by_host.py`), in a step of its own time; what is
-only said about tokens is computed behind the step (`reports.py`).
+only reported about tokens is computed after the step (`reports.py`).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Flight(NamedTuple):
     prompts: list[Chunk]
     outcome: PinnedBuffer
     reports: Reports | None
-    by_host: dict[int, HostSampling]  # entry -> what the host found beside the token
+    by_host: dict[int, HostSampling]  # entry -> what the host adds to the token
 
 
 class Held(NamedTuple):
-    """What the device knows of a batch slot."""
+    """The sequence that the device has in a batch slot."""
 
     sequence: Sequence
     epoch: int
@@ -89,8 +89,6 @@ class GpuRunner:
         self._writing: Upload | None = None  # what the device has not been told yet
         self._last_batch: tuple[list[int], list[tuple[int, int, int]]] | None = None
 
-    # -- the loop's side -----------------------------------------------------------------------------------------
-
     @property
     def in_flight(self) -> int:
         return len(self._flights)
@@ -107,7 +105,7 @@ class GpuRunner:
             self._launch(batch, strategy)
 
     def collect(self, *, busy: bool) -> Finished | None:
-        """The oldest step in flight; while `busy`, only once another has been launched behind it."""
+        """Return the oldest step in flight; while `busy`, only if another was launched since."""
         if len(self._flights) <= int(busy):
             return None
         flight = self._flights.popleft()
@@ -146,8 +144,6 @@ class GpuRunner:
                 on_key(done + 1, len(keys))
             for filtered in (False, True):
                 self._reporter.rehearse(self._extend(ExtendKey(1, 1, filtered=filtered)))
-
-    # -- launching -----------------------------------------------------------------------------------------------
 
     def _launch(self, batch: Batch, strategy: Strategy) -> None:
         decoding = [work for work in batch.chunks if work.decodes]
@@ -199,7 +195,7 @@ class GpuRunner:
         return [*enumerate(decoding), *((size + w, work) for w, work in enumerate(prompts))]
 
     def _hold(self, work: Chunk) -> None:
-        """Tell the device of a sequence that has begun, and of pages that a batch slot has got since."""
+        """Send a sequence that has started, and pages that a batch slot has got since."""
         sequence = work.sequence
         held = self._held.get(sequence.batch_slot)
         if held is None or held.sequence is not sequence or held.epoch != sequence.epoch:
@@ -261,12 +257,12 @@ class GpuRunner:
         self._writing, self._last_batch = None, None
 
     def _take_over(self) -> None:
-        """What was sent, unless that has been done."""
+        """Apply the upload, unless that has been done."""
         apply(self.state.upload_U, self.state.layout, self.state.batch_slots, self._page_hint_PH)
 
     def _work(self, part: DraftPass | Extend) -> Callable[[], None]:
-        """Of a pass. The first one of a step takes over what was sent, which costs less there than
-        as a launch of its own.
+        """Return the callable to run or capture. The first pass of a step also applies the upload,
+        which saves a launch.
         """
         if isinstance(part, Extend) and not part.key.plain:
             return part.run
@@ -300,8 +296,6 @@ class GpuRunner:
         if key not in self._drafts:
             self._drafts[key] = self._drafters[key.drafter].draft_pass(key)
         return self._drafts[key]
-
-    # -- taking in -----------------------------------------------------------------------------------------------
 
     @staticmethod
     def _emission(outcome: EntryOutcomes, entry: int, work: Chunk, flight: Flight) -> Emission:

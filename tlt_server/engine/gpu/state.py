@@ -1,5 +1,5 @@
-"""What lives on the device while the engine runs: weights, KV, batch slots, and the
-KV slots after the pages.
+"""The state on the device while the engine runs: weights, KV, batch slots, and the KV slots after
+the pages.
 
 KV slots of both caches are numbered alike: [pages | verified draft rows | trash | the drafter's own
 tree rows], the last of which only the drafter's cache has. A row that does not count writes to the
@@ -22,9 +22,9 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 
 @dataclass(frozen=True)
 class KVSlots:
-    """Scratch behind the pages."""
+    """Scratch after the pages."""
 
-    start: int  # of verified draft rows
+    start: int  # the first slot of verified draft rows
     verified: int
     tree: int  # rows of a drafter
 
@@ -39,8 +39,8 @@ class KVSlots:
 
 @dataclass
 class DeviceState:
-    """Only `model` ever changes: to the object that holds the resident storage, see
-    `models.gpu.exchange`.
+    """The tensors that passes read and write. Only `model` ever changes: to the object that holds
+    the resident storage, see `models.gpu.exchange`.
     """
 
     model: GpuDecoder
@@ -49,7 +49,8 @@ class DeviceState:
     batch_slots: BatchSlots
     layout: UploadLayout
     upload_U: Tensor
-    logits_SV: Tensor  # fp32, of the step that runs: what is said beside its tokens is read from them behind it
+    # fp32 logits of the step that runs; reports are read from them after it.
+    logits_SV: Tensor
     depth: int  # longest draft path
 
     def batch_slot_B(self, batch: int) -> Tensor:

@@ -94,7 +94,7 @@ class GpuEagle3:
 
     def blank(self, target: GpuDecoder, *, own_embedding: bool) -> GpuEagle3:
         """The same network with storage of its own, to be filled with other weights; the vocabulary
-        map is kept until set anew.
+        map is kept until another is set.
 
         `ModelError` where one of the two has an embedding of its own and the other has not: their
         storage could not be exchanged.
@@ -117,7 +117,7 @@ class GpuEagle3:
 
     def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
         """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns logits_RC. `g_RH`,
-        float32, becomes the residual stream's end, the hint of what is drafted behind the rows.
+        float32, becomes the residual stream's end, the hint of what is drafted after the rows.
         """
         eps = self.config.norm_eps
         part_PRH = self.self_attention(
@@ -144,7 +144,7 @@ class GpuEagle3:
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """Published name -> view [out, in] of the live storage; `d2t` and `t2d` are `target_ids_C`."""
+        """Map published names to views [out, in] of the live storage; `target_ids_C` is `d2t`."""
         return dict(drafter_parameters(self))
 
     def storage(self) -> list[Tensor]:

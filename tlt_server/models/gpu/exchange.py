@@ -44,8 +44,8 @@ def _through_tiles(mine: Tensor, theirs: Tensor) -> None:
 
 
 def compile_exchange(network: Stored) -> None:
-    """So that the first commit need not: each kernel for its tensors runs once, with equal values.
-    What is exchanged lies alike.
+    """Compile before the first commit: run each kernel for its tensors once, with equal values.
+    What is exchanged has the same layout.
     """
     smallest = {
         variant(tensor, tensor): tensor

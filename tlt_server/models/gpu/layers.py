@@ -25,7 +25,7 @@ from tlt_server.models.rope import RotaryTable
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights lie and how matmuls are computed."""
+    """The device and type of weights, and the way matmuls are computed."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Placement:
 
 
 class RowTensors(NamedTuple):
-    """What a pass needs of its rows; `kv_slot_R` is where their keys and values go."""
+    """The rows of a pass; their keys and values go to `kv_slot_R`."""
 
     token_R: Tensor
     position_R: Tensor
@@ -122,7 +122,7 @@ class SelfAttention:
         )
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
-        """Only write the rows' keys and values."""
+        """Write the rows' keys and values, and nothing else."""
         start, bias_X = self.query_width, self.qkv.bias_X
         kv_RX = self.matmuls.linear(
             x_RH, self.qkv.weight_XK[start:], None if bias_X is None else bias_X[start:]

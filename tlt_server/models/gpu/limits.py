@@ -1,5 +1,5 @@
-"""What the GPU's layers cannot compute, refused by name before anything is allocated. Imports no
-kernel.
+"""The limits of the GPU's layers: models beyond them are refused by name before anything is
+allocated. Imports no kernel.
 """
 
 from __future__ import annotations

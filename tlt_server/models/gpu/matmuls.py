@@ -16,7 +16,8 @@ from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.gemm_tiles import SEGMENTS
 from tlt_server.models.numerics import Mode
 
-FEW_ROWS = 64  # up to here matmuls wait for weights, which the kernels of `Strict` read sooner than the library does
+# Up to here matmuls wait for weights, which our kernels read sooner than the library does.
+FEW_ROWS = 64
 
 
 class Matmuls(Protocol):
@@ -38,7 +39,7 @@ class Matmuls(Protocol):
         """silu(gate) * up of a weight [2I, K], gate rows first: [M, I]."""
 
 
-class Strict:
+class StrictMatmuls:
     linear = staticmethod(gemm.linear)
     gated = staticmethod(gemm.gated)
 
@@ -47,9 +48,9 @@ class Strict:
         return gemm.partials(x_MK, weight_NK, segments=SEGMENTS)
 
 
-class Fast(Strict):
-    """Whatever is quicker: the library for matmuls of many rows that have nothing fused to them,
-    else the kernels of `Strict`.
+class FastMatmuls(StrictMatmuls):
+    """The quicker of two ways: the library for matmuls of many rows that have nothing fused to
+    them, else our kernels.
     """
 
     @staticmethod
@@ -65,17 +66,17 @@ class Fast(Strict):
             None,
             x_MK.dtype,
         ):  # the library rounds its sums to the inputs' dtype
-            return Strict.linear(x_MK, weight_NK, bias_N, out_dtype=out_dtype, out_MN=out_MN)
+            return StrictMatmuls.linear(x_MK, weight_NK, bias_N, out_dtype=out_dtype, out_MN=out_MN)
         found_MN = functional.linear(x_MK, weight_NK, bias_N)
         return found_MN if out_MN is None else out_MN.copy_(found_MN)
 
     @staticmethod
     def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         return (
-            Strict.partials(x_MK, weight_NK)
+            StrictMatmuls.partials(x_MK, weight_NK)
             if len(x_MK) <= FEW_ROWS
             else functional.linear(x_MK, weight_NK)[None]
         )
 
 
-MATMULS: dict[Mode, type[Strict]] = {"strict": Strict, "fast": Fast}
+MATMULS: dict[Mode, type[StrictMatmuls]] = {"strict": StrictMatmuls, "fast": FastMatmuls}

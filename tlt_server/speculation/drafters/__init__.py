@@ -22,7 +22,7 @@ class Half(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What is known of a drafter before it is made."""
+    """The facts known of a drafter before it is made."""
 
     cpu: Half
     gpu: Half

@@ -31,7 +31,7 @@ class Sleeper(Protocol):
 
 @dataclass(frozen=True)
 class DraftSetup:
-    """What the engine gives a drafter at start."""
+    """The parts that the engine gives a drafter at start."""
 
     target_cache: Any  # `attention.rows.KVCache`
     weights: DraftWeights | None  # None where `--drafter` names no directory

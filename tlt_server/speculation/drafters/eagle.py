@@ -2,7 +2,7 @@
 
 Slot p of the drafter's KV holds (embed x_p, feature of p - 1), under the target's page ids, so
 shared prefix pages are drafted once. Slots it has not seen are caught up when a request is next
-speculated on, from the features the engine keeps beside the target's KV: speculation turns on
+speculated on, from the features the engine keeps with the target's KV: speculation turns on
 without a flush or a re-prefill. Tree rows live in the drafter's own scratch for one proposal. Any
 answer is lossless (see `speculation/accept.py`).
 
@@ -34,8 +34,8 @@ FLOOR = 0.02  # a node that survives less is not expanded: its row costs more th
 REMEMBERED = 4  # proposals whose verification may still be reported
 
 
-class Network(Protocol):
-    """What the drafter needs of a model; see `tlt_server/models/eagle.py`."""
+class DraftNetwork(Protocol):
+    """The operations that the drafter needs of a model; see `tlt_server/models/eagle.py`."""
 
     target_ids: Tensor  # int64 [draft vocabulary]
 
@@ -92,7 +92,7 @@ class Eagle:
 
     def __init__(
         self,
-        network: Network,
+        network: DraftNetwork,
         target_cache: KVCache,
         calibration: Calibration,
         *,
@@ -109,7 +109,8 @@ class Eagle:
         self.drafted_S = np.zeros(target_cache.pages * target_cache.page_size, np.bool_)
         self.full_P = np.zeros(target_cache.pages, np.bool_)
         self.buffer = RowBuffer(max(CHUNK, JOIN + max_requests, max_rows))
-        self.hidden_RH: Tensor | None = None  # of every row of the proposal that drew logits
+        # Hidden states of every row of the proposal that drew logits.
+        self.hidden_RH: Tensor | None = None
         self.node_BCI = np.zeros((0, 0, FIELDS), np.int32)
         self.survival_BC = np.zeros((0, 0), np.float32)
         target_cache.on_reuse.append(self.pages_freed)
@@ -226,11 +227,11 @@ class Eagle:
     def finish(
         self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
     ) -> None:
-        """Nothing is kept per request; its pages come back through `pages_freed`."""
+        """Do nothing: a request's pages come back through `pages_freed`."""
 
     def pages_freed(self, page_ids: Iterable[int]) -> None:
-        """These pages may hold other tokens from now on. The engine calls it before a page is used
-        again.
+        """Forget the KV of these pages, which may hold other tokens from now on. The engine calls
+        it before a page is used again.
         """
         pages = np.fromiter(page_ids, np.int64)
         self.drafted_S.reshape(-1, self.page_size)[pages] = False
@@ -305,7 +306,7 @@ class Eagle:
         return h_RH[behind:]
 
     def _lay_tokens(self, batch: DraftBatch, rows: int) -> Tensor:
-        """Fill the tokens of certain rows; returns the fused features of the positions before them."""
+        """Fill the tokens of certain rows; return the fused features of the positions before."""
         buffer = self.buffer
         for r, (request, position) in enumerate(
             zip(buffer.request[:rows].tolist(), buffer.position[:rows].tolist(), strict=True)

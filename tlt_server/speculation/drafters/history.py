@@ -94,7 +94,7 @@ class History:
         return ()
 
     def install(self, weights: DraftWeights | None) -> None:
-        """Keep everything: drafts come from text, whatever weights wrote it."""
+        """Keep everything: drafts come from text, with any weights."""
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
         depth_B = np.minimum(batch.max_depth_B, strategy.depth).astype(np.int32)
@@ -184,7 +184,7 @@ class History:
             assert (
                 self._tokens <= self.settings.total_tokens
                 and len(self._groups) <= self.settings.pools
-            ), "eviction falls behind"
+            ), "eviction is too slow"
 
     def gauges(self) -> Mapping[str, float]:
         return {

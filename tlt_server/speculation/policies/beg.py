@@ -5,8 +5,8 @@ As in the paper: arms are grouped by verify rows and mapped to batch buckets; re
 length x batch / step time, kept per bucket and arm in a sliding window; with probability epsilon
 another arm is tried, else the best one is used. Different here, because on a CPU one cycle of a bad
 arm can cost several plain steps: (1) every bucket has several arms, OFF among them; (2) exploration
-spends from an account that earns `regret_share` of the bucket's decode time, so what it loses is
-bounded whatever the arms are (plus one overdraft, and `credit_steps` again when the leader's
+spends from an account that earns `regret_share` of the bucket's decode time, so its loss is
+bounded for all arms (plus one overdraft, and `credit_steps` again when the leader's
 rewards change), and an arm is retried the more rarely the worse it was; (3) an arm is tried for a
 few cycles, in turns with the leader, and takes the lead only when better than it in those very
 cycles by a margin and by the noise of both, so neither a growing context nor a busy machine decides
@@ -34,16 +34,17 @@ class BegSettings:
     epsilon: float = 0.05  # share of cycles, at most, that retry an arm already measured
     window: int = 96  # cycles of rewards remembered per bucket and arm
     regret_share: float = 0.015  # share of a bucket's decode time that exploration may lose
-    credit_steps: float = 2.5  # steps' worth of time that a bucket may lose at once; its account never holds more than twice that
+    # Steps' worth of time that a bucket may lose at once; its account holds at most twice that.
+    credit_steps: float = 2.5
     first_cycles: int = 8  # cycles of the leader before anything else is tried in a bucket
     trial_cycles: int = 3  # cycles that a trial lasts at least
-    longest_trial: int = 16  # cycles after which an undecided trial ends
-    recent: int = (
-        24  # newest rewards of the leader that are compared with its window to notice a change
-    )
+    max_trial: int = 16  # cycles after which an undecided trial ends
+    recent: int = 24  # newest rewards of the leader that are compared with its window
     margin: float = 0.03  # ratio by which an arm must beat the leader to replace it
-    unseen: float = 0.15  # share of speculation's rate taken to be lost in cycles without a reward: new requests caught up, mixed steps
-    seed: int = 0  # of the generator that decides when to explore, when none is passed in
+    # Share of speculation's rate taken to be lost in cycles without a reward: catching up, mixed
+    # steps.
+    unseen: float = 0.15
+    seed: int = 0  # seeds the generator that decides when to explore, when none is passed in
 
 
 class Trial:
@@ -51,20 +52,20 @@ class Trial:
 
     def __init__(self, arm: Strategy, cycles: int) -> None:
         self.arm, self.left = arm, cycles
-        self.own, self.beside = Rewards(cycles), Rewards(cycles)  # the arm's and the leader's
-        self.leads = True  # whose turn it was
+        self.own, self.leaders = Rewards(cycles), Rewards(cycles)
+        self.leads = True
 
     @property
     def ratio(self) -> float:
-        return self.own.rate / self.beside.rate if self.beside.rate else 0.0
+        return self.own.rate / self.leaders.rate if self.leaders.rate else 0.0
 
     @property
     def error(self) -> float:
         """Standard error of `ratio`."""
-        if not self.own.rate or not self.beside.rate:
+        if not self.own.rate or not self.leaders.rate:
             return math.inf
         return self.ratio * math.hypot(
-            self.own.error / self.own.rate, self.beside.error / self.beside.rate
+            self.own.error / self.own.rate, self.leaders.error / self.leaders.rate
         )
 
 
@@ -149,7 +150,7 @@ class Beg:
             bucket.rewards[arm].keep_last(
                 2 * self.settings.trial_cycles
             )  # older ones were for shorter contexts
-            bucket.trial = Trial(arm, self.settings.longest_trial)
+            bucket.trial = Trial(arm, self.settings.max_trial)
         trial = bucket.trial
         trial.leads = not trial.leads
         if not trial.leads:
@@ -195,7 +196,7 @@ class Beg:
         trial = bucket.trial
         if arm == bucket.leader:
             if trial:
-                trial.beside.add(cycle.emitted, cycle.step_s)
+                trial.leaders.add(cycle.emitted, cycle.step_s)
             change = leader.trim_if_drifted(self.settings.recent)
             if change != 1.0:
                 bucket.scale(1 / change, drafter=arm.drafter, inside=False)
@@ -220,7 +221,7 @@ class Beg:
     def _judge(self, bucket: Bucket, trial: Trial) -> None:
         """Promote the arm, end its trial, or let it go on."""
         fewest = self.settings.trial_cycles  # one stalled step must not decide
-        if len(trial.own) < fewest or len(trial.beside) < fewest - 1:
+        if len(trial.own) < fewest or len(trial.leaders) < fewest - 1:
             return
         ratio, error, lowest_lead = (
             trial.ratio * self._worth(trial.arm, bucket.leader),
@@ -234,8 +235,8 @@ class Beg:
             self._conclude(bucket)
 
     def _worth(self, arm: Strategy, leader: Strategy | None) -> float:
-        """What a measured ratio is worth: speculation must pay for what pure decode cycles do not
-        show.
+        """Return the worth of a measured ratio: speculation must pay for what pure decode cycles do
+        not show.
         """
         return ((1.0 - self.settings.unseen) if arm != OFF else 1.0) / (
             (1.0 - self.settings.unseen) if leader != OFF else 1.0
@@ -259,7 +260,7 @@ class Beg:
         if (
             trial is None
             or bucket.leader is None
-            or min(len(trial.own), len(trial.beside)) < self.settings.trial_cycles - 1
+            or min(len(trial.own), len(trial.leaders)) < self.settings.trial_cycles - 1
         ):
             return
         ratio, error = trial.ratio, trial.error
@@ -315,9 +316,8 @@ class Beg:
         bucket = self.buckets[index]
         assert bucket.leader is not None
         leading, ratio = bucket.rewards[bucket.leader].rate, bucket.ratio(arm)
-        if (
-            ratio is not None
-        ):  # without drafts the rate itself stays true, whatever became of the leader's acceptance
+        if ratio is not None:
+            # Without drafts the rate itself stays true, however the leader's acceptance changed.
             return (
                 max(ratio, bucket.rewards[OFF].rate / leading) if arm == OFF and leading else ratio
             )
@@ -352,8 +352,8 @@ class Beg:
         return self.settings.trial_cycles * step_s * max(0.0, 1 - ratio)
 
     def _first_leader(self, index: int) -> Strategy:
-        """What leads the next larger batch, since less load never makes speculation worse; else
-        OFF.
+        """Return the leader of the next larger batch, since less load never makes speculation
+        worse; else OFF.
         """
         for bucket in self.buckets[index + 1 :]:
             if bucket.leader is not None:

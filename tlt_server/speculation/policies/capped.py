@@ -1,4 +1,4 @@
-"""Any policy under an operator's limit: above so many decoding requests nothing is drafted."""
+"""Any policy under an operator's limit: above a number of decoding requests nothing is drafted."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 from collections import deque
 
-ASSUMED_SPREAD = (
-    0.3  # relative standard deviation of tokens and of times assumed beside the first samples
-)
+# Relative standard deviation of tokens and of times that is assumed with the first samples.
+ASSUMED_SPREAD = 0.3
 ASSUMED_SAMPLES = 2.0  # how many samples that assumption counts for
 EXACT = 24  # samples up to which times are sorted at every cycle
 REFRESH = 16  # cycles between two sorts of a longer window

@@ -36,12 +36,13 @@ class DraftPass(Protocol):
 
 @dataclass(frozen=True)
 class NetworkStorage:
-    """What the device keeps for the drafter's network, where there is one."""
+    """Device memory of the drafter's network, where there is one."""
 
     drafter: Drafter
     cache: KVCache
     attention: GpuAttention
-    page_hint_PH: Tensor  # the hint behind each page's last position, for whoever finds the page by its prefix
+    # The hint after each page's last position, for sequences that find the page by its prefix.
+    page_hint_PH: Tensor
 
 
 class GpuDrafter(Protocol):
@@ -49,12 +50,12 @@ class GpuDrafter(Protocol):
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
 
     def install(self, changed: Drafter) -> None:
-        """Another network's values and table are in force from the next step on."""
+        """Draft with another network's values and table from the next step on."""
 
     def draft_pass(self, key: DraftKey) -> DraftPass: ...
 
     def follow(self, rows: RowTable, kept: KeptRows, features_RF: Tensor) -> None:
-        """Part of every extend pass: keep up with what the target has computed."""
+        """Keep up with what the target has computed, as part of every extend pass."""
 
     def observe(
         self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int
@@ -62,4 +63,4 @@ class GpuDrafter(Protocol):
         """Learn from what was accepted of the nodes."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Of the recent past; never waits for the device."""
+        """Return values of the recent past, without waiting for the device."""

@@ -1,5 +1,5 @@
-"""How far a device's calibration table has moved from its prior: a gauge, read now and then by a
-copy that nobody waits for.
+"""The distance of a device's calibration table from its prior: a gauge, read now and then by an
+asynchronous copy.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import torch
 
 from tlt_kernels.gpu.tensors import CalibrationTable
 
-EVERY = 64  # verified passes between two readings; a reading is a few small kernels on the passes' own stream
+# Verified passes between two readings; a reading is a few small kernels on the passes' own stream.
+EVERY = 64
 
 
 class Drift:

@@ -32,7 +32,7 @@ class HistoryDrafts:
         return cls(state)
 
     def install(self, changed: Drafter) -> None:
-        """There is no network in it."""
+        """Do nothing: this drafter has no network."""
 
     def draft_pass(self, key: DraftKey) -> HistoryPass:
         return HistoryPass(key, self)
