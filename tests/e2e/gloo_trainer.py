@@ -32,7 +32,7 @@ Named = list[tuple[str, Tensor]]
 
 
 def weights(seed: int, source: Any = TARGET, prefix: str = "") -> Named:
-    """As `named_parameters` gives them after a step."""
+    """Return tensors as `named_parameters` gives them after a step."""
     generator = torch.Generator().manual_seed(seed)
     return [
         (
@@ -346,7 +346,7 @@ def miles(trainer: Trainer, seeds: list[int]) -> None:
 
 
 def areal(trainer: Trainer, seeds: list[int]) -> None:
-    """What runs is aborted by the push; the group is made anew each time."""
+    """Abort what runs by the push, and make a new group each time."""
     for seed in seeds:
         trainer.join_as_sglang(f"areal-{seed}")
         sent = weights(seed)

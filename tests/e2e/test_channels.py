@@ -122,7 +122,7 @@ def test_every_channel_brings_the_same_weights(trainer: Client, root: Path) -> N
 def test_a_manifest_that_comes_again_by_http_is_answered_though_its_upload_is_gone(
     trainer: Client, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a client sends it whose first reply was lost."""
+    """Send a body again, as a client does that has lost the first reply."""
     push, replies = trainer.push_weights, list[dict[str, Any]]()
 
     def twice(*arguments: Any, **fields: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_a_sender_that_is_killed_in_the_middle_changes_nothing_and_the_next_one_
         trainer.push_weights(
             "v",
             channel="broadcast",
-            group="nobody",
+            group="absent",
             tensors=[{"name": "w", "dtype": "float32", "shape": [1]}],
         )
 

@@ -78,7 +78,7 @@ sender.push(((name, tensor.cuda()) for name, tensor in tensors.items()), "dies")
 
 
 def weights(seed: int) -> dict[str, Tensor]:
-    """On this process's first GPU, in the type they are served in."""
+    """Return tensors on this process's first GPU, in the type they are served in."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: (tensor.float() + 0.01 * torch.randn(tensor.shape, generator=generator)).to(
@@ -102,7 +102,7 @@ def live(client: Client) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """On this process's first GPU."""
+    """Start a server on this process's first GPU."""
     with ServerProcess(*FLAGS) as running:
         yield running
 
@@ -115,7 +115,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def second_server() -> Iterator[ServerProcess]:
-    """On the second GPU."""
+    """Start a server on the second GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[1] if visible else "1"
     try:
@@ -356,7 +356,7 @@ def test_a_server_that_never_receives_is_given_up_by_the_trainer(
 
 @two_gpus
 def test_the_order_of_openrlhf_by_nccl(second_server: ServerProcess, beside: Client) -> None:
-    """Its actor joins the communicator that its trainer makes, and is told of each parameter before
+    """Join the communicator that the trainer makes; the actor gets each parameter's name before
     rank 0 broadcasts it.
     """
     tensors, states = weights(31), list[str]()
@@ -399,6 +399,6 @@ def test_a_rank_0_that_falls_silent_is_given_up_and_the_engine_lives(beside: Cli
     assert live(beside) == before
     sender.close()
     tensors = weights(13)
-    assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "anew")[
+    assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "again")[
         "state"
     ] == "committed" and live(beside) == sums(tensors)

@@ -1,4 +1,4 @@
-"""`tlt doctor` as a process: every check passes on this machine, and whatever breaks it is a finding."""
+"""`tlt doctor` as a process: every check passes here, and a broken torch is a finding."""
 
 from __future__ import annotations
 

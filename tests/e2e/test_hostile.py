@@ -31,7 +31,9 @@ from tlt_server.demo.server import ServerProcess
 CONCURRENCY = 24
 ANSWER_S = 60.0  # no answer within this time is a hang
 PROBE_S = 15.0  # a probe answers within this time under any load
-GROWTH_MB = 96  # of either process, once warm: allocators' slack, not a leak of some kB per request
+GROWTH_MB = (
+    96  # limit for each warm process: slack of allocators, not a leak of some kB per request
+)
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SOUND: list[dict[str, Any]] = [
     {"requests": [{"prompt": "2+2=", "seed": 7, "n": 2}], "sampling": {"max_tokens": 20}},

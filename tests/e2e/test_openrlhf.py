@@ -35,7 +35,7 @@ Broadcast = Callable[[Tensor], None]
 
 
 def params(**fields: Any) -> Any:
-    """As vLLM's SamplingParams, with what OpenRLHF sets and what it leaves."""
+    """Return vLLM's SamplingParams, with what OpenRLHF sets and what it leaves."""
     return SimpleNamespace(
         **{
             "n": 1,
@@ -84,7 +84,7 @@ def by_named_group(port: int, name: str) -> Broadcast:
 
 
 class Executor:
-    """As OpenRLHF's SingleTurnAgentExecutor asks the actor, and what it makes of the reply."""
+    """Asks the actor as OpenRLHF's SingleTurnAgentExecutor does, and reads the reply as it does."""
 
     async def execute(
         self,
@@ -298,7 +298,7 @@ def test_a_trainer_that_leaves_parameters_out_is_told_at_its_last_one(
 
 
 def test_the_actor_has_the_parameters_by_which_it_is_called() -> None:
-    """Of OpenRLHF 0.11.2's RolloutRayActor."""
+    """The parameters are those of RolloutRayActor in OpenRLHF 0.11.2."""
     called = {
         "init_process_group": [
             "master_address",

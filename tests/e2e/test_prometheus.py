@@ -30,7 +30,7 @@ PATIENCE_S = 180
 
 
 def command(place: Path) -> list[str]:
-    """As in compose.yaml, with this machine's paths and a free loopback port."""
+    """Runs as in compose.yaml, with this machine's paths and a free loopback port."""
     (place / "api_key").write_text(KEY + "\n")
     given = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["server"]["command"]
     assert given[0] == "serve"

@@ -38,23 +38,23 @@ from tlt_server.demo.task import problem
 from tlt_server.demo.workload import TARGET
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-4  # of a log-prob: two float32 forward passes that add in different orders
+TOLERANCE = 1e-4  # log-prob: two float32 forward passes that add in different orders
 LEARNING_RATE = 1e-3
 PROMPTS, COMPLETIONS, MAX_TOKENS = 2, 4, 48
 STEPS, ASYNC_STEPS = 5, 3
 
 
 class Seen(NamedTuple):
-    """After a push, and completions that were made after it."""
+    """Both sides after a push, and the completions that were made after it."""
 
     mine: dict[str, str]  # checksums of the trainer's model
-    live: dict[str, str]  # of the server's
+    live: dict[str, str]  # checksums of the server's model
     largest: float  # difference of a log-prob
     mean: float
 
 
 class Looks:
-    """At both sides."""
+    """Compares both sides after each push."""
 
     def __init__(self, client: Client) -> None:
         self.client, self.before, self.seen = client, client.weight_checksums(), list[Seen]()
@@ -97,7 +97,7 @@ def forward(model: Any, prompt: list[int], completion: list[int]) -> torch.Tenso
 
 
 def lost(pushes: range) -> list[str]:
-    """What `wrong` says when these are lost."""
+    """Return what `wrong` says when these pushes are lost."""
     return [
         f"push {push}: {what}"
         for push in pushes
@@ -342,7 +342,7 @@ def test_tokens_of_other_weights_than_were_pushed_are_refused(
 def async_grpo(
     client: Client, url: str, sender: OpenSender, seed: int, place: Path
 ) -> tuple[Looks, list[dict[str, Any]]]:
-    """What was seen after each push, and what TRL logged."""
+    """Return what was seen after each push, and what TRL logged."""
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     tokenizer, looks = AutoTokenizer.from_pretrained(TARGET), Looks(client)

@@ -99,8 +99,8 @@ def weights(seed: int) -> Named:
 
 
 def buffered(named: Named) -> Iterator[tuple[str, Tensor]]:
-    """As verl's checkpoint engines do: every tensor is a view of one buffer, which is filled again
-    for the next.
+    """Yield tensors as verl's checkpoint engines do: each is a view of one buffer, which the next
+    tensor overwrites.
     """
     buffer = torch.empty(max(tensor.numel() for _, tensor in named))
     for name, tensor in named:
@@ -116,7 +116,7 @@ async def received(named: Named) -> AsyncIterator[tuple[str, Tensor]]:
 
 
 def asked(replica: Any, i: int, **params: Any) -> Awaitable[Any]:
-    """As LLMServerClient asks."""
+    """Ask as LLMServerClient does."""
     result: Awaitable[Any] = replica.server_handle.generate.remote(
         request_id=f"r{i}",
         prompt_ids=params.pop("prompt", PROMPT),
@@ -205,7 +205,7 @@ def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerP
     sent = weights(6)
 
     async def whole(replica: Any, i: int) -> tuple[list[int], list[Any], bool]:
-        """As FullyAsyncLLMServerClient asks until a response is whole."""
+        """Ask until a response is whole, as FullyAsyncLLMServerClient does."""
         tokens: list[int] = []
         steps: list[Any] = []
         aborted = False
@@ -323,7 +323,7 @@ def test_what_is_not_served_is_refused_by_name(config: Any, running: ServerProce
 def test_the_checkpoint_engine_s_workers_push_what_they_receive(
     config: Any, running: ServerProcess
 ) -> None:
-    """They get the rollout by the hook for it, so that verl's own table of rollouts stays as it is."""
+    """Workers get the rollout by its hook, so that verl's own table of rollouts stays as it is."""
     replica = adapter.replica_class()(replica_rank=0, config=config, model_config=None)
     workers = replica.get_ray_class_with_init_args()
     if not INSTALLED:

@@ -42,7 +42,7 @@ class Calls:
         return response.json()
 
     def await_tokens(self, more: int = 60) -> None:
-        """Until rollouts that run have so many more."""
+        """Wait until the running rollouts have `more` further tokens."""
         least = self._tokens() + more
         until(lambda: self._tokens() >= least)
 

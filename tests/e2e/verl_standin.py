@@ -1,4 +1,4 @@
-"""What of verl 0.9.1 and of ray the adapter touches, for an environment that has neither: names,
+"""The part of verl 0.9.1 and of ray that the adapter uses, for an environment without them: names,
 parameters and defaults are those of that release, read from its source; what the methods do is as
 little as the adapter needs. Actors live in this process.
 """

@@ -52,13 +52,13 @@ STRATEGIES = st.builds(
 
 
 def keys_of(shapes: Shapes, batch: int, strategy: Strategy) -> set[DraftKey | ExtendKey]:
-    """What the runner asks the pool for in a step of pure decoding."""
+    """Return what the runner asks the pool for in a step of pure decoding."""
     shape = shapes.step(batch, strategy)
     return {shape.extend, *([shape.draft] if shape.draft else [])}
 
 
 def used_by_beg(shapes: Shapes, arms: Sequence[Strategy], rows: Rows) -> set[DraftKey | ExtendKey]:
-    """In steps of pure decoding, and in those beside prompts that are worth a graph."""
+    """Return the keys of steps of pure decoding, and of steps with prompts that are worth a graph."""
     beg = Beg(arms, rows=rows)
     used: set[DraftKey | ExtendKey] = set()
     for decoding in range(shapes.max_running + 1):
@@ -118,7 +118,7 @@ def test_a_fixed_strategy_within_what_a_batch_affords_is_captured() -> None:
     fixed = Fixed([arm])
     for batch in range(
         1, 17
-    ):  # 17 and more afford fewer rows: such keys are recorded behind their first run
+    ):  # 17 and more afford fewer rows: such keys are captured after their first run
         assert keys_of(shapes, batch, fixed.choose(StepContext(batch, 0, 100.0, batch))) <= captured
     assert all(shapes.keeps(key) for key in keys_of(shapes, 40, arm) if isinstance(key, ExtendKey))
 
@@ -260,14 +260,16 @@ MULTIPROCESSORS, GATE_UP = 132, 2 * 18944
 
 
 def past_a_tile(rows: int) -> bool:
-    """Of the streaming kernel, except for the head, which computes samples; the portable one pays
-    for 512 rows where there are 384.
+    """Return whether the rows leave a tile of the streaming kernel partly empty.
+
+    The head does not count, since it computes samples only. The portable kernel pays for 512 rows
+    where there are 384.
     """
     return any(rows % stream_tile(kind, rows).rows for kind in Kind if kind is not Kind.HEAD)
 
 
 def rounds(rows: int) -> int:
-    """Of gate-up's tiles over the multiprocessors."""
+    """Return the rounds of gate-up's tiles over the multiprocessors."""
     tile = stream_tile(Kind.GATED, rows)
     return -(-(-(-rows // tile.rows) * -(-GATE_UP // tile.columns)) // MULTIPROCESSORS)
 
@@ -292,7 +294,7 @@ def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
 
 
 def test_what_a_row_past_a_tile_costs() -> None:
-    """A row of tiles, whatever the step: so the test above says something."""
+    """One row past a tile costs a row of tiles in any step, so the test above says something."""
     for full, before, after in ((512, 5, 7), (4096, 36, 39)):
         assert past_a_tile(full + 1) and (rounds(full), rounds(full + 1)) == (before, after)
 

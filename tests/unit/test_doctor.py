@@ -47,7 +47,7 @@ def found(check: Callable[..., Finding], *arguments: Any) -> Finding:
 def expect(finding: Finding, status: str, *words: str) -> None:
     assert finding.status == status, finding
     assert finding.remedy and not finding.remedy.startswith("see"), (
-        "whatever is not ok has a remedy"
+        "a finding that is not ok has a remedy"
     )
     for word in words:
         assert word in finding.found + finding.remedy, f"{word!r} is not in {finding}"

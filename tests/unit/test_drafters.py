@@ -1,4 +1,4 @@
-"""What every drafter in the table must keep, whatever is inside."""
+"""The promises that every drafter in the table must keep."""
 
 import numpy as np
 import pytest

@@ -284,7 +284,7 @@ def followed(refused: Plan, remedy: str) -> Plan:
 @settings_of_hypothesis(max_examples=400, deadline=None, derandomize=True)
 @given_by(st.data())
 def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
-    """Whatever the sizes: what a refusal says, followed to the letter, is accepted."""
+    """A refusal's remedy, followed to the letter, is accepted for all sizes."""
     draw = data.draw
     named = draw(st.sampled_from([{}, {"pages": None}, {"kv_memory_mb": None}]))
     total = draw(st.sampled_from([24, 80, 140])) * GIB

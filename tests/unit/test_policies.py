@@ -113,7 +113,7 @@ def test_every_policy_keeps_the_protocol(name):
     world.run(policy, [rng.choice([1, 3, 8, 50, 300]) for _ in range(400)], prefill_every=5)
     assert set(world.used) <= set(ARMS)
     assert all(isinstance(value, float) for value in policy.gauges().values())
-    assert policy.choose(context(4, speculable=0)) == OFF  # nobody wants speculation
+    assert policy.choose(context(4, speculable=0)) == OFF  # no request wants speculation
     policy.choose(StepContext(0, 512, 0.0, 0))  # a step of prompts only
 
 
