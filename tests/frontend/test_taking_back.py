@@ -113,7 +113,7 @@ def test_an_error_that_may_pass_leaves_the_parts_and_only_the_sender_takes_them_
 
 def test_what_somebody_else_began_to_send_stays(client: Client) -> None:
     client.put_weights("a", PART, b"other bytes", start=0, total=20)
-    with pytest.raises(Conflict, match="begun with 20 bytes"):
+    with pytest.raises(Conflict, match="started with 20 bytes"):
         sender(client).push(TENSORS.items(), "a")
     assert client.weights_part("a", PART)["bytes"] == 11
     client.put_weights("b", "theirs.safetensors", b"abc", start=0, total=20)

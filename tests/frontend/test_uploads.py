@@ -149,7 +149,7 @@ def test_other_bytes_gaps_and_other_sizes_are_refused_and_change_nothing(
     put(client, b"a" * 50)
     refused(lambda: put(client, b"b" * 10, start=45), "other bytes", status=409)
     refused(lambda: put(client, b"a" * 10, start=60), "send from 50", status=409)
-    refused(lambda: put(client, b"a" * 10, total=99), "begun with 100", status=409)
+    refused(lambda: put(client, b"a" * 10, total=99), "started with 100", status=409)
     assert (
         client.weights_part("v1", PART)["bytes"] == 50 and kept(server)[0].read_bytes() == b"a" * 50
     )
