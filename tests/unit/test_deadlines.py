@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_scheduler import FakeKV, run, running, sequence
+from tests.unit.fake_kv import FakeKV, run, running, sequence
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
