@@ -1,9 +1,9 @@
-"""Triton's CPU interpreter at three times its speed, for whole engines: patched once, and sums are
-not checked for overflow.
+"""Triton's CPU interpreter at up to three times its speed: the language is patched once.
 
-By itself it patches the language anew for every launch and every call of a device function, and
-computes each integer sum and product again in 64 bits. The kernels' own tests run it as it is. With
-a Triton whose interior differs this changes nothing.
+By itself the interpreter patches the language again for every launch and every call of a device
+function, and computes each integer sum and product again in 64 bits to check it for overflow. Whole
+engines run without that check; the kernels' own tests keep it (`checked`). With a Triton whose
+interior differs this changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tlt_server.engine.devices.cuda  # noqa: F401  kernels are to be imported 
 
 
 @contextmanager
-def patched_once() -> Iterator[None]:
+def patched_once(*, checked: bool = False) -> Iterator[None]:
     builder, patch = (
         getattr(interpreter, "interpreter_builder", None),
         getattr(interpreter, "_patch_lang", None),
@@ -30,7 +30,7 @@ def patched_once() -> Iterator[None]:
         return
     options = builder.options
     scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    builder.options = replace(options, sanitize_overflow=False)
+    builder.options = replace(options, sanitize_overflow=checked)
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     try:
         yield

@@ -13,7 +13,12 @@ from tlt_server.bench.trees import Case, calls, followed
 
 
 @pytest.mark.parametrize(
-    "case", [Case(1, 7, 4, 32, 100), Case(3, 3, 1, 12, 100), Case(9, 2, 2, 36, 40)]
+    "case",
+    [
+        Case(1, 7, 4, 32, 100),
+        Case(3, 3, 1, 12, 100),
+        pytest.param(Case(9, 2, 2, 36, 40), marks=pytest.mark.soak),
+    ],
 )
 def test_every_part_runs_twice(case: Case) -> None:
     parts = calls(case, layers=2, device=DEVICE)

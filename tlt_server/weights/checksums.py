@@ -49,9 +49,9 @@ class Content(NamedTuple):
 def content(tensor: Tensor) -> Content:
     """Read the tensor once, on its device."""
     if tensor.device.type == "cuda":
-        from tlt_kernels.gpu.sums import mixed_sum
+        from tlt_kernels.gpu.checksums import mixed_sum
     else:
-        from tlt_kernels.cpu.sums import mixed_sum
+        from tlt_kernels.cpu.checksums import mixed_sum
     total, finite = mixed_sum(tensor.contiguous())
     return Content(finished(total, tensor.numel()), finite)
 

@@ -12,8 +12,8 @@ from tests.kernels.triton_tests import DEVICE, gpu
 
 # isort: split
 from tlt_client.channels.checksums import finished, mix64
-from tlt_kernels.cpu import sums as cpu
-from tlt_kernels.gpu import sums as on_gpu
+from tlt_kernels.cpu import checksums as cpu
+from tlt_kernels.gpu import checksums as on_gpu
 
 TYPES = (
     torch.float32,
