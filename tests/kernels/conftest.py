@@ -1,5 +1,5 @@
-"""The interpreter of the kernels' tests: the language is patched once per file, which saves a third of
-their time. Integer sums and products are still checked for overflow.
+"""The interpreter of the kernels' tests: the language is patched once per file, which saves a
+third of their time. Integer sums and products are still checked for overflow.
 """
 
 from __future__ import annotations

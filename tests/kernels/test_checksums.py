@@ -1,4 +1,6 @@
-"""Sums of content: the two kernels and the trainer's own, one value; and what they tell apart."""
+"""Checksums of content: the two kernels and the trainer's own code find one value; and what the
+value tells apart.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def test_the_definition_by_hand():
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("count", [0, 1, 31, 2048, 70_001])
-def test_every_device_finds_the_same(dtype, count):
+def test_every_device_finds_the_same_checksum(dtype, count):
     tensor = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * 50).to(dtype)
     for total, finite in (cpu.mixed_sum(tensor), on_gpu.mixed_sum(tensor.to(DEVICE))):
         assert finished(total, count) == mix64(tensor) and finite is bool(tensor.isfinite().all())
@@ -57,7 +59,7 @@ def test_every_device_finds_the_same(dtype, count):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("at", [0, 2047, 70_000])
-def test_one_that_is_no_number_is_found(dtype, strange, at):
+def test_an_infinity_or_a_nan_is_found(dtype, strange, at):
     tensor = torch.full((70_001,), torch.finfo(dtype).max, dtype=dtype)
     assert cpu.mixed_sum(tensor)[1] and on_gpu.mixed_sum(tensor.to(DEVICE))[1], (
         "the largest number is one"
@@ -98,7 +100,7 @@ def changed(tensor: Tensor, how: str, i: int, j: int) -> Tensor:
     st.integers(0, 499),
     st.integers(0, 10),
 )
-def test_what_differs_has_another_sum(how, i, j, seed):
+def test_different_contents_have_different_checksums(how, i, j, seed):
     tensor = torch.randn(500, generator=torch.Generator().manual_seed(seed)).bfloat16()
     other = changed(tensor, how, i, j)
     same = len(other) == len(tensor) and torch.equal(
@@ -107,7 +109,7 @@ def test_what_differs_has_another_sum(how, i, j, seed):
     assert (mix64(other) == mix64(tensor)) == same
 
 
-def test_there_is_no_sum_of_complex_numbers():
+def test_complex_numbers_have_no_checksum():
     with pytest.raises(TypeError, match="complex64"):
         mix64(torch.zeros(3, dtype=torch.complex64))
 

@@ -119,7 +119,7 @@ def test_copy_slots_matches_its_twin(shape):
 
 @dataclass
 class Step:
-    """Rows over a cache whose every slot that no row may see is NaN."""
+    """Rows over a cache in which every KV slot that no row may see is NaN."""
 
     q_RND: Tensor
     k_SKD: Tensor
@@ -162,8 +162,8 @@ def a_step(
     drafts: int = 5,
     certain: int = 3,
 ) -> Step:
-    """Per request: its last `certain` rows, then a chain of `drafts` rows in scratch (a tree's
-    path).
+    """Return a step. Each request has its last `certain` rows, then a chain of `drafts` rows in
+    scratch, as on a path of a tree.
     """
     pages = sum(-(-length // PAGE) for length in lengths)
     scratch = pages * PAGE

@@ -1,5 +1,5 @@
-"""Paged attention against its slow twin, and every row's bits alone, in company, as a tree row,
-committed, and in prompt chunks.
+"""Paged attention against its slow twin, and the bits of every row alone, in company, as a tree
+row, committed, and in prefill chunks.
 
 Caches are NaN wherever no row may look. Tolerances: float32 sums of a few hundred products err by
 about 1e-7 and the exponential by 2 ulp; bfloat16 rounds weights to 2^-9. Results are compared
@@ -8,14 +8,12 @@ before they are rounded to the type of the queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 
@@ -23,185 +21,9 @@ from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, g
 import triton
 import triton.language as tl
 
-from tlt_kernels import reference
-from tlt_kernels.gpu.attention import (
-    AttentionPlan,
-    PagedRows,
-    allocate,
-    attend,
-    attend_into,
-    fill_plan,
-)
+from tests.kernels.attention_steps import TILE, Step, a_step, committed
+from tlt_kernels.gpu.attention import AttentionPlan, attend, fill_plan
 from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start, starts_split
-
-PAGE = 16
-TILE = 16  # of bit tests on the interpreter: the matmuls below it depend on the height of a tile
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-@dataclass
-class Step:
-    """Rows of some requests over one cache; `rows_of[b]` are request b's."""
-
-    q_RND: Tensor
-    k_SKD: Tensor
-    v_SKD: Tensor
-    rows: PagedRows
-    context: int
-    rows_of: list[list[int]]
-
-    def only(self, chosen: list[int]) -> Step:
-        rows = self.rows
-        return replace(
-            self,
-            q_RND=self.q_RND[chosen].contiguous(),
-            rows=PagedRows(
-                rows.position_R[chosen],
-                rows.batch_slot_R[chosen],
-                rows.base_R[chosen],
-                rows.path_RD[chosen].contiguous(),
-                rows.page_table_QP,
-            ),
-        )
-
-    def plan(self, **options) -> AttentionPlan:
-        rows, heads, width = self.q_RND.shape
-        return allocate(
-            rows=rows,
-            context=self.context,
-            heads=heads,
-            kv_heads=self.k_SKD.shape[1],
-            width=width,
-            device=DEVICE,
-            **options,
-        )
-
-    def attend(
-        self, first: int = 0, plan: AttentionPlan | None = None, *, strict: bool = True, **options
-    ) -> Tensor:
-        plan = plan or self.plan(**options)
-        fill_plan(self.rows, plan)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()  # `attend` reads the plan before it waits: in a step other kernels lie between
-        out_RND = torch.full_like(self.q_RND, float("nan"), dtype=torch.float32)
-        attend_into(
-            out_RND,
-            self.q_RND,
-            self.k_SKD,
-            self.v_SKD,
-            self.rows,
-            plan,
-            first=first,
-            scale=self.q_RND.shape[-1] ** -0.5,
-            strict=strict,
-        )
-        assert not plan.counter_RK.any(), "counters were not left at zero"
-        return out_RND
-
-    def expected(self, first: int = 0) -> Tensor:
-        rows = self.rows
-        return reference.attend_rows(
-            self.q_RND,
-            self.k_SKD,
-            self.v_SKD,
-            reference.VisibleKeys(
-                rows.position_R,
-                torch.arange(len(rows.position_R)),
-                rows.base_R,
-                rows.page_table_QP[rows.batch_slot_R.long()],
-                rows.path_RD,
-                PAGE,
-            ),
-            first,
-            self.q_RND.shape[-1] ** -0.5,
-            double=True,
-        )
-
-
-def a_step(
-    shape: tuple[int, int, int],
-    requests: list[tuple[int, int] | tuple[int, int, str]],
-    *,
-    dtype: torch.dtype = torch.float32,
-    dead: int = 0,
-    root_in_pages: bool = True,
-) -> Step:
-    """Per request (known, rows): positive rows are a random tree of draft rows after position known
-    - 1 (its root is the first), or a "chain", negative ones are the last -rows of `known` prompt
-    tokens. BatchSlots are dealt in reverse, pages at random.
-    """
-    heads, kv_heads, width = shape
-    generator = torch.Generator().manual_seed(sum(known + count for known, count, *_ in requests))
-    depth = max([count for _, count, *_ in requests] + [1])
-    context = max(known + max(count, 0) for known, count, *_ in requests)
-    pages_each = -(-context // PAGE)
-    pages = len(requests) * pages_each
-    scratch = pages * PAGE
-    kv_slots = scratch + sum(max(count, 0) for _, count, *_ in requests) + 3
-    k_SKD, v_SKD = torch.full((2, kv_slots, kv_heads, width), float("nan"))
-    table_QP = torch.full((len(requests) + 1, pages_each), -1, dtype=torch.int32)
-    order = torch.randperm(pages, generator=generator).to(torch.int32)
-    position, batch_slot, base, path, rows_of, taken = [], [], [], [], [], scratch
-    for b, (known, count, *chain) in enumerate(requests):
-        q = len(requests) - 1 - b
-        used = -(-known // PAGE)
-        table_QP[q, :used] = order[b * pages_each : b * pages_each + used]
-        committed = known if count < 0 or root_in_pages else known - 1
-        held = (
-            table_QP[q, torch.arange(committed) // PAGE].long() * PAGE
-            + torch.arange(committed) % PAGE
-        )
-        k_SKD[held], v_SKD[held] = (
-            noise(committed, kv_heads, width, seed=b),
-            noise(committed, kv_heads, width, seed=50 + b),
-        )
-        rows_of.append(list(range(len(position), len(position) + abs(count))))
-        if count < 0:
-            position += range(known + count, known)
-            path += [[]] * -count
-        paths: list[list[int]] = []
-        for r in range(max(count, 0)):
-            parent = r - 1 if chain else int(torch.randint(max(r, 1), (), generator=generator))
-            above = paths[parent] if r else []
-            mine = [] if r == 0 and root_in_pages else [*above, taken + r]
-            k_SKD[taken + r], v_SKD[taken + r] = (
-                noise(kv_heads, width, seed=100 + taken + r),
-                noise(kv_heads, width, seed=200 + taken + r),
-            )
-            paths.append(mine)
-            position.append(committed - 1 + len(mine))
-        path += paths
-        batch_slot += [q] * abs(count)
-        base += [committed] * abs(count)
-        taken += max(count, 0)
-    position += [-1] * dead
-    batch_slot += [len(requests)] * dead
-    base += [0] * dead
-    path += [[]] * dead
-    rows = PagedRows(
-        *(
-            torch.tensor(values, dtype=torch.int32, device=DEVICE)
-            for values in (
-                position,
-                batch_slot,
-                base,
-                [row + [-1] * (depth - len(row)) for row in path],
-            )
-        ),
-        table_QP.to(DEVICE),
-    )
-    q_RND = noise(len(position), heads, width) * 2
-    return Step(
-        q_RND.to(DEVICE, dtype),
-        k_SKD.to(DEVICE, dtype),
-        v_SKD.to(DEVICE, dtype),
-        rows,
-        context,
-        rows_of,
-    )
 
 
 @triton.jit
@@ -272,8 +94,8 @@ def test_a_long_context_folds_many_states(strict):
 
 
 def covers_every_row(step: Step, plan: AttentionPlan) -> None:
-    """Every key of every row lies in exactly one item, and the row's states, if it has any, are all
-    folded by an item of its own.
+    """Check that every key of every row lies in exactly one item, and that an item of the row folds
+    all states that the row has.
     """
     counts, positions = plan.count_2.tolist(), step.rows.position_R.tolist()
     row_items = [item[:9] for item in plan.row_item_IF[: counts[0]].tolist()]
@@ -383,48 +205,6 @@ def same_in_any_company(step: Step, first: int, chosen: list[int], **options) ->
 def test_a_row_has_the_same_bits_alone_in_company_and_in_any_chunk(first):
     step = a_step((6, 2, 16), [(70, 3), (1, 1), (300, 1), (129, 7), (280, -21), (126, 9, "chain")])
     same_in_any_company(step, first, [0, 2, 3, 4, 11, 20, 32, 33, 35, 36, 41], tile=TILE)
-
-
-def committed(step: Step, row: int) -> Step:
-    """The row alone, its ancestors and itself moved from scratch to pages."""
-    rows = step.rows
-    batch_slot, base, last = (
-        int(rows.batch_slot_R[row]),
-        int(rows.base_R[row]),
-        int(rows.position_R[row]),
-    )
-    table_QP = rows.page_table_QP.clone()
-    spare = (len(step.k_SKD) + PAGE - 1) // PAGE
-    count = -(-(last + 1) // PAGE)
-    k_SKD, v_SKD = (
-        torch.cat(
-            [
-                cache,
-                torch.full_like(cache[:1], float("nan")).expand(
-                    (spare + count) * PAGE - len(cache), -1, -1
-                ),
-            ]
-        )
-        for cache in (step.k_SKD, step.v_SKD)
-    )
-    for page in range(count):
-        if table_QP[batch_slot, page] < 0:
-            table_QP[batch_slot, page] = spare + page
-    for p in range(base, last + 1):
-        to, source = (
-            int(table_QP[batch_slot, p // PAGE]) * PAGE + p % PAGE,
-            int(rows.path_RD[row, p - base]),
-        )
-        k_SKD[to], v_SKD[to] = step.k_SKD[source], step.v_SKD[source]
-    alone = step.only([row])
-    return replace(
-        alone,
-        k_SKD=k_SKD,
-        v_SKD=v_SKD,
-        rows=alone.rows._replace(
-            base_R=torch.full_like(alone.rows.base_R, last + 1), page_table_QP=table_QP
-        ),
-    )
 
 
 @pytest.mark.parametrize("root_in_pages", [True, False])

@@ -1,6 +1,4 @@
-"""Two networks change places: addresses stay with whoever is resident, values go with their
-network.
-"""
+"""Exchange of two networks: addresses stay with the resident network, values go with theirs."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tlt_server.models.gpu.exchange import compile_exchange, exchange
 
 
 class Network:
-    """Sizes and addresses that are no multiple of what a vector access takes are among its tensors."""
+    """A network in which some sizes and addresses are no multiple of what a vector access takes."""
 
     def __init__(self, seed: int, *, pinned: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -61,7 +59,7 @@ def check(resident: Network, other: Network) -> None:
     )
 
 
-def test_values_go_and_addresses_stay() -> None:
+def test_values_move_and_addresses_stay() -> None:
     check(Network(1), Network(2))
 
 
@@ -94,8 +92,8 @@ def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(
     )
 
 
-def test_whatever_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what tells kernels apart."""
+def test_every_pair_that_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare by what tells kernels apart."""
     asked: list[tuple[int, bool]] = []
     monkeypatch.setattr(
         module, "swap", lambda pairs: asked.extend(kernels.variant(*pair) for pair in pairs)
@@ -112,7 +110,7 @@ def test_whatever_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 
 @gpu
 def test_an_exchange_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what Triton compiles."""
+    """Compare by what Triton compiles."""
     compiled: list[str] = []
     monkeypatch.setattr(
         knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]) and None
@@ -126,7 +124,7 @@ def test_an_exchange_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch
     assert len(compiled) == 4, compiled[4:]
 
 
-def test_to_compile_it_changes_nothing() -> None:
+def test_compiling_changes_nothing() -> None:
     network = Network(1)
     before = [tensor.clone() for tensor in network.storage()]
     compile_exchange(network)

@@ -1,4 +1,4 @@
-"""Gathers with holes, against plain indexing."""
+"""Gathers with holes against plain indexing."""
 
 from __future__ import annotations
 

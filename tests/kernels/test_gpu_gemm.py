@@ -1,5 +1,5 @@
-"""Matmuls against float64, at odd shapes; on a GPU every tile that ships, and the bits of a
-row whatever tile computes it.
+"""Matmuls against float64 at odd shapes. On a GPU, every tile that ships and the bits of a row in
+every tile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCE = {
     torch.float32: 1e-5,
     torch.bfloat16: 4e-3,
 }  # sums of K products in float32; one rounding of the result
-SHARED_BYTES = 227 * 1024  # that a block may have on a GPU of compute capability 9.0
+SHARED_BYTES = 227 * 1024  # a block may have on a GPU of compute capability 9.0
 SHAPES = [(1, 40, 32), (3, 96, 160), (17, 33, 264), (130, 72, 136)]
 
 
@@ -153,8 +153,9 @@ TILES = list(dict.fromkeys((kind, tile) for kind in Kind for _, tile in _STREAM[
 
 
 def shared_bytes(tile: Tile) -> int:
-    """Of `gemm_stream`, at most: the ring, two barriers of 8 bytes a stage, and the room in which
-    sums are laid out anew before they are stored (64 bytes a thread in float32, 16 in bfloat16).
+    """Return an upper bound of the shared memory of `gemm_stream`: the ring, two barriers of 8
+    bytes a stage, and the room in which sums change their layout before they are stored (64 bytes a
+    thread in float32, 16 in bfloat16).
     """
     return (
         (tile.rows + tile.columns) * tile.depth * 2 * tile.stages
@@ -195,7 +196,7 @@ def test_a_last_round_is_cut_where_that_ends_sooner(
 
 
 def gated_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`gated` before it is rounded to the type of x."""
+    """Return `gated` before it is rounded to the type of x."""
     out = torch.full((len(x), len(weight) // 2), float("nan"), device=DEVICE)
     gemm._multiply(Kind.GATED, x, weight, None, out, x.shape[1])
     return out
@@ -229,7 +230,7 @@ def added(part_PMN: torch.Tensor) -> torch.Tensor:
         (200, 168),
     ],
 )
-def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outliers: bool) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_other_rows(n: int, k: int, outliers: bool) -> None:
     x, weight = draw(4096, k, dtype=torch.bfloat16), draw(n, k, dtype=torch.bfloat16, seed=1) * 0.02
     if outliers:
         x[:, :: k // 7] *= 100
@@ -282,9 +283,9 @@ class LastLaunched:
 def test_a_tile_stores_what_the_portable_kernel_stores(
     kind: Kind, tile: Tile, ragged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than one round of tiles, where a tile has pieces the last of them cut. `ragged`: outputs
-    are stored one by one, because the compiler cannot tell that a row starts at a multiple of 16
-    bytes (and but for gated ones it does not).
+    """Run more than one round of tiles; where a tile has pieces, the last round is cut. `ragged`:
+    outputs are stored one by one, because the compiler cannot tell that a row starts at a multiple
+    of 16 bytes (and except for gated ones it does not).
     """
     is_gated = kind is Kind.GATED
     m, n, k = (

@@ -1,4 +1,4 @@
-"""Draft trees grow on the device as their slow twin grows them: same nodes, same rows, same paths."""
+"""Draft trees on the device against their slow twin: same nodes, same rows, same paths."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
 
 def matches_of(batch_slots: BatchSlots, batch_slot: int, width: int) -> list[tuple[int, int, int]]:
-    """(tokens in common, index of the last of them, batch slot), best first."""
+    """Return (tokens in common, index of the last of them, batch slot), best first."""
     own = batch_slots.token_QT[batch_slot, : batch_slots.length_Q[batch_slot]].tolist()
     found = []
     for q in range(len(batch_slots.length_Q)):
@@ -39,7 +39,7 @@ def matches_of(batch_slots: BatchSlots, batch_slot: int, width: int) -> list[tup
 def trie_of(
     batch_slots: BatchSlots, batch_slot: int, limit: int, width: int, table: np.ndarray
 ) -> dict[int, dict[str, Any]]:
-    """Nodes by column."""
+    """Return the nodes by column."""
     matches = matches_of(batch_slots, batch_slot, width)
     nodes: dict[int, dict[str, Any]] = {}
     way = [-1] * len(matches)  # the node that each match has reached
@@ -81,7 +81,7 @@ def trie_of(
 def draft_and_check(
     batch_slots: BatchSlots, batch_slot_B: np.ndarray, depth: int, width: int, seed: int
 ) -> int:
-    """Returns how many nodes there were."""
+    """Compare drafts with their twin; return how many nodes there were."""
     rng = np.random.default_rng(seed)
     nodes = Nodes.allocate(len(batch_slot_B), depth * width + 5, device=DEVICE)
     for tensor in nodes:

@@ -49,7 +49,7 @@ def _both_ways(seed_Q, position_Q, quads_4N, tokens_4N, above_4N, first, N: tl.c
 
 
 def both_ways(seed: int, position: int, first: int, size: int) -> torch.Tensor:
-    """[3, size]: G by quads, G token by token, and the bound of G."""
+    """Return [3, size]: G by quads, G token by token, and the bound of G."""
     signed = seed - 2**64 if seed >= 2**63 else seed
     seed_Q = torch.tensor([signed], dtype=torch.int64, device=DEVICE)
     position_Q = torch.tensor([position], dtype=torch.int32, device=DEVICE)
@@ -59,7 +59,7 @@ def both_ways(seed: int, position: int, first: int, size: int) -> torch.Tensor:
 
 
 def error_in_ulps(found: np.ndarray, exact: np.ndarray) -> float:
-    """Largest error in units in the last place of max(|G|, 1)."""
+    """Return the largest error in units in the last place of max(|G|, 1)."""
     return float(
         (np.abs(found - exact) / np.spacing(np.maximum(np.abs(exact), 1).astype(np.float32))).max()
     )

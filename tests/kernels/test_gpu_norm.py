@@ -1,6 +1,4 @@
-"""Norm kernels against their plain twins, and on a GPU the bits of a row whatever is computed
-beside it.
-"""
+"""Norm kernels against their plain twins and, on a GPU, the bits of a row in any company."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ def test_no_rows_launch_nothing() -> None:
 
 @gpu
 @pytest.mark.parametrize("hidden", [3584, 256])
-def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(hidden: int) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_other_rows(hidden: int) -> None:
     part, residual, weight = (
         draw(4, 300, hidden),
         draw(300, hidden),

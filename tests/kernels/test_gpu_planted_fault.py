@@ -1,5 +1,5 @@
-"""The fault that `tlt bench exact` plants on a GPU: one ulp on the sampled tokens' logits, seen in
-the log-probs, gone afterwards.
+"""The fault that `tlt bench exact` plants on a GPU: one ulp on the logits of sampled tokens. It
+shows in the log-probs, and it is gone afterwards.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROWS, VOCAB = 5, 97
 
 
 def extend() -> Extend:
-    """The sampling part of a pass over so many rows, each of a request of its own; the last row is
-    dead.
+    """Return the sampling part of a pass over ROWS rows, each of a request of its own. The last row
+    is dead.
     """
 
     def integers(values: Any) -> torch.Tensor:
@@ -39,7 +39,7 @@ def extend() -> Extend:
 
 
 def calls(count: int) -> list[np.ndarray]:
-    """Bits of the live rows' log-probs, call by call over the same logits."""
+    """Return the bits of the live rows' log-probs, call by call over the same logits."""
     logits_SV = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     one, found = extend(), []
     for _ in range(count):

@@ -1,5 +1,5 @@
-"""What is said of sampled tokens against the numpy twin: raw log-probs, best tokens, skipped and
-broken rows, bits; and whose they are.
+"""Reports on sampled tokens against the numpy twin: raw log-probs, best tokens, skipped and broken
+rows, bits, and the entries that they belong to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.test_gpu_accept import Cycle
+from tests.kernels.cycles import Cycle
 from tests.kernels.test_gpu_sampling import NEAR, V_TARGET, Parameters, rows_of
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels import reference_sampling as twin
@@ -38,7 +38,9 @@ def scored(
 def check_against_twin(
     logits_SV: np.ndarray, token_S: np.ndarray, p: Parameters, found: TokenScores, best: int
 ) -> int:
-    """Rows whose best tokens could be checked: no threshold of a filter near a probability."""
+    """Compare with the twin; return the rows whose best tokens could be checked, because no
+    threshold of a filter lies near a probability.
+    """
     checked = 0
     raw_S, token_SK, logprob_SK = (values.cpu().numpy() for values in found)
     assert token_SK.shape[1] == min(best, logits_SV.shape[1])
@@ -133,7 +135,9 @@ def test_rows_find_their_sequence_and_skipped_and_broken_ones_leave_the_others_a
 
 
 def test_a_sampled_token_has_its_own_logprob_among_the_best() -> None:
-    """Two kernels add in the same order; what a compiler fuses may differ in the last bit."""
+    """Compare to one ulp: the two kernels add in the same order, but what a compiler fuses may
+    differ in the last bit.
+    """
     logits_SV, p = rows_of(1100, 6, 8), Parameters(6, 8)
     p.temperature[::2], p.top_k[1::2] = 0.6, 9
     sampled = p.sample(logits_SV, filtered=True)

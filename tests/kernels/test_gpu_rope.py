@@ -78,7 +78,7 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
         assert_close(name, one[found[3].long()], two[found[3].long()], 1e-6)
 
 
-def test_a_dead_row_writes_only_the_slot_it_carries():
+def test_a_dead_row_writes_only_the_kv_slot_that_it_carries():
     qkv_RX, tables = noise(2, 3 * 32), noise(4, 16)
     k_SKD, v_SKD = torch.full((2, 5, 1, 32), float("nan"), device=DEVICE)
     position_R, kv_slot_R = (

@@ -1,6 +1,4 @@
-"""Row layout on the device: the best nodes of a batch as whole trees, and prompt chunks behind
-them.
-"""
+"""Row layout on the device: the best nodes of a batch as whole trees, then prefill chunks."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ SCRATCH, TRASH = 5000, 9999
 def random_nodes(
     rng: np.random.Generator, requests: int, columns: int, depth: int, *, levels: int = 0
 ) -> tuple[Nodes, list[dict[int, Any]]]:
-    """Random trees with gaps between their columns; few different survivals if `levels` is given,
-    so that there are ties.
+    """Return random trees with gaps between their columns. With `levels` there are few different
+    survivals, and so ties.
     """
     nodes = Nodes.allocate(requests, columns, device="cpu")
     nodes.parent_BC[:], nodes.token_BC[:], nodes.depth_BC[:] = -77, -77, -77
@@ -172,7 +170,7 @@ def test_without_nodes_every_live_request_has_its_root() -> None:
     [([5], 5), ([3, 0, 14, 0], 32), ([1, 16, 2], 19), ([0, 0], 4), ([70, 65], 150)],
 )
 @pytest.mark.parametrize(("requests", "decode_rows"), [(2, 3), (0, 0)])
-def test_prompt_chunks_lie_behind_the_decode_rows(
+def test_prefill_chunks_follow_the_decode_rows(
     counts: list[int], prefill_rows: int, requests: int, decode_rows: int
 ) -> None:
     rng = np.random.default_rng(len(counts))
@@ -204,7 +202,7 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
             scratch_start=SCRATCH,
             trash=TRASH,
         )
-        assert (rows.token_R == -77).all(), "a row of nobody"
+        assert (rows.token_R == -77).all(), "rows were written without a request"
     layout_prefill(
         PrefillChunks._make(
             torch.from_numpy(a).to(DEVICE)
@@ -220,7 +218,7 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
         trash=TRASH,
     )
     found, described, page_R = numpy_of(rows), numpy_of(trees), kept.page_R.cpu().numpy()
-    assert (found.token_R[:decode_rows] == -77).all(), "decode rows are not its business"
+    assert (found.token_R[:decode_rows] == -77).all(), "decode rows were written"
     r = decode_rows
     for w, count in enumerate(counts):
         q, end = int(batch_slot_W[w]), int(start_W[w]) + count

@@ -23,8 +23,8 @@ def rows_of(size: int, count: int, seed: int, spread: float = 3.0) -> np.ndarray
 
 
 class Parameters:
-    """Batch slots of as many sequences as rows, dealt out in reverse so that no index is taken for
-    another.
+    """Parameters of as many sequences as rows. Their batch slots are dealt out in reverse, so that
+    no index is taken for another.
     """
 
     def __init__(self, count: int, seed: int = 0) -> None:
@@ -37,8 +37,8 @@ class Parameters:
         self.min_p = np.zeros(count, np.float32)
 
     def arguments(self, logits_SV: np.ndarray, rows: list[int] | None = None) -> dict[str, Any]:
-        """Sampled row s is row `rows[s]` of the extend; row r belongs to sequence r, which has
-        batch slot count - r.
+        """Return the arguments of `sample`. Sampled row s is row `rows[s]` of the extend; row r
+        belongs to sequence r, which has batch slot count - r.
         """
         count = len(self.seed)
         batch_slot_of = count - np.arange(count)
@@ -73,7 +73,9 @@ class Parameters:
 
 
 def check_against_twin(logits_SV: np.ndarray, p: Parameters, found: Samples) -> int:
-    """Rows whose token could be checked: no threshold and no runner-up near."""
+    """Compare with the twin; return the rows whose token could be checked, because no threshold and
+    no runner-up is near.
+    """
     checked = 0
     tokens, logprobs = found.token_S.cpu().numpy(), found.logprob_S.cpu().numpy()
     for s, logits in enumerate(logits_SV):
@@ -130,11 +132,10 @@ def test_flat_and_peaked_rows_pass_the_filters():
     assert check_against_twin(logits_SV, p, p.sample(logits_SV, filtered=True)) >= 8
 
 
-def test_neighbours_that_rival_each_other_are_compared_exactly():
+def test_close_neighbours_are_compared_exactly():
     logits_SV, p = np.zeros((24, 64), np.float32), Parameters(24, 12)
-    logits_SV[:, 8:12] = (
-        40  # four in a row with nothing else near: the bounds of their scores lie far above the scores
-    )
+    # Four neighbours with nothing else near: the bounds of their scores lie far above the scores.
+    logits_SV[:, 8:12] = 40
     logits_SV[12:, 10] = 40.3
     assert check_against_twin(logits_SV, p, p.sample(logits_SV, filtered=False)) >= 23
 
@@ -198,7 +199,7 @@ def test_rows_find_their_sequence_and_dead_rows_give_no_token(filtered):
         assert_same_bits("logprob_S", alone.logprob_S, found.logprob_S[s : s + 1])
 
 
-def test_rows_without_filters_keep_their_bits_beside_rows_with_filters():
+def test_rows_without_filters_keep_their_bits_next_to_rows_with_filters():
     logits_SV, p = rows_of(2100, 6, 8), Parameters(6, 8)
     plain = p.sample(logits_SV, filtered=False)
     p.top_p[::2], p.top_k[::2] = 0.5, 9

@@ -27,9 +27,9 @@ def run(x_N: torch.Tensor) -> torch.Tensor:
 
 
 def test_silu_is_a_few_ulp_from_the_truth() -> None:
-    """In units of 2^-23: half from each rounding of the sum and the product, 2 from ex2, 1 from
-    rcp; and |x| because -x log2 e and its factor are rounded, which moves e^-x by as much as x is
-    long.
+    """Measure in units of 2^-23: half from each rounding of the sum and the product, 2 from ex2, 1
+    from rcp, and |x| because -x log2 e and its factor are rounded, which moves e^-x by a relative
+    error proportional to |x|.
     """
     small = torch.logspace(-30, 0, 20_000, dtype=torch.float64).float()
     x = torch.cat(

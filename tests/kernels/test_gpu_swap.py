@@ -1,4 +1,4 @@
-"""Contents change places, bit for bit, and nothing beside them is touched."""
+"""Exchange of contents, bit for bit: nothing around the tensors is touched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MARGIN = 8  # elements around
     "dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8]
 )
 @pytest.mark.parametrize("count", [0, 1, 31, 4096, 10_001])
-def test_contents_change_places(dtype: torch.dtype, count: int) -> None:
+def test_contents_are_exchanged(dtype: torch.dtype, count: int) -> None:
     width, generator = (
         torch.empty(0, dtype=dtype).element_size(),
         torch.Generator().manual_seed(count),
@@ -30,7 +30,7 @@ def test_contents_change_places(dtype: torch.dtype, count: int) -> None:
         ).to(DEVICE)
         for _ in range(2)
     ]
-    before = [tensor.clone() for tensor in raw]  # of random bytes, some are NaNs with a payload
+    before = [tensor.clone() for tensor in raw]  # random bytes: some are NaNs with a payload
     one, other = (tensor.view(dtype)[MARGIN : MARGIN + count] for tensor in raw)
     swap([(one, other)])
     inside = slice(MARGIN * width, (MARGIN + count) * width)
@@ -45,7 +45,7 @@ def test_what_does_not_match_is_refused() -> None:
         swap([(torch.zeros(4, 2, device=DEVICE)[:, 0], torch.zeros(4, device=DEVICE))])
 
 
-def test_several_pairs_change_places() -> None:
+def test_several_pairs_are_exchanged() -> None:
     counts = (1 << 20, 0, 33, 1 << 22, 7)
     pairs = [
         (torch.arange(count, device=DEVICE) + i, torch.arange(count, device=DEVICE) * 3 - i)
@@ -62,11 +62,11 @@ def test_several_pairs_change_places() -> None:
 @pytest.mark.skipif(
     DEVICE == "cuda", reason="what a kernel does in turn is seen by the interpreter"
 )
-def test_no_kernel_of_a_chain_runs_beside_what_is_ahead_of_it_or_behind(
+def test_a_chain_of_kernels_overlaps_neither_earlier_nor_later_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first lets the second start only behind its own wait, the last lets nothing start early,
-    and each ends behind the one before.
+    """Check the order: the first kernel lets the second start only after its own wait, the last
+    lets nothing start early, and each ends after the one before.
     """
     did: list[str] = []
     monkeypatch.setattr(module, "pdl_launch", lambda: did.append("launch"))
@@ -84,7 +84,7 @@ def test_no_kernel_of_a_chain_runs_beside_what_is_ahead_of_it_or_behind(
 
 @gpu
 @pytest.mark.parametrize("more", [0, 8, 1])  # not a multiple of what a program or a vector moves
-def test_large_tensors_change_places_near_the_bandwidth_limit(more: int) -> None:
+def test_large_tensors_are_exchanged_near_the_bandwidth_limit(more: int) -> None:
     one, other = (torch.randn((1 << 29) + more, device="cuda").bfloat16() for _ in range(2))
     us = microseconds(lambda: swap([(one, other)]))
     assert 4 * one.nbytes / us / 1e6 > 3.2, "under 3.2 TB/s of reads and writes"

@@ -1,4 +1,4 @@
-"""One copy tells the device about a step: what it takes over is what the host meant."""
+"""Uploads: one copy tells the device about a step, and the device applies what the host meant."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_an_upload_without_changes_changes_nothing() -> None:
         )
 
 
-def test_an_upload_is_taken_over_once() -> None:
+def test_an_upload_is_applied_once() -> None:
     batch_slots, upload, buffer_U = make()
     assert upload.admit(2, np.full(40, 7, np.int32), range(3), limit=90, seed=1)
     device_U = send(upload, buffer_U)
@@ -119,7 +119,7 @@ def test_an_upload_is_taken_over_once() -> None:
     assert batch_slots.capacity_Q[2] == 64 and batch_slots.length_Q[2] == 41, "the next upload is"
 
 
-def test_a_place_is_named_once_in_an_upload() -> None:
+def test_a_batch_slot_is_named_once_in_an_upload() -> None:
     _, upload, _ = make()
     assert upload.extend_pages(2, 0, [9])
     with pytest.raises(AssertionError, match="batch slot 2"):
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused_whole() -> None:
 
 
 @gpu
-def test_a_place_is_begun_anew_in_stream_order() -> None:
+def test_a_batch_slot_is_started_again_in_stream_order() -> None:
     batch_slots, upload, buffer_U = make()
     for length in (300, 20):
         upload.begin()

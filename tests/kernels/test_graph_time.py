@@ -1,4 +1,4 @@
-"""The benches' clock: it measures what the GPU does, not how long the host takes to launch it."""
+"""The clock of the benches: it measures the GPU's work, not the host's launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bit tests of kernels take for granted of Triton's CPU interpreter."""
+"""The property of Triton's CPU interpreter that the kernels' bit tests rely on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.kernels.triton_tests import DEVICE
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="nothing is interpreted on a GPU")
-def test_a_row_of_numpys_matmul_has_the_same_bits_whatever_the_number_of_rows() -> None:
+def test_a_row_of_numpys_matmul_has_the_same_bits_for_any_number_of_rows() -> None:
     draw = np.random.default_rng(0)
     differing = []
     for inner in (16, 32, 64, 80, 128, 256):

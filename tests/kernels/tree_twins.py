@@ -21,14 +21,14 @@ EDGES = np.array(
 
 
 def numpy_of(group: Any) -> Any:
-    """The same NamedTuple over numpy copies."""
+    """Return the same NamedTuple over numpy copies."""
     return type(group)(
         *(numpy_of(t) if isinstance(t, tuple) else t.cpu().numpy().copy() for t in group)
     )
 
 
 def poison(group: Any) -> None:
-    """Fill every tensor with what no kernel would write, so that what is left unwritten shows."""
+    """Fill every tensor with what no kernel writes, so that an unwritten element shows."""
     for tensor in group:
         if isinstance(tensor, tuple):
             poison(tensor)
@@ -44,7 +44,9 @@ def make_batch_slots(
     vocabulary: int = 50,
     hidden: int = 8,
 ) -> BatchSlots:
-    """BatchSlots with text, pages, room and a few ended or never drafted ones; the last one idle."""
+    """Return batch slots with text, pages, room and a few ended or never drafted ones; the last is
+    idle.
+    """
     made = BatchSlots.allocate(
         batch_slots, tokens, hidden=hidden, stops=3, dtype=torch.float32, device="cpu"
     )
@@ -67,7 +69,7 @@ def make_batch_slots(
 
 
 def children(rng: np.random.Generator, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random children, some rows with fewer than asked for."""
+    """Return random children; some rows have fewer than asked for."""
     given = max(width, 2)
     token_ML = np.stack([rng.permutation(60)[:given] for _ in range(rows)]).astype(np.int32)
     z_ML = -np.sort(-rng.normal(0, 3, (rows, given)).astype(np.float32), axis=1)
@@ -168,7 +170,7 @@ class GrownTree:
             self.rows.append((column, x))
 
     def path(self, column: int) -> list[int]:
-        """Columns from the root side down to this one."""
+        """Return the columns from the root side down to this one."""
         found = []
         while column >= 0:
             found.append(column)
@@ -177,8 +179,8 @@ class GrownTree:
 
 
 def node_key(survival: float, column: int, request: int) -> tuple[int, int, int]:
-    """Smaller is better: 11 bits per octave of survival, then the lower column, then the earlier
-    request.
+    """Return a sort key, smaller = better: 11 bits per octave of survival, then the lower column,
+    then the earlier request.
     """
     octaves = (
         int(np.float32(survival).view(np.int32)) - int(np.float32(2.0**-16).view(np.int32))
@@ -193,7 +195,9 @@ def verified_rows(
     decode_rows: int,
     scratch_start: int,
 ) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
-    """(rows, (root, rows) per request): what `select_rows` lays out; nodes_B[b] is by column."""
+    """Return (rows, (root, rows) per request): what `select_rows` lays out. nodes_B[b] is by
+    column.
+    """
     live = [not batch_slots.done_Q[q] for q in batch_slot_B]
     ranked = sorted(
         (node_key(node["survival"], c, b), b, c)

@@ -1,5 +1,5 @@
-"""Where tests of Triton kernels run: on the GPU if there is one, else on the CPU interpreter.
-Import this before any kernel.
+"""The device of Triton tests: the GPU if there is one, else the CPU interpreter. Import this before
+any kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ gpu = pytest.mark.gpu
 
 
 def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Relative RMS error against the twin; NaN never passes."""
+    """Check the relative RMS error against the twin; NaN never passes."""
     found, expected = found.double().cpu(), expected.double().cpu()
     error = ((found - expected).norm() / expected.norm().clamp_min(1e-30)).item()
     assert error <= tolerance, f"{name}: relative RMS error {error:.2e} over {tolerance:.0e}"
