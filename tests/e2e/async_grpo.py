@@ -1,8 +1,8 @@
-"""CPU stand-ins for what `AsyncGRPOTrainer` needs a GPU and vLLM for: its attention over packed
-rows, and a rollout worker that asks TLT Server.
+"""CPU stand-ins for the parts of `AsyncGRPOTrainer` that need a GPU and vLLM: its attention over
+packed rows, and a rollout worker that calls TLT Server.
 
-The trainer takes the worker as an argument. Attention it registers by name with transformers when
-it is made; `on_cpu` then takes the name. It also asks CUDA what its device is called.
+The trainer takes the worker as an argument. Its constructor registers attention by name with
+transformers and asks CUDA for the device's name; `on_cpu` replaces both.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Each segment of the row sees its path: keys `tree_kv_index[c:d]`, of which the last are its
-    own. Without a tree, one causal row.
+    """Attend from each segment of the row to its path: keys `tree_kv_index[c:d]`, of which the last
+    are its own. Without a tree attend over one causal row.
     """
     if tree_kv_index is None:
         tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k = (
@@ -73,16 +73,16 @@ def attention(
 
 @contextmanager
 def on_cpu() -> Iterator[Callable[[], None]]:
-    """Within it a trainer can be made; then call what it gives."""
+    """Let a trainer be made without a GPU; then call the yielded function."""
     with patch.object(torch.cuda, "get_device_name", lambda device: str(device)):
         yield lambda: AttentionInterface.register(TREE_ATTENTION, attention)
 
 
 class LockstepWorker:
-    """A batch whenever new weights are live, and one more at first: the trainer fetches the next
-    one before it learns from this one.
+    """Worker that sends a batch for each new version, and one more at first, because the trainer
+    fetches the next batch before it learns from this one.
 
-    It asks as TRL's own worker does.
+    Its requests are those of TRL's own worker.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class LockstepWorker:
         return self._prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def check_health(self, stale_after_s: float) -> None:
-        """Asked for while the trainer waits: this worker has sent before it could."""
+        """Fail: the trainer calls this only while it waits, and every batch comes before that."""
         raise AssertionError("the trainer waits for a batch that will not come")
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no thread runs."""

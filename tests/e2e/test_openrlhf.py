@@ -261,7 +261,7 @@ def test_a_reply_is_what_the_server_says(running: ServerProcess) -> None:
             lambda actor: actor.generate([1], params(), multi_modal_data={"image": []}),
             "leave it out",
         ),
-        (lambda actor: actor.generate([1], params(n=2)), "ask as often"),
+        (lambda actor: actor.generate([1], params(n=2)), "once for each choice"),
     ],
 )
 def test_what_is_not_served_is_refused_with_a_remedy(

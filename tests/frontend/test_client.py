@@ -1,5 +1,5 @@
-"""The two clients: the same operations with the same results, the server's errors by class, retries
-that never run anything twice.
+"""The two clients: the same operations with the same results, the server's errors by class, and
+retries that never run a request twice.
 """
 
 from __future__ import annotations
@@ -198,10 +198,8 @@ def test_both_clients_give_the_same(server: LiveServer, operation: Callable[[Any
 def test_what_json_has_no_number_for_is_not_sent(
     items: list[Any], how: dict[str, Any], said: str
 ) -> None:
-    client, other = (
-        Client("http://127.0.0.1:9"),
-        AsyncClient("http://127.0.0.1:9"),
-    )  # where nobody listens
+    url = "http://127.0.0.1:9"  # nothing listens there
+    client, other = Client(url), AsyncClient(url)
     for call in (client.generate, client.stream):
         with pytest.raises(ValueError, match=f"^{said}"):
             list(call(items, **how))
@@ -252,7 +250,7 @@ def test_both_clients_stream_detach_and_fetch_the_same(server: LiveServer) -> No
 def pauses(
     retries: Retries, *errors: TltClientError, repeatable: bool = False
 ) -> tuple[list[float], Any]:
-    """The pauses of a call that fails like this and then succeeds, and what came of it."""
+    """Return the pauses and the result of a call that fails with these errors, then succeeds."""
     flow = flows.tried(
         calls.Call("GET", "/x", lambda response: None, repeatable=repeatable), retries
     )
