@@ -23,8 +23,8 @@ KEY = re.compile(r"[\x21-\x7e]+")
 VERSION = r"^[^/\x00-\x1f\x7f]*[^./\x00-\x1f\x7f][^/\x00-\x1f\x7f]*$"
 MAX_VERSION = 256  # characters
 VERSION_MUST = (
-    f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, and "
-    "not dots alone, such as run-7"
+    f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, and not dots "
+    "alone, such as run-7"
 )
 
 
@@ -59,9 +59,9 @@ def bearer(api_key: str | None) -> dict[str, str]:
             else "no visible ASCII character"
         )
         raise InvalidArgument(
-            f"api_key has {len(api_key)} characters, of which number {at + 1} is {what}; a key "
-            "has visible ASCII "
-            "characters only: strip white space where you read it (.strip() after reading a file)"
+            f"api_key has {len(api_key)} characters, of which number {at + 1} is {what}; a key has "
+            "visible ASCII characters only: strip white space where you read it (.strip() after "
+            "reading a file)"
         )
     return {"authorization": f"Bearer {api_key}"}
 

@@ -258,10 +258,8 @@ def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, A
         if reply["state"] == "staged" and commits:
             raise NotLive(
                 f"version {version!r} is staged, not live: a weight update is open on this server "
-                "(GET /weights says since "
-                "when; POST /finish_weight_update or /end_weight_update makes it live); end it, "
-                "then push again, or push "
-                "with commit=False"
+                "(GET /weights says since when; POST /finish_weight_update or /end_weight_update "
+                "makes it live); end it, then push again, or push with commit=False"
             )
         return reply
 

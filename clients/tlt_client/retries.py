@@ -20,8 +20,8 @@ REFUSED = (408, 429, 503)  # nothing of the request was done, or only what may b
 @dataclass(frozen=True)
 class Retries:
     """Rule of up to `times` more tries. The pause before try k is drawn between half and all of
-    `first_s` x 2^k, with `longest_s` as the upper bound and the server's Retry-After as the lower
-    one; where Retry-After is above `longest_s`, the error is raised instead.
+    `first_s` x 2^k, with `max_s` as the upper bound and the server's Retry-After as the lower
+    one; where Retry-After is above `max_s`, the error is raised instead.
 
     A call is sent again if it was refused or never arrived. It is also sent again after a broken
     connection, if a second run of it equals the first (reads, weight pushes, batches with an
@@ -30,14 +30,13 @@ class Retries:
 
     times: int = 4
     first_s: float = 0.5
-    longest_s: float = 30.0
+    max_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.times < 0 or not 0 <= self.first_s <= self.longest_s:
+        if self.times < 0 or not 0 <= self.first_s <= self.max_s:
             raise InvalidArgument(
-                f"times is {self.times}, first_s {self.first_s} and longest_s {self.longest_s}; "
-                "none may be negative, "
-                "nor first_s above longest_s"
+                f"times is {self.times}, first_s {self.first_s} and max_s {self.max_s}; "
+                "none may be negative, nor first_s above max_s"
             )
 
     def pause_s(
@@ -52,9 +51,9 @@ class Retries:
         if tried > self.times or not _passes(error, repeatable):
             return None
         min_s = (error.retry_after_s or 0.0) if isinstance(error, ServerError) else 0.0
-        if min_s > self.longest_s:
+        if min_s > self.max_s:
             return None
-        return max(min_s, min(self.longest_s, self.first_s * 2 ** (tried - 1)) * (1 + drawn()) / 2)
+        return max(min_s, min(self.max_s, self.first_s * 2 ** (tried - 1)) * (1 + drawn()) / 2)
 
 
 NEVER = Retries(times=0)

@@ -32,7 +32,6 @@ class Tls:
         except (OSError, ssl.SSLError) as error:
             raise InvalidArgument(
                 f"ca {self.ca}, cert {self.cert}, key {self.key} cannot be used ({error}); name "
-                "PEM files, the key "
-                "without a passphrase"
+                "PEM files, the key without a passphrase"
             ) from None
         return context

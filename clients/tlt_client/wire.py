@@ -239,8 +239,8 @@ class EngineState(Struct, frozen=True):
     new_requests: Annotated[
         Literal["run", "wait", "refuse"],
         Meta(
-            description="what becomes of them now: they run, wait for the end of a pause, or get "
-            "a 503"
+            description="what becomes of them now: they run, wait for the end of a pause, or get a "
+            "503"
         ),
     ]
     asleep: Annotated[

@@ -173,8 +173,7 @@ def main() -> None:
     evaluation = {
         "machine": options.machine,
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"tokenizers {tokenizers.__version__}, "
-        f"safetensors {safetensors.__version__}",
+        f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}",
         "depth": options.depth,
         "width": options.width,
         "calibration_samples": options.calibration_samples,

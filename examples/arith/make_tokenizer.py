@@ -64,8 +64,8 @@ def train_tokenizer(documents: int, vocab_size: int) -> Tokenizer:
     missing = vocab_size - len(chat.SPECIALS) - tokenizer.get_vocab_size()
     if missing:
         raise ValueError(
-            f"the corpus gives {missing} merges too few for a vocabulary of {vocab_size}: use "
-            "more documents or a smaller one"
+            f"the corpus gives {missing} merges too few for a vocabulary of {vocab_size}: use more "
+            "documents or a smaller one"
         )
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in chat.SPECIALS]

@@ -158,8 +158,8 @@ def main() -> None:
         quantiles = torch.quantile(lengths.float(), torch.tensor([0.5, 0.9, 0.99])).tolist()
         print(
             f"{time.monotonic() - started:6.1f}s {first + len(seeds)} samples, solved "
-            f"{rewards.mean():.3f}, p50/p90/p99 {quantiles}, "
-            f"max {lengths.max()}, at cap {(lengths >= options.cap).float().mean():.4f}",
+            f"{rewards.mean():.3f}, p50/p90/p99 {quantiles}, max {lengths.max()}, at cap "
+            f"{(lengths >= options.cap).float().mean():.4f}",
             flush=True,
         )
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -155,9 +155,8 @@ def main() -> None:
                 by_step = " ".join(f"{v:.3f}" for v in torch.stack(variations).tolist())
                 print(
                     f"{record['seconds']:6.1f}s step {record['step']} epoch {record['epoch']} "
-                    f"tokens {record['tokens'] / 1e6:.0f}M "
-                    f"loss {loss.item():.4f} variation by step {by_step} width "
-                    f"{batch.tokens_BT.shape[1]}",
+                    f"tokens {record['tokens'] / 1e6:.0f}M loss {loss.item():.4f} variation by "
+                    f"step {by_step} width {batch.tokens_BT.shape[1]}",
                     flush=True,
                 )
             if time.monotonic() - last_save > 60:

@@ -145,9 +145,8 @@ def main() -> None:
                 last_print = time.monotonic()
                 print(
                     f"{record['seconds']:6.1f}s step {record['step']} epoch {record['epoch']} "
-                    f"({len(parts)} shards) "
-                    f"tokens {record['tokens'] / 1e6:.0f}M loss {loss.item():.4f} width "
-                    f"{batch.tokens_BT.shape[1]}",
+                    f"({len(parts)} shards) tokens {record['tokens'] / 1e6:.0f}M loss "
+                    f"{loss.item():.4f} width {batch.tokens_BT.shape[1]}",
                     flush=True,
                 )
             if time.monotonic() - last_save > 60:

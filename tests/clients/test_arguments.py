@@ -43,9 +43,7 @@ def test_a_key_that_no_header_carries_is_refused_at_once_and_not_quoted(
     kind: Any, key: str, says: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=says) as refused:
-        kind(
-            "http://127.0.0.1:8000", api_key=key, retries=Retries(times=9, first_s=60, longest_s=60)
-        )
+        kind("http://127.0.0.1:8000", api_key=key, retries=Retries(times=9, first_s=60, max_s=60))
     assert (
         ".strip()" in str(refused.value)
         and "sk-" not in repr(refused.value)
@@ -99,8 +97,8 @@ def test_an_address_and_a_key_that_fit_are_taken() -> None:
 # versions
 
 ALLOWED = (
-    "have 1 to 256 characters, none of them '/' or a control character, and not dots alone, "
-    "such as run-7"
+    "have 1 to 256 characters, none of them '/' or a control character, and not dots alone, such "
+    "as run-7"
 )
 CALLS: list[Callable[[Any, Any], Any]] = [
     lambda client, version: client.update_weights("p", version),

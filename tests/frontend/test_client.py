@@ -46,7 +46,7 @@ from tlt_client.retries import NEVER
 from tlt_client.wire import Item, ItemResult, SamplingFields
 from tlt_server import errors as server_errors
 
-QUICK = Retries(times=3, first_s=0.01, longest_s=0.05)
+QUICK = Retries(times=3, first_s=0.01, max_s=0.05)
 BATCH = [{"id": "a", "prompt": "abc", "seed": 7}]
 SHORT = {"max_tokens": 3}
 
@@ -302,7 +302,7 @@ def test_what_is_sent_again(error: TltClientError, once: bool, repeatable: bool)
 
 def test_pauses_double_up_to_a_bound_and_end() -> None:
     errors = [refusal(503) for _ in range(9)]
-    paused, end = pauses(Retries(times=8, first_s=1.0, longest_s=10.0), *errors)
+    paused, end = pauses(Retries(times=8, first_s=1.0, max_s=10.0), *errors)
     assert end is errors[8], "the last one"
     for pause_s, whole_s in zip(paused, (1, 2, 4, 8, 10, 10, 10, 10), strict=True):
         assert whole_s / 2 <= pause_s <= whole_s
@@ -313,7 +313,7 @@ def test_pauses_double_up_to_a_bound_and_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"times": -1}, {"first_s": -1.0}, {"first_s": 2.0, "longest_s": 1.0}]
+    "fields", [{"times": -1}, {"first_s": -1.0}, {"first_s": 2.0, "max_s": 1.0}]
 )
 def test_retries_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="none may be negative"):

@@ -13,11 +13,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="push a checkpoint",
         allow_abbrev=False,
         description=(
-            "Push a directory of safetensors files, or one file, to a running server. Exit "
-            "status: 0 if the weights are live (with "
-            "--stage: staged); 1 if the push was refused, broke off, or stays staged because a "
-            "weight update is open on the server "
-            "(the weights before are then still live); 2 if the arguments or files cannot be used."
+            "Push a directory of safetensors files, or one file, to a running server. Exit status: "
+            "0 if the weights are live (with --stage: staged); 1 if the push was refused, broke "
+            "off, or stays staged because a weight update is open on the server (the weights "
+            "before are then still live); 2 if the arguments or files cannot be used."
         ),
     )
     push.add_argument(

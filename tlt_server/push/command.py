@@ -36,9 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ConnectionFailed as error:
         say.print(
             f"tlt: {arguments.url} cannot be reached ({error}); start the server, or give another "
-            "--url, or the files that its TLS "
-            "needs (--tls-ca, --tls-cert, --tls-key). To see the result of a push that broke off: "
-            "tlt weights status",
+            "--url, or the files that its TLS needs (--tls-ca, --tls-cert, --tls-key). To see the "
+            "result of a push that broke off: tlt weights status",
             markup=False,
         )
         return 1
@@ -56,8 +55,8 @@ def _push(client: Client, arguments: argparse.Namespace, console: Console) -> No
             raise StartupError(f"{named} does not exist; give a directory of safetensors files")
     if arguments.drafter is not None and arguments.role == "drafter":
         raise StartupError(
-            f"--role drafter says that {path} is a drafter, and --drafter gives another one; "
-            "leave one of them out"
+            f"--role drafter says that {path} is a drafter, and --drafter gives another one; leave "
+            "one of them out"
         )
     fields: dict[str, Any] = {
         "in_flight": arguments.in_flight,
@@ -85,10 +84,10 @@ def _sent(
     with Progress(*bars, console=console, disable=not console.is_terminal) as progress:
         tasks: dict[str, Any] = {}
 
-        def on_bytes(part: str, there: int, total: int) -> None:
+        def on_bytes(part: str, stored: int, total: int) -> None:
             if part not in tasks:
                 tasks[part] = progress.add_task(part, total=total)
-            progress.update(tasks[part], completed=there)
+            progress.update(tasks[part], completed=stored)
 
         sender = HttpSender(client, on_bytes=on_bytes)
         return sender.push_directory(
@@ -136,19 +135,17 @@ def _status(client: Client, arguments: argparse.Namespace, console: Console) -> 
     for upload in state.get("uploads", ()):
         console.print(
             f"upload: {upload['version']!r}, {upload['parts']} parts, {upload['bytes']} of "
-            f"{upload['total']} bytes, started "
-            f"{upload['age_s']:.0f} s ago, last byte {upload['idle_s']:.0f} s ago; tlt weights "
-            "abort VERSION ends it",
+            f"{upload['total']} bytes, started {upload['age_s']:.0f} s ago, last byte "
+            f"{upload['idle_s']:.0f} s ago; tlt weights abort VERSION ends it",
             markup=False,
         )
     update = state.get("update")
     if update is not None:
         console.print(
             f"a weight update of the {update['selector']} has been open for {update['age_s']:.0f} "
-            "s: every push stays staged until "
-            "POST /end_weight_update commits it. POST /begin_weight_update drops it, and so does "
-            "the server in "
-            f"{update['ends_in_s']:.0f} s without a call",
+            "s: every push stays staged until POST /end_weight_update commits it. POST "
+            f"/begin_weight_update drops it, and so does the server in {update['ends_in_s']:.0f} s "
+            "without a call",
             style="bold yellow",
             markup=False,
         )
@@ -200,7 +197,7 @@ def _key(file: Path | None) -> str | None:
     first = next((words[0] for words in lines if words and not words[0].startswith("#")), "")
     if not first or first.startswith("sha256:"):
         raise StartupError(
-            f"{file} does not begin with a plain key (a sha256 cannot be sent); write the key "
-            "into its first line"
+            f"{file} does not begin with a plain key (a sha256 cannot be sent); write the key into "
+            "its first line"
         )
     return first

@@ -133,9 +133,8 @@ class RolloutActor:
     async def update_weight_cuda_ipc(self, *args: Any, **kwargs: Any) -> None:
         raise NotServed(
             "update_weight_cuda_ipc carries handles as pickles, which this server does not read; "
-            "leave --train.colocate_all "
-            "out, or set --vllm.sync_backend gloo and make a TrainerGroup: then weights are "
-            "broadcast"
+            "leave --train.colocate_all out, or set --vllm.sync_backend gloo and make a "
+            "TrainerGroup: then weights are broadcast"
         )
 
     # pause, sleep

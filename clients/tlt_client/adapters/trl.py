@@ -162,9 +162,8 @@ class RolloutFunc:
             if versions != [self._version] or choice.finish_reason == "abort":
                 raise OffPolicy(
                     f"choice {choice.index} of item {result.id} ended with "
-                    f"{choice.finish_reason!r} and has tokens of the "
-                    f"versions {versions}, but the policy was pushed as {self._version!r}; let no "
-                    "other program push, roll back "
+                    f"{choice.finish_reason!r} and has tokens of the versions {versions}, but the "
+                    f"policy was pushed as {self._version!r}; let no other program push, roll back "
                     "or abort on this server while the trainer generates"
                 )
         return result.choices
@@ -190,8 +189,8 @@ def _token_ids(prompts: Sequence[Any], trainer: Any) -> Any:
     if trainer.tools:
         raise ValueError(
             f"the trainer has {len(trainer.tools)} tools, and after a tool's answer TRL itself "
-            "generates, without log-probs; "
-            "train without tools, or write a rollout_func that runs them"
+            "generates, without log-probs; train without tools, or write a rollout_func that runs "
+            "them"
         )
     if isinstance(prompts[0], str):
         return trainer.processing_class(text=list(prompts))["input_ids"]

@@ -52,18 +52,16 @@ class VerlSettings:
         unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
         if unknown or not given.get("urls"):
             raise NotServed(
-                f"rollout.engine_kwargs.{NAME} has {sorted(given) or 'nothing'}; urls must list "
-                "at least one server, and "
-                f"the known fields are {', '.join(cls.__dataclass_fields__)}"
+                f"rollout.engine_kwargs.{NAME} has {sorted(given) or 'nothing'}; urls must list at "
+                f"least one server, and the known fields are {', '.join(cls.__dataclass_fields__)}"
             )
         return cls(**{**given, "urls": tuple(given["urls"])})
 
     def url(self, replica_rank: int) -> str:
         if not 0 <= replica_rank < len(self.urls):
             raise NotServed(
-                f"there is no server for replica {replica_rank}; "
-                f"rollout.engine_kwargs.{NAME}.urls lists {len(self.urls)}: "
-                "list one for each replica"
+                f"there is no server for replica {replica_rank}; rollout.engine_kwargs.{NAME}.urls "
+                f"lists {len(self.urls)}: list one for each replica"
             )
         return self.urls[replica_rank].rstrip("/")
 
@@ -361,5 +359,5 @@ def _seeded(asked: Mapping[str, Any]) -> dict[str, int]:
 
 def _step(version: str) -> int | None:
     """Return the global step in the name of a version that verl has pushed."""
-    said = version.rpartition("-")[2] if version.startswith("verl-") else ""
-    return int(said) if said.isdecimal() else None
+    step = version.rpartition("-")[2] if version.startswith("verl-") else ""
+    return int(step) if step.isdecimal() else None

@@ -195,8 +195,7 @@ def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
             case _:
                 raise ContentRefused(
                     f"tensors yields a {type(item).__name__} instead of a name and a tensor; push "
-                    "a state dict "
-                    "(model.state_dict()), or its items"
+                    "a state dict (model.state_dict()), or its items"
                 )
     if not names:
         raise ContentRefused(

@@ -86,9 +86,8 @@ class BroadcastReceiver:
             tensors, end = unpacked(bucket, data), size_of(bucket)
             if bytes(data[end : end + len(MARK)].tolist()) != MARK[: len(data) - end]:
                 raise ContentRefused(
-                    f"bucket {count} brought more than the {end} bytes that the manifest gives "
-                    "it; name dtypes and "
-                    "shapes as they are sent, in that order"
+                    f"bucket {count} brought more than the {end} bytes that the manifest gives it; "
+                    "name dtypes and shapes as they are sent, in that order"
                 )
             yield from by_role(f"bucket {count}", tensors, self._role)
 
@@ -178,12 +177,12 @@ class BroadcastSender(Sender):
         self._group = self._made()
 
     def _made(self) -> WeightGroup:
-        asked = self._member
+        wanted = self._member
         store = host_store(
-            asked.master_address, asked.master_port, asked.world_size, asked.timeout_s
+            wanted.master_address, wanted.master_port, wanted.world_size, wanted.timeout_s
         )
-        member = asked._replace(master_port=store.port)
-        joined = _asked(
+        member = wanted._replace(master_port=store.port)
+        joined = _in_thread(
             partial(
                 self._client.join_group,
                 member.name,
@@ -205,9 +204,8 @@ class BroadcastSender(Sender):
         except TimeoutError:
             group.close()
             raise ChannelLost(
-                f"the server is in group {asked.name!r}, but has not replied within "
-                f"{self._reply_s:g} s; check that it "
-                "runs, then make the group again"
+                f"the server is in group {wanted.name!r}, but has not replied within "
+                f"{self._reply_s:g} s; check that it runs, then make the group again"
             ) from None
         except BaseException:
             group.close()
@@ -221,7 +219,7 @@ class BroadcastSender(Sender):
             (name, tensor.detach().to(self._group.device).contiguous()) for name, tensor in tensors
         ]
         entries = [entry(name, tensor, checksum=self._checksums) for name, tensor in named]
-        reply = _asked(
+        reply = _in_thread(
             partial(
                 self._client.push_weights,
                 version,
@@ -268,7 +266,7 @@ class BroadcastSender(Sender):
         self._client.leave_group(self._member.name)
 
 
-def _asked(call: Callable[[], Mapping[str, Any]]) -> Future[Mapping[str, Any]]:
+def _in_thread(call: Callable[[], Mapping[str, Any]]) -> Future[Mapping[str, Any]]:
     """Make the call in a daemon thread, as a reply may never come."""
     reply: Future[Mapping[str, Any]] = Future()
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_client.channels.errors import ContentRefused
-from tlt_client.channels.files import DTYPES, QUOTED, header_bytes, tensors_of
+from tlt_client.channels.files import DTYPES, MAX_QUOTE, header_bytes, tensors_of
 from tlt_client.channels.source import OpenFile, Source, changed
 from tlt_client.channels.tensors import TensorSpec, buckets, raw, size_of, spec_of, unpacked
 
@@ -87,9 +87,8 @@ def checkpoint(source: Source) -> Files:
         for name in sorted(expected[file] ^ {held.name for held in specs}):
             where = "index places it there" if name in expected[file] else "index does not list it"
             raise ContentRefused(
-                f"{source.path / file}: tensor {name[:QUOTED]!r} does not fit, as the {where}; "
-                "write index and shards "
-                "together"
+                f"{source.path / file}: tensor {name[:MAX_QUOTE]!r} does not fit, as the {where}; "
+                "write index and shards together"
             )
     return files
 
@@ -102,8 +101,7 @@ def _weight_map(source: Source) -> Mapping[str, str]:
     except (ValueError, RecursionError) as error:
         raise ContentRefused(
             f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this "
-            f"directory ({error}); write it "
-            "again"
+            f"directory ({error}); write it again"
         ) from None
     return weight_map
 
@@ -122,15 +120,14 @@ def shard(source: Source, file: str) -> Iterator[Shard]:
         try:
             whole = reading.left
             size = header_bytes(reading.read(min(8, whole)), whole)
-            said = tensors_of(reading.read(size), reading.left)
+            entries = tensors_of(reading.read(size), reading.left)
         except ValueError as error:
             raise ContentRefused(
                 f"{reading.path}: not a whole safetensors file ({error}); it is truncated or "
-                "damaged: write it "
-                "again"
+                "damaged: write it again"
             ) from None
         yield Shard(
-            [spec_of(name, DTYPES[entry.dtype], entry.shape) for name, entry in said.items()],
+            [spec_of(name, DTYPES[entry.dtype], entry.shape) for name, entry in entries.items()],
             reading,
         )
 

@@ -61,8 +61,7 @@ class DiskReceiver:
         if marker and not source.has(marker):
             raise ContentRefused(
                 f"{source.path} has no file {marker!r}, so its writer is not done; push it once "
-                "that file is there, "
-                "or start the server without --weight-marker"
+                "that file is there, or start the server without --weight-marker"
             )
         return source
 
@@ -112,10 +111,10 @@ class DiskSender(Sender):
                 paths["drafter_path" if (role, whose) == ("all", "drafter") else "path"] = str(
                     folder.resolve()
                 )
-                there = write(
+                wrote = write(
                     ((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes
                 )
-                entries += [said | {"name": names[said["name"]]} for said in there]
+                entries += [one | {"name": names[one["name"]]} for one in wrote]
             return self._client.push_weights(version, tensors=entries, **paths, **fields)
         finally:
             shutil.rmtree(directory)

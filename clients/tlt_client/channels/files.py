@@ -51,7 +51,7 @@ WIDTHS = {
 MAX_HEADER_BYTES = 4 * 2**20  # one tensor takes 100 to 150 bytes
 MAX_DIMENSIONS, MAX_DIMENSION = 8, 2**48  # dimensions of a tensor, and the length of one
 MAX_NAME = 256  # characters of a tensor's name
-QUOTED = 100  # at most so long is a quote of foreign text in a message
+MAX_QUOTE = 100  # characters of foreign text that a message quotes
 
 
 class Entry(Struct, frozen=True):
@@ -90,21 +90,20 @@ def tensors_of(header: bytes, length: int) -> dict[str, Entry]:
     If a name comes twice the last entry counts; the bytes of the other one are then a gap.
     """
     try:
-        said = {
+        entries = {
             name: _read(name, entry)
             for name, entry in _names.decode(header).items()
             if name != "__metadata__"
         }
     except RecursionError:
         raise ValueError("its header has objects within objects") from None
-    ordered, end = dict(sorted(said.items(), key=lambda item: item[1].data_offsets)), 0
+    ordered, end = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets)), 0
     for name, entry in ordered.items():
         first, last = entry.data_offsets
         if first != end or last - first != math.prod(entry.shape) * WIDTHS[entry.dtype]:
             raise ValueError(
-                f"tensor {name[:QUOTED]!r} has bytes {first} to {last}, the next byte is {end}, "
-                f"and it is {entry.dtype} of "
-                f"shape {entry.shape}"
+                f"tensor {name[:MAX_QUOTE]!r} has bytes {first} to {last}, the next byte is {end}, "
+                f"and it is {entry.dtype} of shape {entry.shape}"
             )
         end = last
     if end != length:
@@ -116,15 +115,15 @@ def _read(name: str, text: Raw) -> Entry:
     if len(name) > MAX_NAME:
         raise ValueError(
             f"a tensor's name has {len(name)} characters, the limit is {MAX_NAME}: "
-            f"{name[:QUOTED]!r}"
+            f"{name[:MAX_QUOTE]!r}"
         )
     try:
         entry = _entry.decode(text)
     except ValueError as error:
-        raise ValueError(f"tensor {name[:QUOTED]!r}: {error}") from None
+        raise ValueError(f"tensor {name[:MAX_QUOTE]!r}: {error}") from None
     if entry.dtype not in WIDTHS:
         raise ValueError(
-            f"tensor {name[:QUOTED]!r} has dtype {entry.dtype!r}, which no channel carries; use "
+            f"tensor {name[:MAX_QUOTE]!r} has dtype {entry.dtype!r}, which no channel carries; use "
             f"one of {', '.join(WIDTHS)}"
         )
     return entry
@@ -140,20 +139,20 @@ class File(NamedTuple):
 
     def entries(self, prefix: str = "") -> Iterator[dict[str, Any]]:
         """Yield the manifest's entries of its tensors, each with its checksum."""
-        for name, said in self.tensors.items():
-            first, last = said.data_offsets
+        for name, entry in self.tensors.items():
+            first, last = entry.data_offsets
             with memoryview(self.data) as view:
                 checksum = xxh3(view[self.start + first : self.start + last])
             yield {
                 "name": prefix + name,
-                "dtype": DTYPES[said.dtype],
-                "shape": said.shape,
+                "dtype": DTYPES[entry.dtype],
+                "shape": entry.shape,
                 "checksum": checksum,
             }
 
     def prefixed(self, prefix: str) -> bytes:
         """Return the file with a prefix before each tensor's name."""
-        header = msgspec.json.encode({prefix + name: said for name, said in self.tensors.items()})
+        header = msgspec.json.encode({prefix + name: entry for name, entry in self.tensors.items()})
         return len(header).to_bytes(8, "little") + header + self.data[self.start :]
 
 

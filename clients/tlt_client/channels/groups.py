@@ -165,7 +165,7 @@ class WeightGroup:
             yield
         except (RuntimeError, ValueError) as error:
             member = self.member
-            said = re.sub(
+            reason = re.sub(
                 r"^\[\S+\] ", "", (str(error).strip().splitlines() or [type(error).__name__])[0]
             )[:120]
             via = (
@@ -175,9 +175,8 @@ class WeightGroup:
             )
             self.broken = (
                 f"group {member.name!r} (rank {member.rank} of {member.world_size} {via}, "
-                f"{member.backend}) broke while "
-                f"{doing}, or {member.timeout_s:g} s passed ({said}); make the group again, then "
-                "push"
+                f"{member.backend}) broke while {doing}, or {member.timeout_s:g} s passed "
+                f"({reason}); make the group again, then push"
             )
             raise ChannelLost(self.broken) from None
 
@@ -207,9 +206,8 @@ def host_store(address: str, port: int, world_size: int, timeout_s: float) -> An
         )
     except RuntimeError as error:
         raise ChannelLost(
-            f"the store at {address}:{port} cannot be hosted "
-            f"({str(error).splitlines()[0][:120]}); choose another port or "
-            "address (port 0 = a free one)"
+            f"the store at {address}:{port} cannot be hosted ({str(error).splitlines()[0][:120]}); "
+            "choose another port or address (port 0 = a free one)"
         ) from None
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 CALIBRATION = "calibration.safetensors"  # this part is the drafter's table, not weights
 CHUNK_BYTES = 8 * 2**20
-ATTEMPTS = 8  # tries of one chunk, with pauses that double from RETRY_S
+MAX_ATTEMPTS = 8  # tries of one chunk, with pauses that double from RETRY_S
 RETRY_S = 0.05
 OnBytes = Callable[[str, int, int], None]  # part, bytes that the server has, bytes in all
 
@@ -51,9 +51,9 @@ class HttpReceiver:
         if not (intake.uploads / push.path).is_dir():
             raise ContentRefused(
                 "this version has no parts; send them by PUT "
-                "/weights/{version}/{part}.safetensors first. Parts are removed "
-                "with their push or its abort, at a restart of the server, and upload_ttl_s after "
-                "their last byte"
+                "/weights/{version}/{part}.safetensors first. Parts are removed with their "
+                "push or its abort, at a restart of the server, and upload_ttl_s after their last "
+                "byte"
             )
         self._source, self._role = Source(intake.uploads, push.path), push.role
         if not push.tensors:
@@ -80,8 +80,8 @@ class HttpReceiver:
         self.buffers = Buffers(host=self._files.largest)
 
     def file(self, role: str, name: str) -> bytes | None:
-        there = role == "drafter" and name == CALIBRATION and self._source.has(name)
-        return self._source.read(name) if there else None
+        exists = role == "drafter" and name == CALIBRATION and self._source.has(name)
+        return self._source.read(name) if exists else None
 
     def batches(self) -> Iterator[TensorBatch]:
         for path, tensors in self._files.batches():
@@ -114,7 +114,7 @@ class HttpSender(Sender):
         *,
         max_file_bytes: int = FILE_BYTES,
         chunk_bytes: int = CHUNK_BYTES,
-        on_bytes: OnBytes = lambda part, there, total: None,
+        on_bytes: OnBytes = lambda part, stored, total: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._client, self._max_file_bytes, self._chunk_bytes = client, max_file_bytes, chunk_bytes
@@ -178,34 +178,38 @@ class HttpSender(Sender):
 
     def send(self, version: str, part: str, data: bytes | mmap.mmap | Joined) -> None:
         """Send one part, from the first byte that the server lacks. Raise `ConnectionFailed` when a
-        chunk fails `ATTEMPTS` times.
+        chunk fails `MAX_ATTEMPTS` times.
         """
-        there = failures = 0
-        while there < len(data):
-            chunk = data[there : there + self._chunk_bytes]
+        stored = failures = 0
+        while stored < len(data):
+            chunk = data[stored : stored + self._chunk_bytes]
             try:
-                came = self._client.put_weights(version, part, chunk, start=there, total=len(data))
-                there, failures = came["bytes"], 0
-                if came.get("begins"):
+                reply = self._client.put_weights(
+                    version, part, chunk, start=stored, total=len(data)
+                )
+                stored, failures = reply["bytes"], 0
+                if reply.get("begins"):
                     self._started.add(version)
-                self._on_bytes(part, there, len(data))
+                self._on_bytes(part, stored, len(data))
             except Conflict:
                 # Another sender sends or pushes the version too, or has ended it.
                 self._started.discard(version)
                 raise
             except (ConnectionFailed, ServerError) as error:
                 failures += 1
-                if failures == ATTEMPTS or (isinstance(error, ServerError) and not error.retryable):
+                if failures == MAX_ATTEMPTS or (
+                    isinstance(error, ServerError) and not error.retryable
+                ):
                     raise
                 self._sleep(RETRY_S * 2**failures)
-                there = self._there(version, part, there)
+                stored = self._stored(version, part, stored)
 
-    def _there(self, version: str, part: str, there: int) -> int:
-        """Return how much of the part the server has; `there` while it is out of reach."""
+    def _stored(self, version: str, part: str, stored: int) -> int:
+        """Return how much of the part the server has; `stored` while it is out of reach."""
         try:
             return int(self._client.weights_part(version, part)["bytes"])
         except ConnectionFailed:
-            return there
+            return stored
         except ServerError as error:
             if error.status == 404:
                 return 0  # a restart has removed the part

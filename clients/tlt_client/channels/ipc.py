@@ -111,9 +111,8 @@ class IpcReceiver:
             if (offered, length) != (sequence, size) or start + size > memory.grant.size:
                 raise ContentRefused(
                     f"bucket {offered} was offered, {length} bytes from {start} on of "
-                    f"{memory.grant.size}, instead of bucket "
-                    f"{sequence} of {size} bytes; send the tensors that the manifest names, in "
-                    "its order"
+                    f"{memory.grant.size}, instead of bucket {sequence} of {size} bytes; send the "
+                    "tensors that the manifest names, in its order"
                 )
             try:
                 copy[:size].copy_(memory.view[start : start + size])
@@ -137,8 +136,7 @@ class IpcReceiver:
                 if not isinstance(error, TimeoutError) or time.monotonic() > give_up_s:
                     raise ChannelLost(
                         f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s "
-                        f"({error}); push "
-                        "again"
+                        f"({error}); push again"
                     ) from None
         try:
             return Line(connection, self._timeout_s)
@@ -202,7 +200,7 @@ class IpcSender(Sender):
         entries = [entry(name, tensor, checksum=self._checksums) for name, tensor in held.items()]
         cut = list(
             buckets(
-                [spec_of(said["name"], said["dtype"], said["shape"]) for said in entries],
+                [spec_of(one["name"], one["dtype"], one["shape"]) for one in entries],
                 self._bucket_bytes,
             )
         )

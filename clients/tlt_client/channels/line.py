@@ -117,16 +117,16 @@ def entered(directory: Path) -> int:
     except OSError as error:
         raise ChannelLost(
             f"the server's directory of sockets, {directory}, cannot be entered "
-            f"({error.strerror}); by ipc trainer and "
-            "server run on one host, in one container, as one user"
+            f"({error.strerror}); by ipc trainer and server run on one host, in one container, as "
+            "one user"
         ) from None
     found = os.fstat(descriptor)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(descriptor)
         raise PlaceForbidden(
             f"{directory} is open to others (user {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o}); restart the "
-            "server, which makes it for its user alone, and run the trainer as that user"
+            f"{stat.S_IMODE(found.st_mode):o}); restart the server, which makes it for its user "
+            "alone, and run the trainer as that user"
         )
     return descriptor
 

@@ -98,8 +98,7 @@ class SharedHostMemory:
         if not sealed or size != grant.size:
             raise ContentRefused(
                 f"the memory file has {size} bytes and was granted with {grant.size}, or it can "
-                "still be resized; seal "
-                "it at that size"
+                "still be resized; seal it at that size"
             )
         return cls(os.dup(descriptor), size, mmap.MAP_PRIVATE)
 
@@ -139,9 +138,8 @@ class SharedGpuMemory:
         if grant.device not in visible:
             raise ContentRefused(
                 f"the tensors are on GPU {uuid.UUID(bytes=grant.device)}, which the engine does "
-                "not see "
-                f"({len(visible)} others); serve with it in CUDA_VISIBLE_DEVICES, or push tensors "
-                "of the CPU"
+                f"not see ({len(visible)} others); serve with it in CUDA_VISIBLE_DEVICES, or push "
+                "tensors of the CPU"
             )
         device = torch.device("cuda", visible[grant.device])
         with _calls(device):
@@ -164,8 +162,8 @@ def check_inside(granted: cuda.Range, allocation: cuda.Range) -> None:
     if not 0 < granted.size or not allocation.holds(granted):
         raise ContentRefused(
             f"{granted.size} bytes of a GPU's memory were granted, but the handle's allocation has "
-            f"{allocation.base + allocation.size - granted.base} from there on; grant no more "
-            "than is allocated"
+            f"{allocation.base + allocation.size - granted.base} from there on; grant no more than "
+            "is allocated"
         )
 
 
@@ -179,9 +177,8 @@ def _calls(device: torch.device) -> Iterator[None]:
             yield
     except RuntimeError as error:
         raise ChannelLost(
-            f"{error}; trainer and engine must run on one host, in one container, and the GPU "
-            "must have room; else push by "
-            "another channel, or tensors of the CPU"
+            f"{error}; trainer and engine must run on one host, in one container, and the GPU must "
+            "have room; else push by another channel, or tensors of the CPU"
         ) from None
 
 

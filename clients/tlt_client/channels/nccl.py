@@ -50,8 +50,7 @@ def id_in(message: bytes) -> bytes:
     if len(message) != ID_BYTES and found is None:
         raise ContentRefused(
             f"the store has {len(message)} bytes under {KEY!r}, which are no id of NCCL; let rank "
-            f"0 store its {ID_BYTES} "
-            "bytes there, or send them as nccl_unique_id_b64"
+            f"0 store its {ID_BYTES} bytes there, or send them as nccl_unique_id_b64"
         )
     return found[1] if found is not None else message
 

@@ -149,13 +149,13 @@ class OpenFile:
 
     def into(self, buffer: memoryview) -> None:
         """Fill the buffer."""
-        there = 0
-        while there < len(buffer):
-            came = self._file.readinto(buffer[there:])
-            if not came:
+        done = 0
+        while done < len(buffer):
+            count = self._file.readinto(buffer[done:])
+            if not count:
                 raise changed(self.path)
-            there += came
-        self.left -= there
+            done += count
+        self.left -= done
 
 
 def changed(path: Path) -> ContentRefused:

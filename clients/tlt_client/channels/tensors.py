@@ -39,14 +39,14 @@ def raw(tensor: Tensor) -> memoryview:
 
 def entry(name: str, tensor: Tensor, *, checksum: bool) -> dict[str, Any]:
     """Return a tensor's entry in a manifest."""
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
     }
     if checksum:
-        said["checksum"] = _checksum(tensor)
-    return said
+        fields["checksum"] = _checksum(tensor)
+    return fields
 
 
 def _checksum(tensor: Tensor) -> str:
@@ -90,10 +90,10 @@ def files(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
 
 def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file of contiguous CPU tensors in pieces, without copying their bytes."""
-    code = {dtype: said for said, dtype in DTYPES.items()}
+    codes = {dtype: code for code, dtype in DTYPES.items()}
     header, end = {}, 0
     for name, tensor in tensors.items():
-        dtype = code[str(dtype_named(str(tensor.dtype), name)).removeprefix("torch.")]
+        dtype = codes[str(dtype_named(str(tensor.dtype), name)).removeprefix("torch.")]
         header[name] = {
             "dtype": dtype,
             "shape": list(tensor.shape),
