@@ -1,4 +1,4 @@
-"""Test support: one sequence on pages of its own, extended by any number of certain or draft rows."""
+"""One sequence on pages of its own, extended by any number of certain or draft rows."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 
 def require(program: str) -> None:
-    """Skip the test where the program is missing; fail where CI is set, since a skip goes unread."""
+    """Skip the test where the program is missing; fail where CI is set: a skip goes unread."""
     if shutil.which(program) is None:
         miss = pytest.fail if os.environ.get("CI") else pytest.skip
         miss(f"{program} is not on PATH: run make tools, or apt-get install prometheus on Debian")

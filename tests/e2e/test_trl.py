@@ -258,7 +258,8 @@ with Client(url, timeout_s=60) as client:
     trainer = grpo(watched, 12, 2, place)
     trainer.train()
     rank = trainer.accelerator.process_index
-    (place / f"rank-{rank}.json").write_text(json.dumps([watched.wrong(), [seen.live for seen in watched.seen]]))
+    said = [watched.wrong(), [seen.live for seen in watched.seen]]
+    (place / f"rank-{rank}.json").write_text(json.dumps(said))
 """
 
 

@@ -163,7 +163,8 @@ def attend(backend: object, step: Step, prompt_rows: int, first: int = 0) -> Ten
     layers = []
     for _ in range(2):
         if DEVICE == "cuda":
-            torch.cuda.synchronize()  # Triton's rows read the plan before they wait: in a step other kernels lie between
+            # Triton's rows read the plan before they wait; in a step, other kernels lie between.
+            torch.cuda.synchronize()
         layers.append(planned(step.q_RND, step.k_SKD, step.v_SKD, first=first))
     assert_same_live_rows("a second layer", layers[1], layers[0], step)
     return layers[0]

@@ -241,7 +241,7 @@ def test_an_embedding_can_neither_come_nor_go(
 def test_a_layer_that_a_drafter_reads_twice_is_given_twice(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Features (1, 0, 1) of a target of two layers: the first and the last third are one layer's."""
+    """Features (1, 0, 1) of a target of two layers: the first and last third are one layer's."""
     engine = Pushable(settings)
     model, found = engine.engine.runner.state.model, []
     sound = model.forward

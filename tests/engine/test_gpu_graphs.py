@@ -53,7 +53,8 @@ class Recorder:
     def work(self) -> None:
         if self.recording and self.each > self.free:
             raise torch.OutOfMemoryError(
-                "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
+                "CUDA out of memory. Tried to allocate 3.00 GiB. "
+                "GPU 0 has a total capacity of 8.00 GiB"
             )
 
     def replay(self) -> None:

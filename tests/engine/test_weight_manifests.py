@@ -1,4 +1,4 @@
-"""Manifests, configs and drafters that do not fit, and threads and pushes that end in the middle."""
+"""Manifests, configs and drafters that do not fit, and threads and pushes that end midway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions and their names: rollback, repeated pushes and commits, checksums, memory that is freed."""
+"""Versions and their names: rollback, repeated pushes and commits, checksums, freed memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole frontend over real sockets, in a thread, before a `FakeEngine`, which is a new one in each
+"""A whole frontend over real sockets, in a thread, before a `FakeEngine` that is a new one in each
 epoch.
 """
 

@@ -58,7 +58,7 @@ def keys_of(shapes: Shapes, batch: int, strategy: Strategy) -> set[DraftKey | Ex
 
 
 def used_by_beg(shapes: Shapes, arms: Sequence[Strategy], rows: Rows) -> set[DraftKey | ExtendKey]:
-    """Return the keys of steps of pure decoding, and of steps with prompts that are worth a graph."""
+    """Return the keys of steps of pure decoding, and of steps with prompts worth a graph."""
     beg = Beg(arms, rows=rows)
     used: set[DraftKey | ExtendKey] = set()
     for decoding in range(shapes.max_running + 1):
@@ -299,7 +299,7 @@ def test_what_a_row_past_a_tile_costs() -> None:
         assert past_a_tile(full + 1) and (rounds(full), rounds(full + 1)) == (before, after)
 
 
-def test_the_largest_prompts_are_rehearsed_but_not_kept_and_what_is_a_variant_of_its_own_is_both() -> (
+def test_the_largest_prompts_are_rehearsed_but_not_kept_and_variants_of_their_own_are_both() -> (
     None
 ):
     shapes = Shapes(64, MIN_DEPTH)

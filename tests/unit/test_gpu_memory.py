@@ -133,7 +133,8 @@ def test_too_little_for_one_sequence_names_what_would_do(free_gib: float) -> Non
     given, free = settings(), int(free_gib * GIB)
     message = refusal(given, free)
     assert re.search(
-        r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768 beside 1934 MiB for steps, ",
+        r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768 beside 1934 "
+        r"MiB for steps, ",
         message,
     )
     assert "nvidia-smi" in message
@@ -176,7 +177,8 @@ def test_nothing_fits_at_all() -> None:
 def test_memory_that_was_asked_for() -> None:
     message = refusal(settings(kv_memory_mb=100), TOTAL)
     assert message.startswith(
-        "kv_memory_mb 100 holds 114 pages, one sequence of max_model_len 32768 needs 2048; raise kv_memory_mb to "
+        "kv_memory_mb 100 holds 114 pages, one sequence of max_model_len 32768 needs "
+        "2048; raise kv_memory_mb to "
         "1792, or lower max_model_len to 1824"
     )
     assert (
@@ -239,7 +241,8 @@ def test_two_settings_where_one_is_not_enough() -> None:
     given, free = settings(max_running=65536, weight_root="/w"), total - 2 * VALUES - GIB // 2
     message = refusal(given, free, total=total)
     found = re.search(
-        r"; lower max_running to (\d+) and set weight_staging to host \(28\.4 GiB are kept on the GPU for pushed weights\)$",
+        r"; lower max_running to (\d+) and set weight_staging to host \(28\.4 GiB are "
+        r"kept on the GPU for pushed weights\)$",
         message,
     )
     assert found is not None, message
@@ -318,22 +321,26 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
     check_weights(given, needs(given), 15 * GIB, TOTAL)
     with pytest.raises(
         StartupError,
-        match=r"weights take 14.2 GiB in bfloat16, 10.0 GiB of the GPU's 140.0 GiB are free, 4286 MiB too",
+        match=r"weights take 14.2 GiB in bfloat16, 10.0 GiB of the GPU's 140.0 GiB are free, "
+        r"4286 MiB too",
     ):
         check_weights(given, needs(given), 10 * GIB, TOTAL)
     with pytest.raises(StartupError, match=r"dtype bfloat16 \(halves them\)"):
         check_weights(settings(dtype="float32"), needs(settings(dtype="float32")), 20 * GIB, TOTAL)
 
 
-SAID = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.50 GiB is free."
+SAID = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 "
+    "GiB of which 1.50 GiB is free."
+)
 
 
 def test_memory_that_runs_out_in_spite_of_the_plan() -> None:
     made = plan(settings(), TOTAL - 2 * VALUES)
     message = exhausted(made, "buffers and graphs", SAID, free=int(1.5 * GIB), total=TOTAL)
     assert (
-        "no room for buffers and graphs: 20.0 GiB more were asked for and 1536 MiB of its 140.0 GiB are free"
-        in message
+        "no room for buffers and graphs: 20.0 GiB more were asked for and 1536 MiB of "
+        "its 140.0 GiB are free" in message
     )
     assert "lower memory_fraction to 0.76, or lower max_running, or end what" in message
     assert "lower memory_fraction to 0.89" in exhausted(
@@ -372,7 +379,8 @@ def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.Mon
     monkeypatch.setattr(device, "_free", lambda: (3 * GIB, TOTAL))
     with pytest.raises(
         StartupError,
-        match="no room for 77 KV pages: 20.0 GiB more were asked for and 3072 MiB of its 140.0 GiB are free",
+        match="no room for 77 KV pages: 20.0 GiB more were asked for and 3072 MiB of its 140.0 "
+        "GiB are free",
     ):
         with device._memory("77 KV pages"):
             raise torch.OutOfMemoryError(SAID)
@@ -438,6 +446,9 @@ def test_attention_has_room_for_the_trees_of_a_step(
 
 
 def test_attention_without_room_for_the_trees_of_a_step_is_refused_at_start() -> None:
-    says = f"128 query heads of 128: .* room for 336 rows .* may have {TREE_ROWS}; start with --attention torch"
+    says = (
+        f"128 query heads of 128: .* room for 336 rows .* may have {TREE_ROWS}; start with "
+        "--attention torch"
+    )
     with pytest.raises(StartupError, match=says):
         TritonPaged(heads=128, kv_heads=8, head_dim=128, context=4096, device=torch.device("cpu"))
