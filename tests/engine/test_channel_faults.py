@@ -10,22 +10,17 @@ allowed: nothing is generated.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable, perturbed
-from tests.engine.tiny import SMALLEST, write_target
+from tests.engine.channel_server import CHUNKS, LONG_S, SHORT_S, Server, bucket_bytes, in_group
 from tlt_client import ConnectionFailed, ServerError
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender, write
@@ -33,162 +28,12 @@ from tlt_client.channels.errors import ChannelError, ChannelLost
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import OFFER, IpcSender
 from tlt_client.channels.tensors import buckets, spec_of
-from tlt_client.errors import server_error
-from tlt_server.commands import JoinGroup, LeaveGroup, Manifest, PushWeights
-from tlt_server.engine.settings import EngineSettings
-from tlt_server.errors import TltError, from_code
-from tlt_server.events import WeightReport
-from tlt_server.frontend.weights.uploads import Uploads
-from tlt_server.records import GenerateRequest, Sampling
 
 FAULTS = ("kill", "truncate", "flip", "duplicate", "reorder", "time out")
-CHUNKS = 19  # per push; the checkpoint is cut so that every channel has at least this many
 BORDERS = (0, 1, 9, 18)  # what make test spoils; make soak spoils every chunk
-SHORT_S, LONG_S = 0.3, 30.0  # waits of the two ends of a group for each other
+
+
 Tensors = dict[str, torch.Tensor]
-
-
-class Server:
-    """Engine and uploads of one process, with the methods of `tlt_client.Client` that the trainers'
-    halves call.
-    """
-
-    def __init__(self, root: Path, staging: str | None = None) -> None:
-        self.root = root
-        (root / "weights").mkdir(parents=True)
-        write_target(root / "base", shape=SMALLEST)
-        self.old = load_file(root / "base" / "model.safetensors")
-        self.new = load_file(perturbed(root / "base", root / "new", 1) / "model.safetensors")
-        self.engine = Pushable(
-            EngineSettings(
-                model=str(root / "base"),
-                device="cpu",
-                drafter="none",
-                policy="off",
-                kv_memory_mb=4,
-                weight_root=str(root / "weights"),
-                threads=1,
-                weight_channels="disk,http,broadcast,ipc",
-                weight_staging=staging,
-                state_dir=str(root / "state"),
-            )
-        )
-        self.runner = asyncio.Runner()
-        limits = SimpleNamespace(
-            state_dir=root / "state",
-            max_uploads=2,
-            max_upload_parts=64,
-            max_upload_mb=64,
-            upload_ttl_s=600,
-        )
-        self.uploads = self.runner.run(self._uploads(limits))
-        self.versions = (f"v{i}" for i in itertools.count())
-        self.ids = (f"c{i}" for i in itertools.count())
-        self.known: list[tuple[dict[str, str], Any]] = []
-        for tensors in (self.new, self.old):  # what each says; the old one is live in the end
-            assert (
-                DiskSender(self, root / "weights").push(tensors.items(), next(self.versions))[
-                    "state"
-                ]
-                == "committed"
-            )  # type: ignore[arg-type]
-            self.known.append((self.engine.checksums(), self.speak()))
-
-    @staticmethod
-    async def _uploads(limits: Any) -> Uploads:
-        return Uploads(limits)
-
-    def speak(self) -> Any:
-        return self.engine.run(
-            GenerateRequest(
-                id="r",
-                token_ids=[5, 6, 7],
-                seed=3,
-                sampling=Sampling(max_tokens=3, ignore_eos=True),
-            )
-        )
-
-    # what a client calls
-
-    def _ask(self, command: Any) -> WeightReport:
-        """Steps the loop until it answers; a sender asks in a thread of its own, one at a time."""
-        self.engine.engine.send(command)
-        report = self.engine.report(command.id)
-        if report.error is not None:
-            error = from_code(*report.error)
-            raise server_error(
-                error.code, error.message, status=error.http_status, retryable=error.retryable
-            )
-        return report
-
-    def push_weights(self, version: str, **fields: Any) -> dict[str, Any]:
-        sealed = self.uploads.seal(version) if fields.get("channel") == "http" else None
-        try:
-            path = {"path": sealed.path} if sealed is not None else {}
-            manifest = msgspec.convert({"version": version, **fields, **path}, Manifest)
-            return {"state": self._ask(PushWeights(next(self.ids), manifest)).result}
-        finally:
-            if sealed is not None:
-                self.uploads.release(version, sealed, keep=False)
-
-    def abort_weights(self, version: str, *, upload_only: bool) -> None:
-        assert upload_only, "a sender ends nothing else"
-        self.uploads.forget(version)
-
-    def put_weights(
-        self, version: str, part: str, data: bytes, *, start: int, total: int
-    ) -> dict[str, Any]:
-        async def body() -> Any:
-            yield data
-
-        return self._http(lambda: self.uploads.write(version, part, start, total, body()))
-
-    def weights_part(self, version: str, part: str) -> dict[str, Any]:
-        async def status() -> Any:
-            return self.uploads.status(version, part)
-
-        return self._http(status)
-
-    def _http(self, call: Callable[[], Any]) -> dict[str, Any]:
-        try:
-            return dict(msgspec.to_builtins(self.runner.run(call())))
-        except TltError as error:
-            raise server_error(
-                error.code, error.message, status=error.http_status, retryable=error.retryable
-            ) from None
-
-    def join_group(self, name: str, *, rank_offset: int, **fields: Any) -> dict[str, Any]:
-        return {
-            "groups": self._ask(
-                JoinGroup(next(self.ids), name, rank=rank_offset, **fields)
-            ).state.groups
-        }
-
-    def leave_group(self, name: str) -> dict[str, Any]:
-        return {"groups": self._ask(LeaveGroup(next(self.ids), name)).state.groups}
-
-    def weights(self) -> dict[str, Any]:
-        return {"sockets": self.engine.engine.pushes.state().sockets}
-
-    def weights_groups(self) -> list[str]:
-        return list(self.engine.engine.pushes.state().groups)
-
-    # after a case
-
-    def check(self) -> str:
-        """Return the version that is live and whole, or that nothing is generated."""
-        if self.engine.engine.pushes.refusal is not None:
-            self.engine.submit(GenerateRequest(id="q", token_ids=[5], seed=1, sampling=Sampling()))
-            self.engine.finish()
-            (said,) = self.engine.said.pop("q")
-            assert (
-                said.token_ids == [] and said.error is not None and said.error[0] == "unavailable"
-            )
-            return "quarantined"
-        sums, found = self.engine.checksums(), (self.speak(),)
-        at = [i for i, (known, said) in enumerate(self.known) if (known, (said,)) == (sums, found)]
-        assert len(at) == 1, "live weights are of no version, or say what they never said"
-        return ("new", "old")[at[0]]
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +52,6 @@ def in_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 class Killed(Exception):
     """The sender is gone."""
-
-
-# -- disk: a directory whose files were spoiled before, or while, it is read
 
 
 def by_disk(server: Server, fault: str, at: int) -> None:
@@ -257,9 +99,6 @@ def by_disk(server: Server, fault: str, at: int) -> None:
         if fault == "time out":
             transaction.on_phase = before
         shutil.rmtree(directory)
-
-
-# -- http: chunks that get lost, damaged, doubled or overtaken
 
 
 class Wire:
@@ -312,9 +151,6 @@ async def _drop(server: Server, version: str) -> None:
     server.uploads.drop(version)
 
 
-# -- broadcast: a rank 0 that sends other buckets than it announced
-
-
 class Spoiled(BroadcastSender):
     fault, at = "", 0
 
@@ -350,19 +186,6 @@ class Spoiled(BroadcastSender):
             self._group.close()
 
 
-def in_group(server: Server, kind: type[BroadcastSender], timeout_s: float, **options: Any) -> Any:
-    """A sender in a new group; a connection that does not come about in time (a busy machine) is
-    tried again.
-    """
-    server.engine.engine.pushes.transaction.options.intake.groups.timeout_s = timeout_s
-    for _ in range(20):
-        try:
-            return kind(server, timeout_s=timeout_s, **options)  # type: ignore[arg-type]
-        except (ChannelError, ServerError) as error:
-            broken = error
-    raise broken
-
-
 def by_broadcast(server: Server, fault: str, at: int) -> None:
     # In these two one end waits for what never comes.
     timeout_s = SHORT_S if fault in ("duplicate", "time out") else LONG_S
@@ -372,9 +195,6 @@ def by_broadcast(server: Server, fault: str, at: int) -> None:
         sender.push(server.new.items(), next(server.versions))
     finally:
         sender._group.close()
-
-
-# -- ipc: a trainer that offers other buckets than the engine is to copy, or other bytes in them
 
 
 class Faulty(IpcSender):
@@ -422,10 +242,6 @@ def by_ipc(server: Server, fault: str, at: int) -> None:
     sender.push(server.new.items(), next(server.versions))
 
 
-def bucket_bytes(server: Server) -> int:
-    return sum(tensor.nbytes for tensor in server.new.values()) // (2 * CHUNKS)
-
-
 def count_of_buckets(server: Server) -> int:
     return len(
         list(
@@ -441,6 +257,8 @@ def count_of_buckets(server: Server) -> int:
 
 
 CHANNELS = {"disk": by_disk, "http": by_http, "broadcast": by_broadcast, "ipc": by_ipc}
+
+
 CASES = [
     pytest.param(channel, fault, at, marks=() if at in BORDERS else pytest.mark.soak)
     for channel in CHANNELS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_channel_faults import LONG_S, Server, bucket_bytes, in_group
+from tests.engine.channel_server import LONG_S, Server, bucket_bytes, in_group
 from tlt_client import ServerError
 from tlt_client.channels.broadcast import BroadcastReceiver, BroadcastSender
 from tlt_client.channels.ipc import IpcSender
