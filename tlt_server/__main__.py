@@ -131,7 +131,7 @@ def _with_engine(module: str):  # type: ignore[no-untyped-def]
 
 def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:
     """The closest flag of the verb in use."""
-    from tlt_server.config import nearest
+    from tlt_server.wording import nearest
 
     options: list[str] = []
     for word in argv:

@@ -7,7 +7,6 @@ needs no device. Every fault is a `StartupError`: the command exits with 2.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import json
 import os
@@ -21,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from tlt_client.arguments import VERSION, VERSION_MUST
 from tlt_client.channels import CHANNELS
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy, parse_strategy
@@ -34,35 +32,9 @@ from tlt_server.shared_settings import (
     suited_policy,
 )
 from tlt_server.speculation.drafters import to_load, weights_directory, without_weights
+from tlt_server.wording import nearest, requirement
 
 _TABLE = {setting.name: setting for setting in settings()}
-_REQUIREMENTS = {  # pydantic's kind of error -> what it must be or have
-    "int_type": "be a whole number",
-    "int_parsing": "be a whole number",
-    "int_from_float": "be a whole number",
-    "int_parsing_size": "be a smaller whole number",
-    "float_type": "be a number",
-    "float_parsing": "be a number",
-    "finite_number": "be a finite number",
-    "bool_type": "be true or false",
-    "bool_parsing": "be true or false",
-    "string_type": "be a string",
-    "path_type": "be a path",
-    "literal_error": "be {expected}",
-    "list_type": "be a list",
-    "dict_type": "be an object",
-    "model_type": "be an object",
-    "model_attributes_type": "be an object",
-    "greater_than_equal": "be at least {ge}",
-    "greater_than": "be greater than {gt}",
-    "less_than_equal": "be at most {le}",
-    "less_than": "be less than {lt}",
-    "too_short": "have at least {min_length} item{s}",
-    "too_long": "have at most {max_length} item{s}",
-    "string_too_short": "have at least {min_length} character{s}",
-    "string_too_long": "have at most {max_length} character{s}",
-}
-_PATTERNS = {VERSION: VERSION_MUST}  # those that are better said in words
 
 
 def is_loopback(host: str) -> bool:
@@ -329,43 +301,11 @@ def _read(file: Path) -> dict[Any, Any]:
     return keys or {}
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the most similar known name, or nothing. A prefix that all share (`--`,
-    `TLT_`) does not count.
-    """
-    names = list(known)
-    shared = os.path.commonprefix([name, *names]) if len(names) > 1 else ""
-    near = difflib.get_close_matches(
-        name.removeprefix(shared), [other.removeprefix(shared) for other in names], n=1, cutoff=0.5
-    )
-    return f"; did you mean {shared}{near[0]}?" if near else ""
-
-
 def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None:
     for name in unknown:
         raise StartupError(
             f"unknown {kind} {name}{nearest(name, known)} (tlt serve --help lists all settings)"
         )
-
-
-def requirement(errors: Sequence[ErrorDetails]) -> str:
-    """Return what a value must be or have, in our words. `errors` are pydantic's for one value, one
-    per branch of a union.
-    """
-    return " or ".join(dict.fromkeys(_requirement(error) for error in errors)).replace(
-        " or be ", " or "
-    )
-
-
-def _requirement(error: ErrorDetails) -> str:
-    if error["type"] == "string_pattern_mismatch":
-        return _PATTERNS.get(error["ctx"]["pattern"], f"match {error['ctx']['pattern']}")
-    context = {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
-        for name, value in error.get("ctx", {}).items()
-    }
-    plural = "" if 1 in context.values() else "s"
-    return _REQUIREMENTS.get(error["type"], "be valid").format(**context, s=plural)
 
 
 def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
-from tlt_server.config import Config, nearest
+from tlt_server.config import Config
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.http.access import QUIET, Access
@@ -31,6 +31,7 @@ from tlt_server.frontend.http.limits import BodyLimits, ConnectionLimit, Reading
 from tlt_server.frontend.http.openapi import document
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
 from tlt_server.frontend.service import Service
+from tlt_server.wording import nearest
 
 
 def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) -> ASGIApp:

@@ -8,10 +8,11 @@ from functools import cached_property
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Cancelled, Forbidden, TltError, Unavailable
+from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.generation.validation import RequestBatch, Validator
+from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.link.client import EngineClient

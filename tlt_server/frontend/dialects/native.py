@@ -37,11 +37,12 @@ from tlt_server.frontend.dialects.replies.items import EndedItems, Usage, footer
 from tlt_server.frontend.dialects.sglang.generate import generate as sglang
 from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
+from tlt_server.frontend.generation.batch import NATIVE, RequestBatch
 from tlt_server.frontend.generation.delivery import EventStream, reply, while_connected
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest
-from tlt_server.frontend.generation.validation import BREATH, NATIVE, RequestBatch
+from tlt_server.frontend.generation.validation import BREATH
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Parameter, Routes

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.commands import SetPolicy
-from tlt_server.config import nearest
 from tlt_server.errors import InvalidRequest, StartupError, Unavailable
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.http.bodies import read_object
@@ -26,6 +25,7 @@ from tlt_server.frontend.service import Service
 from tlt_server.records import Strategy, parse_strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
+from tlt_server.wording import nearest
 
 # A strategy that is set while serving may not be larger: it would gain nothing and stall a step.
 LIMITS = {"depth": 64, "width": 32, "rows": 256}

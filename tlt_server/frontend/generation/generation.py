@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import GrowingChoice
 from tlt_server.frontend.generation.items import Event, FailedItem, Items
 from tlt_server.frontend.generation.named import Named
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.generation.validation import RequestBatch
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
 from tlt_server.records import GenerateRequest, StepOutput

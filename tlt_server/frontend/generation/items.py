@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tlt_server.errors import EngineFailed, Poisoned, TltError, from_code
+from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice, GrowingChoice
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.generation.validation import RequestBatch
 from tlt_server.frontend.http.fields import shown
 from tlt_server.records import GenerateRequest, StepOutput
 

@@ -13,11 +13,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
+from tlt_server.frontend.generation.batch import NATIVE, RequestBatch, RequestItem, Words
 from tlt_server.frontend.generation.requests import (
     PROMPTS,
     ItemFields,
@@ -31,31 +32,6 @@ from tlt_server.records import GenerateRequest, Sampling
 
 BREATH = 64  # items of a batch after which other requests get a turn
 MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
-
-
-class RequestItem(NamedTuple):
-    """One prompt and its n choices; choice i is `requests[i]`."""
-
-    id: str
-    requests: list[GenerateRequest]
-
-
-class Words(NamedTuple):
-    """The names that a dialect's users know, for messages; `{i}` is the item's index."""
-
-    items: str  # the list of items
-    item: str  # one item's prompt
-    field: str  # prefix of an item's field
-    sampling: str  # prefix of a sampling field
-
-
-NATIVE = Words("requests", "requests[{i}]", "requests[{i}].", "sampling.")
-
-
-class RequestBatch(NamedTuple):
-    items: list[RequestItem]
-    stream: bool
-    deadline_s: float
 
 
 class Validator:

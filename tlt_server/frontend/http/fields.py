@@ -14,8 +14,8 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from tlt_server.config import nearest, requirement
 from tlt_server.errors import InvalidRequest
+from tlt_server.wording import nearest, requirement
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -17,9 +17,10 @@ from typing import Literal, NamedTuple, get_args
 
 import structlog
 
-from tlt_server.config import Config, nearest
+from tlt_server.config import Config
 from tlt_server.errors import StartupError
 from tlt_server.frontend.http.watched import OnRead, Watched
+from tlt_server.wording import nearest
 
 KeyScope = Literal["data", "push-weights", "operate"]
 Needs = KeyScope | Literal["open", "any"]  # a key with this scope; no key; any key

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
-from tlt_server.frontend.generation.validation import RequestItem
+from tlt_server.frontend.generation.batch import RequestItem
 from tlt_server.records import GenerateRequest, StepOutput
 
 FRAME = 8

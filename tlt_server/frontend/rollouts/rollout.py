@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tlt_server.errors import NotFound, TltError
+from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
-from tlt_server.frontend.generation.validation import RequestBatch
 from tlt_server.frontend.rollouts.journal import Header, Journal, past
 
 Ended = dict[str, FinishedItem | FailedItem]  # by item

@@ -21,9 +21,9 @@ from tlt_server.frontend.dialects.openai.replies import (
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.dialects.replies.logprobs import Scored, Speller, scored, scored_prompt
 from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
+from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.generation.validation import RequestBatch
 
 
 class _Ending(Struct, frozen=True):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.requests import (
     MAX_INT32,
     Count,
@@ -27,7 +28,6 @@ from tlt_server.frontend.generation.requests import (
     ShortName,
     TokenIds,
 )
-from tlt_server.frontend.generation.validation import Words
 from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.fields import (
     Model,

@@ -45,10 +45,10 @@ from tlt_server.frontend.dialects.openai.requests import (
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
 from tlt_server.frontend.dialects.replies.usage import UsageCount
+from tlt_server.frontend.generation.batch import RequestBatch, Words
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
-from tlt_server.frontend.generation.validation import RequestBatch, Words
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.replies import json_response, unexpected

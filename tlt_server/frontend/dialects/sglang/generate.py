@@ -21,12 +21,12 @@ from tlt_server.errors import TltError
 from tlt_server.frontend.dialects.replies.logprobs import scored_prompt
 from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo, Scored
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
+from tlt_server.frontend.generation.batch import RequestBatch, Words
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.text import REPLACEMENT
-from tlt_server.frontend.generation.validation import RequestBatch, Words
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.fields import checked, without_nulls
 from tlt_server.frontend.http.replies import error_reply, json_response, unexpected

@@ -11,10 +11,10 @@ from tlt_server.frontend.dialects.replies.logprobs import Speller, scored, score
 from tlt_server.frontend.dialects.replies.usage import UsageCount
 from tlt_server.frontend.dialects.vllm_rl.replies import TokensChoice, TokensReply, fault
 from tlt_server.frontend.dialects.vllm_rl.requests import TokensRequest
+from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
-from tlt_server.frontend.generation.validation import Words
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Routes

@@ -8,7 +8,6 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.config import nearest
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -42,6 +41,7 @@ from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.frontend.weights.session import Selector
 from tlt_server.frontend.weights.transfer import BroadcasterFields, InitFields
+from tlt_server.wording import nearest
 
 ROUTES = Routes(error_shape=fault)
 JOINS = (Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE)

@@ -1,0 +1,32 @@
+"""A validated batch: items, each a prompt with its choices, and the names that its client knows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tlt_server.records import GenerateRequest
+
+
+class RequestItem(NamedTuple):
+    """One prompt and its n choices; choice i is `requests[i]`."""
+
+    id: str
+    requests: list[GenerateRequest]
+
+
+class Words(NamedTuple):
+    """The names that a dialect's users know, for messages; `{i}` is the item's index."""
+
+    items: str  # the list of items
+    item: str  # one item's prompt
+    field: str  # prefix of an item's field
+    sampling: str  # prefix of a sampling field
+
+
+NATIVE = Words("requests", "requests[{i}]", "requests[{i}].", "sampling.")
+
+
+class RequestBatch(NamedTuple):
+    items: list[RequestItem]
+    stream: bool
+    deadline_s: float
