@@ -11,7 +11,7 @@ NAMES = (
     b"vllm.distributed.device_communicators.pynccl_wrapper",
     b"ncclUniqueId",
 )
-FRAME_BYTES = 0xEC  # behind its length
+FRAME_BYTES = 0xEC  # after its length
 FRAMED = (
     b"\x95"
     + FRAME_BYTES.to_bytes(8, "little")
