@@ -41,8 +41,9 @@ setup: $(STAMP) ## make the environment: .venv with the three distributions, edi
 demo: $(STAMP) ## serve the shipped pair and show exactness and speed-up
 	"$(BIN)/tlt" demo $(ARGS)
 
-lint: $(STAMP) ## ruff, mypy, import-linter
-	"$(BIN)/ruff" check $(CODE)
+lint: $(STAMP) ## ruff, its format, mypy, import-linter
+	"$(BIN)/ruff" check -q $(CODE)
+	"$(BIN)/ruff" format -q --check $(CODE)
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports"
 

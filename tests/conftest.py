@@ -36,18 +36,26 @@ hypothesis.settings.load_profile("shared machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-LONGEST = (
-    "tests/e2e/test_schema.py",
-    "tests/e2e/test_bench.py",
-    "tests/e2e/test_hostile.py",
-    "tests/engine/test_channel_faults.py",
+LONGEST = (  # more than 20 s each
     "tests/e2e/test_crashes.py",
-    "tests/e2e/test_trl.py",
-    "tests/e2e/test_docs.py",
     "tests/e2e/test_rollouts.py",
-    "tests/e2e/test_prometheus.py",
+    "tests/e2e/test_overload.py",
+    "tests/e2e/test_trl.py",
+    "tests/e2e/test_broadcasts.py",
     "tests/e2e/test_page.py",
-    "tests/e2e/test_pushes_under_load.py",
+    "tests/engine/test_gpu_engine.py",
+    "tests/engine/test_gpu_engine_weights.py",
+    "tests/e2e/test_schema.py",
+    "tests/e2e/test_hostile.py",
+    "tests/e2e/test_bench.py",
+    "tests/e2e/test_doctor.py",
+    "tests/e2e/test_docs.py",
+    "tests/e2e/test_grpc.py",
+    "tests/e2e/test_demo.py",
+    "tests/engine/test_gpu_engine_reports.py",
+    "tests/engine/test_pad.py",
+    "tests/frontend/test_command.py",
+    "tests/frontend/test_rollouts.py",
 )
 
 
