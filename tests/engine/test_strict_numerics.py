@@ -15,7 +15,7 @@ from tests.rows_of_one import Sequence, batch, certain_rows
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.environment import strict_environment
-from tlt_server.models.numerics import BLOCKS, METHODS, Method, Numerics
+from tlt_server.models.numerics import BLOCKS, METHODS, MatmulMethod, Numerics
 from tlt_server.models.qwen2 import Qwen2
 from tlt_server.models.qwen3 import Qwen3
 
@@ -188,8 +188,8 @@ def test_a_method_pads_to_its_row_counts():
 
     numerics, weight_KN = Numerics("strict"), torch.randn(4, 3)
     for method, expected in (
-        (Method("", recorded, min_rows=4), [4, 4, 5]),
-        (Method("", recorded, block=4), [4, 4, 4, 4]),
+        (MatmulMethod("", recorded, min_rows=4), [4, 4, 5]),
+        (MatmulMethod("", recorded, block=4), [4, 4, 4, 4]),
     ):
         calls.clear()
         numerics.method = method

@@ -15,7 +15,6 @@ from tlt_kernels.gpu.growth import columns
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.engine.gpu.buckets import (
     BATCHES,
-    BESIDE_PROMPTS,
     MAX_DRAFTED,
     MAX_VERIFIED,
     MAX_WIDTH,
@@ -23,6 +22,7 @@ from tlt_server.engine.gpu.buckets import (
     PROMPT_CHUNKS,
     PROMPT_SIZES,
     TREE_ROWS,
+    WITH_PROMPTS,
     PromptShape,
     Shapes,
     batch_buckets,
@@ -138,7 +138,7 @@ def test_captures_are_a_sum_not_a_product() -> None:
     mixed = [key for key in keys if isinstance(key, ExtendKey) and key.chunks]
     assert (
         len({(key.batch, key.decode_rows) for key in mixed})
-        <= 3 * len(batch_buckets(256, BESIDE_PROMPTS))
+        <= 3 * len(batch_buckets(256, WITH_PROMPTS))
         and len(keys) < 200
     )
 
@@ -279,7 +279,7 @@ def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
     shapes = Shapes(max_running, MIN_DEPTH)
     prepared = [*shapes.captured(LADDER.arms, LADDER.rows), *shapes.rehearsed(4096)]
     keys = [key for key in prepared if isinstance(key, ExtendKey) and key.chunks]
-    for decoding in batch_buckets(max_running, BESIDE_PROMPTS):
+    for decoding in batch_buckets(max_running, WITH_PROMPTS):
         full = shapes.step(decoding, OFF, shapes.room(decoding, 4096), 1).extend
         assert full.decode_rows + full.prompt_rows == 4096
         keys += [

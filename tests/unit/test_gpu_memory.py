@@ -16,7 +16,7 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from tlt_server.attention.gpu import TREE_ROWS, TritonPaged
-from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, Plan
+from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import (
     BUSY,
     CONTEXT,
@@ -70,8 +70,8 @@ def needs(given: EngineSettings, drafter: ModelConfig | None = None) -> Needs:
     return Needs.of(given, CONFIG, drafter, VALUES)
 
 
-def plan(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> Plan:
-    return Plan(given, needs(given), length, free, total)
+def plan(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> MemoryPlan:
+    return MemoryPlan(given, needs(given), length, free, total)
 
 
 def pages(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> int:
@@ -133,7 +133,7 @@ def test_too_little_for_one_sequence_names_what_would_do(free_gib: float) -> Non
     given, free = settings(), int(free_gib * GIB)
     message = refusal(given, free)
     assert re.search(
-        r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768 beside 1934 "
+        r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768 next to 1934 "
         r"MiB for steps, ",
         message,
     )
@@ -227,7 +227,7 @@ def test_more_sequences_than_a_small_gpu_has_logits_for() -> None:
     total = 24 * GIB
     free = total - 2 * VALUES - GIB // 2
     message = refusal(settings(max_running=65536), free, total=total)
-    assert "beside 75.7 GiB for steps" in message and "nvidia-smi" not in message, (
+    assert "next to 75.7 GiB for steps" in message and "nvidia-smi" not in message, (
         "nothing else uses it"
     )
     most = int(offered(message, "max_running"))
@@ -260,7 +260,7 @@ DOCS = {setting.name: setting.doc for setting in all_settings()}
 VALUE = re.compile(r"(lower|raise) (\w+) to ([\d.]+)")
 
 
-def followed(refused: Plan, remedy: str) -> Plan:
+def followed(refused: MemoryPlan, remedy: str) -> MemoryPlan:
     """The plan after one remedy, whose values must be such as the settings take."""
     changes: dict[str, Any] = {}
     free = refused.free

@@ -14,7 +14,7 @@ from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import Choice, Gpu, choose, look
-from tlt_server.engine.gpu.memory import Needs, Plan
+from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.sizing import kv_pages, served_length
 from tlt_server.errors import StartupError
@@ -163,7 +163,7 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
     )
     needs = Needs.of(settings, model.config, network.config if network else None, values)
     check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
-    plan = Plan(
+    plan = MemoryPlan(
         settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes
     )
     check_plan(plan)

@@ -37,7 +37,7 @@ def _by_onednn(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor
     return torch.ops.mkldnn._linear_pointwise(x_RK, weight_KN.t(), bias_N, "none", [], "")
 
 
-class Method(NamedTuple):
+class MatmulMethod(NamedTuple):
     """A matmul of a library, and the row counts that it is called with."""
 
     name: str
@@ -50,12 +50,12 @@ class Method(NamedTuple):
 # AMD's, MKL computes 1 to 3 rows by another kernel than more, and oneDNN is twice as fast as MKL;
 # its kernels for one row and for several may differ. On a processor with AVX-512 a matmul
 # [1, 256] x [256, 768] took 19 us by oneDNN, 38 us by four rows of MKL, 84 us by a block.
-BLOCKS = Method("padded blocks of 16 rows", _by_torch, block=16)
+BLOCKS = MatmulMethod("padded blocks of 16 rows", _by_torch, block=16)
 METHODS = (
-    Method("library matmuls", _by_torch),
-    Method("oneDNN's matmuls", _by_onednn),
-    Method("oneDNN's matmuls of at least 2 rows", _by_onednn, min_rows=2),
-    Method("library matmuls of at least 4 rows", _by_torch, min_rows=4),
+    MatmulMethod("library matmuls", _by_torch),
+    MatmulMethod("oneDNN's matmuls", _by_onednn),
+    MatmulMethod("oneDNN's matmuls of at least 2 rows", _by_onednn, min_rows=2),
+    MatmulMethod("library matmuls of at least 4 rows", _by_torch, min_rows=4),
     BLOCKS,
 )
 

@@ -34,7 +34,7 @@ from tlt_server.engine.gpu.buckets import (
 )
 from tlt_server.engine.gpu.drafts import GpuDrafter, NetworkStorage
 from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.memory import MIB, Needs, Plan
+from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.state import DeviceState, KVSlots
@@ -80,7 +80,7 @@ class CudaDevice:
         self._drafters: list[GpuDrafter] = []
         self._cache: KVCache | None = None
         self._logits: list[Backing] = []  # none before there is a runner
-        self._plan: Plan | None = None
+        self._plan: MemoryPlan | None = None
 
     @property
     def numerics(self) -> str:
@@ -171,7 +171,7 @@ class CudaDevice:
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
         assert network is None or isinstance(network, GpuEagle3)
-        self._plan = Plan(settings, self._needs(model, network), max_model_len, *self._free())
+        self._plan = MemoryPlan(settings, self._needs(model, network), max_model_len, *self._free())
         check_plan(self._plan)
         pages = self._plan.pages
         with self._memory(f"{pages} KV pages"):

@@ -26,7 +26,7 @@ from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 # Padding of a batch with prompts takes the place of prompt rows.
-BESIDE_PROMPTS = (0, 2, 8, 16, 32, *BATCHES[6:])
+WITH_PROMPTS = (0, 2, 8, 16, 32, *BATCHES[6:])
 # A captured step that reads prompts: its rows in all, and its prompts.
 PROMPT_SIZES, PROMPT_CHUNKS = (64, 128, 256, 384, 512), 16
 MAX_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
@@ -134,8 +134,8 @@ class Shapes:
         return batch_buckets(self.max_running)
 
     @cached_property
-    def beside_prompts(self) -> tuple[int, ...]:
-        return batch_buckets(self.max_running, BESIDE_PROMPTS)
+    def with_prompts(self) -> tuple[int, ...]:
+        return batch_buckets(self.max_running, WITH_PROMPTS)
 
     @property
     def max_chunks(self) -> int:
@@ -151,7 +151,7 @@ class Shapes:
         filtered: bool = False,
     ) -> StepShape:
         """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts."""
-        batch = bucket(self.beside_prompts if chunks else self.batches, decoding)
+        batch = bucket(self.with_prompts if chunks else self.batches, decoding)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
         first = decode_rows(batch, strategy)
         prompt_rows = self.prompts.padded(first + rows) - first if chunks else 0
@@ -164,7 +164,7 @@ class Shapes:
 
     def room(self, decoding: int, max_rows: int) -> int:
         """Prompt rows of a step of at most `max_rows` rows, as padded, where nothing is drafted."""
-        batch = bucket(self.beside_prompts, decoding)
+        batch = bucket(self.with_prompts, decoding)
         return min(max_rows - decoding, max(max_rows, self.prompts.largest(batch)) - batch)
 
     def keeps(self, key: ExtendKey) -> bool:
@@ -203,7 +203,7 @@ class Shapes:
         affordable_rows: (smallest batch, most verify rows per request), as policies use it.
         """
         keys: dict[DraftKey | ExtendKey, None] = {}
-        for chunks, batches in enumerate((self.batches, self.beside_prompts)):
+        for chunks, batches in enumerate((self.batches, self.with_prompts)):
             below = -1  # a batch of one more is the first that a bucket serves
             for batch in batches:
                 most = max(

@@ -1,8 +1,8 @@
-"""Where a GPU's memory goes, as arithmetic: asked by the device before it allocates KV, and by `tlt
-doctor`.
+"""The budget of a GPU's memory, as arithmetic: asked by the device before it allocates KV, and by
+`tlt doctor`.
 
 Figures are bytes unless named otherwise. What is free counts what other programs hold, so nothing
-here needs to know them. What is said where memory is short is in `refusals.py`. No tensors.
+here needs to know them. The messages for too little memory are in `refusals.py`. No tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ RESERVE = 2 * GIB  # for graphs, libraries and fragmentation
 
 
 class Needs(NamedTuple):
-    """What is known of a model before anything of it is on the device."""
+    """The sizes of a model, known before anything of it is on the device."""
 
     weights: int  # target and drafter
-    per_page: int  # of KV, and of what a drafter keeps beside it
+    per_page: int  # KV of a page, and a drafter's part of it
     per_row: int  # activations of one row of a step
     per_logits: int  # logits of one row
 
@@ -56,9 +56,9 @@ def kv_slot_values(config: ModelConfig, layers: int) -> int:
     return 2 * layers * config.kv_heads * config.head_dim
 
 
-class Plan(NamedTuple):
-    """What the settings make of a GPU's memory. `free` and `total`: of the device, once the weights
-    are loaded.
+class MemoryPlan(NamedTuple):
+    """The split of a GPU's memory by the settings. `free` and `total`: of the device, once the
+    weights are loaded.
     """
 
     settings: DecidedSettings
@@ -69,18 +69,18 @@ class Plan(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Pages of one sequence."""
+        """Return the pages of one sequence."""
         return -(-self.max_model_len // self.settings.page_size)
 
     @property
     def staging(self) -> int:
-        """For a version that is pushed, and the one before."""
-        beside = self.settings.channels and self.settings.weight_staging in (None, "device")
-        return 2 * self.needs.weights if beside else 0
+        """Return the memory of a version that is pushed, and of the one before."""
+        on_gpu = self.settings.channels and self.settings.weight_staging in (None, "device")
+        return 2 * self.needs.weights if on_gpu else 0
 
     @property
     def working(self) -> int:
-        """The largest step."""
+        """Return the memory of the largest step."""
         return (
             self.settings.max_rows * self.needs.per_row
             + sampled_rows(self.settings.max_running) * self.needs.per_logits
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
 
     @property
     def room(self) -> int:
-        """What is left for KV."""
+        """Return the memory that is left for KV."""
         named = self.settings.pages or self.settings.kv_memory_mb
         unused = 0 if named else self.total * (1 - self.settings.memory_fraction)
         return int(self.free - unused - self.staging - self.working - RESERVE)
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
 
     @property
     def too_few(self) -> bool:
-        """Whether `kv_memory_mb` holds no sequence; by `pages` a shorter one may be chosen."""
+        """Tell whether `kv_memory_mb` holds no sequence; by `pages` a shorter one may be chosen."""
         return bool(
             self.settings.kv_memory_mb and not self.settings.pages and self.held < self.least
         )
@@ -119,7 +119,7 @@ class Plan(NamedTuple):
 
     @property
     def short(self) -> int:
-        """What is lacking; none where it is not above 0."""
+        """Return the missing bytes; none are missing where it is not above 0."""
         return self.wanted * self.needs.per_page - self.room
 
     @property
@@ -134,18 +134,18 @@ class Plan(NamedTuple):
 
     @property
     def kv(self) -> int:
-        """What the pages take."""
+        """Return the memory of the pages."""
         return self.pages * self.needs.per_page
 
     @property
-    def beside(self) -> str:
-        """All but weights and KV."""
+    def rest(self) -> str:
+        """Describe all but weights and KV."""
         staging = f"{size(self.staging)} for pushed weights, " if self.staging else ""
         return f"{staging}{size(self.working)} for steps, {size(RESERVE)} for graphs"
 
     def told(self) -> str:
         return (
-            f"{size(self.needs.weights)} of weights, {self.beside}, {size(self.kv)} of KV: "
+            f"{size(self.needs.weights)} of weights, {self.rest}, {size(self.kv)} of KV: "
             f"{self.pages} pages"
         )
 

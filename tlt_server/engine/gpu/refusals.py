@@ -1,5 +1,5 @@
-"""What is said where a GPU's memory is short: by how much, beside what, and which settings would
-make it fit.
+"""The messages for too little GPU memory: by how much it is short, next to what, and which settings
+would make it fit.
 
 A remedy is offered only if it was tried on the plan and fits: the mildest value of one setting, or,
 where no single one will do, of a few together. Called by the device before it allocates and when
@@ -16,14 +16,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tlt_server.engine.gpu.buckets import MAX_VERIFIED
-from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, Plan, size
+from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, MemoryPlan, Needs, size
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 
-MAX_FRACTION = 0.98  # that we advise
-MIN_FRACTION = 0.05  # that the setting takes
+MAX_FRACTION = 0.98  # the largest that we advise
+MIN_FRACTION = 0.05  # the smallest that the setting takes
 MIN_LENGTH = 256  # a limit on sequences below it is no help
-CONTEXT = GIB // 2  # of a GPU that nothing else uses, not free all the same
+CONTEXT = GIB // 2  # bytes that are not free even on a GPU that nothing else uses
 BUSY = "end what else uses this GPU (nvidia-smi lists it)"
 SMALLER = "serve a smaller model or use a GPU with more memory"
 
@@ -35,7 +35,7 @@ class Lever(NamedTuple):
     values: Sequence[Any]  # from the one that frees most to the mildest
     verb: str = "lower"
 
-    def told(self, plan: Plan, value: Any) -> str:
+    def told(self, plan: MemoryPlan, value: Any) -> str:
         if self.setting == "weight_staging":
             return (
                 f"set weight_staging to {value} ({size(plan.staging)} are kept on the GPU for "
@@ -49,7 +49,7 @@ class Lever(NamedTuple):
 
 
 def check_weights(settings: DecidedSettings, needs: Needs, free: int, total: int) -> None:
-    """`StartupError` where they do not fit; before they are loaded."""
+    """Raise `StartupError` where weights do not fit, before they are loaded."""
     if needs.weights <= free:
         return
     halved = settings.dtype == "float32" and needs.weights // 2 <= free
@@ -65,8 +65,10 @@ def check_weights(settings: DecidedSettings, needs: Needs, free: int, total: int
     )
 
 
-def check_plan(plan: Plan) -> None:
-    """`StartupError` when not even one sequence would fit, or when what was asked for does not."""
+def check_plan(plan: MemoryPlan) -> None:
+    """Raise `StartupError` when not even one sequence would fit, or when what was asked for does
+    not.
+    """
     if plan.fits:
         return
     settings, sequence = plan.settings, f"one sequence of max_model_len {plan.max_model_len}"
@@ -78,18 +80,18 @@ def check_plan(plan: Plan) -> None:
     elif settings.pages or settings.kv_memory_mb:
         found = (
             f"{plan.wanted} KV pages take {size(plan.kv)}, the GPU is {size(plan.short)} short "
-            f"beside {plan.beside}"
+            f"next to {plan.rest}"
         )
     else:
         found = (
             f"memory_fraction {settings.memory_fraction:g} of the GPU's {size(plan.total)} is "
             f"{size(plan.short)} short of {sequence} "
-            f"beside {plan.beside}"
+            f"next to {plan.rest}"
         )
     raise StartupError(f"{found}; {', or '.join(_remedies(plan))}")
 
 
-def _remedies(plan: Plan) -> list[str]:
+def _remedies(plan: MemoryPlan) -> list[str]:
     remedies, idle = _settings(plan), plan._replace(free=plan.total - plan.needs.weights - CONTEXT)
     if plan.free < idle.free:
         if idle.fits:
@@ -99,7 +101,7 @@ def _remedies(plan: Plan) -> list[str]:
     return remedies or [SMALLER]
 
 
-def _settings(plan: Plan) -> list[str]:
+def _settings(plan: MemoryPlan) -> list[str]:
     levers = _levers(plan)
     tried = [(lever, _mildest(plan, lever)) for lever in levers]
     return [lever.told(plan, value) for lever, value in tried if value is not None] or _together(
@@ -107,7 +109,7 @@ def _settings(plan: Plan) -> list[str]:
     )
 
 
-def _levers(plan: Plan) -> list[Lever]:
+def _levers(plan: MemoryPlan) -> list[Lever]:
     settings, page = plan.settings, plan.settings.page_size
     shorter = Lever("max_model_len", range(-(-MIN_LENGTH // page) * page, plan.max_model_len, page))
     a_sequence = -(-plan.least * plan.needs.per_page // MIB)
@@ -132,16 +134,18 @@ def _levers(plan: Plan) -> list[Lever]:
     ]
 
 
-def _mildest(plan: Plan, lever: Lever) -> Any:
-    """Value with which the plan fits; None without one."""
+def _mildest(plan: MemoryPlan, lever: Lever) -> Any:
+    """Return the value with which the plan fits; None without one."""
     fitting = bisect_left(
         lever.values, True, key=lambda value: not changed(plan, {lever.setting: value}).fits
     )
     return lever.values[fitting - 1] if fitting else None
 
 
-def _together(plan: Plan, levers: Sequence[Lever]) -> list[str]:
-    """One remedy of several settings, those that free most; none where all together do not do."""
+def _together(plan: MemoryPlan, levers: Sequence[Lever]) -> list[str]:
+    """Return one remedy of several settings, those that free most; none where all together do not
+    do.
+    """
     useful = sorted(
         (lever for lever in levers if lever.values),
         key=lambda lever: changed(plan, {lever.setting: lever.values[0]}).short,
@@ -162,8 +166,8 @@ def _together(plan: Plan, levers: Sequence[Lever]) -> list[str]:
     return [" and ".join(lever.told(plan, values[lever.setting]) for lever in chosen)]
 
 
-def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
-    """The plan with other settings; `max_model_len` among them."""
+def changed(plan: MemoryPlan, values: Mapping[str, Any]) -> MemoryPlan:
+    """Return the plan with other settings; `max_model_len` among them."""
     rest = {name: value for name, value in values.items() if name != "max_model_len"}
     return plan._replace(
         settings=replace(plan.settings, **rest),
@@ -171,9 +175,9 @@ def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
     )
 
 
-def exhausted(plan: Plan | None, what: str, said: str, *, free: int, total: int) -> str:
-    """Memory ran out where it was planned to suffice; `plan`: of KV, if it was made; `said` is the
-    allocator's message.
+def exhausted(plan: MemoryPlan | None, what: str, said: str, *, free: int, total: int) -> str:
+    """Describe memory that ran out where it was planned to suffice; `plan`: of KV, if it was made;
+    `said` is the allocator's message.
     """
     remedies = _less_kv(plan, max(_asked(said) - free, RESERVE // 2)) if plan else [SMALLER]
     return (
@@ -183,20 +187,20 @@ def exhausted(plan: Plan | None, what: str, said: str, *, free: int, total: int)
 
 
 def shortage(said: str, *, free: int, total: int) -> str:
-    """What the allocator lacked, by its message."""
+    """Describe what the allocator lacked, by its message."""
     more = f"{size(_asked(said))} more were asked for and " if _asked(said) else ""
     return f"{more}{size(free)} of its {size(total)} are free"
 
 
 def _asked(said: str) -> int:
-    """0 where it does not say."""
+    """Return the bytes that were asked for; 0 where the message does not say."""
     found = re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB)", said)
     return int(float(found[1]) * {"KiB": 1024, "MiB": MIB, "GiB": GIB}[found[2]]) if found else 0
 
 
-def _less_kv(plan: Plan, less: int) -> list[str]:
-    """The setting that makes KV smaller by `less`, where a sequence still fits; what is not planned
-    for grows with max_running.
+def _less_kv(plan: MemoryPlan, less: int) -> list[str]:
+    """Return the setting that makes KV smaller by `less`, where a sequence still fits; what is not
+    planned for grows with max_running.
     """
     settings = plan.settings
     if settings.pages or settings.kv_memory_mb:

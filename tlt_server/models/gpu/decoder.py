@@ -17,14 +17,20 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.gpu.layers import Attend, GatedMlp, Placement, RowTensors, SelfAttention
+from tlt_server.models.gpu.layers import (
+    Attend,
+    GpuGatedMlp,
+    GpuSelfAttention,
+    Placement,
+    RowTensors,
+)
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import target_parameters
 from tlt_server.models.rope import RotaryTable, rotary_table
 
 
-class DecoderLayer:
+class GpuDecoderLayer:
     def __init__(
         self, config: ModelConfig, shape: LayerShape, table: RotaryTable, placement: Placement
     ) -> None:
@@ -32,7 +38,7 @@ class DecoderLayer:
             placement.empty(config.hidden_size),
             placement.empty(config.hidden_size),
         )
-        self.self_attention = SelfAttention(
+        self.self_attention = GpuSelfAttention(
             config.hidden_size,
             config.hidden_size,
             config.heads,
@@ -43,7 +49,7 @@ class DecoderLayer:
             table=table,
             placement=placement,
         )
-        self.mlp = GatedMlp(
+        self.mlp = GpuGatedMlp(
             config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, placement=placement
         )
 
@@ -79,7 +85,9 @@ class GpuDecoder:
         )
         self.final_norm_H = placement.empty(config.hidden_size)
         table = device_table(config, placement)
-        self.layers = [DecoderLayer(config, shape, table, placement) for _ in range(config.layers)]
+        self.layers = [
+            GpuDecoderLayer(config, shape, table, placement) for _ in range(config.layers)
+        ]
 
     def blank(self) -> GpuDecoder:
         """The same model with storage of its own, to be filled with other weights."""

@@ -20,7 +20,13 @@ from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.eagle import target_ids
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
-from tlt_server.models.gpu.layers import Attend, GatedMlp, Projection, RowTensors, SelfAttention
+from tlt_server.models.gpu.layers import (
+    Attend,
+    GpuGatedMlp,
+    GpuProjection,
+    GpuSelfAttention,
+    RowTensors,
+)
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import drafter_parameters
@@ -47,7 +53,7 @@ class GpuEagle3:
         self.embedding_VH = (
             placement.empty(target.vocab_size, hidden) if own_embedding else target.embedding_VH
         )
-        self.fusion = Projection(
+        self.fusion = GpuProjection(
             target.feature_width, {"fc": hidden}, bias=False, placement=placement
         )
         self.embedding_norm_H, self.feature_norm_H = (
@@ -58,7 +64,7 @@ class GpuEagle3:
             placement.empty(hidden),
             placement.empty(hidden),
         )
-        self.self_attention = SelfAttention(
+        self.self_attention = GpuSelfAttention(
             2 * hidden,
             hidden,
             config.heads,
@@ -69,10 +75,10 @@ class GpuEagle3:
             table=device_table(config, placement),
             placement=placement,
         )
-        self.mlp = GatedMlp(
+        self.mlp = GpuGatedMlp(
             hidden, config.intermediate_size, bias=config.mlp_bias, placement=placement
         )
-        self.head = Projection(
+        self.head = GpuProjection(
             hidden, {"lm_head": draft_vocab_size}, bias=False, placement=placement
         )
         self.target_ids_C = torch.arange(

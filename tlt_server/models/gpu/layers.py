@@ -51,7 +51,7 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
-class Projection:
+class GpuProjection:
     """Linear maps of one input, fused: weight [X, K]."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Projection:
             start += width
 
 
-class SelfAttention:
+class GpuSelfAttention:
     def __init__(
         self,
         inputs: int,
@@ -94,8 +94,8 @@ class SelfAttention:
         self.matmuls = placement.matmuls
         kv_width = kv_heads * head_dim
         parts = {"q_proj": self.query_width, "k_proj": kv_width, "v_proj": kv_width}
-        self.qkv = Projection(inputs, parts, bias=shape.qkv_bias, placement=placement)
-        self.output = Projection(
+        self.qkv = GpuProjection(inputs, parts, bias=shape.qkv_bias, placement=placement)
+        self.output = GpuProjection(
             self.query_width, {"o_proj": hidden}, bias=False, placement=placement
         )
         self.q_weight_D = placement.empty(head_dim) if shape.qk_norm else None
@@ -147,17 +147,19 @@ class SelfAttention:
         )
 
 
-class GatedMlp:
+class GpuGatedMlp:
     def __init__(self, hidden: int, intermediate: int, *, bias: bool, placement: Placement) -> None:
         assert not bias, "see limits.check_shape"
         self.matmuls = placement.matmuls
-        self.gate_up = Projection(
+        self.gate_up = GpuProjection(
             hidden,
             {"gate_proj": intermediate, "up_proj": intermediate},
             bias=False,
             placement=placement,
         )
-        self.down = Projection(intermediate, {"down_proj": hidden}, bias=False, placement=placement)
+        self.down = GpuProjection(
+            intermediate, {"down_proj": hidden}, bias=False, placement=placement
+        )
 
     def __call__(self, x_RH: Tensor) -> Tensor:
         """Partial sums [P, R, H]."""
