@@ -137,6 +137,10 @@ def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         str(root),
         "--weight-channels",
         "disk,http,broadcast",
+        "--policy",
+        "fixed",  # beg may find that plain decoding is faster here
+        "--sd-strategy",
+        "eagle:4x2x8",
     ) as running:
         yield running
 
