@@ -377,17 +377,14 @@ def test_the_order_of_openrlhf_by_nccl(second_server: ServerProcess, beside: Cli
         group.close()
 
     asyncio.run(pushed())
-    assert states == ["gathering"] * (len(tensors) - 1) + ["committed"] and live(beside) == sums(
-        tensors
-    )
+    assert states == ["gathering"] * (len(tensors) - 1) + ["committed"]
+    assert live(beside) == sums(tensors)
 
 
 @two_gpus
 def test_a_rank_0_that_falls_silent_is_given_up_and_the_engine_lives(beside: Client) -> None:
-    before, sender = (
-        live(beside),
-        BroadcastSender(beside, backend="nccl", timeout_s=3, bucket_bytes=2**16),
-    )
+    before = live(beside)
+    sender = BroadcastSender(beside, backend="nccl", timeout_s=3, bucket_bytes=2**16)
     entries = [
         {"name": name, "dtype": "bfloat16", "shape": list(tensor.shape)}
         for name, tensor in weights(1).items()
@@ -399,6 +396,5 @@ def test_a_rank_0_that_falls_silent_is_given_up_and_the_engine_lives(beside: Cli
     assert live(beside) == before
     sender.close()
     tensors = weights(13)
-    assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "again")[
-        "state"
-    ] == "committed" and live(beside) == sums(tensors)
+    reply = BroadcastSender(beside, backend="nccl").push(tensors.items(), "again")
+    assert reply["state"] == "committed" and live(beside) == sums(tensors)
