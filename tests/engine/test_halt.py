@@ -197,7 +197,7 @@ def test_a_change_that_drains_is_refused_where_what_runs_is_paused(
         assert (
             refused.result == "conflict"
             and "drain" in said
-            and "POST /resume" in said
+            and "POST /engine/resume" in said
             and "another in_flight" in said
         )
     assert engine.push(root / "base", "v3").result == "committed", "any other in_flight goes on"

@@ -118,7 +118,7 @@ class Halt:
                 if unless_held and self._scheduler.holds_kv:
                     raise Conflict(
                         "sequences run, or are paused with their KV, which cannot be forgotten "
-                        "meanwhile; wait for them, abort them, or pause with mode retract"
+                        "meanwhile; wait for them, abort them, or pause with in_flight recompute"
                     )
                 # What a step in flight computes for a sequence that has ended is not published.
                 self._scheduler.forget_prefixes()

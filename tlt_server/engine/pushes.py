@@ -238,8 +238,8 @@ class WeightPushes:
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:
             raise Conflict(
-                "a rollback waits for what runs to end (in a pause, for POST /resume first); send "
-                "this again after it is answered, or abort it (POST /weights/abort)"
+                "a rollback waits for what runs to end (in a pause, for POST /engine/resume "
+                "first); send this again after it is answered, or abort it (POST /weights/abort)"
             )
 
     def _check_drains(self, in_flight: InFlight, roles: Collection[str]) -> None:
@@ -248,8 +248,8 @@ class WeightPushes:
         if in_flight == "drain" and "target" in roles and self._gate.by_operator and started:
             raise Conflict(
                 f"in_flight is drain, and {started} requests that have started do not go on while "
-                "generation is paused or asleep; resume it first (POST /resume, /wake_up), or say "
-                "another in_flight (continue, recompute, abort)"
+                "generation is paused or asleep; resume it first (POST /engine/resume, "
+                "/engine/wake), or say another in_flight (continue, recompute, abort)"
             )
 
     # -- between two steps -------------------------------------------------------------------------
