@@ -47,7 +47,7 @@ lint: $(STAMP) ## ruff, its format, mypy, import-linter
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports"
 
-proto: $(STAMP) ## compile clients/proto anew
+proto: $(STAMP) ## compile clients/proto again
 	cd clients && "$(abspath $(BIN))/python" -m grpc_tools.protoc -Itlt_client/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. tlt_client/rpc/rollout.proto
 
 tools: ## a Chromium and Prometheus for the tests: the machine's own, else Debian's

@@ -178,7 +178,7 @@ def counts(report: Path, status: int) -> dict[str, Any]:
 
 
 def _suites(report: Path) -> list[ElementTree.Element]:
-    """None of a run that ended before it wrote them."""
+    """Return the suites of a report; none where the run ended before it wrote them."""
     try:
         return list(ElementTree.parse(report).getroot().iter("testsuite"))
     except (OSError, ElementTree.ParseError):

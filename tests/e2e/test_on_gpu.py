@@ -167,7 +167,7 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
         message = starting_fails(*flags, "--memory-fraction", "0.05")
         says = (
             r"memory_fraction 0\.05 of .* is \d+ MiB short of one sequence of max_model_len 4096 "
-            r"beside .*; "
+            r"next to .*; "
             r".*raise memory_fraction to ([\d.]+)"
         )
         offered = re.search(says, message)
@@ -185,7 +185,7 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
 def test_pages_without_number_are_refused_at_start_with_how_many_fit() -> None:
     message = starting_fails("--device", "cuda", *PAIR, "--pages", "2000000000")
     assert re.search(
-        r"2000000000 KV pages take [\d.]+ GiB, the GPU is [\d.]+ GiB short beside .*; "
+        r"2000000000 KV pages take [\d.]+ GiB, the GPU is [\d.]+ GiB short next to .*; "
         r"lower pages to \d+",
         message,
     ), message

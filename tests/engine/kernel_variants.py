@@ -29,12 +29,12 @@ from tlt_server.engine.gpu.reports import MIN_BEST
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.speculation.policies.arms import Ladder, affordable, ladder
 
-MAX_ROWS = 4096  # of a step, as on a GPU
+MAX_ROWS = 4096  # per step, as on a GPU
 PROMPT_ROWS = (1, 60, 120, 250, 380, 500, 700, 1000, 1800, 2600, 4000)
 
 
 class Hopper:
-    """What Triton asks of a driver before it compiles."""
+    """The answers that Triton needs of a driver before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -56,8 +56,8 @@ class Pretended(Interpreted):
 
 
 def reachable(shapes: Shapes, rungs: Ladder) -> Iterator[ExtendKey | DraftKey]:
-    """What steps of default strategies are launched as: of no prompts, of one, and of more than a
-    captured step has.
+    """Yield the keys of the launches of default strategies: steps without prompts, with one, and
+    with more than a captured step has.
     """
     for decoding, chunks, rows in product(
         range(shapes.max_running + 1), (0, 1, shapes.prompts.chunks + 1), PROMPT_ROWS

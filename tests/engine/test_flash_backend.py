@@ -39,14 +39,14 @@ PROMPTS = [
     (17, -17),
     (70, -1),
     (200, -90),
-]  # chunks behind cached prefixes, and whole prompts
-PROMPT_ROWS_HERE = LARGE + 128  # of a step with PROMPTS: the rest are dead
+]  # chunks after cached prefixes, and whole prompts
+PROMPT_ROWS_HERE = LARGE + 128  # a step with PROMPTS: the rest are dead
 DEAD = PROMPT_ROWS_HERE - sum(-count for _, count in PROMPTS)
 
 
 class Library:
-    """What the backend may rely on: packed sequences, grouped heads, a causal mask that ends at the
-    bottom right.
+    """The interface that the backend may rely on: packed sequences, grouped heads, a
+    causal mask that ends at the bottom right.
     """
 
     def __init__(self) -> None:

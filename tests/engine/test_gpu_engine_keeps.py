@@ -1,4 +1,4 @@
-"""What the GPU engine keeps between steps: its buffers, and no activations."""
+"""The GPU engine keeps its buffers between steps, and no activations."""
 
 from __future__ import annotations
 

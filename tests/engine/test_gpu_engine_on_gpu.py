@@ -263,7 +263,7 @@ def test_a_push_while_graphs_run_is_marked_at_the_token(
     engine.engine.send(SetPolicy("fixed", Strategy("eagle", 7, 1, 8)))
     assert (
         engine.push(root / "new", "v2", in_flight="continue", commit=False).result == "staged"
-    )  # which takes longer than they run
+    )  # staging takes longer than they run
     engine.submit(*long)
     engine.step(6)
     assert engine.engine.runner.in_flight and engine.commit("v2").result == "committed"
@@ -304,10 +304,10 @@ def test_pages_without_number_are_refused_with_a_remedy(
 
 
 def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) -> None:
-    """First tokens over seeds against the softmax in float64 of one row's fp32 logits; drawn beside
-    each other, so by other matmuls.
+    """Compare first tokens over seeds with the softmax in float64 of one row's fp32 logits. They
+    are drawn in one batch, so by other matmuls.
     """
-    many = 2 * FEW_ROWS  # of which the library computes what it may
+    many = 2 * FEW_ROWS  # the library computes what it may
     fast = Pushable(replace(settings, numerics="fast", graphs=False, max_running=many))
     assert "fast" in fast.info.numerics
     asked, draws, vocab = requests()[0], 3000, fast.info.vocab_size

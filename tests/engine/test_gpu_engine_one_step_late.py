@@ -1,4 +1,4 @@
-"""What the host decides while a step is in flight, and what only the host samples; on the
+"""Decisions of the host while a step is in flight, and requests that only the host samples; on the
 interpreter, against the CPU engine.
 """
 
@@ -78,7 +78,7 @@ def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(
 
 
 def by_host() -> list:
-    """Requests that need the host's sampler, beside ordinary ones."""
+    """Requests that need the host's sampler, among ordinary ones."""
     return [
         request(0, 6, max_tokens=7),
         request(
@@ -118,7 +118,7 @@ def engine(settings: EngineSettings) -> Pushable:
     return engine
 
 
-def test_requests_sampled_by_the_host_agree_beside_ordinary_ones(
+def test_requests_sampled_by_the_host_agree_among_ordinary_ones(
     engine: Pushable, twin: Pushable
 ) -> None:
     assert_agree(engine, twin, [f"r{i}" for i in range(6)])

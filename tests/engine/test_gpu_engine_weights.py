@@ -42,7 +42,7 @@ def root(settings: EngineSettings) -> Path:
 
 
 def storage(engine: Pushable) -> dict[str, torch.Tensor]:
-    """What a captured graph would read."""
+    """Return every tensor that a captured graph would read."""
     runner = engine.engine.runner
     tensors = {f"target {name}": tensor for name, tensor in runner.state.model.parameters().items()}
     network = runner._drafters["eagle"].network
@@ -140,8 +140,10 @@ def test_in_flight_requests_continue_or_are_recomputed(
             assert engine.logprobs(id)[at:] == pytest.approx(logprobs, abs=LOGPROB_TOLERANCE)
 
 
-def test_what_was_in_flight_is_told_before_the_pause(settings: EngineSettings, root: Path) -> None:
-    """Not behind it, as the requests' longest wait would be a step more."""
+def test_outputs_in_flight_are_delivered_before_the_pause(
+    settings: EngineSettings, root: Path
+) -> None:
+    """Otherwise the requests' longest wait would be a step more."""
     engine = Pushable(settings)
     assert engine.push(root / "new", "v1", commit=False).result == "staged"
     engine.submit(*asked(12))

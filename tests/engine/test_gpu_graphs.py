@@ -34,8 +34,8 @@ def test_nothing_is_recorded_while_a_trainer_holds_the_gpu(monkeypatch: pytest.M
 
 
 class Recorder:
-    """What torch does to record a graph, on a device with so many bytes free, each graph taking so
-    many.
+    """A stand-in for torch's recording of graphs on a device with `free` bytes, of which each graph
+    takes `each`.
     """
 
     def __init__(self, free: int, each: int) -> None:

@@ -1,5 +1,5 @@
-"""Matmuls of the fast numerics: whoever computes them, logits are sums in float32 that nobody has
-rounded.
+"""Matmuls of the fast numerics: with either library, logits are float32 sums without rounding to
+another type.
 """
 
 from __future__ import annotations

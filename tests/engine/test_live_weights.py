@@ -127,7 +127,7 @@ def test_no_more_numbers_are_read_than_the_limit(
     assert f"limit is {4 * live.shape[1]}: ask for at most 4 (truncate_size)" in refused.error[1]
 
 
-def test_a_tensor_is_read_beside_the_loop(
+def test_a_tensor_is_read_while_the_loop_runs(
     engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop steps on while a reader is slow, and what would change the weights waits for it."""

@@ -16,7 +16,7 @@ from tlt_server.records import encode
 
 
 class Process:
-    """One that exits when it is told to."""
+    """An engine that exits on request."""
 
     def __init__(self) -> None:
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()

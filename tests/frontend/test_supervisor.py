@@ -315,7 +315,7 @@ def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_kill
     server.call(waiting.submission.close)
 
 
-def test_a_prompt_that_was_sent_beside_a_killer_is_not_refused_to_others(
+def test_a_prompt_that_was_sent_together_with_a_killer_is_not_refused_to_others(
     server: LiveServer,
 ) -> None:
     def together(attempt: int) -> dict[str, tuple[str | None, str | None]]:

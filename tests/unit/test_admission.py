@@ -144,7 +144,7 @@ def experienced(
         ),
     ],
 )
-def test_what_does_not_fit_beside_the_open_ones_is_429(
+def test_what_does_not_fit_next_to_the_open_ones_is_429(
     limits: dict[str, float], opened: list[GenerateRequest], asked: Demand, says: str
 ) -> None:
     admission = make(**limits)  # type: ignore[arg-type]

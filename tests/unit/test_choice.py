@@ -149,7 +149,7 @@ def test_one_line_says_it_all() -> None:
     told = chosen(
         CARD._replace(unusable="Card 9000 has compute capability 7.5, and the kernels need 9.0"),
         device=None,
-    ).told()
+    ).describe()
     assert told == (
         "cpu, float32, attention cpu, up to 64 sequences | "
         "device cpu: Card 9000 has compute capability 7.5, and the kernels need 9.0"
@@ -197,7 +197,7 @@ class TestWhatTorchSees:
         """Kernels begin with instructions that only newer ones have."""
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
         old = "Card 9000 has compute capability 8.9, and the kernels need 9.0"
-        told = chosen(choice.look(), unread, device=None).told()
+        told = chosen(choice.look(), unread, device=None).describe()
         assert told == f"cpu, float32, attention cpu, up to 64 sequences | device cpu: {old}"
         with pytest.raises(StartupError) as caught:
             chosen(choice.look(), unread, device="cuda")

@@ -38,7 +38,7 @@ class Reads:
 
 
 class Killed(Reads):
-    """One that never comes back, as of a trainer that is killed."""
+    """A client whose push never returns, as in a trainer that is killed."""
 
     def push_weights(self, version: str, **fields: Any) -> dict[str, Any]:
         raise SystemExit

@@ -107,12 +107,12 @@ def test_pages_are_what_the_fraction_leaves() -> None:
     left = free - budget.kv - budget.working - RESERVE - TOTAL * (1 - given.memory_fraction)
     assert 0 <= left < needs(given).per_page and budget.staging == 0
     assert (
-        f"{budget.pages} pages" in budget.told()
-        and "14.2 GiB of weights" in budget.told()
-        and "pushed" not in budget.told()
+        f"{budget.pages} pages" in budget.describe()
+        and "14.2 GiB of weights" in budget.describe()
+        and "pushed" not in budget.describe()
     )
     pushed = plan(settings(weight_root="/w"), free)
-    assert "28.4 GiB for pushed weights" in pushed.told()
+    assert "28.4 GiB for pushed weights" in pushed.describe()
     assert (
         pushed.staging == 2 * needs(given).weights
         and 0 <= budget.kv - pushed.kv - pushed.staging < needs(given).per_page

@@ -155,7 +155,7 @@ class FlashPlanned:
         return out_RND
 
     def _calls_from(self, first: int) -> list[Call]:
-        """Made by the first layer of a step."""
+        """Return the calls of a step; the first layer makes them."""
         if first not in self._calls:
             runs = [run._replace(keys=max(run.keys - first, 0)) for run in self._runs]
             self._calls[first] = [

@@ -51,9 +51,9 @@ def gpu() -> Finding:
 
     backends = [name for name in GPU_BACKENDS if name != "flash_attn" or find_spec(name)]
     about = (
-        f"{found.told}, {found.free_bytes // choice.MIB} MiB free; driver {driver or 'unknown'}, "
-        f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention "
-        f"{', '.join(backends)}"
+        f"{found.description}, {found.free_bytes // choice.MIB} MiB free; "
+        f"driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}, "
+        f"Triton {_version('triton')}; attention {', '.join(backends)}"
     )
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return warn(

@@ -58,7 +58,7 @@ def device(config: Config) -> Finding:
         )
     else:
         BACKENDS.resolve(choice.settings.attention)
-    return ok(choice.told())
+    return ok(choice.describe())
 
 
 def _model(config: Config) -> Decoder:
@@ -167,7 +167,7 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
         settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes
     )
     check_plan(plan)
-    return ok(plan.told())
+    return ok(plan.describe())
 
 
 def _network(config: Config, directory: Path) -> Eagle3:
@@ -177,7 +177,7 @@ def _network(config: Config, directory: Path) -> Eagle3:
 
 
 def _chosen(config: Config) -> tuple[Choice, Gpu] | None:
-    """None where the check `device` fails."""
+    """Return choice and GPU; None where the check `device` fails."""
     try:
         return _choice(config)
     except StartupError:

@@ -81,7 +81,7 @@ def assemble(
         choice = choose(settings, gpu, lambda: own_dtype(Path(settings.model)))
         settings = choice.settings
         device = make_device(settings)
-        detail.append(choice.told())
+        detail.append(choice.describe())
     spool = (
         Spool(Path(settings.state_dir), str(Path(settings.model).resolve()))
         if settings.state_dir
@@ -187,7 +187,7 @@ def assemble(
         attention=settings.attention,
         dtype=settings.dtype,
         device=device.name,
-        gpu=gpu.told if device.name == "cuda" else "",
+        gpu=gpu.description if device.name == "cuda" else "",
         products=equipped.matmuls,  # the name on the wire
         graphs=settings.graphs,
         choices=choice.reasons,

@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
     unusable: str = ""  # why; empty: it can be used
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Return the line for `/server_info`; empty without a GPU."""
         return (
             f"{self.name}, {self.total_bytes // MIB} MiB, compute capability "
@@ -46,8 +46,8 @@ class Choice(NamedTuple):
     settings: DecidedSettings
     reasons: dict[str, str]  # setting whose value depends on what was found -> the value and why
 
-    def told(self) -> str:
-        """One line for start-up."""
+    def describe(self) -> str:
+        """Return one line for start-up."""
         settings = self.settings
         chosen = (
             f"{settings.device}, {settings.dtype}, attention {settings.attention}, up to "
@@ -108,7 +108,7 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
     if device is not None:
         raise StartupError(f"device is {device!r}; it must be auto, cpu or cuda")
     chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, own_dtype)
-    because = f"{chosen.settings.device}: {gpu.unusable or f'torch sees {gpu.told}'}"
+    because = f"{chosen.settings.device}: {gpu.unusable or f'torch sees {gpu.description}'}"
     return Choice(chosen.settings, {"device": because, **chosen.reasons})
 
 

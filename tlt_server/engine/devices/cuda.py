@@ -85,7 +85,7 @@ class CudaDevice:
     @property
     def numerics(self) -> str:
         if self._settings.numerics == "fast":
-            return "fast: library products as they come; exact in distribution, not bit for bit"
+            return "fast: library matmuls as they come; exact in distribution, not bit for bit"
         return (
             "strict: kernels that add in an order fixed by the weights' shapes and absolute "
             "positions"

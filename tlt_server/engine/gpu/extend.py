@@ -139,7 +139,7 @@ class Extend:
         )
 
     def report(self, entry_A: Tensor, best: int) -> Report:
-        """More about the tokens that these entries emitted, once the pass has run and before the
+        """Return more about the tokens that these entries emitted, once the pass has run and before the
         next one does.
         """
         sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, self.trees, self.kept)

@@ -143,7 +143,7 @@ class MemoryPlan(NamedTuple):
         staging = f"{size(self.staging)} for pushed weights, " if self.staging else ""
         return f"{staging}{size(self.working)} for steps, {size(RESERVE)} for graphs"
 
-    def told(self) -> str:
+    def describe(self) -> str:
         return (
             f"{size(self.needs.weights)} of weights, {self.rest}, {size(self.kv)} of KV: "
             f"{self.pages} pages"

@@ -35,7 +35,7 @@ class Lever(NamedTuple):
     values: Sequence[Any]  # from the one that frees most to the mildest
     verb: str = "lower"
 
-    def told(self, plan: MemoryPlan, value: Any) -> str:
+    def advice(self, plan: MemoryPlan, value: Any) -> str:
         if self.setting == "weight_staging":
             return (
                 f"set weight_staging to {value} ({size(plan.staging)} are kept on the GPU for "
@@ -104,7 +104,7 @@ def _remedies(plan: MemoryPlan) -> list[str]:
 def _settings(plan: MemoryPlan) -> list[str]:
     levers = _levers(plan)
     tried = [(lever, _mildest(plan, lever)) for lever in levers]
-    return [lever.told(plan, value) for lever, value in tried if value is not None] or _together(
+    return [lever.advice(plan, value) for lever, value in tried if value is not None] or _together(
         plan, levers
     )
 
@@ -163,7 +163,7 @@ def _together(plan: MemoryPlan, levers: Sequence[Lever]) -> list[str]:
     for lever in chosen:
         others = {name: value for name, value in values.items() if name != lever.setting}
         values[lever.setting] = _mildest(changed(plan, others), lever)
-    return [" and ".join(lever.told(plan, values[lever.setting]) for lever in chosen)]
+    return [" and ".join(lever.advice(plan, values[lever.setting]) for lever in chosen)]
 
 
 def changed(plan: MemoryPlan, values: Mapping[str, Any]) -> MemoryPlan:
@@ -221,6 +221,6 @@ def _less_kv(plan: MemoryPlan, less: int) -> list[str]:
         else []
     )
     return [
-        *(lever.told(plan, value) for value in offered),
+        *(lever.advice(plan, value) for value in offered),
         *(["lower max_running"] if settings.max_running > 1 else []),
     ]

@@ -142,7 +142,7 @@ class GrowingChoice:
 
     @property
     def finish_reason(self) -> str | None:
-        """None while it grows."""
+        """The finish reason; None while the choice grows."""
         if self._last is None:
             return None
         return "stop" if self._stops.matched is not None else self._last.finish_reason
