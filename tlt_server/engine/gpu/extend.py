@@ -139,8 +139,8 @@ class Extend:
         )
 
     def report(self, entry_A: Tensor, best: int) -> Report:
-        """Return more about the tokens that these entries emitted, once the pass has run and before the
-        next one does.
+        """Return more about the tokens that these entries emitted. Called after the pass has run
+        and before the next one does.
         """
         sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, self.trees, self.kept)
         scored = score(
