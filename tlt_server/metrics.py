@@ -158,7 +158,7 @@ class Metrics:
         self.cached = counter("tlt_cached_tokens", "Prompt tokens served by the prefix index.")
         self.queued_s = histogram(
             "tlt_queue_seconds",
-            "From a sequence's arrival at the engine until it was begun.",
+            "From a sequence's arrival at the engine until it was started.",
             LATENCY_S,
         )
         self.first_token_s = histogram(

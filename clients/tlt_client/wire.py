@@ -199,7 +199,7 @@ class RolloutSummary(Struct, frozen=True):
     detached: Annotated[
         bool, Meta(description="asked for with `detach`, else with an Idempotency-Key alone")
     ]
-    created_s: Annotated[float, Meta(description="when it was begun, in Unix seconds")]
+    created_s: Annotated[float, Meta(description="when it was started, in Unix seconds")]
     done_s: Annotated[
         float | None,
         Meta(description="when its last item ended, in Unix seconds; null while it runs"),

@@ -159,7 +159,7 @@ class NativeRequest(Strict):
         None, gt=0, description="the batch's deadline, from its arrival"
     )
     queue_timeout_s: float | None = Field(
-        None, gt=0, description="a sequence not begun by then ends with the error queue_timeout"
+        None, gt=0, description="a sequence not started by then ends with the error queue_timeout"
     )
     detach: bool = Field(
         False, description="answer at once with an id; GET /rollouts/{id} has the results"
