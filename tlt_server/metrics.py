@@ -36,7 +36,7 @@ TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256
 PUSH_S = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "running": ("tlt_running_sequences", "Sequences that decode."),
-    "waiting": ("tlt_waiting_sequences", "Sequences admitted and waiting for a slot."),
+    "waiting": ("tlt_waiting_sequences", "Sequences admitted and waiting for a batch slot."),
     "pages_free": ("tlt_pages_free", "KV pages that can be handed out now, cached ones included."),
     "pages": ("tlt_pages", "KV pages in all."),
     "spanning": (
