@@ -165,7 +165,9 @@ def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(
     done(engine, Sleep("s", ["weights", "kv_cache"]))
     refused = engine.push(root / "new", "v1")
     assert (
-        refused.result == "conflict" and refused.error is not None and "wake_up" in refused.error[1]
+        refused.result == "conflict"
+        and refused.error is not None
+        and "/engine/wake" in refused.error[1]
     )
     done(engine, WakeUp("w", ["weights"]))
     assert engine.push(root / "new", "v1").result == "committed"

@@ -130,8 +130,8 @@ class WeightPushes:
         needs_none = isinstance(command, AbortWeights | JoinGroup | LeaveGroup)
         if asleep and not needs_none and command != LookAtWeights(command.id):
             raise Conflict(
-                "the weights sleep; wake them first (POST /wake_up?tags=weights, or "
-                "/resume_memory_occupation)"
+                "the weights sleep; wake them first (POST /engine/wake with "
+                '{"memory": ["weights"]})'
             )
 
     def _refuse(self, command: PushWeights, error: TltError) -> None:
