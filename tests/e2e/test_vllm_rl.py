@@ -161,7 +161,7 @@ def test_a_trainer_on_the_same_device_takes_the_memory_between_steps(
         asleep = httpx.post(
             f"{server.url}/update_weights", json={"weight_dir": "step_5"}, timeout=30
         )
-        assert asleep.status_code == 409 and "wake_up" in asleep.text
+        assert asleep.status_code == 409 and "/engine/wake" in asleep.text
         calls.post("/wake_up?tags=weights")
         assert sums(server.url) == before
         assert (
