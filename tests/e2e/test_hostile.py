@@ -29,7 +29,6 @@ from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 
 CONCURRENCY = 24
-SHORT_GROWTH_MB = 256  # after 1,000 requests: oneDNN still meets new row counts
 ANSWER_S = 60.0  # no answer within this time is a hang
 PROBE_S = 15.0  # a probe answers within this time under any load
 GROWTH_MB = (
@@ -271,7 +270,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-def survives(server: ServerProcess, seed: int, count: int, growth_mb: int = GROWTH_MB) -> None:
+def survives(server: ServerProcess, seed: int, count: int) -> None:
     warm = max(1000, count // 10)
     with Client(server.url, timeout_s=60) as client:
         engine, free = engine_pid(server), free_pages(client)
@@ -294,7 +293,7 @@ def survives(server: ServerProcess, seed: int, count: int, growth_mb: int = GROW
             time.sleep(0.02)
         grown = {pid: round(resident_mb(pid) - megabytes) for pid, megabytes in before.items()}
         print(f"resident memory grew by {grown} MB")
-        assert engine_pid(server) == engine and max(grown.values()) < growth_mb, grown
+        assert engine_pid(server) == engine and max(grown.values()) < GROWTH_MB, grown
         uvloop.run(storm(server, seed, range(20)))  # and it still answers
     said = "\n".join(server.lines)
     assert "unexpected_error" not in said and "Traceback" not in said and SECRET not in said, said[
@@ -303,7 +302,7 @@ def survives(server: ServerProcess, seed: int, count: int, growth_mb: int = GROW
 
 
 def test_two_thousand_hostile_requests_change_nothing(target: ServerProcess) -> None:
-    survives(target, 1, 2000, SHORT_GROWTH_MB)
+    survives(target, 1, 2000)
 
 
 @pytest.mark.soak

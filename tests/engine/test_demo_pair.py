@@ -4,6 +4,7 @@ card promises.
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ class Run(NamedTuple):
     tokens: dict[str, list[int]]
     passes: int
     accept_length: float
+    seconds: float
 
 
 def rollout(policy: str, strategy: Strategy | None = None) -> Run:
@@ -38,6 +40,7 @@ def rollout(policy: str, strategy: Strategy | None = None) -> Run:
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}
     engine.send(Submit(requests))
     passes = emitted = rows = 0
+    started = time.process_time()
     while not engine.idle:
         for output in engine.step():
             tokens[output.id] += output.token_ids
@@ -45,7 +48,7 @@ def rollout(policy: str, strategy: Strategy | None = None) -> Run:
             passes += 1
             if cycle.drafted:
                 emitted, rows = emitted + cycle.emitted, rows + cycle.context.decoding
-    return Run(tokens, passes, emitted / max(1, rows))
+    return Run(tokens, passes, emitted / max(1, rows), time.process_time() - started)
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +74,4 @@ def test_beg_saves_passes(plain: Run) -> None:
     run = rollout("beg")
     assert run.tokens == plain.tokens
     assert run.passes <= 0.9 * plain.passes
+    assert run.seconds <= 3 * plain.seconds  # of the processors, since the machine may be busy

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -223,3 +224,21 @@ def test_strict_environment_follows_the_processor(flags, expected):
 def test_strict_environment_does_not_import_torch():
     code = "import sys; import tlt_server.models.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_slice_of_a_wider_weight_takes_no_reference_kernel():
+    """oneDNN has one for weights that are not dense; it took 800 times as long as a copy."""
+    generator, numerics = torch.Generator().manual_seed(5), Numerics("strict")
+    wide_KN, x_RK = torch.randn(256, 512, generator=generator), torch.randn(64, 256)
+    weights = {"slice": wide_KN[:, 256:], "dense": wide_KN[:, 256:].contiguous()}
+    seconds = {}
+    for method in METHODS:
+        numerics.method = method
+        for name, weight_KN in weights.items():
+            numerics.linear(x_RK, weight_KN)
+            started = time.perf_counter()
+            for _ in range(5):
+                numerics.linear(x_RK, weight_KN)
+            seconds[method.name, name] = time.perf_counter() - started
+    slow = [m.name for m in METHODS if seconds[m.name, "slice"] > 40 * seconds[m.name, "dense"]]
+    assert not slow, seconds
