@@ -11,11 +11,11 @@ import pytest
 
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
-from tlt_server.bench.exact import PLANS, Size, compare, pages_for, rollout
+from tlt_server.bench.exact import PLANS, ExactSize, compare, pages_for, rollout
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
-SIZE = Size(requests=10, max_tokens=24, long=1, long_tokens=90, alone=2)
+SIZE = ExactSize(requests=10, max_tokens=24, long=1, long_tokens=90, alone=2)
 
 
 @pytest.fixture(scope="module")

@@ -74,4 +74,4 @@ def test_beg_saves_passes(plain: Run) -> None:
     run = rollout("beg")
     assert run.tokens == plain.tokens
     assert run.passes <= 0.9 * plain.passes
-    assert run.seconds <= 3 * plain.seconds  # of the processors, since the machine may be busy
+    assert run.seconds <= 3 * plain.seconds  # processor time: the machine may be busy

@@ -9,18 +9,18 @@ from tests.kernels.triton_tests import DEVICE
 
 # isort: split
 from tlt_kernels.gpu.tensors import RowTable
-from tlt_server.bench.trees import Case, calls, followed
+from tlt_server.bench.trees import TreeCase, calls, followed
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(1, 7, 4, 32, 100),
-        Case(3, 3, 1, 12, 100),
-        pytest.param(Case(9, 2, 2, 36, 40), marks=pytest.mark.soak),
+        TreeCase(1, 7, 4, 32, 100),
+        TreeCase(3, 3, 1, 12, 100),
+        pytest.param(TreeCase(9, 2, 2, 36, 40), marks=pytest.mark.soak),
     ],
 )
-def test_every_part_runs_twice(case: Case) -> None:
+def test_every_part_runs_twice(case: TreeCase) -> None:
     parts = calls(case, layers=2, device=DEVICE)
     assert set(parts) == {"tree", "rows", "walk", "KV", "history"}
     for call in 2 * list(parts.values()):

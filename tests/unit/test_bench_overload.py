@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tlt_server.bench.goodput import Size, judge, percentile
+from tlt_server.bench.goodput import GoodputSize, judge, percentile
 from tlt_server.bench.load import Answer, arrivals, closed_loop, open_loop
 
-SIZE = Size(ramp_s=1.0, window_s=4.0, timeout_s=2.0)
+SIZE = GoodputSize(ramp_s=1.0, window_s=4.0, timeout_s=2.0)
 
 
 def answer(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tlt_server.engine.devices import choice
-from tlt_server.engine.devices.choice import Choice, Gpu, choose
+from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.loader import own_dtype
@@ -27,7 +27,7 @@ def unread() -> str:
 
 def chosen(
     gpu: Gpu = CARD, own: Callable[[], str] = lambda: "bfloat16", **settings: object
-) -> Choice:
+) -> DeviceChoice:
     return choose(EngineSettings(model="m", **settings), gpu, own)  # type: ignore[arg-type]
 
 

@@ -73,12 +73,12 @@ def test_writers_solve_a_part_and_their_claims_hold():
     ],
 )
 def test_countdown_answers_use_every_number_once(given, expected):
-    problem = task.Problem("Use 3,4,2 to make 14.", "14", "countdown", 3.0, "3,4,2")
+    problem = task.Exercise("Use 3,4,2 to make 14.", "14", "countdown", 3.0, "3,4,2")
     assert task.reward(problem, f"try\nanswer: {given}") == expected
 
 
 def test_only_the_last_answer_counts():
-    problem = task.Problem("What is 2+3?", "5", "expression", 1.0, "2+3")
+    problem = task.Exercise("What is 2+3?", "5", "expression", 1.0, "2+3")
     assert task.reward(problem, "answer: 6\nanswer: 5<|im_end|>") == 1.0
     assert task.reward(problem, "answer: 5\nanswer: 6") == 0.0
     assert task.reward(problem, "5") == 0.0

@@ -17,7 +17,7 @@ from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import RUNS, figures
 from benchmarks.report import PAGE, README, RESULTS, page
-from tlt_server.bench.weights import Push, row
+from tlt_server.bench.weights import MeasuredPush, row
 
 SHAPE = {
     "layers": 28,
@@ -91,7 +91,7 @@ def decode(name: str, step_ms: float, **how: Any) -> Result:
 
 
 PUSHES = [
-    Push(
+    MeasuredPush(
         seconds, {"pause_ms": pause_ms, "phases_s": {"read": seconds / 2, "commit": pause_ms / 1e3}}
     )
     for seconds, pause_ms in ((3.0, 0.5), (5.0, 97.0), (4.0, 0.4))

@@ -46,7 +46,7 @@ class Run(NamedTuple):
     keys: int
 
 
-class Call(NamedTuple):
+class PackedCall(NamedTuple):
     """Runs that go through the library together."""
 
     row: int
@@ -117,7 +117,7 @@ class FlashPlanned:
         self._planned, self._others = planned, others
         self._function, self._scale, self._max_keys = function, scale, max_keys
         self._runs: list[Run] = []
-        self._calls: dict[int, list[Call]] = {}  # by the first position seen
+        self._calls: dict[int, list[PackedCall]] = {}  # by the first position seen
 
     def plan(self, rows: RowTable, page_table_QP: Tensor) -> None:
         if self._planned is not None:
@@ -154,7 +154,7 @@ class FlashPlanned:
             )
         return out_RND
 
-    def _calls_from(self, first: int) -> list[Call]:
+    def _calls_from(self, first: int) -> list[PackedCall]:
         """Return the calls of a step; the first layer makes them."""
         if first not in self._calls:
             runs = [run._replace(keys=max(run.keys - first, 0)) for run in self._runs]
@@ -190,7 +190,7 @@ def parts_of(runs: list[Run], max_keys: int) -> Iterator[list[Run]]:
         yield part
 
 
-def call_of(runs: list[Run], first: int, page_table_QP: Tensor) -> Call:
+def call_of(runs: list[Run], first: int, page_table_QP: Tensor) -> PackedCall:
     """`keys` of the runs count from position `first`."""
     rows_W, keys_W = [run.rows for run in runs], [run.keys for run in runs]
     of_W1 = [
@@ -207,6 +207,6 @@ def call_of(runs: list[Run], first: int, page_table_QP: Tensor) -> Call:
     position_T = torch.arange(keys, device=run_T.device) - first_key_W1[run_T] + first
     page_T = page_table_QP[batch_slot_W1[run_T].long(), position_T // PAGE_SIZE]
     kv_slot_T = page_T.long() * PAGE_SIZE + position_T % PAGE_SIZE
-    return Call(
+    return PackedCall(
         runs[0].row, sum(rows_W), kv_slot_T, first_row_W1, first_key_W1, max(rows_W), max(keys_W)
     )

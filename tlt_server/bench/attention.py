@@ -29,7 +29,7 @@ HEADS, KV_HEADS, WIDTH = 28, 4, 128
 BANDWIDTH = 4.3e12
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     requests: int
     context: int
     rows: int  # per request
@@ -37,21 +37,21 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "b1 640": Case(1, 640, 1),
-    "b1 16k": Case(1, 16384, 1),
-    "b1 tree32 640": Case(1, 640, 32),
-    "b1 tree32 16k": Case(1, 16384, 32),
-    "b8 chain8 640": Case(8, 640, 8),
-    "b32 chain8 400": Case(32, 400, 8),
-    "b64 400": Case(64, 400, 1),
-    "b256 400": Case(256, 400, 1),
-    "b256 640": Case(256, 640, 1),
-    "prefill 8x2048": Case(8, 2048, 2048, True),
-    "prefill 64 of 16k": Case(1, 16384, 64, True),
+    "b1 640": AttentionCase(1, 640, 1),
+    "b1 16k": AttentionCase(1, 16384, 1),
+    "b1 tree32 640": AttentionCase(1, 640, 32),
+    "b1 tree32 16k": AttentionCase(1, 16384, 32),
+    "b8 chain8 640": AttentionCase(8, 640, 8),
+    "b32 chain8 400": AttentionCase(32, 400, 8),
+    "b64 400": AttentionCase(64, 400, 1),
+    "b256 400": AttentionCase(256, 400, 1),
+    "b256 640": AttentionCase(256, 640, 1),
+    "prefill 8x2048": AttentionCase(8, 2048, 2048, True),
+    "prefill 64 of 16k": AttentionCase(1, 16384, 64, True),
 }
 
 
-def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
+def rows_of(case: AttentionCase, device: str) -> tuple[PagedRows, torch.Tensor, int]:
     """The step's rows, the slots they write, and the cache's slots."""
     pages_each = -(-(case.context + case.rows) // PAGE_SIZE)
     pages = case.requests * pages_each
@@ -96,7 +96,7 @@ def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
     )
 
 
-def sdpa(case: Case, layers: int) -> float:
+def sdpa(case: AttentionCase, layers: int) -> float:
     q, k, v = (
         torch.randn(
             layers, case.requests, heads, case.context, WIDTH, device="cuda", dtype=torch.bfloat16
@@ -114,7 +114,7 @@ def sdpa(case: Case, layers: int) -> float:
     return microseconds(run, 7) / layers
 
 
-def flash(case: Case, rows: PagedRows, q_RND: Tensor, cache: Tensor) -> float:
+def flash(case: AttentionCase, rows: PagedRows, q_RND: Tensor, cache: Tensor) -> float:
     """Time the backend `flash_attn`, its gathering of keys and values included."""
     backend = FlashPaged(
         heads=HEADS,
@@ -139,7 +139,7 @@ def flash(case: Case, rows: PagedRows, q_RND: Tensor, cache: Tensor) -> float:
     return microseconds(layers, 7) / len(cache)
 
 
-def measure(case: Case, tile: int) -> dict[str, float]:
+def measure(case: AttentionCase, tile: int) -> dict[str, float]:
     rows, kv_slot_R, kv_slots = rows_of(case, "cuda")
     count, kv_bytes = len(kv_slot_R), case.requests * case.context * KV_HEADS * WIDTH * 4
     layers = max(4, min(96, 400_000_000 // kv_bytes))

@@ -39,7 +39,7 @@ QUICK_PROBLEMS = 4
 PROBLEM: Literal["problem"] = "problem"
 
 
-class Case(NamedTuple):
+class CycleCase(NamedTuple):
     batch: int
     strategy: Strategy
     prompt: int | Literal["problem"] = PROMPT  # random tokens, or problems of the task
@@ -81,19 +81,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def cases_of(batches: tuple[int, ...], context: int | None) -> list[Case]:
+def cases_of(batches: tuple[int, ...], context: int | None) -> list[CycleCase]:
     cases = [
-        Case(batch, strategy)
+        CycleCase(batch, strategy)
         for batch in batches
         for strategy in ((TREE, CHAIN) if batch <= MAX_TREES else (CHAIN,))
     ]
-    cases += [Case(1, TREE, PROBLEM), Case(1, CHAIN, PROBLEM)]
-    return cases + ([Case(1, TREE, context), Case(1, CHAIN, context)] if context else [])
+    cases += [CycleCase(1, TREE, PROBLEM), CycleCase(1, CHAIN, PROBLEM)]
+    return cases + ([CycleCase(1, TREE, context), CycleCase(1, CHAIN, context)] if context else [])
 
 
 def measure(
     settings: EngineSettings,
-    cases: list[Case],
+    cases: list[CycleCase],
     *,
     quick: bool = False,
     seed: int = 0,
@@ -113,7 +113,7 @@ def measure(
 
 
 def _measured(
-    engine: Engine, settings: EngineSettings, case: Case, *, quick: bool, seed: int
+    engine: Engine, settings: EngineSettings, case: CycleCase, *, quick: bool, seed: int
 ) -> dict[str, Any]:
     max_steps = 60 if quick else 400
     if case.prompt == PROBLEM:
@@ -134,7 +134,7 @@ def _measured(
     return figures
 
 
-def _random(case: Case, seed: int) -> list[GenerateRequest]:
+def _random(case: CycleCase, seed: int) -> list[GenerateRequest]:
     assert isinstance(case.prompt, int)
     return random_requests(
         case.batch, case.prompt, NEW if case.prompt == PROMPT else LONG_NEW, seed=seed

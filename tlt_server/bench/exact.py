@@ -36,7 +36,7 @@ Arms = Mapping[str, tuple[PolicyName, Strategy | None]]  # name -> policy, its o
 Factors = Mapping[str, tuple[object, ...]]
 
 
-class Size(NamedTuple):
+class ExactSize(NamedTuple):
     requests: int
     max_tokens: int
     long: int  # requests that may take long_tokens
@@ -50,8 +50,8 @@ class Plan(NamedTuple):
     arms: Arms
     factors: Factors
     reference: Configuration
-    full: Size
-    quick: Size
+    full: ExactSize
+    quick: ExactSize
     max_model_len: int  # 0: the model's own
 
 
@@ -81,8 +81,8 @@ PLANS = {
             "chunk": (16, 512),
         },
         {"arm": "off", "batch": 64, "pages": "ample", "chunk": 512},
-        Size(512, 256, 16, 2000, 32),
-        Size(48, 48, 2, 256, 6),
+        ExactSize(512, 256, 16, 2000, 32),
+        ExactSize(48, 48, 2, 256, 6),
         0,
     ),
     # The smaller chunk leaves 16 prompt rows next to a full batch; the full size takes minutes
@@ -96,8 +96,8 @@ PLANS = {
             "chunk": (80, 1024),
         },
         {"arm": "off", "batch": 64, "pages": "ample", "chunk": 1024},
-        Size(192, 128, 4, 600, 12),
-        Size(48, 48, 2, 256, 6),
+        ExactSize(192, 128, 4, 600, 12),
+        ExactSize(48, 48, 2, 256, 6),
         2048,
     ),
 }
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
     return report(console, results, base, args)
 
 
-def with_length(request: GenerateRequest, i: int, size: Size) -> GenerateRequest:
+def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRequest:
     """One request in requests / long writes all of `long_tokens`, so that long ones run side by
     side and press on the pages.
     """
@@ -182,7 +182,7 @@ def with_length(request: GenerateRequest, i: int, size: Size) -> GenerateRequest
 
 
 def pages_for(
-    configuration: Configuration, requests: list[GenerateRequest], size: Size, page_size: int
+    configuration: Configuration, requests: list[GenerateRequest], size: ExactSize, page_size: int
 ) -> int | None:
     """Return the number of pages. Ample: None, the engine's own choice. Scarce: the longest request
     fits, but a full batch of them does not.
@@ -198,7 +198,7 @@ def rollout(
     base: EngineSettings,
     configuration: Configuration,
     requests: list[GenerateRequest],
-    size: Size,
+    size: ExactSize,
     *,
     fault: bool = False,
     source: LoadedOnce | None = None,

@@ -12,7 +12,7 @@ from tlt_client.wire import Reply, WireError
 from tlt_server.bench.load import Answer
 
 
-class Size(NamedTuple):
+class GoodputSize(NamedTuple):
     ramp_s: float  # start of each phase, not counted
     window_s: float
     timeout_s: float  # deadline of a request
@@ -22,7 +22,7 @@ class _Refusal(msgspec.Struct):
     error: WireError
 
 
-class Phase(NamedTuple):
+class LoadPhase(NamedTuple):
     """The ends of one phase's requests; all of them were answered."""
 
     ends: dict[str, int]  # completed | late | an error's code | broken -> requests
@@ -43,10 +43,10 @@ class Phase(NamedTuple):
 def judge(
     answers: list[Answer],
     started_s: float,
-    size: Size,
+    size: GoodputSize,
     timeout_s: float,
     memory_mib: list[tuple[float, float]],
-) -> Phase:
+) -> LoadPhase:
     ends: Counter[str] = Counter()
     completed_s, shed_ms, tokens, untyped = [], [], 0, 0
     for answer in answers:
@@ -63,7 +63,7 @@ def judge(
         elif answer.status == 429:
             shed_ms.append(answer.seconds * 1e3)
             untyped += end == "broken" or not answer.header("retry-after").isdigit()
-    return Phase(
+    return LoadPhase(
         ends=dict(ends),
         goodput=tokens / size.window_s,
         per_s=len(completed_s) / size.window_s,

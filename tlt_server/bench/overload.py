@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_client import Client
-from tlt_server.bench.goodput import Phase, Size, judge, percentile
+from tlt_server.bench.goodput import GoodputSize, LoadPhase, judge, percentile
 from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop
 from tlt_server.bench.record import finish, wide_console
 from tlt_server.demo.server import ServerProcess
@@ -43,8 +43,8 @@ GROWTH = 0.05  # part of memory while the highest rate lasts, or GROWTH_MIB
 GROWTH_MIB = 16.0
 
 
-FULL = Size(ramp_s=8, window_s=28, timeout_s=15)
-QUICK = Size(ramp_s=4, window_s=8, timeout_s=10)
+FULL = GoodputSize(ramp_s=8, window_s=28, timeout_s=15)
+QUICK = GoodputSize(ramp_s=4, window_s=8, timeout_s=10)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,11 +88,11 @@ def run(args: argparse.Namespace) -> int:
 async def _phases(
     server: ServerProcess,
     requests: list[GenerateRequest],
-    size: Size,
+    size: GoodputSize,
     factors: tuple[int, ...],
     seed: int,
     say: Callable[[str], Any],
-) -> dict[str, Phase]:
+) -> dict[str, LoadPhase]:
     connections, serial = Connections(server.url), itertools.count(1)
     pids = (server.process.pid, _child(server.process.pid))
     seconds = size.ramp_s + size.window_s
@@ -109,7 +109,7 @@ async def _phases(
 
     async def phase(
         name: str, load: Coroutine[Any, Any, list[Answer]], timeout_s: float = size.timeout_s
-    ) -> Phase:
+    ) -> LoadPhase:
         say(f"{name}: {seconds:g} s of load, then its last answers")
         started_s, memory = time.perf_counter(), asyncio.create_task(_watch(pids))
         answers = await load
@@ -196,7 +196,7 @@ def _counts(client: Client) -> Counts:
 
 
 def report(
-    console: Console, phases: dict[str, Phase], counts: Counts, args: argparse.Namespace
+    console: Console, phases: dict[str, LoadPhase], counts: Counts, args: argparse.Namespace
 ) -> int:
     peak, last = phases["peak"], list(phases.values())[-1]
     table = Table(title="tlt bench overload: open-loop load against the peak of a closed loop")
@@ -294,7 +294,7 @@ def report(
     return 1 if faults or (missed and not args.quick) else 0
 
 
-def _figures(phase: Phase, peak: Phase) -> dict[str, Any]:
+def _figures(phase: LoadPhase, peak: LoadPhase) -> dict[str, Any]:
     memory = [
         phase.memory_mib[0],
         phase.memory_mib[len(phase.memory_mib) // 2],

@@ -39,7 +39,7 @@ EDGES = tuple(0.1 * 1.4**i for i in range(15))
 CELLS = 512
 
 
-class Case(NamedTuple):
+class TreeCase(NamedTuple):
     requests: int
     depth: int
     width: int
@@ -48,15 +48,15 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(1, 7, 4, 32),
-    Case(1, 7, 4, 32, 16_000),
-    Case(8, 7, 1, 64),
-    Case(32, 7, 1, 256),
-    Case(64, 3, 2, 256),
+    TreeCase(1, 7, 4, 32),
+    TreeCase(1, 7, 4, 32, 16_000),
+    TreeCase(8, 7, 1, 64),
+    TreeCase(32, 7, 1, 256),
+    TreeCase(64, 3, 2, 256),
 )
 
 
-def texts(case: Case, device: str) -> BatchSlots:
+def texts(case: TreeCase, device: str) -> BatchSlots:
     """Return batch slots whose texts have few distinct tokens, so that history has matches; every
     slot is at `context` and has room.
     """
@@ -83,7 +83,7 @@ def texts(case: Case, device: str) -> BatchSlots:
 
 
 def calls(
-    case: Case, *, layers: int = LAYERS, device: str = "cuda"
+    case: TreeCase, *, layers: int = LAYERS, device: str = "cuda"
 ) -> dict[str, Callable[[], object]]:
     """Name of a part -> what launches it once."""
     batch_slots, wide = texts(case, device), columns(case.depth, case.width)

@@ -92,15 +92,15 @@ def copied(files: list[Path], to: Path) -> None:
             os.fsync(target.fileno())
 
 
-class Push(NamedTuple):
+class MeasuredPush(NamedTuple):
     seconds: float
     reply: Mapping[str, Any]
 
 
-def timed(push: Callable[[str], Mapping[str, Any]], version: str) -> Push:
+def timed(push: Callable[[str], Mapping[str, Any]], version: str) -> MeasuredPush:
     started = time.perf_counter()
     reply = push(version)
-    return Push(time.perf_counter() - started, reply)
+    return MeasuredPush(time.perf_counter() - started, reply)
 
 
 @contextmanager
@@ -135,7 +135,11 @@ def decoding(url: str) -> Iterator[None]:
 
 
 def row(
-    channel: str, size: int, copy_s: Sequence[float], alone: Sequence[Push], busy: Sequence[Push]
+    channel: str,
+    size: int,
+    copy_s: Sequence[float],
+    alone: Sequence[MeasuredPush],
+    busy: Sequence[MeasuredPush],
 ) -> dict[str, Any]:
     """Return one channel's figures: medians of the pushes into an idle server, and the longest
     pause of those into a `busy` one.
@@ -197,7 +201,7 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
             "ipc": lambda version: IpcSender(client).push(tensors.items(), version),
         }
         copy_s = list[float]()
-        alone, busy = ({name: list[Push]() for name in pushes} for _ in range(2))
+        alone, busy = ({name: list[MeasuredPush]() for name in pushes} for _ in range(2))
         for turn in range(rounds):
             started = time.perf_counter()
             copied(files, one)

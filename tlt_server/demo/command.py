@@ -21,7 +21,7 @@ from tlt_client import Client
 from tlt_client.errors import TltClientError
 from tlt_server.demo.display import STARTING, Display
 from tlt_server.demo.push import VERSION, perturbed_copy, push_figures, push_in_flight, push_lines
-from tlt_server.demo.rounds import FULL, QUICK, ROUNDS, Outcome, chosen_problems, play
+from tlt_server.demo.rounds import FULL, QUICK, ROUNDS, RoundOutcome, chosen_problems, play
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.table import figures, print_sample, rounds_table
 from tlt_server.demo.workload import DRAFTER, TARGET
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         "warning",
         *(["--threads", str(args.threads)] if args.threads else []),
     ]
-    outcomes: list[Outcome] = []
+    outcomes: list[RoundOutcome] = []
     try:
         with (
             TemporaryDirectory(prefix="tlt-demo-") as root,

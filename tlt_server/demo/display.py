@@ -12,7 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from tlt_server.demo.rounds import Moment, Outcome, Round
+from tlt_server.demo.rounds import Moment, Round, RoundOutcome
 
 PLAIN_EVERY_S = 5.0
 STARTING = (
@@ -74,7 +74,7 @@ class Display:
             self._said = time.monotonic()
             self.say(f"  {_line(moment, self._sequences)}")
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: RoundOutcome) -> None:
         accepted = f", accept length {outcome.accept_length:.2f}" if outcome.accept_length else ""
         self.say(
             f"{outcome.round.name:<8} {outcome.seconds:6.1f} s  {outcome.passes:5d} passes  "

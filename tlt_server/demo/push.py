@@ -19,8 +19,8 @@ import numpy as np
 
 from tlt_client import Client, ItemResult
 from tlt_client.wire import Choice, Token
-from tlt_server.demo.rounds import Size
-from tlt_server.demo.task import Problem
+from tlt_server.demo.rounds import DemoSize
+from tlt_server.demo.task import Exercise
 
 VERSION = "step-1"
 AFTER_TOKENS = 24  # per response, on average, before the push
@@ -99,8 +99,8 @@ def push_in_flight(
     client: Client,
     url: str,
     weights: Path,
-    problems: Sequence[Problem],
-    size: Size,
+    problems: Sequence[Exercise],
+    size: DemoSize,
     seed: int,
     say: Callable[[str], None],
 ) -> PushOutcome:

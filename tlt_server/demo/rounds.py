@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tlt_client import Client, ItemResult, ServerError
 from tlt_client.wire import Choice, Token
-from tlt_server.demo.task import EVAL_SEEDS, Problem, problem, reward
+from tlt_server.demo.task import EVAL_SEEDS, Exercise, problem, reward
 
 # Evaluation problem of seed 0: one of the four from here on takes long, as in a reasoning rollout.
 FIRST = 439
@@ -37,17 +37,17 @@ ROUNDS = (
 )
 
 
-class Size(NamedTuple):
+class DemoSize(NamedTuple):
     problems: int
     responses: int  # per problem
     max_tokens: int
 
 
-FULL = Size(8, 8, 2000)
-QUICK = Size(6, 8, 600)
+FULL = DemoSize(8, 8, 2000)
+QUICK = DemoSize(6, 8, 600)
 
 
-class Engine(NamedTuple):
+class DemoEngine(NamedTuple):
     """The server's metrics at one moment."""
 
     running: int
@@ -62,10 +62,10 @@ class Moment(NamedTuple):
 
     tokens: int
     seconds: float
-    engine: Engine
+    engine: DemoEngine
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """A round when it is over; `choices[i]` are the responses to problem i."""
 
     round: Round
@@ -98,7 +98,7 @@ class Outcome(NamedTuple):
             else None
         )
 
-    def differing(self, reference: Outcome) -> int:
+    def differing(self, reference: RoundOutcome) -> int:
         """Responses that are not the reference's, token for token."""
         return sum(
             mine.token_ids != theirs.token_ids
@@ -107,18 +107,18 @@ class Outcome(NamedTuple):
         )
 
 
-def chosen_problems(size: Size, seed: int) -> list[Problem]:
+def chosen_problems(size: DemoSize, seed: int) -> list[Exercise]:
     return [problem(EVAL_SEEDS[(FIRST + seed + i) % len(EVAL_SEEDS)]) for i in range(size.problems)]
 
 
 def play(
     client: Client,
     turn: Round,
-    problems: Sequence[Problem],
-    size: Size,
+    problems: Sequence[Exercise],
+    size: DemoSize,
     seed: int,
     show: Callable[[Moment], None],
-) -> Outcome:
+) -> RoundOutcome:
     """Set the policy, post the batch, stream it to its end."""
     client.set_strategy(turn.policy, turn.strategy)
     items: list[dict[str, Any]] = [
@@ -154,10 +154,10 @@ def play(
         for task, group in zip(problems, found, strict=True)
         for choice in group
     ]
-    return Outcome(turn, found, seconds, look(client).passes - before.passes, rewards)
+    return RoundOutcome(turn, found, seconds, look(client).passes - before.passes, rewards)
 
 
-def look(client: Client) -> Engine:
+def look(client: Client) -> DemoEngine:
     values = {
         (sample.name, sample.labels.get("strategy", "")): sample.value
         for family in text_string_to_metric_families(client.metrics())
@@ -171,7 +171,7 @@ def look(client: Client) -> Engine:
         ),
         "",
     )
-    return Engine(
+    return DemoEngine(
         running=int(values.get(("tlt_running_sequences", ""), 0)),
         open=int(values[("tlt_open_sequences", "")]),
         strategy=strategy,

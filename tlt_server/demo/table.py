@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tlt_server.demo.rounds import Outcome
-from tlt_server.demo.task import Problem
+from tlt_server.demo.rounds import RoundOutcome
+from tlt_server.demo.task import Exercise
 
 SAMPLE_LINES = 14
 PERCENTILES = (50, 90, 99)
@@ -32,7 +32,7 @@ def percentile(values: list[int], percent: int) -> int:
     return values[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
-def rounds_table(outcomes: list[Outcome]) -> Table:
+def rounds_table(outcomes: list[RoundOutcome]) -> Table:
     reference = outcomes[0]
     fixed = "; ".join(
         f"{o.round.name} is {o.round.strategy} throughout" for o in outcomes if o.round.strategy
@@ -72,7 +72,7 @@ def rounds_table(outcomes: list[Outcome]) -> Table:
     return table
 
 
-def print_sample(console: Console, problems: list[Problem], outcome: Outcome) -> None:
+def print_sample(console: Console, problems: list[Exercise], outcome: RoundOutcome) -> None:
     """The shortest rewarded response that still has a few lines, else the first response."""
     texts = [
         (task, choice.text or "")
@@ -95,7 +95,7 @@ def print_sample(console: Console, problems: list[Problem], outcome: Outcome) ->
     )
 
 
-def figures(outcomes: list[Outcome]) -> dict[str, Any]:
+def figures(outcomes: list[RoundOutcome]) -> dict[str, Any]:
     reference = outcomes[0]
     return {
         "responses": len(reference.lengths),

@@ -27,7 +27,7 @@ GIVE_UP_PER_TRY = 0.018
 
 
 @dataclass(frozen=True)
-class Problem:
+class Exercise:
     """One task. `body` is the expression, or the countdown numbers separated by commas;
     `difficulty` counts expected steps or tries.
     """
@@ -39,7 +39,7 @@ class Problem:
     body: str
 
 
-def problem(seed: int) -> Problem:
+def problem(seed: int) -> Exercise:
     """The problem of this seed; the same on every machine and Python version from 3.11."""
     rng = Random(f"arith-{seed}")
     kind = rng.choices(("expression", "column", "countdown"), (46, 30, 24))[0]
@@ -50,7 +50,7 @@ def problem(seed: int) -> Problem:
     }[kind](rng)
 
 
-def solution(task: Problem, rng: Random) -> str:
+def solution(task: Exercise, rng: Random) -> str:
     """A written chain of thought by one random writer, ending in `answer: ...`; not always right
     (see the module docstring).
     """
@@ -61,7 +61,7 @@ def solution(task: Problem, rng: Random) -> str:
     }[task.kind](task, rng)
 
 
-def reward(task: Problem, response_text: str) -> float:
+def reward(task: Exercise, response_text: str) -> float:
     """Return 1.0 if the last `answer:` line is right, else 0.0. A countdown answer is an expression
     that uses every number once.
     """
@@ -85,7 +85,7 @@ def _say(rng: Random, *choices: str) -> str:
     return rng.choices(choices, [1 / (i + 1) for i in range(len(choices))])[0]
 
 
-def _expression_problem(rng: Random) -> Problem:
+def _expression_problem(rng: Random) -> Exercise:
     operators = min(2 + int(rng.paretovariate(1.5)), 9)
     while True:
         tree = _random_tree(rng, operators)
@@ -94,7 +94,7 @@ def _expression_problem(rng: Random) -> Problem:
             break
     body = render(tree)
     text = _say(rng, "Compute {}.", "What is {}?", "Work out {}.", "Evaluate {}.").format(body)
-    return Problem(text, str(value), "expression", float(operators), body)
+    return Exercise(text, str(value), "expression", float(operators), body)
 
 
 def _random_tree(rng: Random, operators: int) -> Tree:
@@ -132,7 +132,7 @@ def _reduce_at(tree: Tree, path: tuple[int, ...]) -> tuple[Tree, Tree]:
     return (*tree[: path[0]], child, *tree[path[0] + 1 :]), node
 
 
-def _solve_expression(task: Problem, rng: Random) -> str:
+def _solve_expression(task: Exercise, rng: Random) -> str:
     if rng.random() < HASTY_SHARE:
         hasty = _left_to_right(task.body, rng)
         if hasty:
@@ -175,7 +175,7 @@ def _closing(rng: Random) -> str:
     return _say(rng, "", "", "So the ", "That gives the ", "The final ") + "answer: "
 
 
-def _column_problem(rng: Random) -> Problem:
+def _column_problem(rng: Random) -> Exercise:
     if rng.random() < 0.7:
         digits = min(3 + int(rng.paretovariate(1.3)), 14)
         a, b = (
@@ -192,7 +192,7 @@ def _column_problem(rng: Random) -> Problem:
         operator, steps = "*", float(long * short)
     body = f"{a}{operator}{b}"
     text = _say(rng, "Compute {}.", "What is {}?", "Work out {}.", "Do {} by hand.").format(body)
-    return Problem(text, str(apply(operator, a, b)), "column", steps, body)
+    return Exercise(text, str(apply(operator, a, b)), "column", steps, body)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def _times_digit(a: int, digit: int, hand: _Hand, lines: list[str]) -> int:
     return int(written)
 
 
-def _solve_column(task: Problem, rng: Random) -> str:
+def _solve_column(task: Exercise, rng: Random) -> str:
     hasty = rng.random() < HASTY_SHARE
     hand = _Hand(rng, _say(rng, "write", "put", "note"), _say(rng, "carry", "keep"), hasty)
     a, operator, b = re.split(r"([+*])", task.body)
@@ -305,7 +305,7 @@ def _hit_chances(numbers: tuple[int, ...]) -> dict[int, float]:
     return chances
 
 
-def _countdown_problem(rng: Random) -> Problem:
+def _countdown_problem(rng: Random) -> Exercise:
     count = rng.choices((2, 3, 4), (2, 6, 3))[0]
     wanted_tries = min(1.6 * rng.paretovariate(0.75), 70.0)
     numbers = tuple(rng.randint(1, 12) for _ in range(count))
@@ -317,10 +317,10 @@ def _countdown_problem(rng: Random) -> Problem:
     body = ",".join(map(str, numbers))
     text = _say(rng, "Use {} to make {}.", "Make {1} from {0}.", "Reach {1} with {0}.")
     text = text.replace("{}", "{0}", 1).replace("{}", "{1}", 1).format(body, target)
-    return Problem(text, str(target), "countdown", 1 / chances[target], body)
+    return Exercise(text, str(target), "countdown", 1 / chances[target], body)
 
 
-def _solve_countdown(task: Problem, rng: Random) -> str:
+def _solve_countdown(task: Exercise, rng: Random) -> str:
     numbers, target = [int(n) for n in task.body.split(",")], int(task.answer)
     verb = _say(rng, "try ", "test ", "")
     misses = rng.choices([["no"], ["no", "not it"], ["too big", "too small"]], (6, 3, 2))[0]

@@ -13,7 +13,7 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.engine.devices.choice import Choice, Gpu, choose, look
+from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.sizing import kv_pages, served_length
@@ -37,7 +37,7 @@ UNDECIDED = fail(
 )
 
 
-def _choice(config: Config) -> tuple[Choice, Gpu]:
+def _choice(config: Config) -> tuple[DeviceChoice, Gpu]:
     """Choose as the engine would."""
     gpu = look()
     return choose(engine_settings(config), gpu, lambda: own_dtype(config.model)), gpu
@@ -176,7 +176,7 @@ def _network(config: Config, directory: Path) -> Eagle3:
         return Eagle3.empty(directory, _model(config))
 
 
-def _chosen(config: Config) -> tuple[Choice, Gpu] | None:
+def _chosen(config: Config) -> tuple[DeviceChoice, Gpu] | None:
     """Return choice and GPU; None where the check `device` fails."""
     try:
         return _choice(config)

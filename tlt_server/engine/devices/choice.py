@@ -42,7 +42,7 @@ class Gpu(NamedTuple):
         )
 
 
-class Choice(NamedTuple):
+class DeviceChoice(NamedTuple):
     settings: DecidedSettings
     reasons: dict[str, str]  # setting whose value depends on what was found -> the value and why
 
@@ -89,7 +89,7 @@ def dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> Choice:
+def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> DeviceChoice:
     """Settings with nothing left open. `StartupError` where what was asked for cannot be had;
     `own_dtype`: of the checkpoint.
     """
@@ -109,10 +109,10 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
         raise StartupError(f"device is {device!r}; it must be auto, cpu or cuda")
     chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, own_dtype)
     because = f"{chosen.settings.device}: {gpu.unusable or f'torch sees {gpu.description}'}"
-    return Choice(chosen.settings, {"device": because, **chosen.reasons})
+    return DeviceChoice(chosen.settings, {"device": because, **chosen.reasons})
 
 
-def for_cpu(settings: EngineSettings) -> Choice:
+def for_cpu(settings: EngineSettings) -> DeviceChoice:
     if settings.dtype not in (None, "float32"):
         raise StartupError(
             f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a "
@@ -129,10 +129,10 @@ def for_cpu(settings: EngineSettings) -> Choice:
         max_running=64,
         max_rows=512,
     )
-    return Choice(replace(suited, graphs=False), {})
+    return DeviceChoice(replace(suited, graphs=False), {})
 
 
-def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
+def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> DeviceChoice:
     check_attention(settings.attention, "cuda")
     reasons, dtype = {}, str(settings.dtype)
     if settings.dtype is None:
@@ -146,15 +146,15 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
     if suited.attention == "torch" and suited.graphs:
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
         suited = replace(suited, graphs=False)
-    return Choice(suited, reasons)
+    return DeviceChoice(suited, reasons)
 
 
-def for_interpreter(settings: EngineSettings) -> Choice:
+def for_interpreter(settings: EngineSettings) -> DeviceChoice:
     """The GPU engine without a GPU, for tests: small."""
     suited = filled(
         settings, dtype="float32", attention="triton", kv_memory_mb=16, max_running=8, max_rows=64
     )
-    return Choice(replace(suited, graphs=False), {})
+    return DeviceChoice(replace(suited, graphs=False), {})
 
 
 def check_attention(name: str | None, device: str) -> None:

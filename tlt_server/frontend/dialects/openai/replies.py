@@ -56,7 +56,7 @@ class Speculation(Struct, frozen=True):
     num_spec_tokens: Annotated[int, Meta(description="the largest number that one step accepted")]
 
 
-class Metrics(Struct, frozen=True):
+class RequestMetrics(Struct, frozen=True):
     """The figures that a reply has in addition to its choices."""
 
     speculative_decoding: Annotated[
@@ -94,7 +94,9 @@ class CompletionChoice(Struct, kw_only=True):
         list[VersionSpan] | UnsetType,
         Meta(description="which weights computed which tokens; with `return_weight_versions`"),
     ] = UNSET
-    metrics: Annotated[Metrics | UnsetType, Meta(description="figures of its speculation")] = UNSET
+    metrics: Annotated[
+        RequestMetrics | UnsetType, Meta(description="figures of its speculation")
+    ] = UNSET
 
 
 class Speech(Struct):
@@ -129,7 +131,9 @@ class ChatChoice(Struct, kw_only=True):
         list[VersionSpan] | UnsetType,
         Meta(description="which weights computed which tokens; with `return_weight_versions`"),
     ] = UNSET
-    metrics: Annotated[Metrics | UnsetType, Meta(description="figures of its speculation")] = UNSET
+    metrics: Annotated[
+        RequestMetrics | UnsetType, Meta(description="figures of its speculation")
+    ] = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -154,7 +158,7 @@ class Completion(Struct, kw_only=True):
         ),
     ] = UNSET
     metrics: Annotated[
-        Metrics | UnsetType, Meta(description="figures of a reply's only choice")
+        RequestMetrics | UnsetType, Meta(description="figures of a reply's only choice")
     ] = UNSET
 
 
@@ -188,7 +192,7 @@ class ChatCompletion(Struct, kw_only=True):
         Meta(description="per prompt token, null for the first; where asked for"),
     ] = UNSET
     metrics: Annotated[
-        Metrics | UnsetType, Meta(description="figures of a reply's only choice")
+        RequestMetrics | UnsetType, Meta(description="figures of a reply's only choice")
     ] = UNSET
 
 
@@ -236,11 +240,11 @@ def failure(error: TltError) -> Failure:
     )
 
 
-def figures(sd: SdReport) -> Metrics:
+def figures(sd: SdReport) -> RequestMetrics:
     """Return the figures of a choice from its report of speculation."""
     if not sd.draft_steps:
-        return Metrics(None)
-    return Metrics(
+        return RequestMetrics(None)
+    return RequestMetrics(
         Speculation(
             mean_acceptance_length=1 + sd.accepted / sd.draft_steps,
             draft_acceptance_rate=sd.accepted / sd.drafted if sd.drafted else 0.0,
