@@ -35,7 +35,7 @@ ALONE = (
     "0",
 )  # they fill a GPU's memory, and wait no longer than a server should take
 RUNS = {  # bits of kernels first: nothing counts before they are right
-    "products and attention": BITS,
+    "matmuls and attention": BITS,
     "other kernels": ("tests/kernels", *(f"--ignore={file}" for file in BITS)),
     "engine": ("tests/engine", "-m", "gpu"),
     "server": ("tests/e2e/test_on_gpu.py", *ALONE),
