@@ -26,8 +26,8 @@ def goals_section(found: Sequence[Result]) -> Iterator[str]:
     commits = dict.fromkeys(answered.commit for _, answered in answers if answered)
     if len(commits) > 1:
         yield (
-            f"These figures come from several commits ({', '.join(commits)}): "
-            "what is exact at one of them need not be the code that is fast at another."
+            f"Several commits ({', '.join(commits)}): what is exact at one of them need not be "
+            "the code that is fast at another."
         )
 
 

@@ -9,7 +9,7 @@ RESULTS_FOLDER = "../benchmarks/results"  # from docs/
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(
-        f"| {' | '.join(str(cell) for cell in row)} |"
+        f"|{'|'.join(str(cell) for cell in row)}|"
         for row in (headings, ["---"] * len(headings), *rows)
     )
 

@@ -23,16 +23,17 @@ INTRODUCTION = """\
 
 `python -m benchmarks.report` generates this page from [benchmarks/results](../benchmarks/results):
 do not edit it. Each file there holds the figures of one run with command, commit, date, machine and
-versions. Times of steps are medians as the host sees them, from the end of one step to the end of
-the next, after the first steps of a batch. [Notes on performance](performance_notes.md) record what
-was tried, what it was expected to give and what it gave.
+all versions. Times of steps are medians as the host sees them, from the end of one step to the end
+of the next, after the first steps of a batch. What was tried is in the
+[notes on performance](performance_notes.md).
 
 `make bench-gpu PAIR=DIR` runs the GPU benches, `make test-gpu` the GPU tests; `tlt bench NAME
---help` describes one bench. Each prints a table and, as its last line, its figures as JSON;
-`--json FILE` writes a file like those below. Exit status 0: measured, and every check held; 1: a
-check failed; 2: the flags ask for what cannot be measured. A padded pair (`tlt bench pad`) has a
-large model's shapes, so its steps cost what that model's cost. It says what the shipped pair says,
-so acceptance is that of a trained drafter on its own, easy task."""
+--help` describes one bench. `--json FILE` writes a file like those below. Exit status 0: measured,
+and every check held; 1: a check failed; 2: the flags ask for what cannot be measured. A padded pair
+(`tlt bench pad`) has a large model's shapes and costs, but says what the shipped pair says, so
+acceptance is that of a trained drafter on its own, easy task."""
+
+NAMED_VERSIONS = ("torch", "triton", "cuda", "driver")  # the result's file has all
 
 
 def page(found: Sequence[Result]) -> str:
@@ -42,7 +43,7 @@ def page(found: Sequence[Result]) -> str:
     parts = [INTRODUCTION, *goals_section(found), *others_section(found)]
     for bench, (title, section) in SECTIONS.items():
         runs = [result for result in found if result.bench == bench]
-        if runs:
+        if runs and f"## {title}" not in parts:  # some benches share a section
             parts.append(f"## {title}")
         explained: set[str] = set()  # a section explains its tables once
         for result in runs:
@@ -60,13 +61,17 @@ def _source(result: Result, machine: str) -> str:
     quick = " A quick run." if result.figures.get("quick") else ""
     command = re.sub(r" --(commit|json) \S+", "", entry["command"])  # both stand next to it
     return (
-        f"{link(result.name)}: `{command}` at {entry['commit']}, {entry['date']}, "
+        f"{link(result.name)}: `{command}` at {entry['commit']}, "
         f"[{machine}](#machines).{quick}{note}"
     )
 
 
 def _machine(result: Result) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in result.entry["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}"
+        for name, version in result.entry["versions"].items()
+        if name in NAMED_VERSIONS
+    )
     return f"{result.entry['machine']}; {versions}"
 
 

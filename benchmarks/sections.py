@@ -18,8 +18,8 @@ def _model(figures: Figures) -> str:
     shape = figures["shape"]
     running = f", at most {figures['max_running']} running" if figures["max_running"] else ""
     return (
-        f"{shape['layers']} layers of {shape['hidden']}, vocabulary {shape['vocab']}, "
-        f"{figures['dtype']}, drafter {figures['drafter']}{running}."
+        f"{shape['layers']} layers of {shape['hidden']}, {figures['dtype']}, "
+        f"drafter {figures['drafter']}{running}."
     )
 
 
@@ -108,8 +108,9 @@ def _cycle(figures: Figures) -> Iterator[str]:
     ]
     if profiled and figures["shape"]["layers"] >= FULL_SIZE:
         yield (
-            "Where these cycles go, by the profiler, in ms. A kernel may be resident while it "
-            "waits for the one before; a moment that several share counts for the first of them."
+            f"Where cycles at prompt {SHORT_PROMPT} go, by the profiler, in ms. A kernel may be "
+            "resident while it waits for the one before; a moment that several share counts for "
+            "the first of them."
         )
         yield _kernel_shares(profiled)
 
@@ -130,7 +131,7 @@ def _kernel_shares(profiled: list[Figures]) -> str:
     )
     rest = [sum(of.values()) - sum(of.get(name, 0) for name in names) for of in times]
     return table(
-        ("kernel", *(f"{r['strategy']} x {r['batch']}, prompt {r['prompt']}" for r in profiled)),
+        ("kernel", *(f"{r['strategy']} x {r['batch']}" for r in profiled)),
         [
             ["whole cycle", *(f"{r['profiled_step_ms']:.3f}" for r in profiled)],
             ["kernels and copies", *(r["kernels_per_step"] for r in profiled)],
@@ -238,27 +239,18 @@ def _weights(figures: Figures) -> Iterator[str]:
     largest = max(r["bytes"] for r in figures["rows"])
     yield (
         f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the "
-        "weights are live. The copy is of the same bytes on the same disk, synced. With "
-        "`--state-dir`, so every push is also spooled and synced."
+        "weights are live, spooled and synced (`--state-dir`). The copy is of the same bytes on "
+        "the same disk, synced."
     )
     yield (
-        f"The last two columns are of {figures['rounds']} more such rounds, while "
-        f"{figures['requests']} requests decode on the same cores: the median, and the longest "
-        "time at a commit in which no step could start."
+        f"Last two columns: {figures['rounds']} more such rounds while {figures['requests']} "
+        "requests decode on the same cores; the pause is the longest time at a commit in which no "
+        "step could start."
     )
     yield table(
-        (
-            "checkpoint",
-            "MB",
-            "channel",
-            "seconds",
-            "against a copy",
-            "while decoding",
-            "longest pause, ms",
-        ),
+        ("MB", "channel", "seconds", "against a copy", "while decoding", "longest pause, ms"),
         (
             (
-                r["checkpoint"],
                 f"{r['bytes'] / 1e6:.0f}",
                 r["channel"],
                 f"{r['push_s']:.2f}",
@@ -323,7 +315,7 @@ def _matmuls(figures: Figures) -> Iterator[str]:
 
 
 def _in_the_file(figures: Figures) -> Iterator[str]:
-    yield f"{len(figures['rows'])} rows of figures, in the file only."
+    yield f"{len(figures['rows'])} rows, in the file only."
 
 
 def _tests(figures: Figures) -> Iterator[str]:
@@ -356,9 +348,9 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "weights": ("Weight pushes on a CPU", _weights),
     "weights-gpu": ("Weight pushes from GPU to GPU", _weights_gpu),
     "products": ("Matmuls alone", _matmuls),
-    "attention": ("Attention alone", _in_the_file),
-    "norms": ("Norms alone", _in_the_file),
-    "sampling": ("Sampling alone", _in_the_file),
-    "trees": ("Trees, walks and KV alone", _in_the_file),
+    "attention": ("Single kernels", _in_the_file),
+    "norms": ("Single kernels", _in_the_file),
+    "sampling": ("Single kernels", _in_the_file),
+    "trees": ("Single kernels", _in_the_file),
     "test-gpu": ("Tests on a GPU", _tests),
 }

@@ -249,20 +249,20 @@ def test_every_file_of_results_is_on_the_page() -> None:
 def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
     text = page(EXAMPLES)
     for line in (
-        "| plain decode, batch 1, ms per step | 4.1 / 3.7 | [3.80](",
-        "/results/decode-h200.json) | reached |",
-        "| SD cycle of depth 7, batch 1, 32 rows, ms per cycle | 6.0 / 5.2 | [5.50](",
-        "| price of strict, decode, batch 1-64, % more time | 3 / 0 | [6.40](",
-        "| all graphs of the default configuration, memory, GB | 2 / 1 | [1.50](",
-        "over all configurations, runs | 2000 / 2000 | [2304](",
-        "results/decode-h200.json) | 3.80 | 3.80 | 3.80 | 3.80 | 3.80 |",
-        "| `gemm` | 3.000 |",
-        "at the commit of pushed weights, ipc, ms | 25 / 20 | [21.50](",
-        "| 25 / 20 | [26.50](../benchmarks/results/weights-spooled.json) | short |",
-        "| random | 1000 | disk | 4.00 | 2.00x | 4.00 | 97.00 |",
-        "| ipc | 15.2 | 2.00 | 7.6 |",
+        "|plain decode, batch 1, ms per step|4.1 / 3.7|[3.80](",
+        "/results/decode-h200.json)|reached|",
+        "|SD cycle of depth 7, batch 1, 32 rows, ms per cycle|6.0 / 5.2|[5.50](",
+        "|price of strict, decode, batch 1-64, % more time|3 / 0|[6.40](",
+        "|all graphs of the default configuration, memory, GB|2 / 1|[1.50](",
+        "over all configurations, runs|2000 / 2000|[2304](",
+        "results/decode-h200.json)|3.80|3.80|3.80|3.80|3.80|",
+        "|`gemm`|3.000|",
+        "at the commit of pushed weights, ipc, ms|25 / 20|[21.50](",
+        "|25 / 20|[26.50](../benchmarks/results/weights-spooled.json)|short|",
+        "|1000|disk|4.00|2.00x|4.00|97.00|",
+        "|ipc|15.2|2.00|7.6|",
         "by rows: 1.034 (256).",
-        "1 rows of figures, in the file only.",
+        "1 rows, in the file only.",
         "server 5 / 0 / 0",
     ):
         assert line in text, line
