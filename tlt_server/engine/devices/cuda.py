@@ -145,13 +145,10 @@ class CudaDevice:
         self._synchronize()  # staging copied on another stream
         with torch.cuda.stream(self._stream):
             self._exchange(changed)
-        # Another stream may fill the storage of the version before, once it is given back.
-        self._synchronize()
+        self._synchronize()  # before another stream fills what the old version gives back
 
     def _synchronize(self) -> None:
-        """Wait for our own streams, not for the whole device, which may run kernels that wait for a
-        trainer.
-        """
+        """Wait for our own streams only: others may run kernels that wait for a trainer."""
         if self._stream is not None:
             torch.cuda.default_stream(self.device).synchronize()
             self._stream.synchronize()
