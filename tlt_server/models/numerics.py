@@ -52,16 +52,17 @@ class MatmulMethod(NamedTuple):
     block: int = 0  # rows of every call, padded with zeros; 0: all rows in one call
 
 
-# In order of preference. MKL's fixed-order modes hold for every row count on Intel's processors. On
-# AMD's, MKL computes 1 to 3 rows by another kernel than more, and oneDNN is twice as fast as MKL;
-# its kernels for one row and for several may differ. On a processor with AVX-512 a matmul
-# [1, 256] x [256, 768] took 19 us by oneDNN, 38 us by four rows of MKL, 84 us by a block.
+# In order of preference. MKL's fixed-order modes hold for every row count on Intel's processors;
+# on AMD's, MKL computes 1 to 3 rows by another kernel than more. oneDNN is faster on small matmuls,
+# but keeps a kernel for every row count that it meets: 150 MB more in an engine of the shipped
+# pair. On a processor with AVX-512 a matmul [1, 256] x [256, 768] took 19 us by oneDNN, 38 us by
+# four rows of MKL, 84 us by a block.
 BLOCKS = MatmulMethod("padded blocks of 16 rows", _by_torch, block=16)
 METHODS = (
     MatmulMethod("library matmuls", _by_torch),
+    MatmulMethod("library matmuls of at least 4 rows", _by_torch, min_rows=4),
     MatmulMethod("oneDNN's matmuls", _by_onednn),
     MatmulMethod("oneDNN's matmuls of at least 2 rows", _by_onednn, min_rows=2),
-    MatmulMethod("library matmuls of at least 4 rows", _by_torch, min_rows=4),
     BLOCKS,
 )
 
