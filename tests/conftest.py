@@ -55,6 +55,7 @@ LONGEST = (  # more than 20 s each
     "tests/engine/test_gpu_engine_reports.py",
     "tests/engine/test_pad.py",
     "tests/frontend/test_command.py",
+    "tests/frontend/test_resumed_rollouts.py",
     "tests/frontend/test_rollouts.py",
 )
 

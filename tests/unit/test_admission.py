@@ -1,22 +1,18 @@
-"""Admission: bounds that are never passed, forecasts that turn away what would be late, and a
-simulated overload in virtual time.
-"""
+"""Admission: bounds that are never passed, and sums that return to zero."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections import deque
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_server.errors import Overloaded, QueueFull, TltError, TooLarge
+from tlt_server.errors import Overloaded, QueueFull, TooLarge
 from tlt_server.events import EngineInfo
-from tlt_server.frontend.link.admission import CAUTION, Admission, Demand
-from tlt_server.frontend.link.forecast import MIN_S, MIN_SEQUENCES
+from tlt_server.frontend.link.admission import Admission, Demand
+from tlt_server.frontend.link.forecast import MIN_SEQUENCES
 from tlt_server.records import OFF, Cycle, GenerateRequest, Sampling, StepContext, StepOutput
 
 ENGINE = EngineInfo(
@@ -188,145 +184,6 @@ def test_alone_a_request_passes_every_forecast() -> None:
         admission.admit(many)
 
 
-def test_a_full_queue_says_when_it_should_have_room() -> None:
-    admission = experienced(make(max_queue=20))
-    admission.open(
-        sequences(range(20))
-    )  # 50 tokens each, half of them expected: 500 in all, 100 a second
-    with pytest.raises(QueueFull) as caught:
-        admission.admit(Demand(8))
-    assert caught.value.retry_after_s == pytest.approx(8 / 20 * 5)
-
-
-def test_nothing_is_forecast_without_evidence() -> None:
-    admission = make()
-    for _ in range(MIN_SEQUENCES):
-        admission.forecast.ended(25, 50)
-    for _ in range(100):
-        admission.stepped(step(4, 10, MIN_S), waiting=0)  # not full: says nothing
-    admission.open(sequences(range(50)))
-    admission.admit(Demand(1, 10, 50, deadline_s=0.001))
-    assert not admission.forecast.known and admission.wait_s() == 0
-
-
-def test_a_forecast_that_refuses_all_that_would_wait_can_still_learn_better() -> None:
-    admission = experienced(make(), tokens_per_s=10)
-    admission.open(sequences(range(8)))  # every place is taken and none waits
-    asked = Demand(1, 10, 50, deadline_s=5.0)
-    with pytest.raises(Overloaded):
-        admission.admit(asked)
-    for _ in range(300):
-        admission.stepped(step(8, 20, 0.1), waiting=0)
-    admission.admit(asked)
-
-
-def test_a_wait_is_what_must_end_first_at_the_rate_of_full_steps() -> None:
-    admission = experienced(make())
-    admission.open(sequences(range(7)))
-    assert admission.wait_s() == 0  # the eighth place is free
-    admission.open(sequences("x"))
-    assert admission.wait_s() == pytest.approx(
-        0.25
-    )  # one of eight must end: 25 tokens at 100 a second
-    admission.open(sequences("yz"))
-    assert admission.wait_s() == pytest.approx(0.75)
-
-
-def test_places_are_also_bounded_by_pages() -> None:
-    admission = experienced(make(engine=ENGINE_OF_10_PAGES))
-    admission.open(
-        sequences(range(4), prompt=16, max_tokens=32)
-    )  # each 16 + half of 32 tokens and half a page: 2.5 pages
-    assert admission.wait_s() == pytest.approx(16 / 100)
-    admission.close("0")
-    assert admission.wait_s() == 0
-
-
-ENGINE_OF_10_PAGES = EngineInfo(
-    **{f: getattr(ENGINE, f) for f in ENGINE.__struct_fields__} | {"pages": 10}
-)
-
-
-def test_what_would_miss_its_deadline_is_refused_with_the_time_after_which_it_would_not() -> None:
-    clock = Clock()
-    admission = experienced(make(clock=clock))
-    admission.open(
-        sequences(range(16))
-    )  # 9 must end first: 2.25 s; a sequence gets 12.5 tokens a second: 2 s for its own 25
-    needs_s = CAUTION * (2.25 + 2)
-    asked = Demand(1, 10, 50)
-    with pytest.raises(
-        Overloaded, match=r"would have ended after 6\.4 s, and it has 6\.0 s \(timeout_s\)"
-    ) as caught:
-        admission.admit(asked._replace(deadline_s=6.0))
-    assert caught.value.http_status == 429 and caught.value.retry_after_s == 1
-    with pytest.raises(Overloaded) as caught:
-        admission.admit(asked._replace(deadline_s=needs_s - 1.5))
-    assert caught.value.retry_after_s == pytest.approx(1.5)
-    admission.admit(asked._replace(deadline_s=needs_s + 0.01))
-    clock.now = 1.0
-    with pytest.raises(Overloaded):
-        admission.admit(asked._replace(deadline_s=needs_s + 0.01))
-
-
-def test_what_would_not_begin_in_time_is_refused() -> None:
-    admission = experienced(make())
-    admission.open(sequences(range(16)))
-    with pytest.raises(
-        Overloaded, match=r"would begin after 3\.4 s, and it has 2\.0 s \(queue_timeout_s\)"
-    ):
-        admission.admit(Demand(1, 10, 50, begin_by_s=2.0))
-    with pytest.raises(
-        Overloaded, match="queue_timeout_s"
-    ):  # all of a batch must begin in time, its ninth after 2.25 + 2 s
-        admission.admit(Demand(9, 90, 450, begin_by_s=CAUTION * 4.2))
-    admission.admit(Demand(9, 90, 450, begin_by_s=CAUTION * 4.3))
-
-
-def test_an_idle_server_refuses_nothing_for_its_length() -> None:
-    admission = experienced(make())
-    admission.admit(Demand(90, 900, 4500, deadline_s=0.1))
-    admission.open(sequences(range(8)))
-    with pytest.raises(Overloaded) as caught:
-        admission.admit(Demand(90, 900, 4500, deadline_s=0.1))
-    assert (
-        caught.value.retry_after_s == 1
-    )  # it lacks much more, but then the wait for others is over
-
-
-def test_long_sequences_are_reckoned_with() -> None:
-    forecast = make().forecast
-    for i in range(400):
-        forecast.ended(90 if i % 10 == 0 else 10, 100)
-    assert forecast.share == pytest.approx(0.18, abs=0.05)
-    assert 0.5 < forecast.long_share <= 1
-    for _ in range(2000):
-        forecast.ended(30, 100)
-    assert forecast.share == pytest.approx(0.3, abs=0.01) and forecast.long_share == pytest.approx(
-        0.3, abs=0.03
-    )
-
-
-@pytest.mark.parametrize(
-    ("last", "counts"),
-    [
-        (output("a", 3, "stop"), True),
-        (output("a", 3, "length"), True),
-        (output("a", 0, "error", ("deadline_exceeded", "")), True),
-        (output("a", 3, "abort"), False),
-        (output("a", 0, "error", ("engine_failed", "")), False),
-        (output("a", 0, "error", ("queue_timeout", "")), False),
-    ],
-)
-def test_only_ends_that_say_how_long_sequences_are_teach(last: StepOutput, counts: bool) -> None:
-    admission = make()
-    for _ in range(MIN_SEQUENCES):
-        admission.open(sequences("a"))
-        admission.take(output("a", 7))
-        admission.take(last)
-    assert (admission.forecast.share > 0) == counts and len(admission) == 0
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -408,121 +265,6 @@ def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
     assert (
         len(admission) == admission.tokens == 0 and admission.pages == 0 and admission.wait_s() == 0
     )
-
-
-class SimulatedEngine:
-    """One token per running sequence and step, first come first served, in virtual time; a fuller
-    step takes longer.
-    """
-
-    def __init__(self, admission: Admission, clock: Clock, seed: int) -> None:
-        self.admission, self.clock, self.draw = admission, clock, random.Random(seed)
-        self.waiting: deque[GenerateRequest] = deque()
-        self.running: dict[str, list[int]] = {}  # id -> tokens given, tokens in all
-        self.deadlines: dict[str, float] = {}
-        self.good = self.late = self.refused = 0  # tokens, sequences, sequences
-
-    def ask(self, id: int, timeout_s: float) -> None:
-        [request] = sequences([id], 50, 256, deadline_s=self.clock.now + timeout_s)
-        try:
-            self.admission.admit(Demand.of([request]))
-        except TltError:
-            self.refused += 1
-        else:
-            self.admission.open([request])
-            self.waiting.append(request)
-            self.deadlines[request.id] = self.clock.now + timeout_s
-
-    def step(self) -> None:
-        new = 0
-        while self.waiting and len(self.running) < 64:
-            length = min(256, max(1, int(self.draw.lognormvariate(4.2, 0.9))))
-            self.running[self.waiting.popleft().id] = [0, length]
-            new += 1
-        step_s = 0.004 + 0.0002 * len(self.running) + 0.0005 * new
-        self.clock.now += step_s
-        for id, sequence in list(self.running.items()):
-            sequence[0] += 1
-            ended = sequence[0] == sequence[1]
-            self.admission.take(output(id, 1, "stop" if ended else None))
-            if ended:
-                self.good += sequence[1]
-                self._gone(id)
-        for id in [id for id, deadline_s in self.deadlines.items() if deadline_s <= self.clock.now]:
-            self.late += 1
-            self.admission.take(output(id, 0, "error", ("deadline_exceeded", "")))
-            self._gone(id)
-        if self.running:
-            self.admission.stepped(
-                step(len(self.running), len(self.running), step_s), len(self.waiting)
-            )
-
-    def _gone(self, id: str) -> None:
-        self.running.pop(id, None)
-        self.waiting = deque(request for request in self.waiting if request.id != id)
-        del self.deadlines[id]
-
-
-def simulated(timeout_s: float, per_s: float, seconds: float, seed: int = 0) -> SimulatedEngine:
-    """`per_s` requests a second at random moments; inf: as many as are needed to keep it full."""
-    clock, places = Clock(), ENGINE_OF_64
-    engine = SimulatedEngine(
-        make(
-            max_queue=10**6,
-            max_queue_tokens=10**9,
-            max_page_forecast=1e6,
-            engine=places,
-            clock=clock,
-        ),
-        clock,
-        seed,
-    )
-    draw, next_s, count = random.Random(seed + 1), 0.0, 0
-    while clock.now < seconds:
-        while len(engine.deadlines) < 96 if math.isinf(per_s) else next_s <= clock.now:
-            count += 1
-            engine.ask(count, timeout_s)
-            next_s += 0.0 if math.isinf(per_s) else draw.expovariate(per_s)
-        engine.step()
-    return engine
-
-
-ENGINE_OF_64 = EngineInfo(
-    **{f: getattr(ENGINE, f) for f in ENGINE.__struct_fields__}
-    | {"max_running": 64, "pages": 10**6}
-)
-
-
-MEAN = 92  # tokens of a simulated sequence
-
-
-@pytest.fixture(scope="module")
-def peak() -> float:
-    """Tokens per second of a server that is kept full and refuses nothing."""
-    return simulated(1e9, math.inf, 60).good / 60
-
-
-@pytest.mark.parametrize("timeout_s", [5.0, 10.0, 20.0])
-@pytest.mark.parametrize("factor", [2, 3])
-def test_more_than_the_capacity_costs_hardly_any_goodput(
-    peak: float, timeout_s: float, factor: int
-) -> None:
-    """The loss is of the first seconds, before anything is known. A sequence of full length takes
-    4.4 s of its time.
-    """
-    engine = simulated(timeout_s, factor * peak / MEAN, 60)
-    ended = factor * peak / MEAN * 60 - engine.refused
-    assert engine.good / 60 >= 0.95 * peak
-    assert engine.late <= 0.02 * ended
-
-
-def test_without_the_forecast_goodput_collapses(
-    peak: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slow twin: what the same load does to a server that only bounds its queue."""
-    monkeypatch.setattr(Admission, "_check_time", lambda self, demand: None)
-    engine = simulated(10.0, 3 * peak / MEAN, 60)
-    assert engine.good / 60 < 0.6 * peak and engine.late > 2000
 
 
 def test_a_prompt_that_is_only_scored_teaches_nothing() -> None:

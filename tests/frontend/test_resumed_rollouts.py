@@ -1,0 +1,298 @@
+"""Rollouts that outlive an engine or a server: the next one resumes them from the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.frontend.fake_engine import HANGS
+from tests.frontend.live_server import live_server
+from tests.frontend.test_limits import eventually
+from tests.frontend.test_rollouts import FIELDS, ITEMS, await_waiter
+from tests.frontend.test_supervisor import OFTEN, die
+from tests.frontend.tiny_model import write_model
+from tlt_client import Client, Reply
+from tlt_client.wire import Choice
+from tlt_server.errors import StartupError
+from tlt_server.events import WeightState
+from tlt_server.frontend.rollouts.journal import past
+from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.metrics import Metrics
+
+
+def choices(reply: Reply) -> dict[str, list[Choice]]:
+    return {result.id: list(result.choices) for result in reply.results}
+
+
+def test_the_next_engine_goes_on_and_only_with_what_asked_for_it(model: Path) -> None:
+    with (
+        live_server(model, engine={"step_s": 0.03, "per_step": 1}, **OFTEN) as server,
+        Client(server.url, timeout_s=20) as client,
+    ):
+        rollout = client.generate(
+            [{**item, "seed": 9} for item in ITEMS], sampling=FIELDS, detach=True
+        )
+        plain: list[Reply] = []
+        thread = threading.Thread(
+            target=lambda: plain.append(client.generate([{"token_ids": [HANGS]}]))
+        )
+        thread.start()
+        for least in (3, 20):
+            eventually(lambda least=least: rollout.fetch().progress.tokens > least)  # type: ignore[misc]
+            die(server, least)
+        thread.join(30)
+        assert (
+            plain[0].results[0].error is not None
+            and plain[0].results[0].error.code == "engine_failed"
+        )
+        reply = rollout.result(30)
+        assert all(request.generated for request in server.engine.submitted)
+    with (
+        live_server(model, engine={"per_step": 1}) as undisturbed,
+        Client(undisturbed.url) as client,
+    ):
+        expected = client.generate([{**item, "seed": 9} for item in ITEMS], sampling=FIELDS)
+    assert reply == expected  # also the figures: one token a step here
+
+
+def test_the_next_server_goes_on_with_what_was_written(model: Path, tmp_path: Path) -> None:
+    """The first one stops in the middle, with some tokens, a stop string half seen, and one item
+    done.
+    """
+    items = [
+        {"id": "c", "prompt": "ab", "sampling": {"max_tokens": 3}},
+        *({**item, "seed": 9} for item in ITEMS),
+    ]
+    with live_server(model) as undisturbed, Client(undisturbed.url) as client:
+        expected = client.generate(items, sampling=FIELDS)
+    with (
+        live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
+        Client(first.url) as client,
+    ):
+        rollout = client.generate(items, sampling=FIELDS, detach=True, idempotency_key="k")
+        eventually(lambda: rollout.fetch().progress.tokens >= 13)
+        keyed: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: keyed.append(
+                httpx.get(f"{first.url}/rollouts/{rollout.id}", params={"wait_s": 60}, timeout=70)
+            )
+        )
+        thread.start()
+        await_waiter(first, rollout.id)
+    thread.join(30)
+    assert keyed[0].status_code == 503 and "state_dir" in keyed[0].json()["error"]["message"]
+    with (
+        live_server(model, engine={"step_s": 0.01, "per_step": 2}, state_dir=tmp_path) as second,
+        Client(second.url) as client,
+    ):
+        again = client.generate(items, sampling=FIELDS, detach=True, idempotency_key="k")
+        assert again.id == rollout.id
+        reply = client.rollout(rollout.id).result(30)
+        assert {request.id for request in second.engine.submitted} and all(
+            request.generated for request in second.engine.submitted
+        )
+        for name, found in choices(reply).items():
+            for mine, theirs in zip(found, choices(expected)[name], strict=True):
+                assert (
+                    mine.token_ids,
+                    mine.text,
+                    mine.logprobs,
+                    mine.top_logprobs,
+                    mine.prompt_logprobs,
+                    mine.seed,
+                ) == (
+                    theirs.token_ids,
+                    theirs.text,
+                    theirs.logprobs,
+                    theirs.top_logprobs,
+                    theirs.prompt_logprobs,
+                    theirs.seed,
+                )
+                assert (mine.finish_reason, mine.stop_reason) == (
+                    theirs.finish_reason,
+                    theirs.stop_reason,
+                )
+                assert mine.sd.steps > theirs.sd.steps, "figures cover both parts"
+        assert (
+            f"tlt_resumed_sequences_total {float(len(second.engine.submitted))}" in client.metrics()
+        )
+    with live_server(model, state_dir=tmp_path) as third, Client(third.url) as client:
+        assert client.rollout(rollout.id).result(30) == reply and not third.engine.submitted
+        client.rollout(rollout.id).delete()
+        assert not list((tmp_path / "rollouts").glob("*.journal"))
+
+
+def test_tokens_say_which_version_made_them_over_a_restart(model: Path, tmp_path: Path) -> None:
+    with (
+        live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
+        Client(first.url) as client,
+    ):
+        rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 30}, detach=True)
+        eventually(lambda: rollout.fetch().progress.tokens > 3)
+    [path] = (tmp_path / "rollouts").glob("*.journal")
+    said = past(path.read_bytes())
+    assert said is not None
+    cut = sum(len(output.token_ids) for output in said.outputs)
+    with (
+        live_server(
+            model, engine={"weights": WeightState(target="v7")}, state_dir=tmp_path
+        ) as second,
+        Client(second.url) as client,
+    ):
+        [choice] = client.rollout(rollout.id).result(30).results[0].choices
+        assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [
+            ("v0", 0, cut),
+            ("v7", cut, 30),
+        ]
+
+
+def test_a_torn_journal_is_cut_and_one_without_a_header_is_gone(
+    model: Path, tmp_path: Path
+) -> None:
+    with (
+        live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
+        Client(first.url) as client,
+    ):
+        rollout = client.generate(
+            [{"prompt": "abc", "n": 2}], sampling={"max_tokens": 20}, detach=True
+        )
+        eventually(lambda: rollout.fetch().progress.tokens > 8)
+    path = tmp_path / "rollouts" / f"{rollout.id}.journal"
+    os.truncate(path, path.stat().st_size - 5)
+    (tmp_path / "rollouts" / "r-1.journal").write_bytes(path.read_bytes()[:20])
+    with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
+        assert [summary.id for summary in client.rollouts()] == [rollout.id]
+        assert [
+            choice.text for choice in client.rollout(rollout.id).result(30).results[0].choices
+        ] == ["abcabcabcabcabcabcab"] * 2
+
+
+def test_a_deadline_goes_on_while_no_server_runs(model: Path, tmp_path: Path) -> None:
+    with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:
+        rollout = client.generate([{"token_ids": [HANGS]}], timeout_s=4, detach=True)
+    time.sleep(4)
+    with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
+        started = time.monotonic()
+        [result] = client.rollout(rollout.id).result(30).results
+        assert (
+            result.error is not None
+            and result.error.code == "deadline_exceeded"
+            and time.monotonic() - started < 3.5
+        )
+
+
+def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) -> None:
+    with live_server(model, state_dir=tmp_path) as first:
+        second = Rollouts(
+            tmp_path / "rollouts", first.config, Metrics(), first.rollouts._generations
+        )
+        with pytest.raises(StartupError, match="in use by another server"):
+            asyncio.run(second.open())
+
+
+def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:
+    with live_server(model, state_dir=tmp_path / "state") as first, Client(first.url) as client:
+        rollout = client.generate([{"token_ids": [HANGS]}], detach=True)
+    other = tmp_path / "other"
+    other.mkdir()
+    with (
+        live_server(write_model(other), state_dir=tmp_path / "state") as second,
+        Client(second.url) as client,
+    ):
+        [result] = client.rollout(rollout.id).result(30).results
+        assert (
+            result.error is not None
+            and result.error.code == "conflict"
+            and str(model) in result.error.message
+        )
+        assert not second.engine.submitted
+
+
+def test_what_was_accepted_goes_on_under_smaller_bounds_and_a_copied_file_is_put_aside(
+    model: Path, tmp_path: Path
+) -> None:
+    with (
+        live_server(model, engine={"step_s": 0.2, "per_step": 1}, state_dir=tmp_path) as first,
+        Client(first.url) as client,
+    ):
+        rollouts = [
+            client.generate([{"prompt": "abc", "n": 4}], sampling={"max_tokens": 20}, detach=True)
+            for _ in range(2)
+        ]
+        eventually(lambda: all(rollout.fetch().progress.tokens > 8 for rollout in rollouts))
+    path = tmp_path / "rollouts" / f"{rollouts[0].id}.journal"
+    path.with_name("copy.journal").write_bytes(path.read_bytes())
+    with (
+        live_server(model, state_dir=tmp_path, max_queue=1) as second,
+        Client(second.url) as client,
+    ):
+        for rollout in rollouts:
+            assert [
+                choice.text for choice in client.rollout(rollout.id).result(30).results[0].choices
+            ] == ["abcabcabcabcabcabcab"] * 4
+        assert len(client.rollouts()) == 2 and path.with_name("copy.journal.damaged").exists()
+
+
+def test_a_rollout_of_which_only_the_end_is_not_written_is_done(
+    model: Path, tmp_path: Path
+) -> None:
+    with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:
+        rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5}, detach=True)
+        reply = rollout.result(30)
+    path = tmp_path / "rollouts" / f"{rollout.id}.journal"
+    os.truncate(path, path.stat().st_size - 1)
+    with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
+        assert (
+            client.rollout(rollout.id).result(30).results == reply.results
+            and not second.engine.submitted
+        )
+
+
+def test_a_deadline_ends_a_rollout_that_no_engine_can_take_up(model: Path, tmp_path: Path) -> None:
+    with (
+        live_server(model, engine={"step_s": 0.05, "per_step": 1}, state_dir=tmp_path) as first,
+        Client(first.url) as client,
+    ):
+        client.update_weights("p", "v1")
+        rollout = client.generate(
+            [{"prompt": "abc"}], sampling={"max_tokens": 200}, timeout_s=3, detach=True
+        )
+        eventually(lambda: rollout.fetch().progress.tokens > 3)
+    with (
+        live_server(model, engine={"lost": {"target": "v1 is gone"}}, state_dir=tmp_path) as second,
+        Client(second.url) as client,
+    ):
+        [result] = client.rollout(rollout.id).result(30).results
+        assert (
+            result.error is not None
+            and result.error.code == "deadline_exceeded"
+            and not second.engine.submitted
+        )
+
+
+def test_outputs_that_another_version_has_written_are_a_typed_error_when_they_are_fetched(
+    model: Path, tmp_path: Path
+) -> None:
+    with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
+        rollout = client.generate([{"prompt": "ab"}], sampling={"max_tokens": 4}, detach=True)
+        assert rollout.result(30).results
+        path = tmp_path / "rollouts" / f"{rollout.id}.journal"
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:4], "little")
+        path.write_bytes(data[:end] + framed(b"\x81\xa4type\xa5grown") + data[end:])
+    with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
+        assert [one.status for one in client.rollouts()] == ["done"]
+        refused = httpx.get(f"{server.url}/rollouts/{rollout.id}")
+        assert refused.status_code == 507 and "another version" in refused.text
+
+
+def framed(payload: bytes) -> bytes:
+    length = len(payload).to_bytes(4, "little")
+    return length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload

@@ -1,0 +1,133 @@
+"""Rollouts are bounded: their number, their time, the bytes of their journals and the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.frontend.fake_engine import HANGS
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
+from tests.frontend.test_rollouts import post
+from tlt_client import Client
+from tlt_server.errors import StorageFailed
+from tlt_server.frontend.rollouts.journal import Journal
+
+
+def test_no_more_rollouts_are_kept_than_the_limit_and_fetched_ones_make_room(model: Path) -> None:
+    with live_server(model, max_rollouts=2) as server:
+        ids = [post(server, detach=True).json()["id"] for _ in range(2)]
+        eventually(lambda: all(rollout.done_s for rollout in server.rollouts))
+        full = post(server, detach=True)
+        assert (full.status_code, full.json()["error"]["code"]) == (
+            429,
+            "queue_full",
+        ) and "max_rollouts" in full.json()["error"]["message"]
+        assert int(full.headers["retry-after"]) > 0
+        httpx.get(f"{server.url}/rollouts/{ids[1]}")
+        new = post(server, detach=True).json()["id"]
+        kept = [rollout["id"] for rollout in httpx.get(f"{server.url}/rollouts").json()["rollouts"]]
+        assert (
+            kept == [ids[0], new]
+            and len(list((server.directory / "rollouts").glob("*.journal"))) == 2
+        )
+
+
+def test_keyed_requests_that_were_answered_never_fill_the_limit(model: Path) -> None:
+    with live_server(model, max_rollouts=3) as server:
+        assert [post(server, f"k{i}").status_code for i in range(12)] == [200] * 12
+        assert len(list(server.rollouts)) == 3
+
+
+def test_finished_rollouts_go_after_their_time(model: Path) -> None:
+    with live_server(model, rollout_ttl_s=3) as server:
+        id = post(server, "brief", detach=True).json()["id"]
+        assert (
+            httpx.get(f"{server.url}/rollouts/{id}?wait_s=30", timeout=40).json()["status"]
+            == "done"
+        )
+        eventually(lambda: httpx.get(f"{server.url}/rollouts/{id}").status_code == 404)
+        assert (
+            not list((server.directory / "rollouts").glob("*.journal"))
+            and post(server, "brief", detach=True).json()["id"] != id
+        )
+
+
+def test_journals_over_their_limit_end_a_rollout_with_a_typed_error_and_give_the_room_back(
+    model: Path,
+) -> None:
+    with live_server(model, max_rollout_mb=1, max_queue=20000, max_n=20000) as server:
+        rollout = post(
+            server,
+            detach=True,
+            requests=[{"prompt": "abc", "n": 2000}, {"id": "x", "prompt": "a"}],
+            sampling={"max_tokens": 500},
+        )
+        reply = httpx.get(
+            f"{server.url}/rollouts/{rollout.json()['id']}?wait_s=30", timeout=40
+        ).json()
+        errors = [result["error"] for result in reply["results"]]
+        assert reply["status"] == "done" and {error["code"] for error in errors} == {
+            "storage_failed"
+        }
+        assert "max_rollout_mb" in errors[0]["message"] and errors[0]["retryable"]
+        eventually(lambda: len(server.client) == 0 and not server.engine.running)
+        assert not list((server.directory / "rollouts").glob("*.journal"))
+        assert (
+            httpx.get(f"{server.url}/rollouts/{rollout.json()['id']}").json()["results"]
+            == reply["results"]
+        )
+        assert post(server, "after").status_code == 200
+        refused = post(server, detach=True, requests=[{"prompt": "a" * 500, "n": 20000}])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_failed")
+
+
+def failing(after: int) -> Callable[[Journal, bytes], None]:
+    real, left = Journal.append, [after]
+
+    def append(journal: Journal, framed: bytes) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StorageFailed("no space left on device")
+        real(journal, framed)
+
+    return append
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_disk_that_fills_up_never_hurts_the_server(
+    server: LiveServer, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Journal, "append", failing(after))
+    response = post(server, "disk", sampling={"max_tokens": 400})
+    monkeypatch.undo()
+    if after == 0:
+        assert response.status_code == 507
+    else:
+        assert [result["error"]["code"] for result in response.json()["results"]] == [
+            "storage_failed"
+        ]
+        httpx.delete(f"{server.url}/rollouts/{response.headers['x-rollout-id']}").raise_for_status()
+    eventually(lambda: len(server.client) == 0)
+    assert post(server, "disk").status_code == 200
+    httpx.delete(
+        f"{server.url}/rollouts/{post(server, 'disk').headers['x-rollout-id']}"
+    ).raise_for_status()
+
+
+def test_metrics_say_what_is_kept(model: Path) -> None:
+    with live_server(model) as server, Client(server.url, timeout_s=30) as client:
+        client.generate([{"prompt": "a"}], detach=True).result(30)
+        client.generate([{"token_ids": [HANGS]}], detach=True)
+        text = client.metrics()
+        assert (
+            'tlt_rollouts{status="running"} 1.0' in text
+            and 'tlt_rollouts{status="done"} 1.0' in text
+        )
+        size = sum(
+            path.stat().st_size for path in (server.directory / "rollouts").glob("*.journal")
+        )
+        assert f"tlt_rollout_bytes {float(size)}" in text

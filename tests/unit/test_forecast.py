@@ -1,0 +1,151 @@
+"""Forecasts: what they learn from, and what they refuse as too late."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.test_admission import ENGINE, Clock, experienced, make, output, sequences, step
+from tlt_server.errors import Overloaded, QueueFull
+from tlt_server.events import EngineInfo
+from tlt_server.frontend.link.admission import CAUTION, Demand
+from tlt_server.frontend.link.forecast import MIN_S, MIN_SEQUENCES
+from tlt_server.records import StepOutput
+
+
+def test_a_full_queue_says_when_it_should_have_room() -> None:
+    admission = experienced(make(max_queue=20))
+    admission.open(
+        sequences(range(20))
+    )  # 50 tokens each, half of them expected: 500 in all, 100 a second
+    with pytest.raises(QueueFull) as caught:
+        admission.admit(Demand(8))
+    assert caught.value.retry_after_s == pytest.approx(8 / 20 * 5)
+
+
+def test_nothing_is_forecast_without_evidence() -> None:
+    admission = make()
+    for _ in range(MIN_SEQUENCES):
+        admission.forecast.ended(25, 50)
+    for _ in range(100):
+        admission.stepped(step(4, 10, MIN_S), waiting=0)  # not full: says nothing
+    admission.open(sequences(range(50)))
+    admission.admit(Demand(1, 10, 50, deadline_s=0.001))
+    assert not admission.forecast.known and admission.wait_s() == 0
+
+
+def test_a_forecast_that_refuses_all_that_would_wait_can_still_learn_better() -> None:
+    admission = experienced(make(), tokens_per_s=10)
+    admission.open(sequences(range(8)))  # every place is taken and none waits
+    asked = Demand(1, 10, 50, deadline_s=5.0)
+    with pytest.raises(Overloaded):
+        admission.admit(asked)
+    for _ in range(300):
+        admission.stepped(step(8, 20, 0.1), waiting=0)
+    admission.admit(asked)
+
+
+def test_a_wait_is_what_must_end_first_at_the_rate_of_full_steps() -> None:
+    admission = experienced(make())
+    admission.open(sequences(range(7)))
+    assert admission.wait_s() == 0  # the eighth place is free
+    admission.open(sequences("x"))
+    assert admission.wait_s() == pytest.approx(
+        0.25
+    )  # one of eight must end: 25 tokens at 100 a second
+    admission.open(sequences("yz"))
+    assert admission.wait_s() == pytest.approx(0.75)
+
+
+def test_places_are_also_bounded_by_pages() -> None:
+    admission = experienced(make(engine=ENGINE_OF_10_PAGES))
+    admission.open(
+        sequences(range(4), prompt=16, max_tokens=32)
+    )  # each 16 + half of 32 tokens and half a page: 2.5 pages
+    assert admission.wait_s() == pytest.approx(16 / 100)
+    admission.close("0")
+    assert admission.wait_s() == 0
+
+
+ENGINE_OF_10_PAGES = EngineInfo(
+    **{f: getattr(ENGINE, f) for f in ENGINE.__struct_fields__} | {"pages": 10}
+)
+
+
+def test_what_would_miss_its_deadline_is_refused_with_the_time_after_which_it_would_not() -> None:
+    clock = Clock()
+    admission = experienced(make(clock=clock))
+    admission.open(
+        sequences(range(16))
+    )  # 9 must end first: 2.25 s; a sequence gets 12.5 tokens a second: 2 s for its own 25
+    needs_s = CAUTION * (2.25 + 2)
+    asked = Demand(1, 10, 50)
+    with pytest.raises(
+        Overloaded, match=r"would have ended after 6\.4 s, and it has 6\.0 s \(timeout_s\)"
+    ) as caught:
+        admission.admit(asked._replace(deadline_s=6.0))
+    assert caught.value.http_status == 429 and caught.value.retry_after_s == 1
+    with pytest.raises(Overloaded) as caught:
+        admission.admit(asked._replace(deadline_s=needs_s - 1.5))
+    assert caught.value.retry_after_s == pytest.approx(1.5)
+    admission.admit(asked._replace(deadline_s=needs_s + 0.01))
+    clock.now = 1.0
+    with pytest.raises(Overloaded):
+        admission.admit(asked._replace(deadline_s=needs_s + 0.01))
+
+
+def test_what_would_not_begin_in_time_is_refused() -> None:
+    admission = experienced(make())
+    admission.open(sequences(range(16)))
+    with pytest.raises(
+        Overloaded, match=r"would begin after 3\.4 s, and it has 2\.0 s \(queue_timeout_s\)"
+    ):
+        admission.admit(Demand(1, 10, 50, begin_by_s=2.0))
+    with pytest.raises(
+        Overloaded, match="queue_timeout_s"
+    ):  # all of a batch must begin in time, its ninth after 2.25 + 2 s
+        admission.admit(Demand(9, 90, 450, begin_by_s=CAUTION * 4.2))
+    admission.admit(Demand(9, 90, 450, begin_by_s=CAUTION * 4.3))
+
+
+def test_an_idle_server_refuses_nothing_for_its_length() -> None:
+    admission = experienced(make())
+    admission.admit(Demand(90, 900, 4500, deadline_s=0.1))
+    admission.open(sequences(range(8)))
+    with pytest.raises(Overloaded) as caught:
+        admission.admit(Demand(90, 900, 4500, deadline_s=0.1))
+    assert (
+        caught.value.retry_after_s == 1
+    )  # it lacks much more, but then the wait for others is over
+
+
+def test_long_sequences_are_reckoned_with() -> None:
+    forecast = make().forecast
+    for i in range(400):
+        forecast.ended(90 if i % 10 == 0 else 10, 100)
+    assert forecast.share == pytest.approx(0.18, abs=0.05)
+    assert 0.5 < forecast.long_share <= 1
+    for _ in range(2000):
+        forecast.ended(30, 100)
+    assert forecast.share == pytest.approx(0.3, abs=0.01) and forecast.long_share == pytest.approx(
+        0.3, abs=0.03
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "counts"),
+    [
+        (output("a", 3, "stop"), True),
+        (output("a", 3, "length"), True),
+        (output("a", 0, "error", ("deadline_exceeded", "")), True),
+        (output("a", 3, "abort"), False),
+        (output("a", 0, "error", ("engine_failed", "")), False),
+        (output("a", 0, "error", ("queue_timeout", "")), False),
+    ],
+)
+def test_only_ends_that_say_how_long_sequences_are_teach(last: StepOutput, counts: bool) -> None:
+    admission = make()
+    for _ in range(MIN_SEQUENCES):
+        admission.open(sequences("a"))
+        admission.take(output("a", 7))
+        admission.take(last)
+    assert (admission.forecast.share > 0) == counts and len(admission) == 0
