@@ -66,7 +66,7 @@ def begun(
         ("/pause?mode=abort", None),
         ("/abort_request", {"abort_all": True}),
         ("/abort_request", {"rid": "long"}),
-        ("/abort_requests", {}),
+        ("/abort_requests", None),
         ("/abort_requests", {"request_ids": ["long"]}),
         ("/sleep", None),
         ("/engine/pause", {"in_flight": "abort"}),

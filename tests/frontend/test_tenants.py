@@ -78,7 +78,7 @@ def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path, tmp_p
                 headers=HEADERS[key],
             )
 
-        def abort(path: str, body: dict[str, Any], key: str) -> int:
+        def abort(path: str, body: dict[str, Any] | None, key: str) -> int:
             return httpx.post(f"{server.url}{path}", json=body, headers=HEADERS[key]).status_code
 
         first, second, third = (
@@ -91,7 +91,10 @@ def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path, tmp_p
             abort("/abort_request", {"rid": "b"}, "data") == 200
             and abort("/abort_requests", {"request_ids": ["c"]}, "data") == 200
         )
-        for path, everything in (("/abort_request", {"abort_all": True}), ("/abort_requests", {})):
+        for path, everything in (
+            ("/abort_request", {"abort_all": True}),
+            ("/abort_requests", None),
+        ):
             assert abort(path, everything, "data") == 403
         assert abort("/abort_request", {"rid": "a"}, "data") == 200
         assert first.result().json()["choices"][0]["finish_reason"] == "abort"
@@ -241,3 +244,88 @@ def test_accepted_admin_calls_have_an_audit_line_that_says_who_what_and_which_ve
     who = [(line["route"], line.get("key")) for line in lines(stream) if line["event"] == "request"]
     assert ("/generate", "data") in who and ("/weights", "push-weights") in who
     assert all("key-" not in json.dumps(line) for line in lines(stream))
+
+
+ABORTS = {
+    "/abort_requests": (
+        [],
+        None,
+        "all",
+        {},
+        {"request_ids": []},
+        {"request_ids": None},
+        {"request_id": ["a"]},
+        {"ids": ["a"]},
+        {"request_ids": "a"},
+        {"request_ids": [""]},
+    ),
+    "/abort_request": (
+        [],
+        {},
+        {"rid": ""},
+        {"rid": None, "abort_all": False},
+        {"rids": ["a"]},
+        {"abort_al": True},
+        {"abort_all": "true"},
+    ),
+    "/engine/abort": ([], {}, {"ids": []}, {"al": True}, {"all": False}, {"rid": "a"}),
+}
+
+
+@pytest.mark.parametrize("path", ABORTS)
+def test_only_an_abort_that_says_so_ends_everything(model: Path, path: str) -> None:
+    with live_server(model) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            httpx.post,
+            f"{server.url}/inference/v1/generate",
+            json={"request_id": "kept", "token_ids": [HANGS]},
+        )
+        eventually(lambda: len(server.engine.running) == 1)
+        for body in ABORTS[path]:
+            reply = httpx.post(f"{server.url}{path}", content=json.dumps(body))
+            message = reply.json()["error"]["message"]
+            assert reply.status_code == 400, (body, reply.text)
+            assert re.search("send no body|abort_all|give exactly one|known: |must", message), body
+        assert httpx.post(f"{server.url}{path}").status_code == (
+            200 if path == "/abort_requests" else 400
+        )
+        if path != "/abort_requests":
+            assert not server.engine.aborted and len(server.engine.running) == 1
+            server.call(lambda: server.client.abort(server.client.open_ids))
+        assert asked.result(30).json()["choices"][0]["finish_reason"] == "abort"
+
+
+def test_an_abort_of_everything_is_audited_with_who_asked_and_how_many_ended(
+    keyed: LiveServer, stream: io.StringIO
+) -> None:
+    calls: list[tuple[str, Any]] = [
+        ("/abort_requests", None),
+        ("/abort_request", {"abort_all": True}),
+        ("/engine/abort", {"all": True}),
+        ("/engine/abort", {"ids": ["one"]}),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for path, body in calls:
+            asked = pool.submit(
+                httpx.post,
+                f"{keyed.url}/generate",
+                json={"requests": [{"id": "one", "token_ids": [HANGS], "n": 2}]},
+                headers=HEADERS["all"],
+            )
+            eventually(lambda: len(keyed.engine.running) == 2)
+            reply = httpx.post(f"{keyed.url}{path}", json=body, headers=HEADERS["all"])
+            assert reply.status_code == 200 and asked.result(30).status_code == 200
+    assert httpx.post(f"{keyed.url}/abort_requests", headers=HEADERS["data"]).status_code == 403
+    eventually(lambda: len([line for line in lines(stream) if line["event"] == "audit"]) == 4)
+    owner = next(line for line in lines(stream) if line.get("route") == "/generate")["key"]
+    audit = [
+        (line["route"], line["action"], line["sequences"], line["key"])
+        for line in lines(stream)
+        if line["event"] == "audit"
+    ]
+    assert audit == [
+        ("/abort_requests", "abort all", 2, owner),
+        ("/abort_request", "abort all", 2, owner),
+        ("/engine/abort", "abort all", 2, owner),
+        ("/engine/abort", "abort", 2, owner),
+    ]

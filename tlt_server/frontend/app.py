@@ -24,9 +24,8 @@ from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival
-from tlt_server.frontend.http.auth import Authentication, Gate
+from tlt_server.frontend.http.auth import Authentication, Gate, Terms
 from tlt_server.frontend.http.endpoints import Endpoint
-from tlt_server.frontend.http.keys import Needs
 from tlt_server.frontend.http.limits import BodyLimits, ConnectionLimit, Reading
 from tlt_server.frontend.http.openapi import document
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
@@ -71,8 +70,8 @@ class _Table:
     def at(self, path: str) -> list[Endpoint]:
         return [endpoint for endpoint in self.endpoints if endpoint.path_regex.match(path)]
 
-    def needs(self, scope: Scope) -> Needs:
-        """Return what the route that the router will take needs.
+    def terms(self, scope: Scope) -> Terms:
+        """Return the terms of the route that the router will take.
 
         Where no route fits, any key may learn that; without a key, one may learn it of a path that
         has an open route with another method.
@@ -81,9 +80,9 @@ class _Table:
         for endpoint in self.endpoints:
             match, _ = endpoint.matches(scope)
             if match is Match.FULL:
-                return endpoint.needs
+                return Terms(endpoint.needs, endpoint.changes)
             open_at_path |= match is Match.PARTIAL and endpoint.needs == "open"
-        return "open" if open_at_path else "any"
+        return Terms("open" if open_at_path else "any")
 
     def template(self, path: str) -> str:
         """Return the route of a path, or "none": the set is bounded, so it can label metrics."""
@@ -144,7 +143,7 @@ def _middleware(
     refuse = partial(refusals, close=True)
     return [
         Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=refuse),
-        Middleware(Authentication, gate=gate, needs=table.needs, refuse=refuse),
+        Middleware(Authentication, gate=gate, terms=table.terms, refuse=refuse),
         Middleware(
             BodyLimits,
             max_body_bytes=config.max_body_mb * 2**20,

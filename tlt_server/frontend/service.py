@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import structlog
+
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Cancelled, Forbidden, TltError, Unavailable
 from tlt_server.frontend.generation.batch import RequestBatch
@@ -80,6 +82,10 @@ class Service:
         named = self.generations.named
         ids = self.engine.open_ids if names is None else named.find(names, caller)
         self.engine.abort(ids)
+        # The audit line of the request has these.
+        structlog.contextvars.bind_contextvars(
+            action="abort all" if names is None else "abort", sequences=len(ids)
+        )
         return len(ids)
 
     def start(self, batch: RequestBatch, owner: str) -> Generation:

@@ -178,6 +178,7 @@ async def clear_cache(service: Service, request: Request) -> Response:
     needs="data",
     takes=NativeAbort,
     example={"ids": ["question-7"]},
+    changes=True,
     gives=AbortReply,
     raises=(Forbidden, *GONE),
 )

@@ -96,7 +96,12 @@ async def fetch(service: Service, request: Request) -> Response:
 
 
 @ROUTES.delete(
-    "/rollouts/{id}", needs="data", parameters=(ID,), gives=RolloutStatus, raises=(NotFound,)
+    "/rollouts/{id}",
+    needs="data",
+    parameters=(ID,),
+    changes=True,
+    gives=RolloutStatus,
+    raises=(NotFound,),
 )
 async def delete(service: Service, request: Request) -> Response:
     """Abort the sequences of a rollout that still run, and forget it."""

@@ -1,6 +1,7 @@
 """The record of a request: an id in its reply and its log lines, one access line, and metrics.
 
-An accepted admin call also gets the line `audit`. No line or label holds what a client wrote in the
+A request that changes state also gets the line `audit`, unless it was refused; one whose client
+left may have changed it. No line or label holds what a client wrote in the
 body, the query or the headers, except a well-formed X-Request-Id and the version of pushed weights.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tlt_server.frontend.http.auth import is_admin_call
+from tlt_server.frontend.http.auth import is_change
 from tlt_server.metrics import Metrics
 
 HEADER = b"x-request-id"
@@ -77,7 +78,7 @@ class Access:
             response_bytes=request.sent,
             client=client,
         )
-        if 0 < status < 400 and is_admin_call(scope):
+        if (status < 400 or status == 499) and is_change(scope):
             log.info("audit", method=method, route=route, status=status, client=client)
 
 

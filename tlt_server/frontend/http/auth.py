@@ -25,11 +25,18 @@ from tlt_server.metrics import Metrics
 ADMITTED = "admitted"  # key in the scope's state
 
 
+class Terms(NamedTuple):
+    """The scope that a route needs, and whether the route changes state."""
+
+    needs: Needs
+    changes: bool = False
+
+
 class Admitted(NamedTuple):
-    """The caller of an admitted request and what its route needs."""
+    """The caller of an admitted request and the terms of its route."""
 
     caller: Caller
-    needs: Needs
+    terms: Terms
 
 
 class Gate:
@@ -81,27 +88,27 @@ class Authentication:
         app: ASGIApp,
         *,
         gate: Gate,
-        needs: Callable[[Scope], Needs],
+        terms: Callable[[Scope], Terms],
         refuse: Callable[[str, TltError], ASGIApp],
     ) -> None:
-        """`needs(scope)` returns what the route of a request needs. `refuse(path, error)` returns
-        the reply that closes the connection.
+        """`terms(scope)` returns the terms of a request's route. `refuse(path, error)` returns the
+        reply that closes the connection.
         """
-        self.app, self.gate, self.needs, self.refuse = app, gate, needs, refuse
+        self.app, self.gate, self.terms, self.refuse = app, gate, terms, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        needs = self.needs(scope)
+        terms = self.terms(scope)
         try:
-            if not self.gate.keyed and needs != "open":
+            if not self.gate.keyed and terms.needs != "open":
                 self._check_names(scope)
-            caller = self.gate.admit(bearer(_header(scope, b"authorization")), needs)
+            caller = self.gate.admit(bearer(_header(scope, b"authorization")), terms.needs)
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
         else:
-            scope.setdefault("state", {})[ADMITTED] = Admitted(caller, needs)
+            scope.setdefault("state", {})[ADMITTED] = Admitted(caller, terms)
             if caller.name:
                 # Every log line about this request has the name.
                 structlog.contextvars.bind_contextvars(key=caller.name)
@@ -124,14 +131,10 @@ def caller_of(request: Request) -> Caller:
     return admitted.caller
 
 
-def is_admin_call(scope: Scope) -> bool:
-    """Tell whether a request was admitted to change the weights or the server's behaviour."""
+def is_change(scope: Scope) -> bool:
+    """Tell whether a request was admitted to a route that changes state."""
     admitted: Admitted | None = scope.get("state", {}).get(ADMITTED)
-    return (
-        admitted is not None
-        and admitted.needs in ("push-weights", "operate")
-        and scope["method"] not in ("GET", "HEAD")
-    )
+    return admitted is not None and admitted.terms.changes
 
 
 def bearer(authorization: str) -> str:

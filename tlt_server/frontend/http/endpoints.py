@@ -40,6 +40,7 @@ class About(TypedDict, total=False):
     takes: Any  # pydantic model, or a union of models, of the JSON body
     takes_bytes: str  # media type of a body that is not JSON
     optional_body: bool
+    changes: bool  # whether it changes state; if so it is audited
     example: Mapping[str, Any]  # body that the route accepts
     gives: Any  # msgspec type of the reply, or `str` for a text
     text: str  # media type of a reply that is a text
@@ -56,6 +57,8 @@ class Endpoint(Route):
     """A route of the router, with the facts that authentication and the document need.
 
     `needs` is the scope that a key must have; `any` stands for any key and `open` for no key.
+    `changes` is true by default where the scope is push-weights or operate, for every method but
+    GET.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class Endpoint(Route):
         self.takes = about.get("takes")
         self.takes_bytes = about.get("takes_bytes", "")
         self.optional_body = about.get("optional_body", False)
+        admin = needs in ("push-weights", "operate")
+        self.changes = about.get("changes", admin and method != "GET")
         self.example = about.get("example")
         self.gives = about.get("gives", str)
         self.text = about.get("text", "text/plain")

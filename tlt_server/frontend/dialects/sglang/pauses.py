@@ -19,7 +19,7 @@ from tlt_server.frontend.dialects.sglang.requests import (
 )
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.fields import AnyFields
+from tlt_server.frontend.http.fields import AnyFields, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 
@@ -67,6 +67,7 @@ async def resume(service: Service, request: Request) -> Response:
     needs="data",
     takes=SglangAbort,
     example={"abort_all": True},
+    changes=True,
     gives=Acknowledged,
     raises=(Forbidden, *GONE),
 )
@@ -80,7 +81,8 @@ async def abort(service: Service, request: Request) -> Response:
     asked = await read(SglangAbort, request)
     if not asked.abort_all and not asked.rid:
         raise InvalidRequest(
-            "rid is absent or empty and abort_all is false; name a request, or set abort_all"
+            f"rid is {shown(asked.rid)} and abort_all is false; name one request by rid, or set "
+            "abort_all to end all that is open"
         )
     service.abort([asked.rid] if asked.rid and not asked.abort_all else None, caller_of(request))
     return json_response(Acknowledged("aborted what was open of it"))
@@ -94,7 +96,13 @@ async def abort(service: Service, request: Request) -> Response:
     gives=Acknowledged,
     raises=GONE,
 )
-@ROUTES.get("/flush_cache", needs="operate", gives=Acknowledged, raises=(InvalidRequest, *GONE))
+@ROUTES.get(
+    "/flush_cache",
+    needs="operate",
+    changes=True,
+    gives=Acknowledged,
+    raises=(InvalidRequest, *GONE),
+)
 async def flush(service: Service, request: Request) -> Response:
     """Forget every cached prefix; 400 while sequences run, or are paused with their KV.
 

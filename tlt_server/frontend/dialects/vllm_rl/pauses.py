@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.commands import InFlight, Memory
-from tlt_server.errors import Conflict, Forbidden, StorageFailed
+from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     IsPaused,
@@ -99,20 +99,28 @@ async def is_paused(service: Service, request: Request) -> Response:
     needs="data",
     takes=VllmAbort,
     optional_body=True,
+    changes=True,
     gives=VllmDone,
     raises=(Forbidden, *GONE),
 )
 async def abort_requests(service: Service, request: Request) -> Response:
     """End requests with what they have; their replies have the finish_reason "abort".
 
-    To end another key's requests, or all of them, needs the scope operate.
+    Without a body this ends everything that is open. To end another key's requests, or all of
+    them, needs the scope operate.
     """
     service.engine.check_running()
-    names = (await read(VllmAbort, request)).request_ids
-    service.abort(names or None, caller_of(request))
-    return json_response(
-        VllmDone(f"aborted {'what was named and open' if names else 'all that was open'}")
-    )
+    if not await request.body():
+        service.abort(None, caller_of(request))
+        return json_response(VllmDone("aborted all that was open"))
+    try:
+        names = (await read(VllmAbort, request)).request_ids
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            f"{error.message}; name requests in request_ids, or send no body to abort all"
+        ) from None
+    service.abort(names, caller_of(request))
+    return json_response(VllmDone("aborted what was named and open"))
 
 
 @ROUTES.post(

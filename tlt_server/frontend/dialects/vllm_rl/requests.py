@@ -4,7 +4,7 @@ meaning here, and null means absent.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
@@ -102,8 +102,8 @@ class TokensRequest(NullIsAbsent):
 
 
 class VllmAbort(NullIsAbsent):
-    request_ids: list[ShortName] = Field(
-        [], description="names that requests were given; empty: all that is open"
+    request_ids: Annotated[list[ShortName], Field(min_length=1)] = Field(
+        description="names that requests were given; without a body all that is open is aborted"
     )
 
 
