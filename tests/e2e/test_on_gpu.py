@@ -166,9 +166,8 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
         flags = ("--device", "cuda", *PAIR, "--max-running", "1")
         message = starting_fails(*flags, "--memory-fraction", "0.05")
         says = (
-            r"memory_fraction 0\.05 of .* is \d+ MiB short of one sequence of max_model_len 4096 "
-            r"next to .*; "
-            r".*raise memory_fraction to ([\d.]+)"
+            r"the GPU's .* are \d+ MiB short of .* one sequence of max_model_len 4096, .* beyond "
+            r"memory_fraction 0\.05, .*; .*raise memory_fraction to ([\d.]+)"
         )
         offered = re.search(says, message)
         assert offered is not None and "nvidia-smi" in message, message
@@ -185,8 +184,8 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
 def test_pages_without_number_are_refused_at_start_with_how_many_fit() -> None:
     message = starting_fails("--device", "cuda", *PAIR, "--pages", "2000000000")
     assert re.search(
-        r"2000000000 KV pages take [\d.]+ GiB, the GPU is [\d.]+ GiB short next to .*; "
-        r"lower pages to \d+",
+        r"the GPU's .* are [\d.]+ GiB short of .*, [\d.]+ GiB for 2000000000 KV pages, .*; "
+        r".*lower pages to \d+",
         message,
     ), message
 

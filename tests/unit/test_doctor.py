@@ -493,7 +493,7 @@ def test_what_a_gpu_holds(card: None, tmp_path: Path) -> None:
     expect(
         found(model.memory, configured(memory_fraction=0.13)),
         "fail",
-        "MiB short of one sequence",
+        "for one sequence of max_model_len",
         "raise memory_fraction to 0.",
     )
     assert "not here" in found(model.numerics, configured()).found

@@ -8,7 +8,8 @@ here needs to know them. The messages for too little memory are in `refusals.py`
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from tlt_server.engine.gpu.buckets import sampled_rows
 from tlt_server.engine.settings import DecidedSettings
@@ -87,11 +88,19 @@ class MemoryPlan(NamedTuple):
         )
 
     @property
+    def named(self) -> bool:
+        """Tell whether a setting names the size of KV."""
+        return bool(self.settings.pages or self.settings.kv_memory_mb)
+
+    @property
+    def unused(self) -> int:
+        """Return the memory that `memory_fraction` leaves alone."""
+        return 0 if self.named else math.ceil(self.total * (1 - self.settings.memory_fraction))
+
+    @property
     def room(self) -> int:
         """Return the memory that is left for KV."""
-        named = self.settings.pages or self.settings.kv_memory_mb
-        unused = 0 if named else self.total * (1 - self.settings.memory_fraction)
-        return int(self.free - unused - self.staging - self.working - RESERVE)
+        return self.free - self.unused - self.staging - self.working - RESERVE
 
     @property
     def held(self) -> int:
@@ -128,7 +137,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def pages(self) -> int:
-        if self.settings.pages or self.settings.kv_memory_mb:
+        if self.named:
             return self.wanted
         return min(max(0, self.room) // self.needs.per_page, self.most)
 
@@ -137,16 +146,17 @@ class MemoryPlan(NamedTuple):
         """Return the memory of the pages."""
         return self.pages * self.needs.per_page
 
-    @property
-    def rest(self) -> str:
-        """Describe all but weights and KV."""
-        staging = f"{size(self.staging)} for pushed weights, " if self.staging else ""
-        return f"{staging}{size(self.working)} for steps, {size(RESERVE)} for graphs"
+    def changed(self, name: str, value: Any) -> MemoryPlan:
+        """Return the plan with another setting, or another field of it."""
+        if name in self._fields:
+            return self._replace(**{name: value})
+        return self._replace(settings=replace(self.settings, **{name: value}))
 
     def describe(self) -> str:
+        staging = f"{size(self.staging)} for pushed weights, " if self.staging else ""
         return (
-            f"{size(self.needs.weights)} of weights, {self.rest}, {size(self.kv)} of KV: "
-            f"{self.pages} pages"
+            f"{size(self.needs.weights)} of weights, {staging}{size(self.working)} for steps, "
+            f"{size(RESERVE)} for graphs, {size(self.kv)} of KV: {self.pages} pages"
         )
 
 
