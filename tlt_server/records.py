@@ -54,6 +54,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=0)]  # unsigned 64 bit; keys the noise
     group_id: str = ""
     salt: str = ""  # separates prefix-cache tenants
+    owner: str = ""  # name of the API key that asked; empty on a server without keys
+    priority: int = 0  # lower values start first
     sd: bool = True  # False: this request is never speculated on
     deadline_s: float | None = None  # time.monotonic() of this host
     begin_by_s: float | None = None  # likewise: it ends unless it has started by then

@@ -38,6 +38,7 @@ class AsyncClient:
         sampling: Fields = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
         idempotency_key: str | None = None,
         detach: Literal[False] = False,
     ) -> Reply: ...
@@ -50,6 +51,7 @@ class AsyncClient:
         sampling: Fields = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
         idempotency_key: str | None = None,
         detach: Literal[True],
     ) -> AsyncRollout: ...
@@ -61,11 +63,12 @@ class AsyncClient:
         sampling: Fields = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
         idempotency_key: str | None = None,
         detach: bool = False,
     ) -> Reply | AsyncRollout:
         key = batch_key(idempotency_key, self._transport.retries)
-        batch = (items, sampling, timeout_s, queue_timeout_s, key)
+        batch = (items, sampling, timeout_s, queue_timeout_s, priority, key)
         if detach:
             id = await self._transport.ask(calls.detach(*batch))
             return AsyncRollout(self._transport, id)
@@ -78,8 +81,9 @@ class AsyncClient:
         sampling: Fields = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[StreamEvent, None]:
-        call = calls.stream(items, sampling, timeout_s, queue_timeout_s)
+        call = calls.stream(items, sampling, timeout_s, queue_timeout_s, priority)
         return self._transport.events(call)
 
     def rollout(self, id: str) -> AsyncRollout:

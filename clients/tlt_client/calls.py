@@ -94,6 +94,7 @@ def _body(
     sampling: Fields,
     timeout_s: float | None,
     queue_timeout_s: float | None,
+    priority: int,
     **how: bool,
 ) -> GenerateBody:
     items = list(items)
@@ -109,6 +110,7 @@ def _body(
         sampling=sampling if sampling is not None else msgspec.UNSET,
         timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
         queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET,
+        priority=priority,
         **how,
     )
 
@@ -122,9 +124,10 @@ def generate(
     sampling: Fields,
     timeout_s: float | None,
     queue_timeout_s: float | None,
+    priority: int,
     key: str | None,
 ) -> Call[Reply]:
-    body = _body(items, sampling, timeout_s, queue_timeout_s)
+    body = _body(items, sampling, timeout_s, queue_timeout_s, priority)
     return _put("POST", "/generate", body, whole_reply, _named(key), repeatable=key is not None)
 
 
@@ -133,10 +136,11 @@ def detach(
     sampling: Fields,
     timeout_s: float | None,
     queue_timeout_s: float | None,
+    priority: int,
     key: str | None,
 ) -> Call[str]:
     """Return a call whose value is the id of the rollout."""
-    body = _body(items, sampling, timeout_s, queue_timeout_s, detach=True)
+    body = _body(items, sampling, timeout_s, queue_timeout_s, priority, detach=True)
     return _put(
         "POST",
         "/generate",
@@ -148,13 +152,17 @@ def detach(
 
 
 def stream(
-    items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None
+    items: Items,
+    sampling: Fields,
+    timeout_s: float | None,
+    queue_timeout_s: float | None,
+    priority: int,
 ) -> Call[httpx.Response]:
     """Return a call whose value is the open response."""
     return _put(
         "POST",
         "/generate",
-        _body(items, sampling, timeout_s, queue_timeout_s, stream=True),
+        _body(items, sampling, timeout_s, queue_timeout_s, priority, stream=True),
         succeeded,
         streams=True,
     )

@@ -24,8 +24,9 @@ from tlt_client.wire import AbortReply, EngineState, Reply, RolloutSummary, Stre
 
 class Client:
     """Blocking client. `timeout_s` bounds one wait for the network, not a generation: for that give
-    `generate` a `timeout_s`, and a `queue_timeout_s` for the time until the engine starts it.
-    `api_key` is sent as the bearer token; `tls` says which servers to trust.
+    `generate` a `timeout_s`, and a `queue_timeout_s` for the time until the engine starts it. Of
+    what waits, a lower `priority` starts first. `api_key` is sent as the bearer token; `tls` says
+    which servers to trust.
 
     With `retries` a call that failed and may succeed later is sent again. So that a batch never
     runs twice, it then has an idempotency key, yours or a new one, and is a rollout: it goes on
@@ -51,6 +52,7 @@ class Client:
         sampling: Fields = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
         idempotency_key: str | None = None,
         detach: Literal[False] = False,
     ) -> Reply: ...
@@ -63,6 +65,7 @@ class Client:
         sampling: Fields = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
         idempotency_key: str | None = None,
         detach: Literal[True],
     ) -> Rollout: ...
@@ -74,6 +77,7 @@ class Client:
         sampling: Fields = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
         idempotency_key: str | None = None,
         detach: bool = False,
     ) -> Reply | Rollout:
@@ -83,7 +87,7 @@ class Client:
         it never runs twice.
         """
         key = batch_key(idempotency_key, self._transport.retries)
-        batch = (items, sampling, timeout_s, queue_timeout_s, key)
+        batch = (items, sampling, timeout_s, queue_timeout_s, priority, key)
         if detach:
             id = self._transport.ask(calls.detach(*batch))
             return Rollout(self._transport, id)
@@ -96,11 +100,12 @@ class Client:
         sampling: Fields = None,
         timeout_s: float | None = None,
         queue_timeout_s: float | None = None,
+        priority: int = 0,
     ) -> Generator[StreamEvent, None, None]:
         """Yield tokens as they come, each item as it ends, then one `Done`. Closing the iterator
         aborts the items that still run.
         """
-        call = calls.stream(items, sampling, timeout_s, queue_timeout_s)
+        call = calls.stream(items, sampling, timeout_s, queue_timeout_s, priority)
         return self._transport.events(call)
 
     def rollout(self, id: str) -> Rollout:

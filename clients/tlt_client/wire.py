@@ -56,6 +56,7 @@ class GenerateBody(Struct, kw_only=True, omit_defaults=True):
     queue_timeout_s: float | UnsetType = (
         UNSET  # a sequence that has not started by then ends with the error queue_timeout
     )
+    priority: int = 0  # lower values start first; below 0 needs the scope operate
     detach: bool = False
 
 

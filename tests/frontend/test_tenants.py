@@ -154,6 +154,42 @@ def test_owners_outlive_the_process(model: Path, tmp_path: Path) -> None:
         )
 
 
+# priorities
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "native"),
+    [
+        ("/generate", {"requests": [{"prompt": "a"}], "priority": 3}, 3),
+        ("/generate", {"text": "a", "priority": -3}, 3),  # SGLang: higher values first
+        ("/v1/completions", {"prompt": "a", "priority": 3}, 3),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, 0),
+        ("/inference/v1/generate", {"token_ids": [1], "priority": 3}, 3),
+    ],
+)
+def test_the_engine_knows_whose_a_sequence_is_and_its_priority(
+    path: str, body: dict[str, Any], native: int, keyed: LiveServer
+) -> None:
+    reply = httpx.post(keyed.url + path, json=body, headers=HEADERS["data"])
+    assert reply.status_code == 200, reply.text
+    asked = keyed.engine.submitted[-1]
+    assert (asked.owner, asked.priority) == ("data", native)
+
+
+def test_only_operate_may_come_before_everybody(keyed: LiveServer) -> None:
+    for path, body in (
+        ("/generate", {"requests": [{"prompt": "a"}], "priority": -1}),
+        ("/generate", {"text": "a", "priority": 1}),
+        ("/v1/completions", {"prompt": "a", "priority": -1}),
+    ):
+        refused = httpx.post(keyed.url + path, json=body, headers=HEADERS["data"])
+        assert refused.status_code == 403, refused.text
+        assert "the priority is 1 ahead of the default" in refused.text
+        assert "the key data lacks the scope operate" in refused.text
+        assert httpx.post(keyed.url + path, json=body, headers=HEADERS["all"]).status_code == 200
+        assert keyed.engine.submitted[-1].priority == -1
+
+
 # rotation
 
 

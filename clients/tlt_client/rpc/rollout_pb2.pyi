@@ -8,16 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("requests", "sampling", "timeout_s", "queue_timeout_s")
+    __slots__ = ("requests", "sampling", "timeout_s", "queue_timeout_s", "priority")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[Item]
     sampling: SamplingFields
     timeout_s: float
     queue_timeout_s: float
-    def __init__(self, requests: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingFields, _Mapping]] = ..., timeout_s: _Optional[float] = ..., queue_timeout_s: _Optional[float] = ...) -> None: ...
+    priority: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingFields, _Mapping]] = ..., timeout_s: _Optional[float] = ..., queue_timeout_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Item(_message.Message):
     __slots__ = ("id", "prompt", "token_ids", "messages", "group_id", "salt", "n", "seed", "sd", "sampling")

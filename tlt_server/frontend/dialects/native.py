@@ -114,7 +114,8 @@ async def generate(service: Service, request: Request) -> Response:
     rollout = service.rollouts.keyed(caller_of(request).name, key, digest)
     if rollout is not None:
         return await _attached(service, request, rollout)
-    service.engine.check_room(Demand(sequences=1))  # checked before a large body is parsed
+    # Checked before a large body is parsed.
+    service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     content = await read_object(body, "requests")
     if _is_borrowed(content):
         return await sglang(service, request, content)
@@ -131,10 +132,8 @@ async def _answer(
     service: Service, request: Request, asked: NativeRequest, key: str, digest: str
 ) -> Response:
     assert service.engine.info is not None
-    batch, owner = (
-        await service.validator.batch(asked, service.engine.info),
-        caller_of(request).name,
-    )
+    caller = caller_of(request)
+    batch, owner = (await service.validator.batch(asked, service.engine.info, caller), caller.name)
     if asked.detach or key:
         # The same request may have started while this one was tokenised.
         rollout = service.rollouts.keyed(owner, key, digest) or service.rollouts.begin(

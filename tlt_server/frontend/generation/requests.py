@@ -37,6 +37,14 @@ Salt = Annotated[str, Field(max_length=256)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Length = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Priority = Annotated[
+    int,
+    Field(
+        ge=-MAX_INT32,
+        le=MAX_INT32,
+        description="sequences of lower values start first; below 0 needs the scope operate",
+    ),
+]
 
 
 class SharedSampling(Strict):
@@ -161,6 +169,7 @@ class NativeRequest(Strict):
     queue_timeout_s: float | None = Field(
         None, gt=0, description="a sequence not started by then ends with the error queue_timeout"
     )
+    priority: Priority = 0
     detach: bool = Field(
         False, description="answer at once with an id; GET /rollouts/{id} has the results"
     )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tlt_server.config import ResolvedConfig
-from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.errors import Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.batch import NATIVE, RequestBatch, RequestItem, Words
 from tlt_server.frontend.generation.requests import (
@@ -27,6 +27,7 @@ from tlt_server.frontend.generation.requests import (
 )
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.records import GenerateRequest, Sampling
 
@@ -60,13 +61,14 @@ class Validator:
         self._serial = itertools.count(secrets.randbits(48))
 
     async def batch(
-        self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE
+        self, request: NativeRequest, info: EngineInfo, caller: Caller, words: Words = NATIVE
     ) -> RequestBatch:
+        _check_priority(request.priority, caller)
         self.check_count(words, len(request.requests))
         begin_by_s, deadline_s = self._deadlines(request)
         for i, item in enumerate(request.requests):
             self._check_shape(words, i, item)
-        self._check_room(self._demand(request, info, begin_by_s, deadline_s))
+        self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request.requests, info)
         serial, defaults = next(self._serial), request.sampling
         samplings: dict[int, Sampling] = {}  # by output room: shared by items without own fields
@@ -102,6 +104,8 @@ class Validator:
                             seed=self._choice_seed(seed, choice),
                             group_id=item.group_id or id,
                             salt=item.salt,
+                            owner=caller.name,
+                            priority=request.priority,
                             sd=item.sd,
                             deadline_s=deadline_s,
                             begin_by_s=begin_by_s,
@@ -140,7 +144,12 @@ class Validator:
         return now + queue_timeout_s, now + timeout_s
 
     def _demand(
-        self, request: NativeRequest, info: EngineInfo, begin_by_s: float, deadline_s: float
+        self,
+        request: NativeRequest,
+        info: EngineInfo,
+        owner: str,
+        begin_by_s: float,
+        deadline_s: float,
     ) -> Demand:
         """Return the demand that is known before texts are tokenised."""
 
@@ -160,6 +169,7 @@ class Validator:
             output_tokens=sum(item.n * allowed(item) for item in request.requests),
             begin_by_s=begin_by_s,
             deadline_s=deadline_s,
+            owner=owner,
         )
 
     def _check_shape(self, words: Words, i: int, item: ItemFields) -> None:
@@ -178,10 +188,10 @@ class Validator:
                 f"{field}n is {n}; the limit is {self._config.max_n} (max_n): ask for fewer choices"
             )
 
-    def check_choices(self, n: int) -> None:
+    def check_choices(self, n: int, caller: Caller) -> None:
         """Refuse one item's n as `batch` does, for a dialect that tokenises first."""
         self._check_choices("", n)
-        self._check_room(Demand(sequences=n))
+        self._check_room(Demand(sequences=n, owner=caller.name))
 
     async def encode(
         self, wheres: Sequence[str], texts: Sequence[str], info: EngineInfo, *, special: bool = True
@@ -369,6 +379,14 @@ class Validator:
                     f"the request asks for {value} or more tokens, counting every choice; the "
                     f"limit is {limit} ({name}): split the batch, or lower n or max_tokens"
                 )
+
+
+def _check_priority(priority: int, caller: Caller) -> None:
+    if priority < 0 and not caller.may("operate"):
+        raise Forbidden(
+            f"the priority is {abs(priority)} ahead of the default, and the key {caller.name} "
+            "lacks the scope operate, which that needs: leave it out, or ask to come later"
+        )
 
 
 def _check_distinct(ids: list[str]) -> None:

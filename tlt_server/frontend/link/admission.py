@@ -35,6 +35,7 @@ class Demand(NamedTuple):
     output_tokens: int = 0  # sum of max_tokens
     begin_by_s: float = math.inf  # time.monotonic(), as are all deadlines
     deadline_s: float = math.inf
+    owner: str = ""  # name of the key that asks
 
     @classmethod
     def of(cls, requests: Sequence[GenerateRequest]) -> Self:
@@ -48,6 +49,7 @@ class Demand(NamedTuple):
             deadline_s=min(
                 (r.deadline_s for r in requests if r.deadline_s is not None), default=math.inf
             ),
+            owner=requests[0].owner if requests else "",
         )
 
 

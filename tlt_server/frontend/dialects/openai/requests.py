@@ -21,6 +21,7 @@ from tlt_server.frontend.generation.requests import (
     ItemFields,
     Length,
     NativeRequest,
+    Priority,
     Salt,
     SamplingFields,
     Seed,
@@ -91,9 +92,7 @@ class Asked(SharedSampling):
     cache_salt: Salt = Field(
         "", description="requests share cached prefixes only with those of the same salt"
     )
-    priority: int = Field(
-        0, description="accepted and without effect: requests are served in the order of arrival"
-    )
+    priority: Priority = 0
     user: str = Field("", description="accepted and without effect")
 
     @abstractmethod
@@ -127,6 +126,7 @@ class Asked(SharedSampling):
             requests=[checked(ItemFields, prompt | fields) for prompt in prompts],
             sampling=checked(SamplingFields, sampling),
             stream=self.stream,
+            priority=self.priority,
         )
 
 

@@ -116,7 +116,7 @@ async def chat(service: Service, request: Request) -> Response:
     and null means absent.
     """
     asked, info = await _read(service, request, ChatRequest)
-    service.validator.check_choices(asked.n)
+    service.validator.check_choices(asked.n, caller_of(request))
     token_ids = await _conversation(service, info, asked.template_arguments(asked.messages))
     return await _answer(
         service, request, asked, info, [{"token_ids": token_ids}], CHAT, ChatPhrase
@@ -187,7 +187,7 @@ async def _answer(
     words: Words,
     phrase_of: type[Phrase],
 ) -> Response:
-    batch = await service.validator.batch(asked.native(prompts), info, words)
+    batch = await service.validator.batch(asked.native(prompts), info, caller_of(request), words)
     generation = service.start(batch, caller_of(request).name)
     kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
     speller = Speller(
@@ -215,7 +215,8 @@ async def _read(service: Service, request: Request, model: type[Any]) -> tuple[A
     body = await request.body()
     service.engine.check_available()  # again, since reading the body may take long
     if issubclass(model, Asked):
-        service.engine.check_room(Demand(sequences=1))  # checked before a large body is parsed
+        # Checked before a large body is parsed.
+        service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     asked = await read(model, body)
     await asyncio.sleep(0)  # other requests run, since checking a large body takes long
     names = ("", service.config.served_model_name, str(service.config.model))

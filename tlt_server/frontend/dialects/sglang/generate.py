@@ -40,9 +40,10 @@ async def generate(service: Service, request: Request, content: dict[str, Any]) 
     asked = checked(GenerateFields, without_nulls(content))
     await asyncio.sleep(0)  # other requests run, since checking a large body takes long
     assert service.engine.info is not None
-    batch = await service.validator.batch(asked.native(), service.engine.info, WORDS)
+    caller = caller_of(request)
+    batch = await service.validator.batch(asked.native(), service.engine.info, caller, WORDS)
     phrase = Phrase(service, asked, batch)
-    generation = service.start(batch, caller_of(request).name)
+    generation = service.start(batch, caller.name)
     if asked.stream:
         return EventStream(_chunks(phrase, generation), generation)
     return await reply(request, _whole(phrase, generation), generation)

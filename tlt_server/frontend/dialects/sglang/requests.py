@@ -113,6 +113,9 @@ class GenerateFields(Tolerant):
     top_logprobs_num: int = Field(
         0, ge=0, le=MAX_INT32, description="alternatives per token, with return_logprob"
     )
+    priority: Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)] = Field(
+        0, description="sequences of higher values start first; above 0 needs the scope operate"
+    )
     stream: bool = Field(
         False, description="server-sent chunks, each with all that there is so far"
     )
@@ -175,7 +178,10 @@ class GenerateFields(Tolerant):
             for prompt, name in zip(prompts, self.names(len(prompts)), strict=True)
         ]
         return NativeRequest(
-            requests=items, sampling=checked(SamplingFields, sampling), stream=self.stream
+            requests=items,
+            sampling=checked(SamplingFields, sampling),
+            stream=self.stream,
+            priority=-self.priority,
         )
 
 

@@ -51,8 +51,9 @@ async def health_generate(service: Service, request: Request) -> Response:
         requests=[checked(ItemFields, {"token_ids": [0], "seed": 0, "sd": False})],
         sampling=checked(SamplingFields, {"max_tokens": 1, "ignore_eos": True}),
     )
+    caller = caller_of(request)
     generation = service.start(
-        await service.validator.batch(one, _info(service)), caller_of(request).name
+        await service.validator.batch(one, _info(service), caller), caller.name
     )
     return await reply(
         request, unless(service.engine.pauses.until_halted(), _made(generation)), generation

@@ -42,7 +42,8 @@ async def generate(service: Service, request: Request) -> Response:
     """Generate from token ids. Unknown fields are ignored, and null means absent."""
     service.engine.check_available()
     content = without_nulls(await read_object(await request.body(), "token_ids"))
-    service.engine.check_room(Demand(sequences=1))  # checked before a large prompt is
+    # Checked before a large prompt.
+    service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     asked = checked(TokensRequest, content)
     if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
         served = service.config.served_model_name
@@ -50,9 +51,10 @@ async def generate(service: Service, request: Request) -> Response:
             f"model is {asked.model[:100]!r}; this server serves {served!r}: name that one, or none"
         )
     assert service.engine.info is not None
+    caller = caller_of(request)
     generation = service.start(
-        await service.validator.batch(asked.native(), service.engine.info, WORDS),
-        caller_of(request).name,
+        await service.validator.batch(asked.native(), service.engine.info, caller, WORDS),
+        caller.name,
     )
     return await reply(request, _whole(service, asked, generation), generation)
 

@@ -16,6 +16,7 @@ from tlt_server.frontend.generation.requests import (
     ItemFields,
     Length,
     NativeRequest,
+    Priority,
     Salt,
     SamplingFields,
     Seed,
@@ -67,9 +68,7 @@ class TokensRequest(NullIsAbsent):
     cache_salt: Salt = Field(
         "", description="requests share cached prefixes only with those of the same salt"
     )
-    priority: int = Field(
-        0, description="accepted and without effect: requests are served in the order of arrival"
-    )
+    priority: Priority = 0
     stream: bool = Field(False, description="true is refused: POST /v1/completions streams")
 
     def native(self) -> NativeRequest:
@@ -97,7 +96,9 @@ class TokensRequest(NullIsAbsent):
             "salt": self.cache_salt,
         }
         return NativeRequest(
-            requests=[checked(ItemFields, item)], sampling=checked(SamplingFields, sampling)
+            requests=[checked(ItemFields, item)],
+            sampling=checked(SamplingFields, sampling),
+            priority=self.priority,
         )
 
 
