@@ -4,7 +4,8 @@ Before anything imports torch: its libraries' environment; then two torch thread
 smallest machine we serve, and without a GPU Triton's CPU interpreter, which must be chosen before a
 kernel is imported. The interpreter multiplies with numpy, where OpenBLAS's code for Haswell makes a
 row's bits depend on its neighbours and its code for Sandy Bridge does not. Hypothesis has no
-deadlines, because machines are shared.
+deadlines, because machines are shared. Bytecode is always written: without it each server that a
+test starts compiles our sources again, which takes 7 s of CPU instead of 3.
 
 A worker runs whole files, so that each file's fixtures are built once; the tests of kernels share
 nothing and go one by one. The longest files go first, so that the workers finish together.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import Any
 
 import hypothesis
@@ -22,6 +24,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tlt_server.models.environment import library_environment
 
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.update(library_environment())
 os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a peer that leaves is an error to gloo
