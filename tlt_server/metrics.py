@@ -235,7 +235,7 @@ class Metrics:
             self.rollouts.labels(status)
         for code in codes():  # from 0 on, so that the first one counts in an `increase`
             self.rejected.labels(code)
-        for reason in ("no_key", "unknown_key", "scope", "foreign_name"):
+        for reason in ("no_key", "unknown_key", "scope", "foreign_name", "foreign_page"):
             self.auth_refusals.labels(reason)
         for file, result in itertools.product(("api_keys", "certificates"), ("read", "refused")):
             self.file_reads.labels(file, result)

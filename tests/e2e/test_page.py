@@ -11,10 +11,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.e2e.browser import Open, ask, ready
 from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, until
@@ -410,3 +412,47 @@ def test_console_messages_are_noticed(open_page: Open, server: ServerProcess) ->
     )
     page.evaluate("console.error('seen')")
     assert said == ["seen"]
+
+
+@contextmanager
+def another_site(html: str) -> Iterator[str]:
+    """Serve one page on another port of this machine."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-type", "text/html")
+            self.end_headers()
+            self.wfile.write(html.encode())
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{site.server_port}"
+        finally:
+            site.shutdown()
+
+
+def test_a_page_of_another_port_changes_nothing(browser: Browser, server: ServerProcess) -> None:
+    send = f'fetch(`{server.url}${{path}}`, {{method: "POST", mode: "no-cors", body}})'
+    html = f"""<img src="{server.url}/flush_cache"><script>
+        const send = (path, body) => {send}
+        send("/pause"), send("/engine/abort", '{{"all": true}}')
+        </script>"""
+
+    def refused() -> float:
+        text = urlopen(f"{server.url}/metrics").read().decode()
+        (value,) = re.findall(r'^tlt_auth_refusals_total{reason="foreign_page"} (.*)$', text, re.M)
+        return float(value)
+
+    before = refused()
+    with another_site(html) as url:
+        page = browser.new_context().new_page()
+        page.goto(url)
+        until(lambda: page.wait_for_timeout(20) or refused() == before + 3)
+        page.context.close()
+    with Client(server.url, timeout_s=60) as client:
+        assert client.generate([{"messages": QUESTION}], sampling={"max_tokens": 1}).results

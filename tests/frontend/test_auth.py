@@ -131,6 +131,38 @@ def test_without_keys_only_this_machine_may_call_what_is_not_open(server: LiveSe
             assert (reply.status_code == 403) == (needs != "open"), (method, path, reply.text)
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "http://localhost:9"},
+    ],
+    ids=lambda headers: next(iter(headers.values())),
+)
+def test_a_page_of_another_site_may_call_open_routes_only(
+    headers: dict[str, str], keyed: LiveServer, model: Path
+) -> None:
+    """Each page's request is refused with every key and without keys, whatever the method."""
+    with live_server(model) as open_server:
+        for server, key in ((open_server, {}), (keyed, HEADERS["all"])):
+            with httpx.Client(base_url=server.url, headers=headers | key, timeout=20) as http:
+                for (method, path), needs in documented().items():
+                    reply = http.request(method, re.sub(r"{\w+}", "x", path))
+                    assert (reply.status_code == 403) == (needs != "open"), (method, path)
+                assert http.head("/flush_cache").status_code == 403
+            text = httpx.get(f"{server.url}/metrics", headers=key).text
+            assert refusals(text)["foreign_page"] >= 70
+
+
+def test_behind_a_proxy_the_browser_vouches_for_the_page(keyed: LiveServer) -> None:
+    """A proxy may pass another Host on than the browser sent."""
+    page = {"origin": "https://tlt.example", "host": "upstream:8000"}
+    for site, status in (({}, 403), ({"sec-fetch-site": "same-origin"}, 200)):
+        reply = httpx.get(f"{keyed.url}/version", headers=HEADERS["data"] | page | site)
+        assert reply.status_code == status, reply.text
+
+
 def test_the_router_and_the_gate_agree_on_the_route(keyed: LiveServer) -> None:
     """No spelling of a path that needs a scope reaches the handler without it."""
     for path in (

@@ -282,6 +282,22 @@ def test_accepted_admin_calls_have_an_audit_line_that_says_who_what_and_which_ve
     assert all("key-" not in json.dumps(line) for line in lines(stream))
 
 
+def test_a_change_of_state_by_get_or_head_is_audited(
+    keyed: LiveServer, stream: io.StringIO
+) -> None:
+    for method in ("GET", "HEAD"):
+        reply = httpx.request(method, f"{keyed.url}/flush_cache", headers=HEADERS["operate"])
+        assert reply.status_code == 200
+    assert httpx.get(f"{keyed.url}/strategy", headers=HEADERS["operate"]).status_code == 200
+    eventually(lambda: len([line for line in lines(stream) if line["event"] == "request"]) == 3)
+    audit = [
+        (line["method"], line["route"], line["key"])
+        for line in lines(stream)
+        if line["event"] == "audit"
+    ]
+    assert audit == [("GET", "/flush_cache", "operate"), ("HEAD", "/flush_cache", "operate")]
+
+
 ABORTS = {
     "/abort_requests": (
         [],

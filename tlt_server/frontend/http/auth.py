@@ -1,9 +1,8 @@
 """Authentication: which caller may use which route.
 
 A route states what it needs (`Endpoint.needs`); a caller needs a key to learn that a path has no
-route. A server without keys serves the programs of this machine with all scopes. A web page that
-makes a browser call it is refused: the header Host or Origin then names a host that is not this
-machine.
+route. A server without keys serves the programs of this machine with all scopes. What a web page of
+another site makes a browser send is refused in either case (`browsers`).
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import structlog
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tlt_server.config import Config, is_loopback
+from tlt_server.config import Config
 from tlt_server.errors import Forbidden, TltError, Unauthenticated
+from tlt_server.frontend.http.browsers import foreign
 from tlt_server.frontend.http.keys import EVERYBODY, NOBODY, Caller, Needs, watched_keys
 from tlt_server.metrics import Metrics
 
@@ -102,8 +101,8 @@ class Authentication:
             return
         terms = self.terms(scope)
         try:
-            if not self.gate.keyed and terms.needs != "open":
-                self._check_names(scope)
+            if terms.needs != "open":
+                self._check_browser(scope)
             caller = self.gate.admit(bearer(_header(scope, b"authorization")), terms.needs)
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
@@ -114,16 +113,11 @@ class Authentication:
                 structlog.contextvars.bind_contextvars(key=caller.name)
             await self.app(scope, receive, send)
 
-    def _check_names(self, scope: Scope) -> None:
-        for name in ("host", "origin"):
-            value = _header(scope, name.encode())
-            if value and not _is_own(value):
-                self.gate.refused("foreign_name")
-                raise Forbidden(
-                    f"the header {name} is {value[:100]!r}; a server without API keys "
-                    "answers to localhost only: call it by that name, or start it with "
-                    "--api-key-file"
-                )
+    def _check_browser(self, scope: Scope) -> None:
+        found = foreign(scope, keyed=self.gate.keyed)
+        if found is not None:
+            self.gate.refused(found.reason)
+            raise Forbidden(found.message)
 
 
 def caller_of(request: Request) -> Caller:
@@ -145,12 +139,3 @@ def bearer(authorization: str) -> str:
 
 def _header(scope: Scope, wanted: bytes) -> str:
     return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
-
-
-def _is_own(authority: str) -> bool:
-    """Tell whether a Host or Origin header names this machine by a loopback name or address."""
-    try:
-        host = urlsplit(authority if "://" in authority else f"//{authority}").hostname
-    except ValueError:
-        return False
-    return host is not None and is_loopback(host)

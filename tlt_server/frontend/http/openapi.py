@@ -176,7 +176,7 @@ def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
     yield Unavailable  # too many connections
     if endpoint.needs != "open" and keyed:
         yield Unauthenticated
-    if endpoint.needs not in ("open", "any") or (endpoint.needs == "any" and not keyed):
+    if endpoint.needs != "open":
         yield Forbidden
     if endpoint.takes is not None or endpoint.takes_bytes:
         yield from (InvalidRequest, TooLarge, RequestTimeout)

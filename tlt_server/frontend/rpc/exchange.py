@@ -25,7 +25,7 @@ from tlt_server.frontend.rpc.messages import fill
 from tlt_server.frontend.rpc.methods import Operation, RpcMethod
 
 # Metadata of a call that become headers, and headers of a reply that become metadata.
-TO_HEADERS = ("authorization", "idempotency-key", "origin", "x-request-id")
+TO_HEADERS = ("authorization", "idempotency-key", "origin", "sec-fetch-site", "x-request-id")
 TO_METADATA = (b"x-request-id", b"x-rollout-id", b"retry-after")
 Context: TypeAlias = grpc.aio.ServicerContext
 

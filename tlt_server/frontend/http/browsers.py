@@ -1,0 +1,94 @@
+"""The check that no web page of another site acts through a browser of this machine or network.
+
+A browser says in `Sec-Fetch-Site` and `Origin` which page made it send a request. `Authentication`
+refuses what another site's page asks for, on every route that is not open. On a server without keys
+the header Host must name this machine too, since a foreign name may lead to a loopback address.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from starlette.types import Scope
+
+from tlt_server.config import is_loopback
+
+OWN_SITES = frozenset({"none", "same-origin"})  # typed by the user; a page of this server
+PORTS = {"http": "80", "https": "443"}
+_AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_ORIGIN = re.compile(r"(https?)://(.*)")
+
+
+class Foreign(NamedTuple):
+    """The reason to refuse a request: a label of the metric, and the sentence for the sender."""
+
+    reason: Literal["foreign_name", "foreign_page"]
+    message: str
+
+
+class _Authority(NamedTuple):
+    host: str  # in lower case, an IPv6 address without brackets
+    port: str  # empty: none is given
+
+
+def foreign(scope: Scope, *, keyed: bool) -> Foreign | None:
+    """Return why another site's page may have sent the request, or None."""
+    hosts, sites = _values(scope, b"host"), _values(scope, b"sec-fetch-site")
+    for host in () if keyed else hosts:
+        if host and not _is_own(host):
+            return Foreign(
+                "foreign_name",
+                f"the header Host is {host[:100]!r}; a server without API keys answers to "
+                "localhost only: call it by that name, or start it with --api-key-file",
+            )
+    for site in sites:
+        if site.lower() not in OWN_SITES:
+            return Foreign(
+                "foreign_page",
+                f"the header Sec-Fetch-Site is {site[:100]!r}; pages of other sites may not call "
+                "this server: open its own page, or call it from a program",
+            )
+    # Behind a proxy the Host may differ from the browser's, which then vouches in Sec-Fetch-Site.
+    # A gRPC call has no Host.
+    if keyed and (sites or not hosts):
+        return None
+    for origin in _values(scope, b"origin"):
+        if not any(_is_like(origin, host) for host in hosts):
+            return Foreign(
+                "foreign_page",
+                f"the header Origin is {origin[:100]!r} and Host is {', '.join(hosts)[:100]!r}; "
+                "pages of other sites may not call this server: open its own page, or call it "
+                "from a program without an Origin",
+            )
+    return None
+
+
+def _is_own(host: str) -> bool:
+    authority = _authority(host)
+    return authority is not None and is_loopback(authority.host)
+
+
+def _is_like(origin: str, host: str) -> bool:
+    """Tell whether an Origin names the host and port of a Host header."""
+    parts = _ORIGIN.fullmatch(origin)
+    if parts is None:
+        return False
+    port = PORTS[parts[1]]
+    ours, theirs = _authority(host), _authority(parts[2])
+    return (
+        ours is not None
+        and theirs is not None
+        and ours.host == theirs.host
+        and (ours.port or port) == (theirs.port or port)
+    )
+
+
+def _authority(text: str) -> _Authority | None:
+    """Parse a name or address with an optional port; None if it is anything else."""
+    parts = _AUTHORITY.fullmatch(text)
+    return _Authority(parts[1].strip("[]").lower(), parts[2] or "") if parts is not None else None
+
+
+def _values(scope: Scope, wanted: bytes) -> list[str]:
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
