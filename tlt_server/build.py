@@ -100,6 +100,8 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 metrics,
                 progress,
             )
+            service.reader.start()
+            stack.callback(service.reader.close)
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
             await rollouts.open()

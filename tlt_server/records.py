@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tlt_server.errors import StartupError
+from tlt_server.packed import PackedIds
 
 MAX_SEED = 2**64 - 1
 
@@ -49,7 +50,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One sequence to generate. `n` choices are n of these with one `group_id`."""
 
     id: str
-    token_ids: list[int]
+    token_ids: list[int] | PackedIds
     sampling: Sampling
     seed: Annotated[int, Meta(ge=0)]  # unsigned 64 bit; keys the noise
     group_id: str = ""

@@ -63,7 +63,7 @@ class SamplingState:
                 np.zeros(vocab_size, np.uint8),
                 np.zeros(vocab_size, np.int32),
             )
-            self._prompt_V[np.array(request.token_ids, np.int64)] = 1
+            self._prompt_V[np.array([*request.token_ids], np.int64)] = 1
         self.edits = self._penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
         self._check_generated(request, vocab_size)
         self.commit(request.generated)

@@ -35,7 +35,7 @@ class Sequence:
         self.prompt_len = len(request.token_ids)
         self.length = self.prompt_len + len(request.generated)
         self._tokens = np.empty(self.prompt_len + request.sampling.max_tokens, np.int32)
-        self._tokens[: self.length] = request.token_ids + request.generated
+        self._tokens[: self.length] = [*request.token_ids, *request.generated]
         self.computed = self.launched = 0
         self.sure = self.ahead = 0
         self.epoch = 0  # advances when the sequence is preempted or ends: earlier chunks are void

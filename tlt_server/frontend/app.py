@@ -19,16 +19,16 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
-from tlt_server.config import Config
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival
-from tlt_server.frontend.http.auth import Authentication, Gate, Terms
+from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
 from tlt_server.frontend.http.endpoints import Endpoint
-from tlt_server.frontend.http.limits import BodyLimits, ConnectionLimit, Reading
+from tlt_server.frontend.http.limits import BodyLimits, ConnectionLimit
 from tlt_server.frontend.http.openapi import document
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
+from tlt_server.frontend.reading.asking import Asking
 from tlt_server.frontend.service import Service
 from tlt_server.wording import nearest
 
@@ -50,7 +50,7 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
         routes=[*table.endpoints],
         openapi_url=None,
         redirect_slashes=False,
-        middleware=_middleware(service.config, gate, table, service.reading, refusals),
+        middleware=_middleware(service, gate, table, refusals),
         exception_handlers=refusals.handlers(),
     )
     app.state.service = service
@@ -137,10 +137,10 @@ class _Refusals:
 
 
 def _middleware(
-    config: Config, gate: Gate, table: _Table, reading: Reading, refusals: _Refusals
+    service: Service, gate: Gate, table: _Table, refusals: _Refusals
 ) -> list[Middleware]:
     """Return what a request passes, in order, before it reaches its handler."""
-    refuse = partial(refusals, close=True)
+    config, refuse = service.config, partial(refusals, close=True)
     return [
         Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=refuse),
         Middleware(Authentication, gate=gate, terms=table.terms, refuse=refuse),
@@ -148,8 +148,9 @@ def _middleware(
             BodyLimits,
             max_body_bytes=config.max_body_mb * 2**20,
             body_timeout_s=config.body_timeout_s,
-            reading=reading,
+            reading=service.reading,
             refuse=refuse,
         ),
+        Middleware(Asking, reader=lambda: service.reader, key_of=key_of),
         Middleware(Arrival, refuse=refuse),
     ]

@@ -18,6 +18,7 @@ from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.reading.reader import Reader
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.weights.broadcasts import Broadcasts
 from tlt_server.frontend.weights.checker import WeightChecker
@@ -40,6 +41,10 @@ class Service:
     rollouts: Rollouts
     uploads: Uploads | None  # None: the server takes no weights by http
     reading: Reading = field(default_factory=Reading)
+
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.config.model, secrets=(self.config.api_key_variable,))
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -69,6 +74,7 @@ class Service:
         """Tell every client that still waits or sends that the server shuts down."""
         self.engine.close()
         self.reading.close()
+        self.reader.close()
 
     def abort(self, names: Iterable[str] | None, caller: Caller) -> int:
         """End the caller's items of these names with what they have; without names, everything

@@ -4,10 +4,9 @@ response, for any reason, ends the generation.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import closing
-from typing import Any, Never, TypeVar
+from typing import Any, Never
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -15,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tlt_server.errors import Cancelled
 from tlt_server.frontend.generation.generation import Generation
-
-T = TypeVar("T")
+from tlt_server.frontend.reading.asking import unless
 
 
 class EventStream(StreamingResponse):
@@ -46,15 +44,3 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Response])
         raise Cancelled("the client disconnected")
 
     return await unless(disconnected(), work)
-
-
-async def unless(watch: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If `watch` raises first, cancel `work` and raise that error."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return (working if working.done() else watching).result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)

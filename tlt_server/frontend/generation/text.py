@@ -83,10 +83,8 @@ class Text:
                 "this model directory has no tokenizer.json, so texts cannot be read; send "
                 "token_ids"
             )
-        return [
-            encoding.ids
-            for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=special)
-        ]
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """The text, special tokens left out unless `special`; empty without a tokenizer."""
@@ -99,7 +97,7 @@ class Text:
     def render(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
+        tools: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat template applied, with the assistant's turn opened. Of `options` the template
@@ -122,12 +120,19 @@ class Text:
                     "tools": tools,
                 }
             )
-        except (
-            Exception
-        ) as error:  # the template is the model's code, and it was given the client's data
+        except MemoryError:
+            raise
+        except Exception as error:  # the template is the model's code, the data the client's
             raise InvalidRequest(
                 f"the chat template refuses these messages: {str(error)[:200]}"
             ) from None
+
+
+def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return messages as a template sees them: objects stay, structs say what theirs is."""
+    return [
+        message if isinstance(message, dict) else message.for_template() for message in messages
+    ]
 
 
 class Incremental:

@@ -18,6 +18,7 @@ from typing import Any
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
+from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import NATIVE, RequestBatch, RequestItem, Words
 from tlt_server.frontend.generation.requests import (
     PROMPTS,
@@ -29,6 +30,7 @@ from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.link.admission import Demand
+from tlt_server.packed import PackedIds, PackedText
 from tlt_server.records import GenerateRequest, Sampling
 
 BREATH = 64  # items of a batch after which other requests get a turn
@@ -194,8 +196,13 @@ class Validator:
         self._check_room(Demand(sequences=n, owner=caller.name))
 
     async def encode(
-        self, wheres: Sequence[str], texts: Sequence[str], info: EngineInfo, *, special: bool = True
-    ) -> list[list[int]]:
+        self,
+        wheres: Sequence[str],
+        texts: Sequence[str | PackedText],
+        info: EngineInfo,
+        *,
+        special: bool = True,
+    ) -> list[PackedIds]:
         """Return the token ids of each text. `InvalidRequest` before a text is tokenised that has
         more characters than the longest prompt can hold; a tokenizer that drops characters has the
         same bound. Tokenising leaves the event loop free.
@@ -208,15 +215,15 @@ class Validator:
                     f"{tokens * longest} (max_prompt_tokens {tokens}, and no token of this model "
                     f"has more than {longest} characters): shorten it"
                 )
-        return await asyncio.to_thread(self._text.encode, texts, special=special)
+        return await tokenizing.encode(self._text, wheres, texts, special=special)
 
     async def _prompts(
         self, words: Words, items: list[ItemFields], info: EngineInfo
-    ) -> list[list[int]]:
+    ) -> list[PackedIds]:
         """Return the token ids of each item."""
         chats = {
-            words.item.format(i=i): self._text.render(
-                [m.model_dump(exclude_none=True) for m in item.messages]
+            words.item.format(i=i): await tokenizing.render(
+                self._text, [m.model_dump(exclude_none=True) for m in item.messages]
             )
             for i, item in enumerate(items)
             if item.messages
@@ -235,19 +242,20 @@ class Validator:
             await self.encode(list(plain), list(plain.values()), info) if plain else []
         )
         return [
-            item.token_ids
+            PackedIds.of(item.token_ids)
             if item.token_ids is not None
             else next(encoded_chats if item.messages else encoded_plain)
             for item in items
         ]
 
-    def _check_prompt(self, where: str, token_ids: list[int], info: EngineInfo) -> int:
+    def _check_prompt(self, where: str, token_ids: PackedIds, info: EngineInfo) -> int:
         """Return the number of output tokens that fit after this prompt."""
         if not token_ids:
             raise InvalidRequest(f"{where} has an empty prompt; give at least one token")
-        if max(token_ids) >= info.vocab_size:
+        greatest = token_ids.greatest()
+        if greatest >= info.vocab_size:
             raise InvalidRequest(
-                f"{where} has the token id {max(token_ids)}; ids of this model end at "
+                f"{where} has the token id {greatest}; ids of this model end at "
                 f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
             )
         limit = self._prompt_limit(info)

@@ -125,6 +125,12 @@ def caller_of(request: Request) -> Caller:
     return admitted.caller
 
 
+def key_of(scope: Scope) -> str:
+    """Return the name of the key of an admitted request; empty without one."""
+    admitted: Admitted = scope["state"][ADMITTED]
+    return admitted.caller.name
+
+
 def is_change(scope: Scope) -> bool:
     """Tell whether a request was admitted to a route that changes state."""
     admitted: Admitted | None = scope.get("state", {}).get(ADMITTED)

@@ -6,14 +6,15 @@ as `error_shape`.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Annotated, Any
 
 import msgspec
 import structlog
 from msgspec import Meta, Struct
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tlt_client.wire import WireError
@@ -32,6 +33,17 @@ def json_response(
     response = Response(msgspec.json.encode(content), status, media_type="application/json")
     _say_when(response, retry_after_s)
     return response
+
+
+def json_pieces(pieces: Iterable[bytes]) -> Response:
+    """Return a JSON reply that is too large to be made at once."""
+
+    async def breathing() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+            await asyncio.sleep(0)
+
+    return StreamingResponse(breathing(), media_type="application/json")
 
 
 def _say_when(response: Response, retry_after_s: float | None) -> None:

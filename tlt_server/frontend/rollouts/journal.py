@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
 from tlt_server.frontend.generation.batch import RequestItem
+from tlt_server.packed import PackedIds
 from tlt_server.records import GenerateRequest, StepOutput
 
 FRAME = 8
@@ -30,7 +31,7 @@ class KeptItem(Struct, frozen=True):
     """An item whose choices share one prompt, which is written once."""
 
     id: str
-    token_ids: list[int]
+    token_ids: list[int] | PackedIds
     requests: list[GenerateRequest]
 
     @classmethod

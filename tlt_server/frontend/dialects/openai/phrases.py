@@ -92,7 +92,7 @@ class CompletionPhrase:
 
         Return the prompt's tokens if they are echoed with log-probs.
         """
-        asked, token_ids = self._asked, self._prompt_ids[prompt]
+        asked, token_ids = self._asked, [*self._prompt_ids[prompt]]
         self._offsets[part.index] = 0
         if asked.return_token_ids:
             part.prompt_token_ids = token_ids
@@ -138,7 +138,7 @@ class ChatPhrase:
             object="chat.completion.chunk" if asked.stream else "chat.completion",
         )
         if asked.return_token_ids:
-            self._head.prompt_token_ids = self._prompt_ids
+            self._head.prompt_token_ids = [*self._prompt_ids]
 
     def reply(
         self, parts: list[ChatChoice], usage: OpenAIUsage | None | UnsetType
@@ -162,7 +162,7 @@ class ChatPhrase:
             if asked.prompt_logprobs is not None and len(self._begun) == 1:
                 self._head.prompt_logprobs = self._speller.prompt(
                     scored_prompt(
-                        self._prompt_ids, delta.prompt_logprobs or [], asked.prompt_logprobs
+                        [*self._prompt_ids], delta.prompt_logprobs or [], asked.prompt_logprobs
                     )
                 )
         if asked.alternatives() is not None and (first or delta.token_ids):

@@ -12,6 +12,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
@@ -45,15 +46,17 @@ from tlt_server.frontend.dialects.openai.requests import (
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
 from tlt_server.frontend.dialects.replies.usage import UsageCount
+from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import RequestBatch, Words
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.replies import json_response, unexpected
+from tlt_server.frontend.http.replies import json_pieces, json_response, unexpected
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
+from tlt_server.packed import PART_IDS, PackedIds, json_ids, json_text
 
 Phrase = CompletionPhrase | ChatPhrase
 
@@ -119,7 +122,7 @@ async def chat(service: Service, request: Request) -> Response:
     service.validator.check_choices(asked.n, caller_of(request))
     token_ids = await _conversation(service, info, asked.template_arguments(asked.messages))
     return await _answer(
-        service, request, asked, info, [{"token_ids": token_ids}], CHAT, ChatPhrase
+        service, request, asked, info, [{"token_ids": token_ids.list()}], CHAT, ChatPhrase
     )
 
 
@@ -149,7 +152,10 @@ async def tokenize(service: Service, request: Request) -> Response:
         [tokens] = await service.validator.encode(
             ["prompt"], [asked.prompt], info, special=asked.add_special_tokens is not False
         )
-    return json_response(Tokens(tokens, len(tokens), info.max_model_len))
+    if len(tokens) <= PART_IDS:
+        return json_response(Tokens(tokens.list(), len(tokens), info.max_model_len))
+    rest = f',"count":{len(tokens)},"max_model_len":{info.max_model_len}}}'.encode()
+    return json_pieces(chain([b'{"tokens":'], json_ids(tokens), [rest]))
 
 
 @ROUTES.post(
@@ -173,9 +179,10 @@ async def detokenize(service: Service, request: Request) -> Response:
             f"tokens has the token id {max(asked.tokens)}; ids of this model end at "
             f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
         )
-    return json_response(
-        Detokenized(await asyncio.to_thread(service.text.decode, asked.tokens, special=True))
-    )
+    text = await tokenizing.decode(service.text, asked.tokens, special=True)
+    if isinstance(text, str):
+        return json_response(Detokenized(text))
+    return json_pieces(chain([b'{"prompt":'], json_text(text), [b"}"]))
 
 
 async def _answer(
@@ -231,9 +238,9 @@ async def _read(service: Service, request: Request, model: type[Any]) -> tuple[A
 
 async def _conversation(
     service: Service, info: EngineInfo, arguments: dict[str, Any], *, special: bool = False
-) -> list[int]:
+) -> PackedIds:
     [token_ids] = await service.validator.encode(
-        ["messages"], [service.text.render(**arguments)], info, special=special
+        ["messages"], [await tokenizing.render(service.text, **arguments)], info, special=special
     )
     return token_ids
 

@@ -198,7 +198,7 @@ class Phrase:
         if not isinstance(choice.prompt_logprobs, list):
             return {}
         found = scored_prompt(
-            self._prompts[id], choice.prompt_logprobs, self.asked.top_logprobs_num
+            [*self._prompts[id]], choice.prompt_logprobs, self.asked.top_logprobs_num
         )[self.asked.logprob_start_len :]
         fields: dict[str, Any] = {
             "input_token_logprobs": [(logprob, token, None) for token, logprob, _ in found]

@@ -17,7 +17,7 @@ from tlt_server.frontend.dialects.replies.errors import GONE, UNFINISHED
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
 from tlt_server.frontend.dialects.sglang.replies import Loads, LoadsReply, ModelInfo, VersionReply
-from tlt_server.frontend.generation.delivery import reply, unless
+from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
@@ -25,6 +25,7 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import checked
 from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.reading.asking import unless
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes()

@@ -1,0 +1,301 @@
+"""The reading process: what it answers, that small work never waits for large, and what its end,
+its hanging and a client's leaving do.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+from msgspec import UNSET, Struct, UnsetType
+
+from tlt_server.errors import InvalidRequest, QueueFull, TltError, TooLarge, Unavailable
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.generation.tokenizing import SLICE_CHARS, encode
+from tlt_server.frontend.reading import asking, jobs
+from tlt_server.frontend.reading.asking import Asker
+from tlt_server.frontend.reading.frames import FRAME_BYTES, sliced
+from tlt_server.frontend.reading.jobs import Job, JobQueue, Slice
+from tlt_server.frontend.reading.reader import Reader
+from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, cut
+from tlt_server.packed import PackedIds, PackedText, json_ids, json_text
+
+T = TypeVar("T")
+LARGE = 2**22  # bytes that a job says it has, so that it gets the lane for the largest
+
+
+class Leaf(Struct):
+    prompt: str
+    ids: PackedIds | UnsetType = UNSET
+
+
+class Tree(Struct, kw_only=True):
+    leaves: list[Leaf]
+    more: dict[str, Any] = {}
+
+
+def built(value: Any) -> tuple[Any, int]:
+    """Return the value as it comes out of its pieces, and the size of the largest."""
+    builder, largest = Builder(), 0
+    for piece in cut(value):
+        builder.take(piece)
+        largest = max(largest, len(piece))
+    return builder.value, largest
+
+
+def run(model: Path, work: Callable[[Reader], Awaitable[T]], **options: Any) -> T:
+    async def main() -> T:
+        with closing(Reader(model, **options)) as reader:
+            return await work(reader)
+
+    return asyncio.run(main())
+
+
+def texts(*some: str) -> Slice:
+    data = [text.encode() for text in some]
+    return Slice(("encode", [*map(len, data)], True), lambda: sliced(data))
+
+
+async def tokenised(reader: Reader, text: str, key: str = "", total: int = 0) -> list[int]:
+    [[ids]] = await reader.ask(key, [texts(text)], total=total, largest=total)
+    return ids.list()
+
+
+def test_values_come_back_from_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt_server.frontend.reading.trees.named", lambda name: CLASSES[name])
+    rng = random.Random(1)
+    leaves = [Leaf("x" * rng.randrange(900), PackedIds.of(range(i))) for i in range(400)]
+    leaves += [Leaf("é" * 20_000), Leaf("y", PackedIds.of(range(70_000)))]
+    deep = {"a": [[], {}, [1, [2.5, None, {"b": ["\U0001f600" * 40_000] * 3}]], *range(99_999)]}
+    for value in (Tree(leaves=leaves, more=deep), [], {}, None, "x", [[[]] * 5000] * 40, 7):
+        back, largest = built(value)
+        assert back == value
+        assert largest <= 3 * FRAME_BYTES
+
+
+CLASSES = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in (Leaf, Tree, PackedIds)}
+
+
+def test_a_long_text_stays_packed_and_only_some_fields_may_hold_one() -> None:
+    long = "aé\U0001f600" * PACKED_CHARS
+    back, largest = built({"prompt": long})
+    assert isinstance(back["prompt"], PackedText) and largest <= 3 * FRAME_BYTES
+    assert back["prompt"].whole() == long and len(back["prompt"]) == len(long)
+    assert msgspec.json.decode(b"".join(json_text(back["prompt"]))) == long
+    with pytest.raises(InvalidRequest, match=r"^user has a text of 786432 characters; the limit"):
+        built({"user": long})
+    with pytest.raises(InvalidRequest, match="a field name of 5000 characters"):
+        built({"x" * 5000: [1]})
+
+
+def test_ids_are_the_same_packed() -> None:
+    ids = [*range(20_000)]
+    packed = PackedIds.of(ids)
+    assert packed == ids and len(packed) == 20_000 and packed.greatest() == 19_999
+    assert msgspec.json.decode(b"".join(json_ids(packed))) == ids
+    assert msgspec.json.decode(b"".join(json_ids(PackedIds.of([])))) == []
+
+
+def test_the_process_tokenises_decodes_and_renders(model: Path) -> None:
+    text, long = Text.load(model), "line of text\n" * 9000
+
+    async def work(reader: Reader) -> None:
+        ids = await tokenised(reader, long)
+        assert ids == text.encode([long])[0]
+        data = PackedIds.of(ids).packed
+        [back] = await reader.ask(
+            "", [Slice(("decode", True), lambda: sliced([data]))], total=1, largest=1
+        )
+        assert back == long
+        chat = [{"role": "user", "content": long}] * 2
+        [said] = await reader.ask(
+            "", [Slice(("render",), lambda: cut([chat, None, {}]))], total=1, largest=1
+        )
+        assert said == text.render(chat)
+
+    run(model, work)
+
+
+def test_errors_cross_with_their_type_and_others_say_nothing_of_the_request(model: Path) -> None:
+    long = [{"role": "user", "content": "", "name": "x" * PACKED_CHARS}]
+
+    async def work(reader: Reader) -> None:
+        for slice, kind, says in (
+            (Slice(("render",), lambda: cut([long, None, {}])), InvalidRequest, "^name has a te"),
+            (
+                Slice(("parse", "tlt_server.errors:from_code", 1, 2, 3), lambda: []),
+                TltError,
+                "^une",
+            ),
+            (Slice(("parse", "os:system"), lambda: [b"true"]), TltError, "AssertionError"),
+        ):
+            with pytest.raises(kind, match=says):
+                await reader.ask("", [slice], total=1, largest=1)
+        assert await tokenised(reader, "abc") == [97, 98, 99]
+
+    run(model, work)
+
+
+def test_small_work_goes_on_beside_the_largest(model: Path) -> None:
+    async def work(reader: Reader) -> None:
+        await tokenised(reader, "x")
+        large = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE))
+        took = []
+        while not large.done():
+            began = time.perf_counter()
+            assert await tokenised(reader, "2+2=") == [*b"2+2="]
+            took.append(time.perf_counter() - began)
+        assert len(await large) == 2 * 10**6
+        assert len(took) > 5 and sorted(took)[len(took) // 2] < 0.05
+
+    run(model, work)
+
+
+def test_a_killed_process_is_replaced_and_what_it_did_may_be_sent_again(model: Path) -> None:
+    async def work(reader: Reader) -> None:
+        await tokenised(reader, "x")
+        for number in (signal.SIGKILL, signal.SIGSEGV):
+            large = asyncio.create_task(tokenised(reader, "ab" * 10**6, total=LARGE))
+            await under_way(reader)
+            waits = asyncio.create_task(tokenised(reader, "waits", total=LARGE))
+            await asyncio.sleep(0)
+            before = reader.pid
+            assert before is not None
+            os.kill(before, number)
+            with pytest.raises(Unavailable, match="send it again"):
+                await large
+            assert await waits == [*b"waits"]
+            assert reader.pid not in (None, before)
+
+    run(model, work)
+
+
+async def under_way(reader: Reader) -> None:
+    while reader._under_way[-1] is None:  # noqa: ASYNC110 (a test of what has no event)
+        await asyncio.sleep(0.005)
+
+
+def test_a_process_that_hangs_is_replaced(model: Path) -> None:
+    async def work(reader: Reader) -> None:
+        await tokenised(reader, "x")
+        assert reader.pid is not None
+        os.kill(reader.pid, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="send it again"):
+            await tokenised(reader, "y")
+        assert await tokenised(reader, "z") == [ord("z")]
+
+    run(model, work, hang_s=1.0)
+
+
+def test_memory_is_bounded_and_who_needs_more_is_too_large(model: Path) -> None:
+    async def work(reader: Reader) -> None:
+        for text in ("a" * 2**21, "b" * 2**22):  # one does without memory in Python, one in Rust
+            with pytest.raises(TooLarge, match="smaller parts"):
+                await tokenised(reader, text, total=LARGE)
+        assert await tokenised(reader, "still here") == [*b"still here"]
+
+    run(model, work, memory_mb=128)
+
+
+def test_the_rest_of_a_job_is_dropped_with_its_client(model: Path) -> None:
+    sent = []
+
+    def slices() -> Iterator[Slice]:
+        for i in range(1000):
+            sent.append(i)
+            yield texts("ab" * 20_000)
+
+    async def work(reader: Reader) -> None:
+        asked = asyncio.create_task(reader.ask("", slices(), total=LARGE, largest=40_000))
+        while len(sent) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        began = len(sent)
+        await tokenised(reader, "x" * 10, total=2**17)
+        assert len(sent) <= began + 1
+
+    run(model, work)
+
+
+def test_the_process_ends_with_the_server_and_gets_no_keys(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLT_API_KEYS", "secret")
+
+    async def work(reader: Reader) -> int:
+        await tokenised(reader, "x")
+        assert reader.pid is not None
+        check(Path(f"/proc/{reader.pid}"))
+        return reader.pid
+
+    def check(process: Path) -> None:
+        environment = (process / "environ").read_text()
+        assert "secret" not in environment and "RAYON_NUM_THREADS=1" in environment
+        assert "libtorch" not in (process / "maps").read_text()
+
+    assert not Path(f"/proc/{run(model, work, secrets=('TLT_API_KEYS',))}").exists()
+
+
+def test_nothing_is_taken_after_the_end(model: Path) -> None:
+    async def work(reader: Reader) -> None:
+        reader.close()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await tokenised(reader, "x")
+
+    run(model, work)
+
+
+def test_keys_share_the_process_by_time() -> None:
+    async def main() -> None:
+        queue = JobQueue()
+        for _ in range(40):
+            queue.add(Job("greedy", [texts("a")] * 3))
+        served = []
+        for i in range(40):
+            if i == 10:
+                for _ in range(10):
+                    queue.add(Job("small", [texts("b")]))
+            job = await queue.next()
+            served.append(job.key)
+            job.take(None)
+            if not job.done.done():
+                queue.again(job)
+            queue.charge(job, 0.05)
+        assert served[10:30].count("small") >= 9
+
+    asyncio.run(main())
+
+
+def test_the_queue_is_bounded_for_each_key() -> None:
+    async def main() -> None:
+        queue = JobQueue()
+        for _ in range(jobs.MAX_WAITING_KEY):
+            queue.add(Job("a", [texts("a")]))
+        with pytest.raises(QueueFull, match="of this key wait to be read; the limit is 256: send"):
+            queue.add(Job("a", [texts("a")]))
+        queue.add(Job("b", [texts("a")]))
+
+    asyncio.run(main())
+
+
+def test_texts_are_tokenised_in_slices_in_their_order(model: Path) -> None:
+    text, rng = Text.load(model), random.Random(2)
+    some = ["x" * rng.choice((0, 1, 50, 3000, SLICE_CHARS + 1)) + str(i) for i in range(60)]
+
+    async def work(reader: Reader) -> None:
+        async def connected() -> Any:
+            await asyncio.sleep(3600)
+
+        asking._ASKER.set(Asker(reader, "", connected))
+        found = await encode(text, some, some, special=True)
+        assert [ids.list() for ids in found] == text.encode(some)
+
+    run(model, work)

@@ -1,0 +1,98 @@
+"""Texts to token ids and back without holding the loop: what is short is done at once, the rest by
+the reading process, in slices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from tlt_server.errors import TooLarge
+from tlt_server.frontend.generation.text import Text, for_template
+from tlt_server.frontend.reading.asking import ask
+from tlt_server.frontend.reading.frames import sliced
+from tlt_server.frontend.reading.jobs import Slice
+from tlt_server.frontend.reading.trees import cut
+from tlt_server.packed import PackedIds, PackedText
+
+# Limits on what is done at once. On a slow core each takes 2 ms.
+INLINE_CHARS = 2048
+INLINE_IDS = 4096
+INLINE_CONVERSATION_BYTES = 4096
+SLICE_CHARS = 2**16
+SLICE_TEXTS = 512
+# Limit on one text. To tokenise it takes 310 bytes per character.
+MAX_TEXT_CHARS = 10 * 2**20
+
+
+async def encode(
+    text: Text, wheres: Sequence[str], texts: Sequence[str | PackedText], *, special: bool
+) -> list[PackedIds]:
+    """Return the token ids of each text. `wheres` are the texts' names for errors."""
+    for where, one in zip(wheres, texts, strict=True):
+        if len(one) > MAX_TEXT_CHARS:
+            raise TooLarge(
+                f"{where} has a text of {len(one)} characters; the server tokenises at most "
+                f"{MAX_TEXT_CHARS} at once: send it as token ids"
+            )
+    plain = [one for one in texts if isinstance(one, str)]
+    total = sum(map(len, texts))
+    if text.tokenizer is None or (
+        total <= INLINE_CHARS and len(plain) == len(texts) <= INLINE_CHARS // 16
+    ):
+        return [*map(PackedIds.of, text.encode(plain, special=special))]
+    largest = min(total, max(SLICE_CHARS, *map(len, texts)))
+    values = await ask(_slices(texts, special), total=total, largest=largest)
+    return [*chain.from_iterable(values)]
+
+
+def _slices(texts: Sequence[str | PackedText], special: bool) -> Iterator[Slice]:
+    some: list[str | PackedText] = []
+    chars = 0
+    for one in texts:
+        if some and (chars + len(one) > SLICE_CHARS or len(some) == SLICE_TEXTS):
+            yield _slice(some, special)
+            some, chars = [], 0
+        some.append(one)
+        chars += len(one)
+    yield _slice(some, special)
+
+
+def _slice(texts: list[str | PackedText], special: bool) -> Slice:
+    parts = [one.parts if isinstance(one, PackedText) else (one.encode(),) for one in texts]
+    lengths = [sum(map(len, some)) for some in parts]
+    return Slice(("encode", lengths, special), lambda: sliced(chain.from_iterable(parts)))
+
+
+async def decode(text: Text, ids: Sequence[int] | PackedIds, *, special: bool) -> str | PackedText:
+    """Return the text of token ids."""
+    if len(ids) <= INLINE_IDS:
+        return text.decode([*ids], special=special)
+    data = (ids if isinstance(ids, PackedIds) else PackedIds.of(ids)).packed
+    slices = [Slice(("decode", special), lambda: sliced([data]))]
+    [value] = await ask(slices, total=len(data), largest=len(data))
+    found: str | PackedText = value
+    return found
+
+
+async def render(
+    text: Text,
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str | PackedText:
+    """Return the conversation in the chat template. Messages are objects, or structs that know
+    theirs.
+    """
+    frames, size = list[bytes](), 0
+    for frame in cut([[*messages], tools, options]):
+        frames.append(frame)
+        size += len(frame)
+        await asyncio.sleep(0)
+    if not text.has_template or size <= INLINE_CONVERSATION_BYTES:
+        return text.render(for_template(messages), tools, options)
+    [value] = await ask([Slice(("render",), lambda: frames)], total=size, largest=size)
+    found: str | PackedText = value
+    return found

@@ -1,0 +1,72 @@
+"""The request at hand, as a job needs it: its key, its client's leaving, and the reader.
+
+The middleware `Asking` sets it for everything that a request runs. So a job in any room takes the
+turn of the request's key, and is dropped when the client has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Never, TypeVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tlt_server.errors import Cancelled
+from tlt_server.frontend.reading.jobs import Slice
+from tlt_server.frontend.reading.reader import Reader
+
+T = TypeVar("T")
+
+
+class Asker(NamedTuple):
+    """The request at hand."""
+
+    reader: Reader
+    key: str  # name of the API key; empty without one
+    receive: Receive
+
+    async def left(self) -> Never:
+        """Wait until the client has left; then raise `Cancelled`."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        raise Cancelled("the client disconnected")
+
+
+_ASKER: ContextVar[Asker] = ContextVar("asker")
+
+
+class Asking:
+    """Middleware that records who asks."""
+
+    def __init__(
+        self, app: ASGIApp, *, reader: Callable[[], Reader], key_of: Callable[[Scope], str]
+    ) -> None:
+        self.app, self.reader, self.key_of = app, reader, key_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            _ASKER.set(Asker(self.reader(), self.key_of(scope), receive))
+        await self.app(scope, receive, send)
+
+
+async def ask(slices: Iterable[Slice], *, total: int, largest: int) -> list[Any]:
+    """Return the value of each slice, from the reading process. The body of the request has been
+    read. `Cancelled`: the client has left.
+    """
+    asker = _ASKER.get()
+    work = asker.reader.ask(asker.key, slices, total=total, largest=largest)
+    return await unless(asker.left(), work)
+
+
+async def unless(watch: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. If `watch` raises first, cancel `work` and raise that error."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return (working if working.done() else watching).result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

@@ -1,0 +1,107 @@
+"""Jobs that wait for the reading process, served in turns of the keys that ask.
+
+A job is slices, each one request to the process. Keys share its time, which is charged by slice, so
+a key with many or large jobs gets the share of one key. A job whose client has left is dropped
+before its next slice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tlt_server.errors import QueueFull
+from tlt_server.turns import Turns
+
+MAX_WAITING = 1024  # jobs of all keys
+MAX_WAITING_KEY = 256  # jobs of one key
+QUANTUM_S = 0.05  # time of the process that a key gets in one round
+
+
+class Slice(NamedTuple):
+    """One request to the process."""
+
+    header: Sequence[Any]  # name of the job, then its arguments
+    payload: Callable[[], Iterable[bytes]]  # makes the frames after the header
+
+
+class Job:
+    """One piece of work: its slices, and the values that came back."""
+
+    def __init__(self, key: str, slices: Iterable[Slice]) -> None:
+        self.key, self.values = key, list[Any]()
+        self.done: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._slices: Iterator[Slice] = iter(slices)
+        self.slice = next(self._slices, None)  # the one that is next, or under way
+
+    def take(self, value: Any) -> None:
+        """Take the value of a slice in."""
+        self.values.append(value)
+        self.slice = next(self._slices, None)
+        if self.slice is None and not self.done.done():
+            self.done.set_result(self.values)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class JobQueue:
+    """The waiting jobs of one lane."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, deque[Job]] = {}  # by key
+        self._turns = Turns(QUANTUM_S)
+        self._some = asyncio.Event()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._jobs.values()))
+
+    def add(self, job: Job) -> None:
+        """Let a job wait. `QueueFull`: too many wait already."""
+        mine = len(self._jobs.get(job.key, ()))
+        for count, limit, whose in (
+            (mine, MAX_WAITING_KEY, "of this key "),
+            (len(self), MAX_WAITING, ""),
+        ):
+            if count >= limit:
+                raise QueueFull(
+                    f"{count} large requests {whose}wait to be read; the limit is {limit}: send "
+                    "fewer at once, or again later",
+                    retry_after_s=1,
+                )
+        self.again(job)
+
+    def again(self, job: Job) -> None:
+        """Let a job wait that has further slices."""
+        self._jobs.setdefault(job.key, deque()).append(job)
+        self._turns.wait(job.key)
+        self._some.set()
+
+    async def next(self) -> Job:
+        """Return the job whose slice is next."""
+        while True:
+            while not self._jobs:
+                self._some.clear()
+                await self._some.wait()
+            key = next(self._turns.order())
+            job = self._jobs[key].popleft()
+            if not self._jobs[key]:
+                del self._jobs[key]
+                self._turns.leave(key)
+            if not job.done.done():
+                return job
+
+    def charge(self, job: Job, seconds: float) -> None:
+        """Charge the key of a job with the time that a slice took."""
+        self._turns.charge(job.key, seconds)
+
+    def end(self, error: Callable[[], Exception]) -> None:
+        """End every job that waits with an error."""
+        for key, jobs in self._jobs.items():
+            for job in jobs:
+                job.fail(error())
+            self._turns.leave(key)
+        self._jobs.clear()

@@ -1,0 +1,226 @@
+"""The reading process from the outside: started, asked, watched, ended.
+
+It has one socket and one thread per lane, so a small job never waits for a large one, and each lane
+does one slice at a time. When the process dies or hangs, what was under way ends with a typed
+error, what waits goes to the next process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from tlt_server.errors import TltError, TooLarge, Unavailable
+from tlt_server.frontend.reading.frames import Channel
+from tlt_server.frontend.reading.jobs import Job, JobQueue, Slice
+from tlt_server.frontend.reading.trees import Builder
+
+LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
+MEMORY_MB = 4096  # what the process may have in addition to what it has after its start
+HANG_S = 120.0  # time of one slice; the largest takes about 15 s
+CALM_S = 60.0  # a process that lived this long is replaced at once
+MAX_WAIT_S = 30.0  # longest wait before the next start
+COMMAND = (sys.executable, "-m", "tlt_server.frontend.reading_process")
+# One thread per lane is all that it gets: the cores are the engine's.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+
+log = structlog.get_logger()
+
+
+class Reader:
+    """The reading process of one server, over all its restarts."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        secrets: Iterable[str] = (),
+        hang_s: float = HANG_S,
+        memory_mb: int = MEMORY_MB,
+    ) -> None:
+        """`model` is the directory with the tokenizer. `secrets` are the variables of the
+        environment that the process does not get.
+        """
+        self._hello = msgspec.json.encode({"model": str(model.resolve()), "memory_mb": memory_mb})
+        self._environment = {
+            name: value for name, value in os.environ.items() if name not in {*secrets}
+        } | ENVIRONMENT
+        self._hang_s = hang_s
+        self._lanes = [JobQueue() for _ in LANES]
+        self._under_way: list[Job | None] = [None for _ in LANES]
+        self._running: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self.closed = False
+
+    def start(self) -> None:
+        """Start the process unless it is there. The first job does so too."""
+        if self.closed:
+            raise _closed()
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    async def ask(
+        self, key: str, slices: Iterable[Slice], *, total: int, largest: int
+    ) -> list[Any]:
+        """Return the value of each slice. `total` and `largest` are the bytes of all slices and of
+        the largest one. If this is cancelled, no further slice is done.
+        """
+        self.start()
+        job = Job(key, slices)
+        if job.slice is None:
+            return []
+        lane = 0 if total <= LANES[0] else next(i for i in (1, 2) if largest <= LANES[i])
+        self._lanes[lane].add(job)
+        try:
+            return await job.done
+        finally:
+            job.done.cancel()
+
+    def close(self) -> None:
+        """End the process, and what waits for it."""
+        self.closed = True
+        if self._running is not None:
+            self._running.cancel()
+        if self._process is not None:
+            self._process.kill()
+        for queue in self._lanes:
+            queue.end(_closed)
+
+    async def _run(self) -> None:
+        wait_s, clock = 0.0, asyncio.get_running_loop().time
+        while True:
+            began = clock()
+            status = await self._epoch()
+            wait_s = 0.0 if clock() - began > CALM_S else min(MAX_WAIT_S, 2 * wait_s or 0.25)
+            log.warning("reading_process_ended", status=status, restart_in_s=wait_s)
+            await asyncio.sleep(wait_s)
+
+    async def _epoch(self) -> int:
+        """Serve with one process until it ends, and return its status."""
+        async with contextlib.AsyncExitStack() as stack:
+            pairs = [socket.socketpair() for _ in LANES]
+            process = self._process = self._launch([theirs for _, theirs in pairs])
+            stack.callback(self._reap, process)
+            channels = [await Channel.over(ours) for ours, _ in pairs]
+            for channel in channels:
+                stack.callback(channel.close)
+            lanes = [asyncio.create_task(self._lane(i, c)) for i, c in enumerate(channels)]
+            try:
+                await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                process.kill()
+                for lane in lanes:
+                    lane.cancel()
+                error = _closed() if self.closed else None
+                for job in self._under_way:
+                    if job is not None and error is not None:
+                        job.fail(error)
+            await asyncio.gather(*lanes, return_exceptions=True)
+            status = await asyncio.to_thread(process.wait)
+            for i, job in enumerate(self._under_way):
+                if job is not None:
+                    job.fail(_gone(status, largest=i == len(LANES) - 1))
+                self._under_way[i] = None
+            return status
+
+    def _launch(self, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
+        numbers = [side.fileno() for side in sockets]
+        try:
+            process = subprocess.Popen(
+                [*COMMAND, *map(str, numbers)],
+                stdin=subprocess.PIPE,
+                pass_fds=numbers,
+                env=self._environment,
+            )
+        finally:
+            for side in sockets:
+                side.close()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(self._hello + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.wait()  # it is dead, so this does not wait
+        self._process = None
+
+    async def _lane(self, number: int, channel: Channel) -> None:
+        """Do the jobs of one lane until the process is gone or hangs."""
+        queue, clock = self._lanes[number], asyncio.get_running_loop().time
+        while True:
+            job = self._under_way[number] = await queue.next()
+            began = clock()
+            try:
+                async with asyncio.timeout(self._hang_s):
+                    await _exchange(channel, job)
+            except (OSError, EOFError):
+                return
+            self._under_way[number] = None
+            if not job.done.done():
+                queue.again(job)
+            queue.charge(job, clock() - began)
+
+
+async def _exchange(channel: Channel, job: Job) -> None:
+    """Have the next slice of a job done."""
+    assert job.slice is not None
+    header, payload = job.slice
+    error: TltError | None = None
+    try:
+        await channel.send(chain([msgspec.msgpack.encode(header)], payload()))
+    except TltError as refused:  # the payload cannot be sent; the process answers to what it got
+        error = refused
+        await channel.send(())
+    builder = Builder()
+    while piece := await channel.receive():
+        if error is None and not job.done.done():
+            try:
+                builder.take(piece)
+            except TltError as answered:
+                error = answered
+    if error is not None:
+        job.fail(error)
+    elif not job.done.done():
+        job.take(builder.value)
+
+
+def _gone(status: int, *, largest: bool) -> TltError:
+    if largest and status == -signal.SIGABRT:  # how a library in Rust ends without memory
+        return TooLarge(
+            f"the request needs more than the {MEMORY_MB} MiB that the reading process may use; "
+            "send it in smaller parts"
+        )
+    return Unavailable(
+        "the process that reads large requests ended while it read this one; send it again",
+        retry_after_s=1,
+    )
+
+
+def _closed() -> TltError:
+    return Unavailable(
+        "the server is shutting down and reads no more requests; send this one to another "
+        "replica, or later",
+        retry_after_s=5,
+    )

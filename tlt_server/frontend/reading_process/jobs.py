@@ -1,0 +1,81 @@
+"""The jobs of the reading process. Each takes the text, the payload and the arguments of its
+request, and returns a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tlt_server.frontend.generation.text import Text, for_template
+from tlt_server.frontend.reading.frames import BlockingChannel
+from tlt_server.frontend.reading.trees import Builder, named
+from tlt_server.packed import PackedIds, PackedText
+
+
+class Payload:
+    """The frames after a request's header."""
+
+    def __init__(self, channel: BlockingChannel) -> None:
+        self._frames, self.bytes = channel.message(), 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for frame in self._frames:
+            self.bytes += len(frame)
+            yield frame
+
+    def joined(self) -> bytearray:
+        data = bytearray()
+        for frame in self:
+            data += frame
+        return data
+
+    def tree(self) -> Any:
+        """Return the value that was sent in pieces, without packed values in it."""
+        builder = Builder(packs=False)
+        for frame in self:
+            builder.take(frame)
+        return builder.value
+
+    def skip(self) -> None:
+        for _ in self:
+            pass
+
+
+def encode(text: Text, payload: Payload, lengths: list[int], special: bool) -> list[PackedIds]:
+    """Return the token ids of each text; the payload is their UTF-8, one after another."""
+    data = payload.joined()
+    texts, at = [], 0
+    for length in lengths:
+        texts.append(data[at : at + length].decode())
+        at += length
+    del data
+    return [*map(PackedIds.of, text.encode(texts, special=special))]
+
+
+def decode(text: Text, payload: Payload, special: bool) -> PackedText:
+    """Return the text of packed token ids."""
+    ids = PackedIds(bytes(payload.joined()))
+    assert text.tokenizer is not None
+    # A batch of one, since only a batch lets the other lanes run meanwhile.
+    [found] = text.tokenizer.decode_batch([ids.list()], skip_special_tokens=not special)
+    return PackedText.of(found)
+
+
+def render(text: Text, payload: Payload) -> PackedText:
+    """Return the conversation in the chat template."""
+    messages, tools, options = payload.tree()
+    return PackedText.of(text.render(for_template(messages), tools, options))
+
+
+def parse(text: Text, payload: Payload, function: str, *arguments: Any) -> Any:
+    """Return what a function of ours makes of a body."""
+    return named(function)(payload.joined(), *arguments)
+
+
+JOBS: dict[str, Callable[..., Any]] = {
+    "encode": encode,
+    "decode": decode,
+    "render": render,
+    "parse": parse,
+}
