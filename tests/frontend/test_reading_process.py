@@ -187,6 +187,7 @@ def test_a_process_that_hangs_is_replaced(model: Path) -> None:
         await tokenised(reader, "x")
         assert reader.pid is not None
         os.kill(reader.pid, signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(Unavailable, match="send it again"):
             await tokenised(reader, "y")
         assert await tokenised(reader, "z") == [ord("z")]
@@ -295,7 +296,7 @@ def test_texts_are_tokenised_in_slices_in_their_order(model: Path) -> None:
             await asyncio.sleep(3600)
 
         asking._ASKER.set(Asker(reader, "", connected))
-        found = await encode(text, some, some, special=True)
+        found = await encode(text, some, some, 10**6, special=True)
         assert [ids.list() for ids in found] == text.encode(some)
 
     run(model, work)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from tlt_server.errors import TooLarge
+from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.generation.text import Text, for_template
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
@@ -28,10 +28,26 @@ MAX_TEXT_CHARS = 10 * 2**20
 
 
 async def encode(
-    text: Text, wheres: Sequence[str], texts: Sequence[str | PackedText], *, special: bool
+    text: Text,
+    wheres: Sequence[str],
+    texts: Sequence[str | PackedText],
+    max_tokens: int,
+    *,
+    special: bool,
 ) -> list[PackedIds]:
-    """Return the token ids of each text. `wheres` are the texts' names for errors."""
+    """Return the token ids of each text. `wheres` are the texts' names for errors.
+
+    `InvalidRequest`: a text has more characters than `max_tokens` tokens can hold. A tokenizer that
+    drops characters has the same bound.
+    """
+    longest = text.longest_token
     for where, one in zip(wheres, texts, strict=True):
+        if 0 < max_tokens * longest < len(one):
+            raise InvalidRequest(
+                f"{where} has a text of {len(one)} characters; the limit is "
+                f"{max_tokens * longest} (max_prompt_tokens {max_tokens}, and no token of this "
+                f"model has more than {longest} characters): shorten it"
+            )
         if len(one) > MAX_TEXT_CHARS:
             raise TooLarge(
                 f"{where} has a text of {len(one)} characters; the server tokenises at most "

@@ -203,19 +203,9 @@ class Validator:
         *,
         special: bool = True,
     ) -> list[PackedIds]:
-        """Return the token ids of each text. `InvalidRequest` before a text is tokenised that has
-        more characters than the longest prompt can hold; a tokenizer that drops characters has the
-        same bound. Tokenising leaves the event loop free.
-        """
-        tokens, longest = self._prompt_limit(info), self._text.longest_token
-        for where, text in zip(wheres, texts, strict=True):
-            if 0 < tokens * longest < len(text):
-                raise InvalidRequest(
-                    f"{where} has a text of {len(text)} characters; the limit is "
-                    f"{tokens * longest} (max_prompt_tokens {tokens}, and no token of this model "
-                    f"has more than {longest} characters): shorten it"
-                )
-        return await tokenizing.encode(self._text, wheres, texts, special=special)
+        """Return the token ids of each text, which may be as long as the longest prompt."""
+        limit = self._prompt_limit(info)
+        return await tokenizing.encode(self._text, wheres, texts, limit, special=special)
 
     async def _prompts(
         self, words: Words, items: list[ItemFields], info: EngineInfo

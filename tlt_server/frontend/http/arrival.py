@@ -7,8 +7,7 @@ the parts of an HTTP request.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,7 +16,6 @@ from tlt_server.errors import TltError
 from tlt_server.frontend.http.limits import Refuse
 
 ARRIVE = "arrive"
-LARGE_BYTES = 2**16  # larger messages are converted in a thread, so that no other request waits
 
 
 class Arrived(NamedTuple):
@@ -30,7 +28,7 @@ class Arrived(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Arrive = Callable[[bytes], Arrived]
+Arrive = Callable[[bytes], Awaitable[Arrived]]
 
 
 class Arrival:
@@ -46,9 +44,7 @@ class Arrival:
             return
         try:
             data = (await receive()).get("body", b"")
-            arrived = (
-                await asyncio.to_thread(arrive, data) if len(data) > LARGE_BYTES else arrive(data)
-            )
+            arrived = await arrive(data)
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
             return

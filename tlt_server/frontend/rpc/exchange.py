@@ -18,7 +18,7 @@ from google.protobuf.message import Message as Protobuf
 from starlette.types import ASGIApp, Message, Scope
 
 from tlt_server.errors import Cancelled, TltError
-from tlt_server.frontend.http.arrival import ARRIVE, LARGE_BYTES
+from tlt_server.frontend.http.arrival import ARRIVE
 from tlt_server.frontend.http.limits import CONNECTIONS
 from tlt_server.frontend.http.replies import REFUSED
 from tlt_server.frontend.rpc.messages import fill
@@ -27,6 +27,7 @@ from tlt_server.frontend.rpc.methods import Operation, RpcMethod
 # Metadata of a call that become headers, and headers of a reply that become metadata.
 TO_HEADERS = ("authorization", "idempotency-key", "origin", "sec-fetch-site", "x-request-id")
 TO_METADATA = (b"x-request-id", b"x-rollout-id", b"retry-after")
+LARGE_BYTES = 2**16  # larger replies are made in a thread
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
@@ -51,7 +52,7 @@ class Exchange:
         If this is cancelled, the application sees the client leave, and this waits for its end.
         """
         self._gives = method.gives
-        self._state |= {ARRIVE: method.arrived, CONNECTIONS: open_calls}
+        self._state |= {ARRIVE: method.arrive, CONNECTIONS: open_calls}
         running = asyncio.ensure_future(app(self._scope, self.receive, self.send))
         try:
             await asyncio.shield(running)

@@ -17,6 +17,7 @@ from google.protobuf.struct_pb2 import Struct
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.rpc.weighing import malformed
 
 NULL = "_null"
 
@@ -25,10 +26,7 @@ def parsed(type: type[Message], data: bytes) -> Message:
     try:
         return type.FromString(data)
     except DecodeError:
-        raise InvalidRequest(
-            f"the message of {len(data)} bytes is no {type.DESCRIPTOR.full_name}; send what "
-            "rollout.proto defines, made with a compiler of protocol buffers"
-        ) from None
+        raise malformed(len(data), type.DESCRIPTOR) from None
 
 
 def plain(message: Message, where: str = "") -> dict[str, Any]:

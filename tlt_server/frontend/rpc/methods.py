@@ -21,7 +21,11 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.events import MAX_WAIT_S
 from tlt_server.frontend.http.arrival import Arrived
 from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.reading.asking import ask
+from tlt_server.frontend.reading.frames import sliced
+from tlt_server.frontend.reading.jobs import Slice
 from tlt_server.frontend.rpc.messages import parsed, plain
+from tlt_server.frontend.rpc.weighing import weigh
 
 SERVICE = DESCRIPTOR.services_by_name["RolloutService"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -99,6 +103,8 @@ UPDATES: dict[str, Operation] = {  # content of a message of UpdateWeights -> it
     "part": Operation("PUT", "/weights/{version}/{part}.safetensors"),
     "manifest": Operation("POST", "/update_weights"),
 }
+INLINE_WEIGHT = 2**15  # a message that weighs less is parsed at once
+ARRIVED_APART = f"{__name__}:arrived_apart"
 LAST = "manifest"  # the content of the last message
 
 
@@ -113,6 +119,15 @@ class RpcMethod:
         # The route of this operation is checked before a message is read.
         self.operation = OPERATIONS.get(name, UPDATES[LAST])
 
+    async def arrive(self, data: bytes) -> Arrived:
+        """Return what a message asks for. `TltError`: it has too many parts, or is no message."""
+        if weigh(data, self.takes.DESCRIPTOR, enough=INLINE_WEIGHT) < INLINE_WEIGHT:
+            return self.arrived(data)
+        slices = [Slice(("parse", ARRIVED_APART, self.name), lambda: sliced([data]))]
+        [content] = await ask(slices, total=len(data), largest=len(data))
+        method, path, query, headers, body = content
+        return Arrived(method, path, query, b"".join(body), tuple(map(tuple, headers)))
+
     def arrived(self, data: bytes) -> Arrived:
         message = parsed(self.takes, data)
         if not self.client_streaming:
@@ -124,6 +139,14 @@ class RpcMethod:
                 "which ends the stream"
             )
         return UPDATES[held].arrived(plain(getattr(message, held), held))
+
+
+def arrived_apart(data: bytes, name: str) -> tuple[Any, ...]:
+    """Return what `arrived` does, with the body in pieces: a job of the reading process."""
+    method = METHODS[f"/{SERVICE.full_name}/{name}"]
+    weigh(data, method.takes.DESCRIPTOR)
+    method_name, path, query, body, headers = method.arrived(bytes(data))
+    return method_name, path, query, headers, [*sliced([body])]
 
 
 METHODS = {f"/{SERVICE.full_name}/{name}": RpcMethod(name) for name in SERVICE.methods_by_name}
