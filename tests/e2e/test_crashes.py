@@ -25,7 +25,8 @@ import zmq
 
 from tests.e2e.fatal import FATAL
 from tests.e2e.gpu_fault import FAULTY, REPORTED
-from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, engine_pid, gauge, until
+from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, gauge, until
+from tests.processes import engine, engines
 from tlt_client import Client, ServerError
 from tlt_client.wire import Done, ItemResult
 from tlt_server.commands import Submit
@@ -48,20 +49,15 @@ ASKED = [{"prompt": f"Compute {i}*4+5.", "seed": i} for i in range(24)]
 TOKENS = 120  # the longest request's
 
 
-def children(server: ServerProcess) -> list[int]:
-    pid = server.process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def kill_engine(server: ServerProcess, number: int = signal.SIGKILL) -> int:
-    pid = engine_pid(server)
+    pid = engine(server.process.pid)
     os.kill(pid, number)
     return pid
 
 
 def succeeded(server: ServerProcess, pid: int) -> bool:
     """Another engine runs in the place of that one, which is gone."""
-    return bool(children(server)) and pid not in children(server)
+    return bool(engines(server.process.pid)) and pid not in engines(server.process.pid)
 
 
 class Load:
@@ -166,7 +162,9 @@ def kill_under_load(kills: int) -> None:
         }, load.ends
         assert load.ends["completed"] >= kills and load.ends["engine_failed"] > kills / 2, load.ends
         assert (
-            server.process.poll() is None and len(children(server)) == 1 and len(set(pids)) == kills
+            server.process.poll() is None
+            and len(engines(server.process.pid)) == 1
+            and len(set(pids)) == kills
         )
         assert (
             f'tlt_engine_restarts_total{{reason="exited"}} {float(kills)}'
@@ -276,7 +274,7 @@ def test_a_request_that_kills_the_engine_is_refused_by_name(
             ).results
             assert {result.error.code for result in results if result.error} == {"engine_failed"}
             until(client.is_ready)
-        alive = children(server)
+        alive = engines(server.process.pid)
         refused, served = client.generate(
             batch, sampling={"max_tokens": 400, "ignore_eos": True}
         ).results
@@ -292,7 +290,7 @@ def test_a_request_that_kills_the_engine_is_refused_by_name(
             ).status_code
             == 422
         )
-        assert children(server) == alive
+        assert engines(server.process.pid) == alive
 
 
 def outlive_a_gpus_error(
@@ -319,7 +317,7 @@ def outlive_a_gpus_error(
         asking.start()
         with Client(server.url, timeout_s=60) as other:
             until(lambda: look(other).running == 3)
-            [pid], began = children(server), time.monotonic()
+            [pid], began = engines(server.process.pid), time.monotonic()
             [faulty] = other.generate(
                 [{"token_ids": [*FAULTY, 14]}], sampling={"max_tokens": 4}
             ).results
@@ -411,7 +409,7 @@ def test_an_engine_that_had_a_gpus_error_leaves_by_itself(tmp_path: Path) -> Non
 
 def test_an_engine_whose_server_was_killed_leaves() -> None:
     with ServerProcess(*FAST_START) as server:
-        pid = engine_pid(server)
+        pid = engine(server.process.pid)
         server.process.kill()
         server.process.wait()
         until(

@@ -24,6 +24,7 @@ import uvloop
 from tests.e2e.conftest import PAIR
 from tests.e2e.hostile_bodies import SECRET
 from tests.e2e.hostile_requests import LIMITS, Attempt, attempt
+from tests.processes import engine
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
@@ -244,14 +245,6 @@ def resident_mb(pid: int) -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
-def engine_pid(server: ServerProcess) -> int:
-    pid = server.process.pid
-    [engine] = [
-        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    ]
-    return engine
-
-
 def free_pages(client: Client) -> float:
     return float(
         next(
@@ -273,9 +266,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def survives(server: ServerProcess, seed: int, count: int) -> None:
     warm = max(1000, count // 10)
     with Client(server.url, timeout_s=60) as client:
-        engine, free = engine_pid(server), free_pages(client)
+        pids, free = (server.process.pid, engine(server.process.pid)), free_pages(client)
         seen = uvloop.run(storm(server, seed, range(warm)))
-        before = {pid: resident_mb(pid) for pid in (server.process.pid, engine)}
+        before = {pid: resident_mb(pid) for pid in pids}
         started = time.monotonic()
         seen += uvloop.run(storm(server, seed, range(warm, count)))
         took_s = time.monotonic() - started
@@ -293,7 +286,7 @@ def survives(server: ServerProcess, seed: int, count: int) -> None:
             time.sleep(0.02)
         grown = {pid: round(resident_mb(pid) - megabytes) for pid, megabytes in before.items()}
         print(f"resident memory grew by {grown} MB")
-        assert engine_pid(server) == engine and max(grown.values()) < GROWTH_MB, grown
+        assert engine(server.process.pid) == pids[1] and max(grown.values()) < GROWTH_MB, grown
         uvloop.run(storm(server, seed, range(20)))  # and it still answers
     said = "\n".join(server.lines)
     assert "unexpected_error" not in said and "Traceback" not in said and SECRET not in said, said[

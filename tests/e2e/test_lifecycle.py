@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import PAIR
+from tests.processes import engine
 from tlt_client import Client, ServerError
 from tlt_client.wire import Token
 from tlt_server.demo.rounds import look
@@ -99,20 +100,13 @@ def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> No
             ):
                 if isinstance(event, Token) and not events:
                     until(lambda: look(client).open == 6)
-                    os.kill(engine_pid(server), signal.SIGKILL)
+                    os.kill(engine(server.process.pid), signal.SIGKILL)
                 events.append(event)
                 errors += [event.error] if getattr(event, "error", None) else []
         waiting.join(60)
         assert [error.code for error in errors] == ["engine_failed"] * 2 and errors[0].retryable
         assert [result.error.code for result in ended[0].results] == ["engine_failed"] * 2
         assert server.process.wait(60) == 1
-
-
-def engine_pid(server: ServerProcess) -> int:
-    pid = server.process.pid
-    engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-    assert b"tlt_server.engine.process" in Path(f"/proc/{engine}/cmdline").read_bytes()
-    return engine
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:

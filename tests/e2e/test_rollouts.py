@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import PAIR
-from tests.e2e.test_lifecycle import FAST_START, QUESTION, engine_pid, gauge, until
+from tests.e2e.test_lifecycle import FAST_START, QUESTION, gauge, until
+from tests.processes import engine
 from tlt_client import Client, Reply, Rollout
 from tlt_client.wire import ItemResult
 from tlt_server.demo.server import ServerProcess
@@ -112,7 +113,7 @@ def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Repl
         waiting.start()
         for least in (200, 1000):
             await_tokens(detached[0], least)
-            pid = engine_pid(server)
+            pid = engine(server.process.pid)
             os.kill(pid, signal.SIGKILL)
             until(lambda: not client.is_ready())
             until(client.is_ready)

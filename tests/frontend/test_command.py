@@ -21,6 +21,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.test_limits import eventually
+from tests.processes import engine
 from tlt_client import Client
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
@@ -258,15 +259,10 @@ def test_a_dead_engine_that_may_not_be_restarted_ends_requests_and_the_server(mo
         assert server.ended() == 1
 
 
-def engine_pid(server: Served) -> int:
-    pid = server.process.pid
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
 def test_a_hung_engine_is_killed_and_restarted(model: Path) -> None:
     with served("plain", model, "--hang-timeout-s", "5", "--restart-window-s", "1") as server:
         server.wait_ready()
-        pid = engine_pid(server)
+        pid = engine(server.process.pid)
         thread, replies = generate(server, {"token_ids": [HANGS]})
         await_open(server)
         os.kill(pid, signal.SIGSTOP)
@@ -276,7 +272,7 @@ def test_a_hung_engine_is_killed_and_restarted(model: Path) -> None:
             and "hang_timeout_s" in replies[0].results[0].error.message
         )
         eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
-        assert engine_pid(server) != pid and not Path(f"/proc/{pid}").exists()
+        assert engine(server.process.pid) != pid and not Path(f"/proc/{pid}").exists()
         assert (
             'tlt_engine_restarts_total{reason="hung"} 1.0'
             in httpx.get(f"{server.url}/metrics").text
@@ -317,7 +313,7 @@ def test_a_signal_while_the_engine_is_gone_ends_the_server_at_once(model: Path) 
 def test_an_engine_whose_frontend_was_killed_leaves(model: Path) -> None:
     with served("plain", model) as server:
         server.wait_ready()
-        pid = engine_pid(server)
+        pid = engine(server.process.pid)
         server.process.kill()
         server.process.wait()
         eventually(

@@ -1,0 +1,24 @@
+"""The processes of a running server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def engines(server: int) -> list[int]:
+    """Return the pids of the engines that a server's process has started."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return [int(child) for child in children if b"tlt_server.engine.process" in _command(child)]
+
+
+def engine(server: int) -> int:
+    """Return the pid of a server's one engine."""
+    [pid] = engines(server)
+    return pid
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:  # it has just ended
+        return b""
