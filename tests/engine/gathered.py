@@ -1,0 +1,74 @@
+"""Pushes in parts, by disk: the folders of the parts and the calls that push them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.tiny import write_eagle, write_target
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.events import WeightReport
+from tlt_server.records import GenerateRequest, Sampling
+
+PARTS = 3
+
+
+def write_parts(root: Path) -> Path:
+    write_target(root / "base")
+    write_eagle(root / "drafter")
+    perturbed(root / "drafter", root / "new-drafter", 3)
+    for seed in (1, 2):
+        perturbed(root / "base", root / f"new{seed}", seed)
+    for name in ("new1", "new2", "new-drafter"):
+        tensors = load_file(root / name / "model.safetensors")
+        names = sorted(tensors)
+        for part in range(PARTS):
+            folder = root / f"{name}-{part}"
+            folder.mkdir()
+            save_file(
+                {tensor: tensors[tensor] for tensor in names[part::PARTS]},
+                folder / "model.safetensors",
+            )
+    return root
+
+
+def gathered_settings(root: Path) -> EngineSettings:
+    return EngineSettings(
+        model=str(root / "base"),
+        device="cpu",
+        drafter=str(root / "drafter"),
+        policy="off",
+        kv_memory_mb=16,
+        weight_root=str(root),
+        weight_channels="disk,broadcast",
+    )
+
+
+def part(
+    engine: Pushable, root: Path, name: str, number: int, version: str = "", **fields: object
+) -> WeightReport:
+    tensors = [
+        {"name": tensor} for tensor in load_file(root / f"{name}-{number}" / "model.safetensors")
+    ]
+    return engine.push(root / f"{name}-{number}", version, partial=True, tensors=tensors, **fields)
+
+
+def results(
+    engine: Pushable, root: Path, name: str, numbers: range = range(PARTS), **fields: object
+) -> list[str]:
+    return [part(engine, root, name, number, **fields).result for number in numbers]
+
+
+def speak(engine: Pushable) -> object:
+    return engine.run(
+        GenerateRequest(
+            id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=8, ignore_eos=True)
+        )
+    )
+
+
+def live_as(settings: EngineSettings, model: Path) -> dict[str, str]:
+    return Pushable(replace(settings, model=str(model))).checksums()

@@ -1,0 +1,214 @@
+"""Pushes in parts that are staged, named or of a session: what a commit takes, an abort ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.gathered import PARTS, gathered_settings, live_as, part, results, write_parts
+from tests.engine.pushing import Pushable
+from tlt_server.commands import (
+    AbortWeights,
+    CommitWeights,
+    JoinGroup,
+    NameWeights,
+    RollbackWeights,
+    Sleep,
+    WeightCommand,
+)
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.events import WeightReport
+from tlt_server.records import GenerateRequest, Sampling
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parts(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return gathered_settings(root)
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+def test_parts_of_two_sessions_never_meet(
+    settings: EngineSettings, engine: Pushable, root: Path
+) -> None:
+    assert results(engine, root, "new1", range(2), commit=False, session="1") == ["gathering"] * 2
+    assert part(engine, root, "new2", 2, commit=False, session="2").result == "gathering", (
+        "and not staged"
+    )
+    assert engine.commit("").result == "conflict"
+    assert results(engine, root, "new2", range(1), commit=False, session="2") == ["gathering"], (
+        "in any order"
+    )
+    staged = part(engine, root, "new2", 1, commit=False, session="2")
+    assert staged.result == "staged" and engine.commit(staged.version).result == "committed"
+    assert engine.checksums() == live_as(settings, root / "new2")
+
+
+def test_a_push_that_is_not_complete_cannot_be_committed_and_can_be_aborted(
+    engine: Pushable, root: Path
+) -> None:
+    assert results(engine, root, "new1", range(2), version="v1", commit=False) == ["gathering"] * 2
+    refused = engine.commit("v1")
+    assert (
+        refused.result == "conflict"
+        and "tensors are missing, among them 'model." in (refused.error or ("", ""))[1]
+    )
+    whole = engine.push(root / "new2", "v2")
+    assert whole.result == "conflict" and "'v1' is being pushed" in (whole.error or ("", ""))[1]
+    assert (
+        engine.abort("v1").result == "aborted"
+        and engine.push(root / "new2", "v2").result == "committed"
+    )
+
+
+def test_target_and_drafter_one_after_the_other_are_one_commit(
+    engine: Pushable, root: Path
+) -> None:
+    before = engine.checksums()
+    assert results(engine, root, "new1", version="v", commit=False) == [
+        "gathering",
+        "gathering",
+        "staged",
+    ]
+    assert results(engine, root, "new-drafter", version="v", commit=False, role="drafter") == [
+        "gathering",
+        "gathering",
+        "staged",
+    ]
+    assert engine.checksums() == before
+    done = engine.commit("v")
+    assert (done.result, done.role, done.state.target, done.state.drafter) == (
+        "committed",
+        "all",
+        "v",
+        "v",
+    )
+    after = engine.checksums()
+    assert all(after[name] != before[name] for name in ("model.norm.weight", "draft.fc.weight"))
+
+
+def test_a_commit_that_waits_is_of_what_was_staged_when_it_was_asked_for(
+    settings: EngineSettings, engine: Pushable, root: Path
+) -> None:
+    """Another push in its place would be committed and answered as this one."""
+    fields = {"version": "v", "commit": False, "in_flight": "drain"}
+    assert results(engine, root, "new1", **fields)[-1] == "staged"
+    engine.submit(
+        GenerateRequest(
+            id="runs",
+            token_ids=[5, 6, 7],
+            seed=3,
+            sampling=Sampling(max_tokens=32, ignore_eos=True),
+        )
+    )
+    engine.step(3)
+    engine.engine.send(CommitWeights("commit", "v", "named"))
+    engine.step()
+    assert "commit" not in engine.reports and not engine.engine.idle, "it waits for what runs"
+    assert [part(engine, root, "new2", number, **fields).result for number in range(PARTS)] == [
+        "conflict"
+    ] * 3
+    done = engine.report("commit")
+    assert (done.result, done.version) == ("committed", "named") and engine.checksums() == live_as(
+        settings, root / "new1"
+    )
+    assert engine.engine.pushes.transaction.push is None
+
+
+def test_a_session_commits_and_ends_its_own_push_only(engine: Pushable, root: Path) -> None:
+    def asked(command: WeightCommand) -> WeightReport:
+        engine.engine.send(command)
+        return engine.report(command.id)
+
+    assert part(engine, root, "new1", 0, session="s7", commit=False).result == "gathering"
+    assert (
+        asked(AbortWeights("a1", session="s8")).result
+        == asked(CommitWeights("c1", session="s8")).result
+        == "not_found"
+    )
+    assert asked(AbortWeights("a2", session="s7")).result == "aborted"
+    assert results(engine, root, "new1", session="s8", commit=False)[-1] == "staged"
+    done = asked(CommitWeights("c2", name="8", session="s8"))
+    assert (done.result, done.version) == ("committed", "8")
+
+
+def test_a_push_that_has_no_name_yet_can_be_aborted(engine: Pushable, root: Path) -> None:
+    assert part(engine, root, "new1", 0).result == "gathering"
+    engine.engine.send(RollbackWeights("r"))
+    assert engine.report("r").result == "conflict"
+    assert engine.abort("").result == "aborted" and engine.abort("").result == "not_found"
+
+
+def test_what_is_live_is_named_only_if_it_is_what_was_meant(engine: Pushable, root: Path) -> None:
+    before = engine.info.weight_version
+    assert (
+        results(engine, root, "new1", version="v1")[-1] == "committed"
+        and engine.roll_back().result == "rolled_back"
+    )
+    for id, of, result in (
+        ("n1", "v1", "conflict"),
+        ("n2", before, "named"),
+        ("n3", before, "unchanged"),
+    ):
+        engine.engine.send(NameWeights(id, "8", of))
+        assert engine.report(id).result == result
+
+
+def test_a_refused_push_leaves_the_group_whose_bytes_nobody_has_taken(
+    engine: Pushable, root: Path
+) -> None:
+    """Else the next push would take them for its own."""
+    left: list[str] = []
+    groups = engine.engine.pushes.transaction.options.intake.groups
+    groups.leave = lambda name: left.append(name) or True  # type: ignore[method-assign, func-returns-value]
+    assert part(engine, root, "new1", 0, commit=False).result == "gathering"
+    tensors = [{"name": "model.norm.weight", "dtype": "float32", "shape": [1]}]
+    refused = engine.push("", "v9", channel="broadcast", group="g", tensors=tensors)
+    assert refused.result == "conflict" and left == ["g"]
+
+
+def test_a_group_may_be_joined_while_the_weights_sleep_and_a_join_that_fails_says_so(
+    engine: Pushable,
+) -> None:
+    engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.5
+    engine.engine.send(Sleep("s", ["weights", "kv_cache"]))
+    engine.engine.send(JoinGroup("j", "g", "gloo", "127.0.0.1", 9, 1, 2))
+    report = engine.report("j")
+    assert (
+        report.result == "channel_broken" and "broke while joining" in (report.error or ("", ""))[1]
+    )
+    if torch.cuda.is_available():
+        return
+    engine.engine.send(JoinGroup("n", "g", "nccl", "127.0.0.1", 9, 1, 2))
+    assert (
+        engine.report("n").result == "weights_refused"
+        and "there is no GPU here" in (engine.reports["n"].error or ("", ""))[1]
+    )
+
+
+def test_a_session_that_is_complete_more_than_once_is_restored_whole(
+    root: Path, settings: EngineSettings, tmp_path: Path
+) -> None:
+    kept = replace(settings, state_dir=str(tmp_path / "state"))
+    engine = Pushable(kept)
+    of_session = {"version": "v1", "commit": False, "session": "s"}
+    assert results(engine, root, "new1", **of_session)[-1] == "staged"
+    assert results(engine, root, "new-drafter", role="drafter", **of_session)[-1] == "staged"
+    assert engine.commit("v1").result == "committed"
+    again = Pushable(kept)
+    assert (
+        not again.info.lost
+        and again.info.weight_version == "v1"
+        and again.checksums() == engine.checksums()
+    )
