@@ -26,6 +26,7 @@ from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.reports import MIN_BEST
+from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.speculation.policies.arms import Ladder, affordable, ladder
 
@@ -85,12 +86,6 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
         "" if dtype == torch.bfloat16 else f"the type is {dtype}"
     )
     gemm_stream._multiprocessors = lambda device: 132
-    made: list[Pretended] = []
-
-    def make(settings: EngineSettings) -> Pretended:
-        made.append(Pretended(settings))
-        return made[-1]
-
     settings = EngineSettings(
         model=str(TARGET),
         drafter=str(DRAFTER) if drafter == "eagle" else drafter,
@@ -100,9 +95,9 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
         max_rows=MAX_ROWS,
         kv_memory_mb=64,
     )
-    assemble(settings, make_device=make)
-    runner, rungs = made[0]._runner, ladder(settings.drafters, "cuda")
-    assert runner is not None
+    engine, _ = assemble(settings, make_device=Pretended)
+    runner, rungs = engine.runner, ladder(settings.drafters, "cuda")
+    assert isinstance(runner, GpuRunner)
     with torch.inference_mode():
         runner.prepare(
             runner.shapes.at_start(MAX_ROWS, rungs.arms, rungs.rows), lambda done, of: None

@@ -1,9 +1,13 @@
-"""One record in the table is all that a new drafter needs to be loaded, chosen and served."""
+"""One record in the table is all that a new drafter needs to be loaded, chosen and served, with
+weights of its own or without.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,7 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, checkpoints, choose, on_cpu, request
 from tests.engine.oracle import Oracle
 from tests.engine.pushing import Pushable
+from tests.engine.successors import ARCHITECTURE, SuccessorTable, write_successors
 from tlt_server.config import load
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Strategy
@@ -25,11 +30,22 @@ RECORD = Declaration(
     can_stand_in=True,
 )
 CHAIN = Strategy("oracle", 3, 1, 4)
+WITH_WEIGHTS = Declaration(
+    Half(
+        "tests.engine.successors:Successors",
+        ((3, 1, 4),),
+        "tests.engine.successors:SuccessorLoader",
+    ),
+    Half(HISTORY_ON_GPU, ((2, 1, 3),), "tests.engine.successors:SuccessorLoader"),
+    architecture=ARCHITECTURE,
+)
+SUCCESSORS = Strategy("successors", 3, 1, 4)
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DRAFTERS, "oracle", RECORD)
+    monkeypatch.setitem(DRAFTERS, "successors", WITH_WEIGHTS)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +92,48 @@ def test_the_gpu_engine_drafts_with_it(settings: EngineSettings) -> None:
     assert bits(engine, ["r0", "r1"]) == plain and drafted
 
 
+def test_the_cpu_engine_drafts_with_weights_of_another_drafter(
+    settings: EngineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(DRAFTERS, "oracle")  # it refuses to stand in
+    plain = Pushable(on_cpu(replace(settings, drafter="none")))
+    plain.run(*requests())
+    expected = bits(plain, ["r0", "r1"])
+    after = dict[int, int]()
+    for item in requests():
+        after |= dict(pairwise([*item.token_ids, *plain.tokens(item.id)]))
+    table = [after.get(token, 0) for token in range(64)]
+    first = write_successors(tmp_path / "zeros", settings.model, [0] * 64)
+    pushed = write_successors(tmp_path / "learned", settings.model, table)
+
+    engine = Pushable(on_cpu(replace(settings, drafter=str(first), weight_root=str(tmp_path))))
+    assert engine.info.drafter == "history+successors"
+    choose(engine, SUCCESSORS)
+    engine.run(*requests())
+    assert bits(engine, ["r0", "r1"]) == expected
+    before = engine.engine.gauges()["successors_accepted"]
+
+    report = engine.push(pushed, "v1", role="drafter")
+    assert report.result == "committed", report.error
+    engine.said.clear()
+    engine.run(*requests())
+    assert bits(engine, ["r0", "r1"]) == expected
+    assert engine.engine.gauges()["successors_accepted"] >= before + 4
+
+
+def test_the_gpu_engine_loads_weights_of_another_drafter(
+    settings: EngineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(DRAFTERS, "oracle")  # it refuses to stand in
+    directory = write_successors(tmp_path / "drafter", settings.model, [0] * 64)
+    engine = Pushable(replace(settings, drafter=str(directory)))
+    drafter = engine.engine.pushes.transaction.versions.live.drafter
+    assert drafter is not None and isinstance(drafter.network, SuccessorTable)
+    choose(engine, Strategy("successors", 2, 1, 3))
+    engine.run(*requests())
+    assert {len(engine.tokens(f"r{i}")) for i in range(2)} == {12}
+
+
 def test_settings_take_its_name(settings: EngineSettings) -> None:
     flags = {
         "model": settings.model,
@@ -87,7 +145,7 @@ def test_settings_take_its_name(settings: EngineSettings) -> None:
 
 
 def test_it_stands_in_for_a_drafter_with_weights_where_it_says_so() -> None:
-    names = to_load("some/directory")
+    names = to_load("no/known/architecture")
     assert names == ("eagle", "history", "oracle")
     arms = ladder(names).arms
     assert CHAIN in arms

@@ -58,6 +58,14 @@ class PackedCall(NamedTuple):
     max_keys: int
 
 
+class PromptStep(NamedTuple):
+    """The prompt rows of a step."""
+
+    runs: list[Run]
+    page_table_QP: Tensor
+    calls: dict[int, list[PackedCall]]  # by the first position seen; made by the first layer
+
+
 class FlashPaged:
     capturable = True  # what is captured is Triton's
 
@@ -116,8 +124,7 @@ class FlashPlanned:
         """`planned` is for the first rows, `others` of them; the rest are prompt rows."""
         self._planned, self._others = planned, others
         self._function, self._scale, self._max_keys = function, scale, max_keys
-        self._runs: list[Run] = []
-        self._calls: dict[int, list[PackedCall]] = {}  # by the first position seen
+        self._step = PromptStep([], torch.empty(0, 0, dtype=torch.int32), {})
 
     def plan(self, rows: RowTable, page_table_QP: Tensor) -> None:
         if self._planned is not None:
@@ -127,11 +134,7 @@ class FlashPlanned:
             .cpu()
             .numpy()
         )  # waits
-        self._runs, self._calls, self._page_table_QP = (
-            runs_of(position_P, batch_slot_P),
-            {},
-            page_table_QP,
-        )
+        self._step = PromptStep(runs_of(position_P, batch_slot_P), page_table_QP, {})
 
     def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
         out_RND = torch.empty_like(q_RND)
@@ -155,13 +158,13 @@ class FlashPlanned:
         return out_RND
 
     def _calls_from(self, first: int) -> list[PackedCall]:
-        """Return the calls of a step; the first layer makes them."""
-        if first not in self._calls:
-            runs = [run._replace(keys=max(run.keys - first, 0)) for run in self._runs]
-            self._calls[first] = [
-                call_of(part, first, self._page_table_QP) for part in parts_of(runs, self._max_keys)
+        step = self._step
+        if first not in step.calls:
+            runs = [run._replace(keys=max(run.keys - first, 0)) for run in step.runs]
+            step.calls[first] = [
+                call_of(part, first, step.page_table_QP) for part in parts_of(runs, self._max_keys)
             ]
-        return self._calls[first]
+        return step.calls[first]
 
 
 def runs_of(position_P: NDArray[np.int32], batch_slot_P: NDArray[np.int32]) -> list[Run]:

@@ -68,17 +68,19 @@ class _Shared:
     def equip(
         self,
         live: Live,
+        memory: Memory,
         ladder: Ladder,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
     ) -> Equipped:
-        return self._device.equip(
-            live, reachable(ladder, self._settings), page_table_SP, on_progress, quiet
-        )
+        arms = reachable(ladder, self._settings)
+        equipped = self._device.equip(live, memory, arms, page_table_SP, on_progress, quiet)
+        return equipped._replace(install=_refuse)
 
-    def install(self, live: Live, changed: Changed) -> None:
-        raise AssertionError("weights that engines share do not change")
+
+def _refuse(live: Live, changed: Changed) -> None:
+    raise AssertionError("weights that engines share do not change")
 
 
 def reachable(ladder: Ladder, settings: EngineSettings) -> Ladder:

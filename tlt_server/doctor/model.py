@@ -20,13 +20,12 @@ from tlt_server.engine.sizing import kv_pages, served_length
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, feature_layers
 from tlt_server.models.gpu.limits import check_shape
-from tlt_server.models.layers import LayerShape
 from tlt_server.models.loader import check_files, empty_target, own_dtype, unread
 from tlt_server.models.numerics import BLOCKS, Numerics
-from tlt_server.speculation.drafters import weights_directory
-from tlt_server.speculation.survival import Calibration
+from tlt_server.speculation.drafters import drafter_in, weights_directory
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.weights.parts import DrafterNetwork
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import host_memory
 
@@ -64,14 +63,15 @@ def device(config: Config) -> Finding:
 def _model(config: Config) -> Decoder:
     """The target without storage."""
     settings, raw = engine_settings(config), ModelConfig.read(config.model)
-    eagle = weights_directory(config.drafter)
+    directory = weights_directory(config.drafter)
+    layers = find_loader(directory, "cpu").feature_layers(directory, raw) if directory else ()
     with torch.device("meta"):
         return empty_target(
             config.model,
             config=replace(raw, max_position=served_length(settings, raw)),
             numerics=Numerics("strict"),
             page_size=settings.page_size,
-            feature_layers=feature_layers(eagle, raw) if eagle else (),
+            feature_layers=layers,
         )
 
 
@@ -91,14 +91,11 @@ def drafter(config: Config) -> Finding:
     if directory is None:
         return ok(config.drafter)
     network = _network(config, directory)
-    if _on_gpu(config):
-        check_shape(network.config, LayerShape(mlp_bias=network.config.mlp_bias), str(directory))
-    check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
-    Calibration.load(directory)
-    return ok(
-        f"EAGLE-3, {sum(view.numel() for view in network.parameters().values()) / 1e6:,.1f} M "
-        "parameters, fits the target"
-    )
+    loader = find_loader(directory, "cuda" if _on_gpu(config) else "cpu")
+    loader.check(network, directory)
+    loader.calibration(directory)
+    values = sum(view.numel() for view in network.parameters().values())
+    return ok(f"{drafter_in(directory)}, {values / 1e6:,.1f} M parameters, fits the target")
 
 
 def numerics(config: Config) -> Finding:
@@ -170,10 +167,11 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
     return ok(plan.describe())
 
 
-def _network(config: Config, directory: Path) -> Eagle3:
+def _network(config: Config, directory: Path) -> DrafterNetwork:
     """The drafter without storage."""
     with torch.device("meta"):
-        return Eagle3.empty(directory, _model(config))
+        network: DrafterNetwork = find_loader(directory, "cpu").empty(directory, _model(config))
+        return network
 
 
 def _chosen(config: Config) -> tuple[DeviceChoice, Gpu] | None:

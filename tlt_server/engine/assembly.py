@@ -35,11 +35,11 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import own_dtype
 from tlt_server.records import GenerateRequest, Sampling
 from tlt_server.speculation.canary import Canary
+from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.policies import POLICIES, Policy
 from tlt_server.speculation.policies.arms import Ladder, ladder
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
-from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.dormant import Dormant
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live
@@ -87,12 +87,16 @@ def assemble(
         if settings.state_dir
         else None
     )
+    drafter = settings.drafter_directory
+    parse_calibration = (
+        find_loader(drafter, settings.device).parse_calibration if drafter else _unexpected
+    )
     with phase("load model") as detail:
         config = ModelConfig.read(Path(settings.model))
         max_model_len = served_length(settings, config)
         live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
         if spool:
-            live, lost = restore(spool, live, Calibration.parse)
+            live, lost = restore(spool, live, parse_calibration)
         model = live.target.network
         detail.append(str(settings.model))
     with phase("allocate KV") as detail:
@@ -122,6 +126,7 @@ def assemble(
         options = _options(settings, device, spool, directory)
         equipped = device.equip(
             live,
+            memory,
             rungs,
             running.page_table_SP,
             lambda done, of: on_progress("prepare runner", done, of),
@@ -146,11 +151,11 @@ def assemble(
     canary = Canary(rungs.arms, settings.sd_canary)
 
     def install(live: Live, changed: Changed) -> None:
-        device.install(live, changed)
+        equipped.install(live, changed)
         canary.renewed()
 
     in_flight = partial(settle, scheduler, equipped.runner)
-    transaction = Transaction(live, options, Calibration.parse)
+    transaction = Transaction(live, options, parse_calibration)
     pushes = WeightPushes(gate, transaction, scheduler, install, in_flight)
     make_policy = partial(_make_policy, rungs, settings.sd_max_batch)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
@@ -164,7 +169,7 @@ def assemble(
         make_policy,
         make_sequence,
         pushes,
-        Halt(gate, scheduler, memory, pushes, dormant, in_flight),
+        Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
     )
     with phase("warm up"):
         if device.warms_up:
@@ -215,6 +220,10 @@ def _options(
         settings.weight_staging, device.free, device.device, state and state / "staged"
     )
     return Options(settings.channels, intake, spool, storage)
+
+
+def _unexpected(content: bytes, source: str) -> object:
+    raise AssertionError("a calibration table for a server without a drafter's network")
 
 
 def _make_policy(rungs: Ladder, max_batch: int, command: SetPolicy) -> Policy:

@@ -44,14 +44,11 @@ def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[
 
 
 class EngineChild:
-    """A context manager for one engine process. Raises the engine's own error if that cannot start
-    or dies.
+    """One engine process, started and ready; a context manager that ends it. Raises the engine's
+    own error if that cannot start or dies.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
-
-    def __enter__(self) -> EngineChild:
         self._directory = tempfile.TemporaryDirectory(prefix="tlt-")  # mode 0700
         self._context = zmq.Context()
         self._commands, self._events = (
@@ -60,15 +57,26 @@ class EngineChild:
         )
         self._commands.bind(f"ipc://{self._directory.name}/commands")
         self._events.bind(f"ipc://{self._directory.name}/events")
-        self._process = start_engine(self._settings, Path(self._directory.name))
+        self._process = start_engine(settings, Path(self._directory.name))
         self.phases: list[Phase] = []
+        try:
+            self.info = self._ready()
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            self._end()
+            raise
+
+    def _ready(self) -> EngineInfo:
         for event in self.events():
             if isinstance(event, Ready):
-                self.info: EngineInfo = event.info
-                return self
+                return event.info
             if isinstance(event, Phase):
                 self.phases.append(event)
         raise AssertionError("events end with an error")
+
+    def __enter__(self) -> EngineChild:
+        return self
 
     def __exit__(
         self,
@@ -76,6 +84,9 @@ class EngineChild:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         if self._process.poll() is None:
             self.send(Stop(drain=False))
             try:

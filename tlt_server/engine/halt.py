@@ -34,7 +34,7 @@ ASLEEP: dict[Memory, Reason] = {"weights": Reason.WEIGHTS_ASLEEP, "kv_cache": Re
 
 
 class Pages(Protocol):
-    """The KV's memory; see `devices.Memory`."""
+    """The KV's memory; see `devices.Equipped`."""
 
     @property
     def free(self) -> Callable[[], None]: ...

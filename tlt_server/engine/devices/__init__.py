@@ -2,7 +2,7 @@
 names them.
 
 `choice.py` says which, and with what. `assembly.py` builds every engine in the same order: `load`,
-`allocate`, `equip`; afterwards the loop calls `install` when pushed weights are committed.
+`allocate`, `equip`. Each returns what exists from then on, and the next takes it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ Quiet = Callable[[], bool]
 class Equipped(NamedTuple):
     runner: Runner
     on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
+    # (live, changed): committed weights take over, between two steps.
+    install: Callable[[Live, Changed], None]
+    # Give back the pages' memory, and all that was recorded over it and over the weights.
+    free: Callable[[], None]
+    # Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room.
+    reclaim: Callable[[], None]
     detail: str = ""  # for the start-up report
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
     # (decoding sequences, max rows) -> prompt rows that a step may read with them
@@ -57,10 +63,7 @@ class Memory:
     on_reuse: Callable[[Iterable[int]], None]
     save: Callable[[list[int]], object]
     restore: Callable[[Any, list[int]], None]
-    # Give back the pages' memory, and all that was recorded over it and over the weights.
-    free: Callable[[], None]
-    # Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room.
-    reclaim: Callable[[], None]
+    kv: object  # the tensors: the device's own, which `equip` takes
 
 
 def make_device(settings: DecidedSettings) -> Device:
@@ -87,6 +90,7 @@ class Device(Protocol):
     def equip(
         self,
         live: Live,
+        memory: Memory,
         ladder: Ladder,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
@@ -96,6 +100,3 @@ class Device(Protocol):
 
     def free(self) -> Free:
         """Return the memory that a staged version may take now."""
-
-    def install(self, live: Live, changed: Changed) -> None:
-        """Committed weights take over, between two steps."""

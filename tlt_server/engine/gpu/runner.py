@@ -58,6 +58,13 @@ class Held(NamedTuple):
     pages: int
 
 
+class Writing(NamedTuple):
+    """An upload that is being filled."""
+
+    upload: Upload
+    buffer: PinnedBuffer
+
+
 class GpuRunner:
     def __init__(
         self,
@@ -71,12 +78,8 @@ class GpuRunner:
         page_hint_PH: torch.Tensor | None,
     ) -> None:
         self.state, self.graphs, self.shapes = state, graphs, shapes
-        self._attention, self._drafters, self._stream, self._page_hint_PH = (
-            attention,
-            drafters,
-            stream,
-            page_hint_PH,
-        )
+        self.stream, self._attention, self._drafters = stream, attention, drafters
+        self._page_hint_PH = page_hint_PH
         pinned = state.upload_U.device.type == "cuda"
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
         entries = shapes.max_running + state.layout.chunks
@@ -86,7 +89,7 @@ class GpuRunner:
         self._flights: deque[Flight] = deque()
         self._extends: dict[ExtendKey, Extend] = {}
         self._drafts: dict[DraftKey, DraftPass] = {}
-        self._writing: Upload | None = None  # what the device has not been told yet
+        self._writing: Writing | None = None  # what the device has not been told yet
         self._last_batch: tuple[list[int], list[tuple[int, int, int]]] | None = None
 
     @property
@@ -101,7 +104,7 @@ class GpuRunner:
         }
 
     def launch(self, batch: Batch, strategy: Strategy) -> None:
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._launch(batch, strategy)
 
     def collect(self, *, busy: bool) -> Finished | None:
@@ -131,7 +134,7 @@ class GpuRunner:
         """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)`
         follows.
         """
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._upload([], [])
             for done, key in enumerate(keys):
                 if isinstance(key, ExtendKey):
@@ -237,20 +240,20 @@ class GpuRunner:
 
     def _change(self, write: Callable[[Upload], bool]) -> None:
         """Put a change into the upload; what is in it goes first when there is no room."""
-        if not write(self._open()):
+        if not write(self._open().upload):
             self._send()
             self._take_over()
-            assert write(self._open()), "one sequence does not fit an empty upload"
+            assert write(self._open().upload), "one sequence does not fit an empty upload"
 
-    def _open(self) -> Upload:
+    def _open(self) -> Writing:
         if self._writing is None:
-            self._buffer = self._uploads.take()
-            self._writing = Upload(self.state.layout, self._buffer.array)
-            self._writing.begin()
+            buffer = self._uploads.take()
+            self._writing = Writing(Upload(self.state.layout, buffer.array), buffer)
+            self._writing.upload.begin()
         return self._writing
 
     def _send(self) -> None:
-        upload, buffer = self._open(), self._buffer
+        upload, buffer = self._open()
         used = upload.used
         self.state.upload_U[:used].copy_(buffer.tensor[:used], non_blocking=True)
         buffer.mark()
@@ -277,7 +280,7 @@ class GpuRunner:
         """Everything the step needs to be told, unless it is what the device was told last."""
         if self._writing is None and self._last_batch == (batch_slots, chunks):
             return
-        self._open().batch(batch_slots, chunks)
+        self._open().upload.batch(batch_slots, chunks)
         self._send()
         self._last_batch = batch_slots, chunks
 

@@ -7,7 +7,7 @@ host memory goes tile by tile.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from tlt_kernels.gpu.swap import swap, variant
 TILE_BYTES = 16 * 2**20
 
 
+@runtime_checkable
 class Stored(Protocol):
     def storage(self) -> list[Tensor]:
         """Everything that makes a version, in a fixed order; contiguous."""

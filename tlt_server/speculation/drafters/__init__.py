@@ -8,6 +8,7 @@ computes with them.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ class Half(NamedTuple):
 
     implementation: str  # "module:Class": a `cpu.CpuDrafter`, or an `engine.gpu.drafts.GpuDrafter`
     rungs: tuple[Rung, ...]  # default strategies, from the fewest rows to the most
+    loader: str = ""  # "module:Class" of a drafter with weights: a `loading.Loader`
 
 
 class Declaration(NamedTuple):
@@ -26,8 +28,13 @@ class Declaration(NamedTuple):
 
     cpu: Half
     gpu: Half
-    needs_weights: bool = False  # drafts with a network, which `--drafter` names by its directory
+    architecture: str = ""  # config.json's name of the network that it drafts with
     can_stand_in: bool = False  # drafts while a drafter with weights rests
+
+    @property
+    def needs_weights(self) -> bool:
+        """Tell whether `--drafter` names it by a directory, which holds its network."""
+        return bool(self.architecture)
 
     def half(self, device: str) -> Half:
         """Return the half for a device of `engine.devices.DEVICES`."""
@@ -36,12 +43,17 @@ class Declaration(NamedTuple):
 
 DRAFTERS: dict[str, Declaration] = {
     "eagle": Declaration(
-        Half("tlt_server.speculation.drafters.eagle:Eagle", ((2, 1, 3), (4, 1, 5), (7, 1, 8))),
+        Half(
+            "tlt_server.speculation.drafters.eagle:Eagle",
+            ((2, 1, 3), (4, 1, 5), (7, 1, 8)),
+            "tlt_server.speculation.drafters.eagle:EagleLoader",
+        ),
         Half(
             "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
             ((2, 1, 3), (3, 1, 4), (7, 1, 8), (7, 4, 16), (7, 4, 32)),
+            "tlt_server.engine.gpu.drafts.eagle:GpuEagleLoader",
         ),
-        needs_weights=True,
+        architecture="LlamaForCausalLMEagle3",
     ),
     "history": Declaration(
         Half("tlt_server.speculation.drafters.history:History", ((2, 1, 3), (7, 1, 8))),
@@ -64,16 +76,28 @@ def weights_directory(drafter: str) -> Path | None:
     return None if drafter in ("none", *without_weights()) else Path(drafter)
 
 
+def drafter_in(directory: Path) -> str:
+    """Return the drafter whose weights a directory holds, by the architecture in its config.json.
+    Without a known one it is the first, whose loader refuses the directory.
+    """
+    try:
+        named = json.loads((directory / "config.json").read_bytes())["architectures"]
+    except (OSError, ValueError, LookupError, TypeError):
+        named = None
+    names = [name for name, known in DRAFTERS.items() if known.needs_weights]
+    return next((name for name in names if [DRAFTERS[name].architecture] == named), names[0])
+
+
 def to_load(drafter: str) -> tuple[str, ...]:
     """Return the drafters to load for the setting `--drafter`.
 
-    A name is that drafter alone. A directory is the drafter with weights, and all that can stand in
-    for it.
+    A name is that drafter alone. A directory is the drafter whose weights it holds, and all that
+    can stand in for it.
     """
     if drafter == "none":
         return ()
-    if weights_directory(drafter) is None:
+    directory = weights_directory(drafter)
+    if directory is None:
         return (drafter,)
-    return tuple(
-        name for name, known in DRAFTERS.items() if known.needs_weights or known.can_stand_in
-    )
+    own = drafter_in(directory)
+    return tuple(name for name, known in DRAFTERS.items() if name == own or known.can_stand_in)

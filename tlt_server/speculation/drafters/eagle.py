@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,10 @@ from torch import Tensor
 from tlt_kernels.cpu.catch_up import lay_roots, undrafted
 from tlt_kernels.cpu.growth import FIELDS, grow, harvest
 from tlt_server.attention.rows import KVCache, Rows
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, feature_layers, fill_drafter
+from tlt_server.models.loader import check_files
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
@@ -83,6 +88,28 @@ class RowBuffer:
             page_table_BP,
             self.path[: count * path_length].view(count, path_length),
         )
+
+
+class EagleLoader:
+    """The `drafters.loading.Loader` of the published checkpoint layout."""
+
+    def feature_layers(self, directory: Path, target: ModelConfig) -> tuple[int, ...]:
+        return feature_layers(directory, target)
+
+    def empty(self, directory: Path, target: Decoder) -> Eagle3:
+        return Eagle3.empty(directory, target)
+
+    def fill(self, network: Eagle3, directory: Path) -> None:
+        fill_drafter(network, directory)
+
+    def check(self, network: Eagle3, directory: Path) -> None:
+        check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
+
+    def calibration(self, directory: Path) -> Calibration:
+        return Calibration.load(directory)
+
+    def parse_calibration(self, content: bytes, source: str) -> Calibration:
+        return Calibration.parse(content, source)
 
 
 class Eagle:

@@ -9,6 +9,7 @@ Legend: B requests, X draft rows, M rows of a level, H hidden, F features.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,11 +23,32 @@ from tlt_kernels.gpu.tensors import CalibrationTable, Draft, KeptRows, Nodes, Ro
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, describe
+from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagle3
 from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.gpu.layers import RowTensors
+from tlt_server.models.gpu.limits import check_shape
+from tlt_server.models.layers import LayerShape
+from tlt_server.models.loader import check_files
+from tlt_server.speculation.drafters.eagle import EagleLoader
 from tlt_server.speculation.survival import Calibration as OnlineTable
 from tlt_server.weights.parts import Drafter
+
+
+class GpuEagleLoader(EagleLoader):
+    """The `drafters.loading.Loader` of a GPU."""
+
+    def empty(self, directory: Path, target: GpuDecoder) -> GpuEagle3:  # type: ignore[override]
+        found = describe(directory, target)
+        return GpuEagle3(
+            found.config, found.draft_vocab_size, target, own_embedding=found.own_embedding
+        )
+
+    def check(self, network: Eagle3 | GpuEagle3, directory: Path) -> None:
+        shape = LayerShape(mlp_bias=network.config.mlp_bias)
+        check_shape(network.config, shape, str(directory))
+        check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
 
 
 class EagleDrafts:
