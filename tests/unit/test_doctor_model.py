@@ -1,0 +1,275 @@
+"""The checks of `tlt doctor` that read checkpoints: each finds the fault that is planted for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_doctor import CARD, configured, expect, found
+from tlt_server.config import Config
+from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.doctor import model, places
+from tlt_server.models.numerics import BLOCKS
+from tlt_server.weights import storage
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """A copy of the shipped pair to break."""
+    shutil.copytree(TARGET, tmp_path / "target")
+    shutil.copytree(DRAFTER, tmp_path / "drafter")
+    return tmp_path
+
+
+def broken(pair: Path, **settings: Any) -> Config:
+    return configured(model=pair / "target", drafter=str(pair / "drafter"), **settings)
+
+
+def test_tokenizer(pair: Path) -> None:
+    (pair / "target" / "tokenizer_config.json").write_text("{}")
+    expect(found(places.tokenizer, broken(pair)), "warn", "no chat template", "chat_template")
+    (pair / "target" / "tokenizer.json").write_text("{")
+    expect(found(places.tokenizer, broken(pair)), "fail", "tokenizer.json")
+    (pair / "target" / "tokenizer.json").unlink()
+    expect(found(places.tokenizer, broken(pair)), "warn", "there is no", "save the tokenizer")
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_model(pair: Path) -> None:
+    weights, config = pair / "target" / "model.safetensors", pair / "target" / "config.json"
+    whole, described = weights.read_bytes(), config.read_text()
+    assert found(model.target, broken(pair)).status == "ok"
+    weights.write_bytes(whole[:-100])
+    expect(
+        found(model.target, broken(pair)),
+        "fail",
+        "not a whole safetensors file",
+        "download it again",
+    )
+    weights.unlink()
+    expect(
+        found(model.target, broken(pair)),
+        "fail",
+        "model.safetensors",
+        "is missing",
+        "point to a directory",
+    )
+    weights.write_bytes(whole)
+    rewrite(config, intermediate_size=32)
+    expect(found(model.target, broken(pair)), "fail", "has shape", "do not belong together")
+    config.write_text(described)
+    rewrite(config, num_hidden_layers=99)
+    expect(found(model.target, broken(pair)), "fail", "is missing", "incomplete")
+    config.write_text(described)
+    rewrite(config, architectures=["MambaForCausalLM"])
+    expect(found(model.target, broken(pair)), "fail", "unknown model family 'MambaForCausalLM'")
+
+
+def test_a_dtype_that_is_not_taken(pair: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = pair / "target" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(
+        {**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.float64)}, path
+    )
+    expect(found(model.target, broken(pair)), "fail", "torch.float64", "convert the checkpoint")
+
+
+def test_a_length_that_the_model_has_not() -> None:
+    expect(
+        found(model.target, configured(max_model_len=10**6)),
+        "fail",
+        "max_model_len 1000000 exceeds",
+        "lower it",
+    )
+
+
+def test_drafter(pair: Path) -> None:
+    config = pair / "drafter" / "config.json"
+    described = config.read_text()
+    assert (
+        found(model.drafter, broken(pair)).status == "ok"
+        and found(model.drafter, configured(drafter="history")).found == "history"
+    )
+    rewrite(config, hidden_size=1024)
+    expect(
+        found(model.drafter, broken(pair)),
+        "fail",
+        "'hidden_size' is 1024",
+        "trained for this target",
+    )
+    config.write_text(described)
+    rewrite(config, intermediate_size=32)
+    expect(found(model.drafter, broken(pair)), "fail", "has shape")
+    config.write_text(described)
+    (pair / "drafter" / "model.safetensors").write_bytes(b"short")
+    expect(found(model.drafter, broken(pair)), "fail", "truncated or damaged", "download it again")
+
+
+def test_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "self-test passed" in found(model.numerics, configured()).found
+    expect(
+        found(model.numerics, configured(numerics="fast")),
+        "warn",
+        "exact in distribution",
+        "--numerics strict",
+    )
+    monkeypatch.setattr(
+        "tlt_server.models.numerics.Numerics._row_invariant",
+        lambda self, weight, bias: self.method is BLOCKS,
+    )
+    expect(found(model.numerics, configured()), "warn", "padded blocks of 16 rows", "oneDNN")
+    monkeypatch.setattr(
+        "tlt_server.models.numerics.Numerics._row_invariant", lambda self, weight, bias: False
+    )
+    expect(
+        found(model.numerics, configured()),
+        "fail",
+        "depends on the rows around it",
+        "MKL_CBWR=AVX2,STRICT",
+    )
+
+
+@pytest.mark.parametrize(
+    ("available", "total", "status"), [(100, 200, "fail"), (100, 8000, "warn"), (8000, 16000, "ok")]
+)
+def test_memory(
+    available: int, total: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: {total * 1024} kB\nMemAvailable: {available * 1024} kB\n"
+    )
+    monkeypatch.setattr(storage, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(storage, "CONTROL_GROUP", tmp_path)
+    finding = found(model.memory, configured(weight_root=tmp_path))
+    assert finding.status == status and "3 x 0.02 GiB" in finding.found
+    for name, value in {
+        "max": f"{300 * 2**20}",
+        "current": "0",
+        "stat": "anon 0\ninactive_file 0",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(f"{value}\n")
+    expect(
+        found(model.memory, configured(weight_root=tmp_path)), "fail", "in all", "--kv-memory-mb"
+    )
+
+
+def test_kv_that_holds_no_sequence() -> None:
+    expect(
+        found(model.memory, configured(kv_memory_mb=1)),
+        "fail",
+        "kv_memory_mb 1 holds",
+        "raise it to",
+    )
+
+
+def test_committed_weights(tmp_path: Path) -> None:
+    config = configured(state_dir=tmp_path)
+    assert found(model.committed_weights, config).status == "ok" and not list(tmp_path.iterdir())
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "current.json").write_text(
+        json.dumps({"model": "/another", "roles": {}})
+    )
+    expect(
+        found(model.committed_weights, config),
+        "fail",
+        "belongs to the model /another",
+        "another --state-dir",
+    )
+
+
+CLEAR = re.compile(r"(\d+) pages")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "look", lambda: CARD)
+
+
+def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
+    told = found(model.device, configured()).found
+    assert (
+        told.startswith("cuda, bfloat16, attention triton, up to 256 sequences")
+        and "torch sees Card 9000" in told
+    )
+    expect(
+        found(model.device, configured(attention="flash_attn")),
+        "fail",
+        "numerics is strict",
+        "attention triton",
+    )
+    assert (
+        found(model.device, configured(device="cpu")).found
+        == "cpu, float32, attention cpu, up to 64 sequences"
+    )
+    expect(
+        found(model.device, configured(attention="tirton")),
+        "fail",
+        "attention is 'tirton', which no device has",
+        "use auto, triton",
+    )
+    on_cpu = configured(device="cpu", attention="flash_attn")
+    expect(
+        found(model.device, on_cpu), "fail", "needs a GPU (device cuda)", "use auto, cpu or torch"
+    )
+    monkeypatch.setattr(model, "look", lambda: CARD._replace(unusable="torch finds no GPU"))
+    assert "device cpu: torch finds no GPU" in found(model.device, configured()).found
+    expect(
+        found(model.device, configured(device="cuda")), "fail", "torch finds no GPU", "--device cpu"
+    )
+    assert found(model.target, configured(device="cuda")).status == "ok", (
+        "a checkpoint is read all the same"
+    )
+    for check in (model.memory, model.numerics):
+        for wrong in ({"device": "cuda"}, {"attention": "foo"}):
+            expect(
+                found(check, configured(**wrong)),
+                "fail",
+                "not checked, as nothing is chosen that would compute",
+                "the check device",
+            )
+
+
+def test_what_a_gpu_holds(card: None, tmp_path: Path) -> None:
+    finding = found(model.memory, configured(max_model_len=4096))
+    assert (
+        finding.status == "ok"
+        and "of weights" in finding.found
+        and int(CLEAR.search(finding.found)[1]) == 256 * 256
+    )  # type: ignore[index]
+    less = found(model.memory, configured(max_model_len=4096, memory_fraction=0.16))
+    assert less.status == "ok" and int(CLEAR.search(less.found)[1]) < 256 * 256  # type: ignore[index]
+    assert "for pushed weights" in found(model.memory, configured(weight_root=tmp_path)).found
+    expect(
+        found(model.memory, configured(memory_fraction=0.13)),
+        "fail",
+        "for one sequence of max_model_len",
+        "raise memory_fraction to 0.",
+    )
+    assert "not here" in found(model.numerics, configured()).found
+
+
+def test_models_that_a_gpu_refuses(pair: Path, card: None) -> None:
+    assert (
+        found(model.target, broken(pair)).status
+        == found(model.drafter, broken(pair)).status
+        == "ok"
+    )
+    target, head = pair / "target" / "config.json", pair / "drafter" / "config.json"
+    rewrite(head, mlp_bias=True)
+    expect(found(model.drafter, broken(pair)), "fail", "'mlp_bias' true", "--device cpu")
+    rewrite(target, head_dim=48)
+    expect(found(model.target, broken(pair)), "fail", "'head_dim' 48", "--device cpu")
+    expect(found(model.target, broken(pair, device="cpu")), "fail", "has shape")
+    rewrite(target, architectures=["LlamaForCausalLM"], attention_bias=True)
+    expect(found(model.target, broken(pair)), "fail", "'attention_bias' true", "--device cpu")
