@@ -48,7 +48,7 @@ class Turns:
 
     def charge(self, owner: str, cost: float) -> None:
         """Charge a service. It is free while no other owner waits: it takes from none."""
-        if self._waiting - {owner}:
+        if cost > 0 and self._waiting - {owner}:
             self._credit[owner] = self._credit.get(owner, self._quantum) - cost
 
     def _advance(self) -> None:

@@ -198,6 +198,8 @@ def sequence(
     salt: str = "",
     deadline_s: float | None = None,
     begin_by_s: float | None = None,
+    owner: str = "",
+    priority: int = 0,
 ) -> Sequence:
     request = GenerateRequest(
         id=f"r{i}",
@@ -207,6 +209,8 @@ def sequence(
         salt=salt,
         deadline_s=deadline_s,
         begin_by_s=begin_by_s,
+        owner=owner,
+        priority=priority,
     )
     return Sequence(request, SamplingState(request, VOCAB, [EOS]), PAGE)
 

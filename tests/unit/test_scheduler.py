@@ -43,6 +43,8 @@ from tlt_server.records import StepOutput
         max_size=4,
     ),
     flushes=st.sets(st.integers(1, 30), max_size=3),
+    owners=st.integers(1, 4),
+    priorities=st.integers(1, 3),
 )
 def test_every_sequence_ends_as_if_alone(
     pages: int,
@@ -55,10 +57,13 @@ def test_every_sequence_ends_as_if_alone(
     aborts: set[int],
     pushes: dict[int, tuple[str, InFlight]],
     flushes: set[int],
+    owners: int,
+    priorities: int,
 ) -> None:
     """Weight pushes come in between: the fake model is the same in all versions, so only wrong KV
     could change a token. The device delivers its results `late` steps later and may pad batches,
-    and there are flushes while steps are in flight.
+    and there are flushes while steps are in flight. Several owners share it, so that sequences
+    are preempted for others' shares, too.
     """
     shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), chunks=2, grain=4))
     gate = StepGate()
@@ -71,7 +76,14 @@ def test_every_sequence_ends_as_if_alone(
     )
     draw = random.Random(seed)
     sequences = {
-        i: sequence(i, [(family * 7 + p) % 45 for p in range(length)], max_tokens, seed + i)
+        i: sequence(
+            i,
+            [(family * 7 + p) % 45 for p in range(length)],
+            max_tokens,
+            seed + i,
+            owner="abcd"[i % owners],
+            priority=i % priorities,
+        )
         for i, (family, length, max_tokens, _) in enumerate(jobs)
         if -(-(length + max_tokens) // PAGE) <= pages
     }
@@ -216,7 +228,7 @@ def test_only_what_runs_holds_kv() -> None:
     scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
     scheduler.change_version("v2", "continue")
     scheduler.give_up_pages()
-    assert not scheduler.holds_kv and any(s.saved for s in scheduler._waiting.values()), (
+    assert not scheduler.holds_kv and any(s.saved for s in scheduler._waiting), (
         "a copy is the sequence's own"
     )
     finish(scheduler, kv)

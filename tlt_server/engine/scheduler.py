@@ -1,15 +1,15 @@
 """Decides who runs in the next step, and applies what a finished step found. No tensors.
 
 Decoding sequences come first (one row each), then prompt rows in order of arrival while the token
-budget lasts, then new sequences while pages and batch slots last. A sequence that finds no page for
-its next row preempts the youngest. Every submitted sequence ends in exactly one output with a
-`finish_reason`.
+budget lasts, then new sequences while pages and batch slots last; `waiting` decides which is next.
+A sequence that finds no page for its next row preempts the youngest, and so does one whose owner
+has less than its share while another has more (`shares`). Every submitted sequence ends in exactly
+one output with a `finish_reason`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,9 +18,11 @@ from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.deadlines import Deadlines
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.outputs import End, output, truncate
-from tlt_server.engine.pages import PageKey
 from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sequence import SavedKV, Sequence
+from tlt_server.engine.shares import PromptRows, Shares
+from tlt_server.engine.starts import Starts
+from tlt_server.engine.waiting import WaitingSequences
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
 from tlt_server.records import StepOutput
 
@@ -54,8 +56,9 @@ class Scheduler:
         self.weight_version = weight_version
         self.preemptions = 0
         self._prompt_budget, self._on_start, self._on_end = prompt_budget, on_start, on_end
-        self._save, self._restore, self._clock = save, restore, clock
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()  # by id, the next one first
+        self._save, self._clock = save, clock
+        self._waiting = WaitingSequences()
+        self._starts = Starts(gate, running, self._waiting, self._preempt, restore, clock)
         self._by_id: dict[str, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
 
@@ -82,7 +85,7 @@ class Scheduler:
             sequence.arrived_s = self._clock()
             sequence.start_over(self.weight_version)
             self._by_id[sequence.id] = sequence
-            self._waiting[sequence.id] = sequence
+            self._waiting.add(sequence)
             self._deadlines.add(sequence)
 
     def abort(
@@ -125,7 +128,7 @@ class Scheduler:
         if sequence.batch_slot >= 0:
             self.running.remove(sequence)
         else:
-            del self._waiting[sequence.id]
+            self._waiting.remove(sequence)
         del self._by_id[sequence.id]
         self._on_end(sequence)
         return output(sequence, emission or Emission(), end)
@@ -157,18 +160,31 @@ class Scheduler:
             for sequence in self.running
             if sequence.unlaunched <= 1 and (chunk := self._decode_chunk(sequence))
         ]
-        budget = self._prompt_budget(len(chunks), self.max_rows)
-        for sequence in self.running:
-            if sequence.unlaunched > 1 and budget > 0:
-                chunks.append(self._prompt_chunk(sequence, budget))
-                budget -= chunks[-1].end - chunks[-1].start
-        before = len(self.running)
-        while budget > 0 and (admitted := self._admit()):
-            chunks.append(self._prompt_chunk(admitted, budget))
-            budget -= chunks[-1].end - chunks[-1].start
-        if len(self.running) > before:
+        reading = [sequence for sequence in self.running if sequence.unlaunched > 1]
+        owners = len(self._waiting.owners.union(sequence.owner for sequence in reading))
+        rows = PromptRows(self._prompt_budget(len(chunks), self.max_rows), owners)
+        for sequence in reading:
+            rows.give(sequence)
+        started = self._start(rows)
+        if owners > 1 and rows.left > 0:
+            rows.give_rest()
+            started |= self._start(rows)
+        if started:
             self._on_start([sequence.id for sequence in self.running])
+        chunks += [
+            Chunk(sequence, sequence.launched, min(sequence.launched + count, sequence.length))
+            for sequence, count in rows.by_sequence.items()
+            if count
+        ]
+        chunks = [chunk for chunk in chunks if chunk.sequence.batch_slot >= 0 and not chunk.void]
         return Batch(chunks, self.weight_version) if chunks else None
+
+    def _start(self, rows: PromptRows) -> bool:
+        """Start what can start while there are rows for it. Return whether anything did."""
+        before = self._starts.count
+        while rows.left > 0 and (sequence := self._starts.next(rows.part)):
+            rows.give(sequence)
+        return self._starts.count > before
 
     def launched(self, batch: Batch, depth: int) -> None:
         """Note that the batch is in flight, with draft trees of at most this depth. `commit` gets
@@ -186,61 +202,8 @@ class Scheduler:
             if self.running.reserve(sequence, min(root_end, end)):
                 self.running.reserve(sequence, min(root_end + self.lookahead, end))
                 return Chunk(sequence, root_end - 1, root_end)
-            self._preempt(self.running.youngest)
+            self._preempt(Shares(self.running, set()).greediest())
         return None
-
-    @staticmethod
-    def _prompt_chunk(sequence: Sequence, budget: int) -> Chunk:
-        return Chunk(sequence, sequence.launched, min(sequence.length, sequence.launched + budget))
-
-    def _admit(self) -> Sequence | None:
-        """Start the oldest waiting sequence whose pages fit. One whose prefix a running sequence is
-        just computing is passed over.
-        """
-        if self.running.full:
-            return None
-        draining, pending = self._gate.state == "draining", self._pending_keys()
-        for sequence in self._waiting.values():
-            if draining and not sequence.has_started:
-                continue
-            keys = self._reusable_keys(sequence)
-            pages = self.pool.match(keys)
-            if len(pages) < len(keys) and keys[len(pages)] in pending:
-                self.pool.release(pages)
-                continue
-            need = -(-sequence.length // self.pool.page_size) - len(pages)
-            if need > self.pool.available - len(self.running):  # leave a page for each that runs
-                self.pool.release(pages)
-                return None
-            del self._waiting[sequence.id]
-            self.running.add(sequence, pages)
-            if sequence.saved is not None:
-                self._restore(sequence.saved.kv, sequence.pages)
-                sequence.computed = sequence.launched = sequence.saved.computed
-                sequence.saved = None
-            if sequence.cached_tokens is None:
-                sequence.cached_tokens = sequence.computed
-            if sequence.queued_s is None:
-                sequence.queued_s = self._clock() - sequence.arrived_s
-            return sequence
-        return None
-
-    def _reusable_keys(self, sequence: Sequence) -> list[PageKey]:
-        """Return the keys of the full pages that it may find cached: none if its KV was saved. None
-        either before its first token if it wants prompt log-probs: those need every prompt row, and
-        go out with that token.
-        """
-        wants_prompt = sequence.request.sampling.prompt_logprobs is not None
-        if sequence.saved is not None or (wants_prompt and not sequence.output_len):
-            return []
-        return sequence.page_keys((sequence.length - 1) // self.pool.page_size)
-
-    def _pending_keys(self) -> set[PageKey]:
-        size = self.pool.page_size
-        computing = [s for s in self.running if not s.decoding and s.shares]
-        return {
-            key for s in computing for key in s.page_keys((s.length - 1) // size)[s.published :]
-        }
 
     def _preempt(self, sequence: Sequence) -> None:
         if sequence.mixed_version:  # no single version could compute its KV again
@@ -267,8 +230,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.prompt_logprobs = None
-        self._waiting[sequence.id] = sequence
-        self._waiting.move_to_end(sequence.id, last=False)
+        self._waiting.put_back(sequence)
 
     # -- after a step ------------------------------------------------------------------------------
 
@@ -300,6 +262,7 @@ class Scheduler:
         end = truncate(emission, sequence.state.stop_ids, sequence.remaining)
         emission.weight_version = version if emission.tokens else ""
         sequence.append(emission.tokens)
+        self._waiting.emitted(sequence, len(emission.tokens))
         sequence.computed = sequence.length - 1
         sequence.launched = sequence.length if sequence.sure else sequence.computed
         self._publish(sequence)
@@ -340,7 +303,7 @@ class Scheduler:
             [s for s in self.running if in_flight == "recompute" or not s.decoding]
         ):
             self._requeue(sequence)
-        for sequence in self._waiting.values():
+        for sequence in self._waiting:
             if in_flight == "recompute":
                 sequence.saved = None
             if sequence.saved is None:
@@ -366,8 +329,10 @@ class Scheduler:
         self._gate.check()
         self.running.check()
         self._deadlines.check()
+        self._waiting.check()
         running = {s.id for s in self.running}
-        assert running | self._waiting.keys() == set(self._by_id), "a sequence is lost"
+        waiting = {s.id for s in self._waiting}
+        assert running | waiting == set(self._by_id), "a sequence is lost"
         assert len(running) + len(self._waiting) == len(self._by_id), (
             "a sequence both runs and waits"
         )
@@ -381,7 +346,7 @@ class Scheduler:
             assert s.computed <= s.launched <= s.length, (
                 f"{s.id}: launched {s.launched}, computed {s.computed} of {s.length}"
             )
-        for s in self._waiting.values():
+        for s in self._waiting:
             assert s.batch_slot < 0 and not s.pages and s.computed == 0 and not s.private, (
                 f"{s.id} waits but holds something"
             )

@@ -60,6 +60,10 @@ class Sequence:
         return self.request.id
 
     @property
+    def owner(self) -> str:
+        return self.request.owner
+
+    @property
     def tokens(self) -> NDArray[np.int32]:
         """Prompt and output; a view."""
         return self._tokens[: self.length]
