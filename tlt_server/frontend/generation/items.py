@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tlt_server.errors import EngineFailed, Poisoned, TltError, from_code
-from tlt_server.frontend.generation.batch import RequestBatch
+from tlt_server.frontend.generation.batch import RequestBatch, RequestItem
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice, GrowingChoice
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
@@ -38,15 +38,31 @@ class FailedItem(NamedTuple):
 
 
 Event = TokenEvent | FinishedItem | FailedItem
+Begin = Callable[[GenerateRequest, int], GrowingChoice]
 
 
 class _OpenItem:
     """An item whose choices are not all in yet."""
 
-    def __init__(self, id: str, sequences: list[GrowingChoice]) -> None:
-        self.id, self.sequences = id, sequences
+    def __init__(self, asked: RequestItem, begin: Begin) -> None:
+        self.id, self.requests, self._begin = asked.id, asked.requests, begin
+        self.growing: dict[int, GrowingChoice] = {}  # made when it is first asked for
         self.choices: dict[int, FinishedChoice] = {}
         self.failed = False
+
+    def sequence(self, index: int) -> GrowingChoice:
+        if index not in self.growing:
+            self.growing[index] = self._begin(self.requests[index], index)
+        return self.growing[index]
+
+    def rest(self, index: int) -> GenerateRequest:
+        """Return the request that continues a choice."""
+        growing = self.growing.get(index)
+        return growing.resumed() if growing is not None else self.requests[index]
+
+    @property
+    def cached_tokens(self) -> int:
+        return max((choice.cached_tokens for choice in self.growing.values()), default=0)
 
     def fail(self, error: TltError) -> list[Event]:
         """Return the item's error, but only once; its other choices are dropped."""
@@ -58,9 +74,9 @@ class _OpenItem:
     def result(self) -> FinishedItem:
         return FinishedItem(
             self.id,
-            [self.choices[i] for i in range(len(self.sequences))],
-            len(self.sequences[0].request.token_ids),
-            max(sequence.cached_tokens for sequence in self.sequences),
+            [self.choices[i] for i in range(len(self.requests))],
+            len(self.requests[0].token_ids),
+            self.cached_tokens,
         )
 
 
@@ -68,14 +84,16 @@ class Items:
     def __init__(self, batch: RequestBatch, text: Text, stop: Callable[[str], None]) -> None:
         """`stop(id)` asks the engine to end a sequence whose stop string is complete."""
         self._stream = batch.stream
-        self._owner: dict[str, tuple[_OpenItem, GrowingChoice]] = {}
-        for asked in batch.items:
-            sequences = [
-                GrowingChoice(request, index, text, incremental=batch.stream, stop=stop)
-                for index, request in enumerate(asked.requests)
-            ]
-            item = _OpenItem(asked.id, sequences)
-            self._owner.update((sequence.request.id, (item, sequence)) for sequence in sequences)
+
+        def begin(request: GenerateRequest, index: int) -> GrowingChoice:
+            return GrowingChoice(request, index, text, incremental=batch.stream, stop=stop)
+
+        self._items = [_OpenItem(asked, begin) for asked in batch.items]
+        self._owner = {  # id of a sequence -> its item, and which of its choices it is
+            request.id: (item, index)
+            for item in self._items
+            for index, request in enumerate(item.requests)
+        }
         self._open = set(self._owner)
 
     @property
@@ -84,7 +102,8 @@ class Items:
         return next(iter(self._owner), "").partition("-")[0]
 
     def __getitem__(self, id: str) -> GrowingChoice:
-        return self._owner[id][1]
+        item, index = self._owner[id]
+        return item.sequence(index)
 
     def __len__(self) -> int:
         return len(self._owner)
@@ -98,20 +117,23 @@ class Items:
         return names
 
     def cached_tokens(self, item: str) -> int:
-        return max(self._owner[id][1].cached_tokens for id in self.named[item])
+        return max(open.cached_tokens for open in self._items if open.id == item)
 
     @property
     def tokens(self) -> int:
-        return sum(len(sequence.token_ids) for _, sequence in self._owner.values())
+        return sum(
+            len(choice.token_ids) for item in self._items for choice in item.growing.values()
+        )
 
     def take(self, output: StepOutput) -> list[Event]:
-        item, sequence = self._owner[output.id]
+        item, index = self._owner[output.id]
         if output.finish_reason is not None:
             self._open.discard(output.id)
         if output.finish_reason == "error":
             return item.fail(
                 from_code(*(output.error or (EngineFailed.code, "the engine gave no reason")))
             )
+        sequence = item.sequence(index)
         delta = sequence.push(output)
         if item.failed:
             return []
@@ -120,21 +142,21 @@ class Items:
         if self._stream and (delta.token_ids or delta.text or choice is not None):
             events.append(TokenEvent(item.id, delta, choice))
         if choice is not None:
-            item.choices[sequence.index] = choice
-            if len(item.choices) == len(item.sequences):
+            item.choices[index] = choice
+            if len(item.choices) == len(item.requests):
                 events.append(item.result())
         return events
 
     def siblings(self, id: str) -> list[str]:
         """Return the ids of all sequences of the item that this one belongs to."""
-        return [sequence.request.id for sequence in self._owner[id][0].sequences]
+        return [request.id for request in self._owner[id][0].requests]
 
     def open(self) -> list[GenerateRequest]:
         """Return a request that continues each sequence that has not ended; none of an item that
         has failed.
         """
         return [
-            sequence.resumed()
-            for id, (item, sequence) in self._owner.items()
+            item.rest(index)
+            for id, (item, index) in self._owner.items()
             if id in self._open and not item.failed
         ]

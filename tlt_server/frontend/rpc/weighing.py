@@ -18,7 +18,7 @@ from tlt_server.errors import InvalidRequest, TooLarge
 MAX_PARTS = 2**19  # fields of a message, and of all messages in it
 MAX_MEMBERS = 2**16  # members of one list, without numbers in packed form
 PART_WEIGHT = 32  # bytes that one part weighs
-DEPTH = 64  # of messages in messages
+DEPTH = 64  # levels of messages in messages
 
 
 class _Field(NamedTuple):
