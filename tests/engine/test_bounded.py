@@ -77,8 +77,8 @@ def test_so_many_joins_at_once_and_no_more(
     for i in range(MAX_JOINS + 2):
         engine.engine.send(join(f"j{i}"))
     for i in (MAX_JOINS, MAX_JOINS + 1):
-        said = unavailable(engine, f"j{i}")
-        assert f"the limit is {MAX_JOINS}" in said and "wait for one" in said
+        reason = unavailable(engine, f"j{i}")
+        assert f"the limit is {MAX_JOINS}" in reason and "wait for one" in reason
     go_on.set()
     assert [engine.report(f"j{i}").result for i in range(MAX_JOINS)] == ["joined"] * MAX_JOINS
     engine.until(lambda: not engine.engine.pushes.busy, "end of the joins")
@@ -121,8 +121,8 @@ def test_an_engine_that_gets_no_thread_says_so_and_lives(
         engine.engine.send(LookAtWeights("l", checksums=True))
         push = engine.send_push("new", "v")
         for id in ("j", "l", push):
-            said = unavailable(engine, id)
-            assert "can't start new thread" in said and "pids limit" in said
+            reason = unavailable(engine, id)
+            assert "can't start new thread" in reason and "pids limit" in reason
         assert lives(engine) and not engine.engine.pushes.busy
     assert engine.checksums() == sums and engine.push("new", "v").result == "committed"
 

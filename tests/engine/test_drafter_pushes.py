@@ -57,7 +57,7 @@ def test_a_push_of_the_drafter_keeps_what_the_target_was_before(
     settings: EngineSettings, root: Path
 ) -> None:
     engine, asked = Pushable(settings), request()
-    said = engine.run(asked)
+    generated = engine.run(asked)
     sums = {"initial": engine.checksums()}
     for path, version, role in (
         ("new", "v1", "target"),
@@ -89,7 +89,7 @@ def test_a_push_of_the_drafter_keeps_what_the_target_was_before(
         {},
     )
     assert engine.checksums() == sums["v1"]
-    assert engine.push(root / "base", "v3").result == "committed" and engine.run(asked) == said
+    assert engine.push(root / "base", "v3").result == "committed" and engine.run(asked) == generated
 
 
 def test_a_drafter_push_changes_no_token(settings: EngineSettings, root: Path) -> None:

@@ -235,11 +235,11 @@ def test_a_sender_that_falls_silent_is_given_up(engine: Pushable, root: Path) ->
     engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.2
     assert part(engine, root, "new1", 0, "v1").result == "gathering"
     engine.until(lambda: "" in engine.reports, "word of it")
-    told = engine.reports[""]
+    report = engine.reports[""]
     assert (
-        told.result == "channel_broken"
-        and "nothing came for 0.2 s" in (told.error or ("", ""))[1]
-        and told.state.open == {}
+        report.result == "channel_broken"
+        and "nothing came for 0.2 s" in (report.error or ("", ""))[1]
+        and report.state.open == {}
     )
 
 

@@ -86,13 +86,13 @@ def test_a_graph_that_finds_no_room_is_told_once_and_tried_again_after_clear(
     for key in ("wide", "narrow", "wide"):
         pool.run(key, device.work, keep=True)
     assert not pool.bytes and not pool.seconds
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1, "once"
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1, "once"
     assert (
-        "the graph of wide: 3072 MiB more were asked for and 1024 MiB of its 8192 MiB are free"
-        in told
+        "the graph of wide: 3.00 GiB more were asked for and 1024 MiB of its 8192 MiB are free"
+        in message
     )
-    assert "launched kernel by kernel" in told and "lower --memory-fraction" in told
+    assert "launched kernel by kernel" in message and "lower --memory-fraction" in message
     device.free = 4 * GIB
     pool.run("wide", device.work, keep=True)
     assert "wide" not in pool, "nothing is tried again while graphs hold what is left"
@@ -108,10 +108,11 @@ def test_graphs_that_take_all_that_is_set_aside_are_told_once(
     pool = GraphPool(device, most_bytes=2 * GIB)  # type: ignore[arg-type]
     for key in range(4):
         pool.run(key, device.work, keep=True)
-    told = capsys.readouterr().err
-    assert list(pool.bytes) == [0, 1] and told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert list(pool.bytes) == [0, 1] and message.count("\n") == 1
     assert (
-        "2 graphs take 2048 MiB, 2048 MiB are set aside" in told and "lower --max-running" in told
+        "2 graphs take 2048 MiB, 2048 MiB are set aside" in message
+        and "lower --max-running" in message
     )
 
 
@@ -176,11 +177,11 @@ class TestOnGpu:
             greedy = True
             for _ in range(3):
                 pool.run("key", work, keep=True)
-            told = capsys.readouterr().err
+            message = capsys.readouterr().err
             assert (
                 "key" not in pool
-                and told.count("\n") == 1
-                and "32768.0 GiB more were asked for" in told
+                and message.count("\n") == 1
+                and "32768.00 GiB more were asked for" in message
             )
             pool.clear()
             greedy = False

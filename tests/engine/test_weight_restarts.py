@@ -52,7 +52,7 @@ def test_a_restarted_engine_serves_exactly_what_was_committed(
         engine.push(work, "v2", role="all", drafter_path=str(root / "new-drafter")).result
         == "committed"
     )
-    sums, said = engine.checksums(), engine.run(request())
+    sums, generated = engine.checksums(), engine.run(request())
     save_file(
         {name: tensor * 0 for name, tensor in load_file(work / "model.safetensors").items()},
         work / "model.safetensors",
@@ -62,7 +62,7 @@ def test_a_restarted_engine_serves_exactly_what_was_committed(
     assert (again.info.weight_version, again.info.drafter_version) == ("v2", "v2")
     assert (
         again.checksums() == sums
-        and again.run(request()) == said
+        and again.run(request()) == generated
         and again.spans("r0") == [("v2", 0, 40)]
     )
     assert again.push(root / "newer", "v2").result == "conflict", (
@@ -113,11 +113,11 @@ def test_what_came_by_http_is_kept_by_a_second_name_where_it_is_one_roles(
         if path.samefile(other)
     }
     assert same == ({"a", "b"} if links else set())
-    sums, said = engine.checksums(), engine.run(request())
+    sums, generated = engine.checksums(), engine.run(request())
     shutil.rmtree(uploads)
     again = Pushable(kept)
     assert (again.info.weight_version, again.info.drafter_version) == ("v1", "v1")
-    assert again.checksums() == sums and again.run(request()) == said
+    assert again.checksums() == sums and again.run(request()) == generated
 
 
 def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(
@@ -162,14 +162,14 @@ def test_a_commit_that_cannot_be_recorded_changes_nothing(kept: EngineSettings, 
     engine = Pushable(kept)
     spool = Path(kept.state_dir) / "weights"
     assert engine.push(root / "new", "v1").result == "committed"
-    sums, said = engine.checksums(), engine.run(request())
+    sums, generated = engine.checksums(), engine.run(request())
     (spool / "current.json.new").mkdir()
     report = engine.push(root / "newer", "v2")
     assert report.result == "push_failed" and "state directory" in report.error[1]  # type: ignore[index]
     assert engine.roll_back().result == "push_failed"
     assert (
         engine.checksums() == sums
-        and engine.run(request()) == said
+        and engine.run(request()) == generated
         and engine.spans("r0")[0][0] == "v1"
     )
     (spool / "current.json.new").rmdir()

@@ -167,8 +167,8 @@ def test_a_place_that_has_no_room_after_all_gives_way_to_the_next_and_says_so(
 
     assert storage.make(100, Buffers(), make) is made[2] and storage.place == "disk"
     assert pins.sizes == [20], "the second one was in the host's memory"
-    said = capsys.readouterr().err.splitlines()
-    assert [line.partition(" after all: ")[2].partition(",")[0] for line in said] == [
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" after all: ")[2].partition(",")[0] for line in lines] == [
         "device",
         "host",
     ]

@@ -50,8 +50,8 @@ def expect(finding: Finding, status: str, *words: str) -> None:
         assert word in finding.found + finding.remedy, f"{word!r} is not in {finding}"
 
 
-def expect_ok(finding: Finding, said: str) -> None:
-    assert (finding.status, finding.found) == ("ok", said)
+def expect_ok(finding: Finding, text: str) -> None:
+    assert (finding.status, finding.found) == ("ok", text)
 
 
 def test_a_check_that_breaks_is_a_finding() -> None:

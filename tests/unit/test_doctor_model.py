@@ -197,10 +197,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
-    told = found(model.device, configured()).found
+    description = found(model.device, configured()).found
     assert (
-        told.startswith("cuda, bfloat16, attention triton, up to 256 sequences")
-        and "torch sees Card 9000" in told
+        description.startswith("cuda, bfloat16, attention triton, up to 256 sequences")
+        and "torch sees Card 9000" in description
     )
     expect(
         found(model.device, configured(attention="flash_attn")),
