@@ -16,8 +16,8 @@ from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
 from tlt_server.commands import SetPolicy, Submit
-from tlt_server.engine.devices import Device, make_device
-from tlt_server.engine.devices.choice import Gpu, choose, look
+from tlt_server.engine.devices import Device, Equipped, Memory, make_device
+from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.loop import Engine, settle
@@ -66,16 +66,7 @@ def assemble(
     `on_start`: see `Scheduler`. `on_progress`: gets the name of a long phase, the steps done and
     their number. `directory`: where the engine may make one of its own; the caller removes it.
     """
-    phases: dict[str, float] = {}
-
-    @contextmanager
-    def phase(name: str) -> Iterator[list[str]]:
-        started = time.perf_counter()
-        detail: list[str] = []
-        yield detail
-        phases[name] = time.perf_counter() - started
-        on_phase(name, phases[name], "".join(detail))
-
+    phase = Phases(on_phase)
     with phase("choose device") as detail:
         gpu = look() if settings.device in (None, "cuda") else Gpu()
         choice = choose(settings, gpu, lambda: own_dtype(Path(settings.model)))
@@ -97,7 +88,6 @@ def assemble(
         live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
         if spool:
             live, lost = restore(spool, live, parse_calibration)
-        model = live.target.network
         detail.append(str(settings.model))
     with phase("allocate KV") as detail:
         memory = device.allocate(live, max_model_len)
@@ -109,13 +99,6 @@ def assemble(
     rungs = ladder(settings.drafters, settings.device)
     if settings.strategy is not None:
         rungs = rungs.with_arm(settings.strategy)
-
-    def make_sequence(request: GenerateRequest) -> Sequence:
-        return Sequence(
-            request,
-            SamplingState(request, model.vocab_size, model.eos_token_ids),
-            settings.page_size,
-        )
 
     running = RunningSet(
         PagePool(memory.pages, settings.page_size, on_reuse=memory.on_reuse),
@@ -135,6 +118,58 @@ def assemble(
         matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""
         described = (f"drafters: {', '.join(rungs.drafters) or 'none'}", matmuls, equipped.detail)
         detail.append("; ".join(part for part in described if part))
+    engine = _connect(
+        settings, live, rungs, running, memory, equipped, options, parse_calibration, on_start
+    )
+    with phase("warm up"):
+        policy = engine.policy
+        if device.warms_up:
+            _warm_up(engine, rungs, live.target.network.vocab_size, max_model_len)
+        engine.policy = policy
+    info = _describe(
+        choice, gpu, device, live, rungs, memory, equipped, max_model_len, phase.seconds, lost
+    )
+    return engine, info
+
+
+class Phases:
+    """The seconds of each phase of a start, reported as it ends."""
+
+    def __init__(self, on_phase: OnPhase) -> None:
+        self.seconds: dict[str, float] = {}
+        self._on_phase = on_phase
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[list[str]]:
+        """Time the block; what it appends to the list is reported as detail."""
+        started = time.perf_counter()
+        detail: list[str] = []
+        yield detail
+        self.seconds[name] = time.perf_counter() - started
+        self._on_phase(name, self.seconds[name], "".join(detail))
+
+
+def _connect(
+    settings: DecidedSettings,
+    live: Live,
+    rungs: Ladder,
+    running: RunningSet,
+    memory: Memory,
+    equipped: Equipped,
+    options: Options,
+    parse_calibration: Callable[[bytes, str], object],
+    on_start: Callable[[list[str]], None],
+) -> Engine:
+    """Make what decides about steps, pushes and pauses, around the runner."""
+    model = live.target.network
+
+    def make_sequence(request: GenerateRequest) -> Sequence:
+        return Sequence(
+            request,
+            SamplingState(request, model.vocab_size, model.eos_token_ids),
+            settings.page_size,
+        )
+
     gate = StepGate()
     scheduler = Scheduler(
         gate,
@@ -158,24 +193,34 @@ def assemble(
     transaction = Transaction(live, options, parse_calibration)
     pushes = WeightPushes(gate, transaction, scheduler, install, in_flight)
     make_policy = partial(_make_policy, rungs, settings.sd_max_batch)
-    policy = make_policy(SetPolicy(settings.policy, settings.strategy))
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
-    engine = Engine(
+    return Engine(
         gate,
         scheduler,
         equipped.runner,
-        policy,
+        make_policy(SetPolicy(settings.policy, settings.strategy)),
         canary,
         make_policy,
         make_sequence,
         pushes,
         Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
     )
-    with phase("warm up"):
-        if device.warms_up:
-            _warm_up(engine, rungs, model.vocab_size, max_model_len)
-        engine.policy = policy
-    info = EngineInfo(
+
+
+def _describe(
+    choice: DeviceChoice,
+    gpu: Gpu,
+    device: Device,
+    live: Live,
+    rungs: Ladder,
+    memory: Memory,
+    equipped: Equipped,
+    max_model_len: int,
+    phases: dict[str, float],
+    lost: dict[str, str],
+) -> EngineInfo:
+    settings, model = choice.settings, live.target.network
+    return EngineInfo(
         model=settings.served_model_name or Path(settings.model).resolve().name,
         weight_version=live.target.version,
         drafter_version=live.drafter.version if live.drafter else "",
@@ -199,10 +244,9 @@ def assemble(
         threads=settings.threads,
         phases=phases,
         pid=os.getpid(),
-        spooled=spool is not None,
+        spooled=bool(settings.state_dir),
         lost=lost,
     )
-    return engine, info
 
 
 def _options(
