@@ -100,7 +100,7 @@ def model_card(figures: dict) -> str:
         INTRODUCTION,
         f"Measured on {e['machine']}, {e['versions']};\n"
         f"{hot['samples']} eval problems at T=1, {cold['samples']} at T=0. Target with bf16 "
-        "matrix products; drafter and trees in\n"
+        "matmuls; drafter and trees in\n"
         "float32 from the bf16 checkpoint.",
         table(["goal", "measured", "wanted", "reached"], goals(hot)),
         table(["", "T=1", "T=0"], compared),
@@ -108,8 +108,8 @@ def model_card(figures: dict) -> str:
         "only the tokens left. Trees: shared noise,\n"
         f"{e['width']} nodes expanded per level, rows include the root and are chosen by the "
         "calibrated chance.",
-        f"At T=0 the countdown search can repeat one try for ever: {cold['share_at_cap']:.1%} of "
-        "greedy responses end by the cap.\n"
+        f"At T=0 the countdown search can repeat one try without end: {cold['share_at_cap']:.1%} "
+        "of greedy responses end by the cap.\n"
         "Sample at T=1.",
         table(["share of cycles that accept at least this deep, T=1", *levels], accepted),
         table(["the target's token is among k children (parent on the path), T=1", *levels], among),
