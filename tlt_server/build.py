@@ -15,15 +15,14 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, overload
 
-import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
@@ -35,12 +34,14 @@ from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.auth import Gate
+from tlt_server.frontend.http.descriptors import raise_limit
 from tlt_server.frontend.http.logs import left_behind, write_logs
-from tlt_server.frontend.http.protocol import bounded_protocol
-from tlt_server.frontend.http.tls import Certificates, server_context, watched_certificates
+from tlt_server.frontend.http.server import FLUSH_S, HttpServer
+from tlt_server.frontend.http.tls import Certificates, watched_certificates
 from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.directory import own_directory
 from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.rollouts.rollouts import Rollouts
@@ -52,7 +53,6 @@ from tlt_server.seeds import SeedSource, choice_seed
 from tlt_server.shared_settings import SharedSettings
 
 ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
-FLUSH_S = 5  # time that replies in progress have to go out
 
 
 def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:
@@ -60,6 +60,7 @@ def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None
     1). `StartupError` before it was ready once.
     """
     write_logs(config.log_level, config.log_format)
+    raise_limit(config)
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
@@ -75,12 +76,13 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
     client = EngineClient(admission(config), metrics)
     with (
         listening(config) as listener,
-        tempfile.TemporaryDirectory(prefix="tlt-") as name,
-    ):  # a directory of mode 0700
+        listening(config, "probe_port") as probes,
+        own_directory() as directory,
+    ):
         async with contextlib.AsyncExitStack() as stack:
             generations = Generations(client, text, metrics)
             rollouts = Rollouts(
-                (config.state_dir or Path(name)) / "rollouts", config, metrics, generations
+                (config.state_dir or directory) / "rollouts", config, metrics, generations
             )
             service = Service(
                 config,
@@ -95,7 +97,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             supervisor = Supervisor(
                 config,
                 partial(_launch, config, engine_command),
-                Path(name),
+                directory,
                 client,
                 metrics,
                 progress,
@@ -109,24 +111,9 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             grpc_address = await stack.enter_async_context(
                 serving_grpc(app, service, gate, certificates)
             )
-            server = _Server(
-                uvicorn.Config(
-                    app,
-                    http=bounded_protocol(config),
-                    ws="none",
-                    lifespan="off",
-                    log_config=None,
-                    access_log=False,
-                    proxy_headers=False,
-                    server_header=False,
-                    timeout_graceful_shutdown=FLUSH_S,
-                    ssl_context_factory=None
-                    if certificates is None
-                    else lambda *_: server_context(certificates),
-                )
-            )
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            stack.push_async_callback(_finish, server, serving)
+            server = HttpServer(app, config, certificates)
+            await server.start(listener, probes)
+            stack.push_async_callback(_finish, server)
             stack.callback(
                 service.close
             )  # what is still open ends with a typed error, which `_finish` lets out
@@ -134,7 +121,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 rollouts.close
             )  # first: that error is none of theirs where their journals last
             url = _url(config, listener)
-            progress.listening(url, grpc_address)
+            progress.listening(url, grpc_address, _url(config, probes) if probes else "")
             return await _run(config, client, supervised, rollouts, progress, url)
 
 
@@ -213,14 +200,6 @@ def _validator(config: ResolvedConfig, text: Text, client: EngineClient) -> Vali
     return Validator(config, text, SeedSource().next, choice_seed, client.check_room)
 
 
-class _Server(uvicorn.Server):
-    """Signals are ours: the first one drains, the second one stops."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     first, second = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -230,11 +209,10 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     return first, second
 
 
-async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+async def _finish(server: HttpServer) -> None:
     """Let replies in progress go out, then stop listening."""
     await asyncio.sleep(0.05)
-    server.should_exit = True
-    await serving
+    await server.stop()
 
 
 async def _launch(config: Config, command: Sequence[str], directory: Path) -> Process:
@@ -262,12 +240,25 @@ def engine_settings(config: Config) -> EngineSettings:
     return EngineSettings(**{**shared, **paths, "model": config.model})
 
 
+@overload
+def listening(config: Config) -> AbstractContextManager[socket.socket]: ...
+
+
+@overload
+def listening(
+    config: Config, setting: Literal["grpc_port", "probe_port"]
+) -> AbstractContextManager[socket.socket | None]: ...
+
+
 @contextlib.contextmanager
 def listening(
-    config: Config, setting: Literal["port", "grpc_port"] = "port"
-) -> Iterator[socket.socket]:
-    """The bound socket, or `StartupError`."""
+    config: Config, setting: Literal["port", "grpc_port", "probe_port"] = "port"
+) -> Iterator[Any]:
+    """Yield the bound socket, or None if the setting is. `StartupError`: it cannot be bound."""
     port = getattr(config, setting)
+    if port is None:
+        yield None
+        return
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -92,6 +92,11 @@ class Config(BaseModel, ServerSettings):
                 f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a "
                 "checkpoint in half precision is read exactly), or device cuda"
             )
+        if self.max_bodies_mb < self.max_body_mb:
+            raise StartupError(
+                f"max_bodies_mb is {self.max_bodies_mb}, below max_body_mb ({self.max_body_mb}); "
+                "raise it, or lower that"
+            )
         if self.default_timeout_s > self.max_timeout_s:
             raise StartupError(
                 f"default_timeout_s is {_plain(self.default_timeout_s)} s, above max_timeout_s "

@@ -36,6 +36,18 @@ class TooLarge(InvalidRequest):
     code, http_status, grpc_code = "too_large", 413, "INVALID_ARGUMENT"
 
 
+class EncodedBody(InvalidRequest):
+    """The body is compressed; its size unpacked would have no bound."""
+
+    http_status, grpc_code = 415, "UNIMPLEMENTED"
+
+
+class WrongHttpVersion(InvalidRequest):
+    """The request is not HTTP/1.0 or 1.1."""
+
+    http_status, grpc_code = 505, "UNIMPLEMENTED"
+
+
 class Unauthenticated(TltError):
     """The request carries no known API key."""
 

@@ -62,9 +62,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     ] = {}
 
 
-# the end of an engine process: by itself or by a signal; with an error that it reported; killed
-# because it was silent
-Ending = Literal["exited", "failed", "hung"]
+# The end of an engine process: by itself or by a signal; with an error that it reported; killed
+# because it was silent; refused by the system
+Ending = Literal["exited", "failed", "hung", "not_launched"]
 
 
 class Ready(Struct, frozen=True, tag="ready"):

@@ -62,6 +62,16 @@ class ServerSettings(SharedSettings):
         str, Doc("address", "Address to bind; any but a loopback address needs API keys.")
     ] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port", "Port to bind; 0 takes a free one.", 0, 65535)] = 8000
+    probe_port: Annotated[
+        int | None,
+        Doc(
+            "TCP port",
+            "Port to bind for probes and /metrics alone, too; 0 takes a free one, none: only the "
+            "other port answers them.",
+            0,
+            65535,
+        ),
+    ] = None
     grpc_port: Annotated[
         int | None,
         Doc("TCP port", "Port to bind for gRPC, too; 0 takes a free one, none: no gRPC.", 0, 65535),
@@ -121,6 +131,10 @@ class ServerSettings(SharedSettings):
         1024
     )
     max_body_mb: Annotated[int, Doc("MiB", "Size of a request body.", 1, 65536)] = 16
+    max_bodies_mb: Annotated[
+        int,
+        Doc("MiB", "Bodies on their way at once; above it the slowest of them get 503.", 1, 2**20),
+    ] = 256
 
     # limits of the server
     max_queue: Annotated[
@@ -149,7 +163,14 @@ class ServerSettings(SharedSettings):
         ),
     ] = 256.0
     max_connections: Annotated[
-        int, Doc("connections", "Open connections; above it requests get 503.", 1, 65536)
+        int,
+        Doc(
+            "requests",
+            "Requests in progress by HTTP, and as many by gRPC; above it they get 503. As many "
+            "silent connections again are kept open, and the oldest of more are closed.",
+            1,
+            65536,
+        ),
     ] = 1024
     max_header_kb: Annotated[int, Doc("KiB", "Size of a request's line and headers.", 1, 1024)] = 32
     header_timeout_s: Annotated[

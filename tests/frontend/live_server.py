@@ -15,20 +15,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
-from tlt_server.build import admission, serving_grpc
+from tlt_server.build import admission, listening, serving_grpc
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.auth import Gate
-from tlt_server.frontend.http.protocol import bounded_protocol
-from tlt_server.frontend.http.tls import server_context, watched_certificates
+from tlt_server.frontend.http.server import HttpServer
+from tlt_server.frontend.http.tls import watched_certificates
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
@@ -59,7 +58,7 @@ class LiveServer:
         self.config = Config(model=model, port=0, **settings).checked().resolved()
         self.directory, self._engine_options = directory, engine
         self.started = threading.Event()
-        self.url = self.grpc_address = ""
+        self.url = self.grpc_address = self.probe_url = ""
         self.engine: FakeEngine  # the engine of the last epoch
         self.said = io.StringIO()
         self.may_launch = asyncio.Event()
@@ -68,6 +67,7 @@ class LiveServer:
         self.text: Text
         self.rollouts: Rollouts
         self.app: ASGIApp
+        self.supervisor: Supervisor
         self._thread = threading.Thread(target=lambda: uvloop.run(self._main()), daemon=True)
 
     def start(self) -> None:
@@ -92,10 +92,10 @@ class LiveServer:
         config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
         self.text = text
         self.client = EngineClient(admission(config), metrics)
-        supervisor = Supervisor(
+        self.supervisor = Supervisor(
             config, self._launch, self.directory, self.client, metrics, ProgressLines(self.said)
         )
-        supervised = asyncio.create_task(supervisor.run())
+        supervised = asyncio.create_task(self.supervisor.run())
         seeds = itertools.count(1000)
         validator = Validator(
             config,
@@ -128,31 +128,19 @@ class LiveServer:
             self.grpc_address = await stack.enter_async_context(
                 serving_grpc(self.app, service, gate, certificates)
             )
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    self.app,
-                    http=bounded_protocol(config),
-                    ws="none",
-                    lifespan="off",
-                    log_config=None,
-                    access_log=False,
-                    proxy_headers=False,
-                    ssl_context_factory=None
-                    if certificates is None
-                    else lambda *_: server_context(certificates),
+            server = HttpServer(self.app, config, certificates)
+            probes = stack.enter_context(listening(config, "probe_port"))
+            await server.start(listener, probes)
+            if probes is not None:
+                self.probe_url = (
+                    f"{self.url.partition('://')[0]}://127.0.0.1:{probes.getsockname()[1]}"
                 )
-            )
-            server.capture_signals = _no_signals
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
             await self.client.ready()
-            while not server.started:  # noqa: ASYNC110 (uvicorn offers a flag only)
-                await asyncio.sleep(0.005)
             self.started.set()
             await self._stop.wait()
             await self.rollouts.close()
             service.close()
-            server.should_exit = True
-            await serving
+            await server.stop()
             supervised.cancel()
             with suppress(asyncio.CancelledError):
                 await supervised  # a bug of the supervisor fails the test
@@ -161,11 +149,6 @@ class LiveServer:
         await self.may_launch.wait()
         self.engine = FakeEngine(directory, **self._engine_options)
         return FakeProcess(self.engine)
-
-
-@contextmanager
-def _no_signals() -> Iterator[None]:
-    yield
 
 
 @contextmanager

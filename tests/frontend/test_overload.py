@@ -4,6 +4,7 @@ never pass is told so.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from tlt_server.records import OFF, Cycle, StepContext
     ("path", "envelope"),
     [("/generate", b'{"error":{"code":"unavailable"'), ("/v1/completions", b'"type":')],
 )
-def test_a_connection_too_many_is_answered_with_a_typed_503_and_closed(
+def test_a_request_too_many_is_answered_with_a_typed_503_and_closed(
     model: Path, path: str, envelope: bytes
 ) -> None:
     with (
@@ -30,9 +31,10 @@ def test_a_connection_too_many_is_answered_with_a_typed_503_and_closed(
         connect(server) as first,
         connect(server) as second,
     ):
+        body = json.dumps(LONG).encode()
         for connection in (first, second):
-            connection.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            connection.sendall(head(content_length=len(body)) + body)
+        eventually(lambda: len(server.client) == 2)
         with connect(server) as third:
             third.sendall(head(path, content_length=2) + b"{}")
             reply = read_all(third)
@@ -43,10 +45,11 @@ def test_a_connection_too_many_is_answered_with_a_typed_503_and_closed(
         )
         assert (
             envelope in reply
-            and b"3 connections are open; the limit is 2 (max_connections)" in reply
+            and b"3 requests are in progress; the limit is 2 (max_connections)" in reply
         )
+        assert httpx.get(f"{server.url}/livez").status_code == 200
         second.close()
-        eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
+        eventually(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
 
 
 def full(server: LiveServer, *, tokens_per_s: float = 100.0) -> None:

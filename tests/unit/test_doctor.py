@@ -109,14 +109,16 @@ def test_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2000))
     expect(
         found(host.open_files, configured(max_connections=1024)),
-        "warn",
-        "1280",
-        "ulimit -n 1280",
-        "--max-connections to 768",
+        "fail",
+        "may open 2000 files",
+        "may need 2880",
+        "ulimit -Hn 2880",
     )
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    assert found(host.open_files, configured(max_connections=1024)).status == "ok"
     monkeypatch.setattr(
         resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     )

@@ -15,11 +15,11 @@ from packaging.requirements import Requirement
 
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.frontend.http.descriptors import needed, shortage
 from tlt_server.models.environment import library_environment
 
 SUPPORTED = ((3, 11), (3, 13))  # from, and below
 DISTRIBUTIONS = ("tlt-server", "tlt-kernels", "tlt-client")
-SPARE_FILES = 256  # in addition to connections: libraries, sockets, model files
 SOCKET_PATH = 107  # longest path of a Unix socket
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -78,17 +78,11 @@ def sockets() -> Finding:
 
 
 def open_files(config: Config) -> Finding:
-    limit, need = (
-        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        config.max_connections + SPARE_FILES,
-    )
-    if limit in range(need):  # and not RLIM_INFINITY, which is negative
-        return warn(
-            f"this process may open {limit} files, {config.max_connections} connections need about "
-            f"{need}",
-            f"ulimit -n {need}, or lower --max-connections to {max(1, limit - SPARE_FILES)}",
-        )
-    return ok(f"limit {limit}, needed {need}")
+    short = shortage(config)
+    if short:
+        found, _, remedy = short.partition("; ")
+        return fail(found, remedy)
+    return ok(f"limit {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}, needed {needed(config)}")
 
 
 def processors(config: Config) -> Finding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import nullcontext
 from pathlib import Path
 
 from tlt_server.build import listening
@@ -24,14 +23,15 @@ SPARE_BYTES = 64 * 2**20
 def port(config: Config) -> Finding:
     with (
         listening(config) as listener,
-        listening(config, "grpc_port") if config.grpc_port is not None else nullcontext(),
+        listening(config, "grpc_port"),
+        listening(config, "probe_port"),
     ):
-        and_grpc = (
-            f", and {config.grpc_port or 'another'} for gRPC"
-            if config.grpc_port is not None
-            else ""
+        others = "".join(
+            f", and {port or 'another'} for {use}"
+            for port, use in ((config.grpc_port, "gRPC"), (config.probe_port, "probes"))
+            if port is not None
         )
-        return ok(f"{config.host}:{config.port or listener.getsockname()[1]} is free{and_grpc}")
+        return ok(f"{config.host}:{config.port or listener.getsockname()[1]} is free{others}")
 
 
 def api_keys(config: Config) -> Finding:

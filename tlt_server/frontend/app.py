@@ -24,8 +24,9 @@ from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival
 from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
+from tlt_server.frontend.http.connections import ConnectionLimit
 from tlt_server.frontend.http.endpoints import Endpoint
-from tlt_server.frontend.http.limits import BodyLimits, ConnectionLimit
+from tlt_server.frontend.http.limits import BodyLimits
 from tlt_server.frontend.http.openapi import document
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
 from tlt_server.frontend.reading.asking import Asking
@@ -147,6 +148,7 @@ def _middleware(
         Middleware(
             BodyLimits,
             max_body_bytes=config.max_body_mb * 2**20,
+            max_bodies_bytes=config.max_bodies_mb * 2**20,
             body_timeout_s=config.body_timeout_s,
             reading=service.reading,
             refuse=refuse,

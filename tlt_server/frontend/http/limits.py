@@ -1,8 +1,5 @@
-"""Limits that hold on every path: how many connections are open, how large a body is, and how
-slowly it may come.
-
-Both limits are middleware. `protocol` bounds what no application sees: headers, and replies that
-are left unread.
+"""Limits of a body that hold on every path: its encoding, its size, how slowly it may come, and how
+much all bodies on their way hold.
 """
 
 from __future__ import annotations
@@ -13,11 +10,18 @@ from collections.abc import AsyncIterator, Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tlt_server.errors import InvalidRequest, RequestTimeout, TltError, TooLarge, Unavailable
+from tlt_server.errors import (
+    EncodedBody,
+    InvalidRequest,
+    RequestTimeout,
+    TltError,
+    TooLarge,
+    Unavailable,
+)
+from tlt_server.frontend.http.auth import key_of
+from tlt_server.frontend.http.budget import BodyBudget
 
 Refuse = Callable[[str, TltError], ASGIApp]  # (path, error) -> reply in the shape of the path
-# Key in the scope's state: how many connections were open when this one was made, itself included.
-CONNECTIONS = "connections"
 
 DISCARD_S = 1.0
 
@@ -32,13 +36,15 @@ class Reading:
         self._waits: set[asyncio.Timeout] = set()
 
     @contextlib.asynccontextmanager
-    async def until(self, deadline: float) -> AsyncIterator[None]:
-        """Bound a wait, in the time of the loop; raise `TimeoutError` if it takes longer."""
+    async def until(self, deadline: float) -> AsyncIterator[asyncio.Timeout]:
+        """Bound a wait, in the time of the loop; raise `TimeoutError` if it takes longer. The
+        caller may end it earlier.
+        """
         wait = asyncio.timeout_at(deadline if not self.closed else 0.0)
         self._waits.add(wait)
         try:
             async with wait:
-                yield
+                yield wait
         except TimeoutError:
             if self.closed:
                 raise Unavailable(
@@ -57,29 +63,10 @@ class Reading:
                 wait.reschedule(0.0)
 
 
-class ConnectionLimit:
-    """Middleware that answers on connections above the limit with 503, and closes them."""
-
-    def __init__(self, app: ASGIApp, *, max_connections: int, refuse: Refuse) -> None:
-        self.app, self.max_connections, self.refuse = app, max_connections, refuse
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connections = scope.get("state", {}).get(CONNECTIONS, 0)
-        if connections > self.max_connections:
-            error = Unavailable(
-                f"{connections} connections are open; the limit is {self.max_connections} "
-                "(max_connections): use connections again, or fewer at once",
-                retry_after_s=1,
-            )
-            await self.refuse(scope["path"], error)(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-
 class BodyLimits:
-    """Middleware that refuses a body before it is complete: 413 if it is too large, 408 if it is
-    too slow. The reply is sent at once. Then a bounded part of the rest is discarded and the
-    connection is closed.
+    """Middleware that refuses a body before it is complete: 413 if it is too large, 415 if it is
+    encoded, 408 if it is too slow, 503 if all bodies on their way hold too much. The reply is sent
+    at once. Then a bounded part of the rest is discarded and the connection is closed.
     """
 
     def __init__(
@@ -88,10 +75,12 @@ class BodyLimits:
         *,
         max_body_bytes: int,
         body_timeout_s: float,
+        max_bodies_bytes: int,
         reading: Reading,
         refuse: Refuse,
     ) -> None:
         self.app, self.reading, self.refuse = app, reading, refuse
+        self.budget = BodyBudget(max_bodies_bytes)
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,6 +90,8 @@ class BodyLimits:
         body = _Body(
             receive,
             self.reading,
+            self.budget,
+            key_of(scope),
             self.max_body_bytes,
             self.body_timeout_s,
             complete=not _has_body(scope),
@@ -121,13 +112,17 @@ class BodyLimits:
                 await send({"type": "http.response.body"})
 
         try:
+            _check_encoding(scope)
             declared = _content_length(scope)
             if declared > self.max_body_bytes:
                 raise _too_large(f"{declared} bytes", self.max_body_bytes)
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, body.receive, closing_send)
         else:
-            await self.app(scope, body.receive, closing_send)
+            try:
+                await self.app(scope, body.receive, closing_send)
+            finally:
+                body.release()
 
 
 class _Body:
@@ -137,34 +132,67 @@ class _Body:
         self,
         receive: Receive,
         reading: Reading,
+        budget: BodyBudget,
+        owner: str,
         limit_bytes: int,
         timeout_s: float,
         *,
         complete: bool,
     ) -> None:
         self.complete, self._reading = complete, reading
+        self._budget, self._owner = budget, owner
         self._receive, self._limit_bytes, self._timeout_s = receive, limit_bytes, timeout_s
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._bytes = 0
+        self._cut = False  # to make room for other bodies
+        self._wait: asyncio.Timeout | None = None
 
     async def receive(self) -> Message:
         if self.complete:
             return await self._receive()
         try:
-            async with self._reading.until(self._deadline):
+            async with self._reading.until(self._deadline) as self._wait:
                 message = await self._receive()
         except TimeoutError:
+            self._check_room()
             raise RequestTimeout(
                 f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send "
                 "it faster, or in smaller requests"
             ) from None
+        finally:
+            self._wait = None
         if message["type"] == "http.request":
-            self._bytes += len(message.get("body", b""))
-            self.complete = not message.get("more_body", False)
-            if self._bytes > self._limit_bytes:
-                self.complete = False
-                raise _too_large(f"more than {self._limit_bytes} bytes", self._limit_bytes)
+            self._count(len(message.get("body", b"")), more=message.get("more_body", False))
         return message
+
+    def _count(self, size: int, *, more: bool) -> None:
+        self._bytes += size
+        if self._bytes > self._limit_bytes:
+            raise _too_large(f"more than {self._limit_bytes} bytes", self._limit_bytes)
+        self._check_room()
+        if more:
+            self._budget.take(self._owner, self, size)
+            self._check_room()
+        else:
+            self.complete = True
+            self.release()
+
+    def _check_room(self) -> None:
+        if self._cut:
+            raise Unavailable(
+                f"bodies on their way hold {self._budget.max_bytes} bytes, the limit "
+                "(max_bodies_mb), and this one was the slowest of the key that sends most: send "
+                "it later, or fewer at once",
+                retry_after_s=1,
+            )
+
+    def cut(self) -> None:
+        self._cut = True
+        if self._wait is not None and not self._wait.expired():
+            self._wait.reschedule(0.0)
+
+    def release(self) -> None:
+        self._budget.release(self._owner, self)
 
     async def discard(self) -> None:
         """Discard what still comes, for `DISCARD_S` and up to twice the limit in all.
@@ -192,6 +220,15 @@ def _has_body(scope: Scope) -> bool:
         name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
         for name, value in scope["headers"]
     )
+
+
+def _check_encoding(scope: Scope) -> None:
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+            raise EncodedBody(
+                f"Content-Encoding is {value[:40].decode('latin-1')!r}; send the body as it is "
+                "(identity)"
+            )
 
 
 def _content_length(scope: Scope) -> int:

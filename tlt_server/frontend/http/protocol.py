@@ -1,61 +1,87 @@
-"""Uvicorn's HTTP protocol with bounds on what no application sees: headers that are late or large,
-and replies that are not read.
+"""Uvicorn's HTTP protocol with bounds on what no application sees: requests that are not HTTP/1,
+headers that are late or large, bytes that were not asked for, and replies that are not read.
 
 A client keeps its sending side open until it has its reply, so the end of that side shows that it
-has left. To see this always, bytes that follow a request that still runs are dropped unread, and
-the connection closes after the reply.
+has left. To see this always, bytes that follow a request that still runs are dropped unread, up to
+the size of one more request, and the connection closes after the reply.
 """
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tlt_server.config import Config
-from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.limits import CONNECTIONS
+from tlt_server.errors import InvalidRequest, WrongHttpVersion
+from tlt_server.frontend.http.connections import CONNECTIONS, OpenConnections
 from tlt_server.frontend.http.replies import error_reply
+
+VERSIONS = ("1.0", "1.1")
+LINE_BYTES = 12  # the rest of a request line with method and target
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `bounded_protocol` makes the class with the settings of the server."""
+    """One connection, from its accept on. `bounded_protocol` makes the class with the settings of
+    the server.
+    """
 
     max_header_bytes = 32 * 1024
+    max_body_bytes = 2**24
     header_timeout_s = 10.0
     send_timeout_s = 60.0
+    room: OpenConnections
+    arriving: asyncio.Task[None] | None = None  # as long as a TLS handshake lasts
     _headers_due: asyncio.TimerHandle | None = None
     _unread_check: asyncio.TimerHandle | None = None
     _in_headers = True
-    _header_bytes = 0
+    _header_bytes = 0  # received since the request began, until its headers are complete
     _pipelined = False  # bytes followed a request that still runs
+    _dropped_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.arriving = None
         super().connection_made(transport)
-        self.app_state = {**self.app_state, CONNECTIONS: len(self.connections)}
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.room.closed(self)
         self._headers_arrived()
         self._reader_moves()
         super().connection_lost(exc)
 
+    def drop(self) -> None:
+        """Close the connection at once."""
+        if self.arriving is not None:
+            self.arriving.cancel()
+        else:
+            self.transport.abort()
+
     def data_received(self, data: bytes) -> None:
         if self._pipelined:
+            self._drop_bytes(len(data))
             return
+        try:
+            self._feed(data)
+        except InvalidRequest as error:
+            self._refuse(error)
+
+    def _feed(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # the request is answered as one that asks for no upgrade
+        except httptools.HttpParserError as error:
+            if not self._pipelined:  # else the connection belongs to the reply of that request
+                raise _refusal(error) from None
+            self._drop_bytes(len(data))
         if self._in_headers:
             self._header_bytes += len(data)
-        super().data_received(data)
-        if (
-            self._in_headers
-            and self._header_bytes > self.max_header_bytes
-            and not self.transport.is_closing()
-        ):
-            self._refuse(
-                f"the headers are over the limit of {self.max_header_bytes} bytes (max_header_kb): "
-                "send fewer or shorter ones"
-            )
+            self._bound_headers(self._header_bytes)
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -68,23 +94,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        self._check_request()
         self._headers_arrived()
+        self.scope["state"][CONNECTIONS] = self.room.asks(self)
         super().on_headers_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        if not self._pipelined:  # the connection belongs to the reply of the running request
-            self._refuse(
-                "this is not an HTTP/1.1 request; check its request line, headers and body framing"
-            )
-
-    def _refuse(self, message: str) -> None:
-        """Answer a request that no application can see with 400, and close."""
-        body = msgspec.json.encode(error_reply(InvalidRequest(message)))
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n" % len(body) + body
-        )
-        self.transport.close()
+    def on_response_complete(self) -> None:
+        self.room.rests(self)
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -93,6 +110,45 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._reader_moves()
         super().resume_writing()
+
+    def _check_request(self) -> None:
+        """Refuse a request whose line or headers two programs could read in two ways."""
+        version = self.parser.get_http_version()
+        if version not in VERSIONS:
+            raise WrongHttpVersion(f"the request is HTTP/{version}; send HTTP/1.1")
+        size = LINE_BYTES + len(self.parser.get_method()) + len(self.url)
+        self._bound_headers(size + sum(len(name) + len(value) + 4 for name, value in self.headers))
+        if not self.url.startswith(b"/"):
+            raise InvalidRequest(
+                f"the target is {self.url[:100].decode('latin-1')!r}; it must be a path, and the "
+                "header Host name the server"
+            )
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            raise InvalidRequest(f"the request has {hosts} headers Host; send exactly one")
+
+    def _bound_headers(self, size: int) -> None:
+        if size > self.max_header_bytes:
+            raise InvalidRequest(
+                f"the headers are over the limit of {self.max_header_bytes} bytes (max_header_kb): "
+                "send fewer or shorter ones"
+            )
+
+    def _drop_bytes(self, size: int) -> None:
+        self._dropped_bytes += size
+        if self._dropped_bytes > self.max_header_bytes + self.max_body_bytes:
+            self.transport.abort()
+
+    def _refuse(self, error: InvalidRequest) -> None:
+        """Answer a request that no application can see, and close."""
+        body = msgspec.json.encode(error_reply(error))
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n"
+            % (error.http_status, HTTPStatus(error.http_status).phrase.encode(), len(body))
+            + body
+        )
+        self.transport.close()
 
     def _await_headers(self) -> None:
         self._in_headers, self._header_bytes = True, 0
@@ -128,13 +184,26 @@ class _Pipelined(Exception):
     """A signal that stops the parser."""
 
 
-def bounded_protocol(config: Config) -> type[BoundedProtocol]:
+def _refusal(error: httptools.HttpParserError) -> InvalidRequest:
+    """Return what the parser or one of our checks, which it called, has against the request."""
+    if isinstance(error.__context__, InvalidRequest):
+        return error.__context__
+    if "HTTP version" in str(error) or "PRI" in str(error):  # the latter begins HTTP/2
+        return WrongHttpVersion("the request is not HTTP/1; send HTTP/1.1")
+    return InvalidRequest(
+        "this is not an HTTP/1.1 request; check its request line, headers and body framing"
+    )
+
+
+def bounded_protocol(config: Config, room: OpenConnections) -> type[BoundedProtocol]:
     return type(
         "ConfiguredProtocol",
         (BoundedProtocol,),
         {
             "max_header_bytes": config.max_header_kb * 1024,
+            "max_body_bytes": config.max_body_mb * 2**20,
             "header_timeout_s": config.header_timeout_s,
             "send_timeout_s": config.send_timeout_s,
+            "room": room,
         },
     )

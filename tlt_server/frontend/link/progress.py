@@ -37,7 +37,9 @@ class ProgressLines:
         elif self._clock() - self._said_s >= EVERY_S:
             self._say(line)
 
-    def listening(self, url: str, grpc_address: str = "") -> None:
+    def listening(self, url: str, grpc_address: str = "", probe_url: str = "") -> None:
+        if probe_url:
+            self._say(f"tlt: listening on {probe_url} for probes")
         if grpc_address:
             self._say(f"tlt: listening on {grpc_address} for gRPC")
         self._say(f"tlt: listening on {url}; the engine is starting")

@@ -2,7 +2,8 @@
 
 `launch(directory)` (from `build`) starts a process that connects to the sockets in `directory`.
 `link` runs one epoch, and `client` is what the rest of the frontend sees of all epochs. Only an
-engine that has been ready once is restarted.
+engine that has been ready once is restarted. A launch that the system refuses, for want of
+descriptors or memory, is one more death.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import structlog
+import zmq
 
 from tlt_server.config import Config
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.events import EngineInfo, Event, Phase, PhaseProgress, Ready
+from tlt_server.frontend.http.descriptors import Reserve
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.link import EngineLink, EngineProcess
+from tlt_server.frontend.link.link import Death, EngineLink, EngineProcess
 from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.metrics import Metrics
 
@@ -38,15 +41,17 @@ class Backoff:
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts, self._window_s = max_restarts, window_s
-        self._deaths: deque[float] = deque()
+        self._deaths: deque[tuple[float, bool]] = deque()  # when, and whether it had been launched
 
-    def death(self, at_s: float) -> float | None:
-        """Return the seconds to wait, or None when this death was one too many."""
-        self._deaths.append(at_s)
-        while self._deaths[0] <= at_s - self._window_s:
+    def death(self, at_s: float, *, launched: bool = True) -> float | None:
+        """Return the seconds to wait, or None when this death was one too many. A launch that the
+        system refused is never one too many.
+        """
+        self._deaths.append((at_s, launched))
+        while self._deaths[0][0] <= at_s - self._window_s:
             self._deaths.popleft()
         count = len(self._deaths)
-        if count > self._max_restarts:
+        if launched and sum(launched for _, launched in self._deaths) > self._max_restarts:
             return None
         return min(FIRST_DELAY_S * 2.0 ** min(count - 2, 32), MAX_DELAY_S) if count > 1 else 0.0
 
@@ -64,6 +69,7 @@ class Supervisor:
         self._config, self._launch, self._directory = config, launch, directory
         self._client, self._metrics, self._progress = client, metrics, progress
         self._backoff = Backoff(config.max_restarts, config.restart_window_s)
+        self._reserve = Reserve()
         self._epochs = 0
         self._launched_s = 0.0  # when this epoch began
         self._gone_s = 0.0  # when the epoch before ended
@@ -73,48 +79,73 @@ class Supervisor:
         """Run one epoch after another, and return why there will be no further one. `StartupError`
         when the first was never ready. Cancelled, it ends the engine.
         """
-        while True:
-            self._epochs += 1
-            directory = self._directory / str(self._epochs)
-            directory.mkdir(mode=0o700)
-            self._launched_s = time.monotonic()
-            link = EngineLink(
-                directory,
-                startup_timeout_s=self._config.startup_timeout_s,
-                hang_timeout_s=self._config.hang_timeout_s,
-            )
-            with contextlib.closing(link):
-                self._client.connect(link)
-                death = await link.run(await self._launch(directory), self._take)
-            shutil.rmtree(directory)
-            self._gone_s = time.monotonic()
-            error, lived_s = death.error, self._gone_s - self._launched_s
-            if self._client.info is None:
-                raise error if isinstance(error, StartupError) else StartupError(death.described)
-            delay_s = self._backoff.death(self._gone_s)
-            log.error(
-                "engine_gone",
-                ending=death.ending,
-                code=error.code,
-                reason=error.message,
-                lived_s=round(lived_s, 3),
-                open_sequences=len(self._client),
-                ran=sorted(death.started)[:NAMED],
-                ran_in_all=len(death.started),
-                restart_in_s=delay_s,
-            )
-            waiting = self._client.died(death, delay_s, self._start_s)
-            if delay_s is None:
-                reason = (
-                    f"the engine ended more often than max_restarts {self._config.max_restarts} "
-                    f"allows within {self._config.restart_window_s:g} s (restart_window_s), at "
-                    f"last because {death.described}"
-                )
-                self._progress.gave_up(reason)
-                return EngineFailed(reason)
+        with contextlib.closing(self._reserve):
+            while True:
+                self._epochs += 1
+                self._launched_s = time.monotonic()
+                death = await self._live(self._directory / str(self._epochs))
+                self._gone_s = time.monotonic()
+                if self._client.info is None:
+                    error = death.error
+                    raise (
+                        error if isinstance(error, StartupError) else StartupError(death.described)
+                    )
+                delay_s = self._backoff.death(self._gone_s, launched=death.ending != "not_launched")
+                self._died(death, delay_s)
+                if delay_s is None:
+                    return self._give_up(death)
+                await asyncio.sleep(delay_s)
+
+    async def _live(self, directory: Path) -> Death:
+        """Run one epoch in a directory of its own, and return how it ended."""
+        try:
+            with contextlib.ExitStack() as stack:
+                with self._reserve.released():
+                    link = stack.enter_context(contextlib.closing(self._connect(directory)))
+                    process = await self._launch(directory)
+                return await link.run(process, self._take)
+        except (OSError, zmq.ZMQError) as error:
+            reason = f"the system did not launch the engine: {error.strerror or error}"
+            return Death("not_launched", EngineFailed(reason), set())
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _connect(self, directory: Path) -> EngineLink:
+        directory.mkdir(mode=0o700)
+        link = EngineLink(
+            directory,
+            startup_timeout_s=self._config.startup_timeout_s,
+            hang_timeout_s=self._config.hang_timeout_s,
+        )
+        self._client.connect(link)
+        return link
+
+    def _died(self, death: Death, delay_s: float | None) -> None:
+        """Log the death and end or keep what was open. `delay_s` as of `Backoff.death`."""
+        log.error(
+            "engine_gone",
+            ending=death.ending,
+            code=death.error.code,
+            reason=death.error.message,
+            lived_s=round(self._gone_s - self._launched_s, 3),
+            open_sequences=len(self._client),
+            ran=sorted(death.started)[:NAMED],
+            ran_in_all=len(death.started),
+            restart_in_s=delay_s,
+        )
+        waiting = self._client.died(death, delay_s, self._start_s)
+        if delay_s is not None:
             self._progress.died(death.described, delay_s, waiting)
             self._metrics.restarts.labels(death.ending).inc()
-            await asyncio.sleep(delay_s)
+
+    def _give_up(self, death: Death) -> EngineFailed:
+        reason = (
+            f"the engine ended more often than max_restarts {self._config.max_restarts} "
+            f"allows within {self._config.restart_window_s:g} s (restart_window_s), at "
+            f"last because {death.described}"
+        )
+        self._progress.gave_up(reason)
+        return EngineFailed(reason)
 
     def _take(self, event: Event) -> None:
         self._client.take(event)

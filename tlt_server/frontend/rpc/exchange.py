@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.http.arrival import ARRIVE
-from tlt_server.frontend.http.limits import CONNECTIONS
+from tlt_server.frontend.http.connections import CONNECTIONS
 from tlt_server.frontend.http.replies import REFUSED
 from tlt_server.frontend.rpc.messages import fill
 from tlt_server.frontend.rpc.methods import Operation, RpcMethod

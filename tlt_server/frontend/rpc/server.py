@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from tlt_server.config import Config
 from tlt_server.errors import StartupError, TltError
 from tlt_server.frontend.http.auth import Gate, bearer
+from tlt_server.frontend.http.descriptors import max_grpc_connections
 from tlt_server.frontend.http.tls import Certificates
 from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.rpc.exchange import Context, Exchange
@@ -32,6 +33,9 @@ from tlt_server.metrics import Metrics
 KEEPALIVE_S = 60  # a connection that is silent this long gets a ping
 KEEPALIVE_TIMEOUT_S = 20  # a connection that does not answer the ping is closed after this time
 MIN_PING_S = 10  # time between two pings of a client; a client that sends them faster is cut off
+IDLE_S = 300  # a connection without a call for this long is told to go
+# Later calls open a new connection, by which a change of certificates or addresses is seen.
+AGE_S = 3600
 BEYOND = 2  # gRPC's limits are this many times ours, so that refusals up to there are typed
 SERVICES = (
     SERVICE.full_name,
@@ -191,6 +195,11 @@ def _options(config: Config) -> list[tuple[str, Any]]:
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_concurrent_streams", BEYOND * config.max_connections),
         ("grpc.server_handshake_timeout_ms", int(config.header_timeout_s * 1000)),
+        ("grpc.max_allowed_incoming_connections", max_grpc_connections(config)),
+        ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
+        ("grpc.max_connection_age_ms", int(AGE_S * 1000)),
+        # No call lasts longer, so none is cut off.
+        ("grpc.max_connection_age_grace_ms", int(config.max_timeout_s * 1000)),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),

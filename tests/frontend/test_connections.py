@@ -1,0 +1,260 @@
+"""Silent connections cost nothing but themselves: probes are answered, the engine is restarted, and
+the longest silent one goes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import LONG, connect, eventually, head, read_all
+from tests.frontend.test_supervisor import die
+from tests.frontend.test_tls import Issuer
+from tlt_server.bench.hostile.connections import silent_connections
+from tlt_server.config import Config
+from tlt_server.errors import StartupError
+from tlt_server.frontend.http import connections, descriptors, door
+from tlt_server.frontend.http.connections import OpenConnections
+from tlt_server.frontend.http.descriptors import Reserve, needed, raise_limit
+from tlt_server.frontend.rpc import server as rpc_server
+
+PROBE = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+class Line:
+    def __init__(self) -> None:
+        self.dropped = False
+
+    def drop(self) -> None:
+        self.dropped = True
+
+
+def test_the_longest_silent_connection_makes_room() -> None:
+    room, lines = OpenConnections(3), [Line() for _ in range(4)]
+    assert all(room.opened(line) for line in lines[:3])
+    assert room.asks(lines[0]) == 1
+    room.asks(lines[1])
+    room.rests(lines[1])
+    assert room.opened(lines[3]) and [line.dropped for line in lines] == [False, False, True, False]
+    for line in (lines[1], lines[3]):
+        room.asks(line)
+    newest = Line()
+    assert not room.opened(newest) and not any(line.dropped for line in (*lines[:2], lines[3]))
+    room.closed(lines[0])
+    assert room.opened(newest)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["opened", "asks", "rests", "closed"]), st.integers(0, 6)))
+)
+def test_a_port_never_has_more_connections_than_its_limit(calls: list[tuple[str, int]]) -> None:
+    room, known = OpenConnections(4), dict[int, Line]()
+    for call, number in calls:
+        line = known.get(number)
+        if call == "opened" and line is None:
+            new = Line()
+            if room.opened(new):
+                known[number] = new
+        elif line is not None and call != "opened":
+            getattr(room, call)(line)
+            if call == "closed":
+                del known[number]
+        known = {number: line for number, line in known.items() if not line.dropped}
+        room.check()
+
+
+@contextmanager
+def limited(free: int) -> Iterator[None]:
+    """Lower this process's limit so that it may open this many more descriptors."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with os.scandir("/proc/self/fd") as found:
+        used = {int(entry.name) for entry in found}
+    unused = (number for number in itertools.count() if number not in used)
+    limit = next(itertools.islice(unused, free, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(
+        model, grpc_port=0, probe_port=0, max_connections=40, header_timeout_s=3.0, max_restarts=100
+    ) as running:
+        yield running
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def test_silent_connections_on_every_port_leave_probes_and_restarts_alone(
+    server: LiveServer,
+) -> None:
+    ports = [port_of(address) for address in (server.url, server.grpc_address, server.probe_url)]
+    found = silent_connections("127.0.0.1", ports, count=300, meanwhile=lambda: die(server))
+    assert found["probes_asked"] > 10 and found["probes_answered"] == found["probes_asked"]
+    assert found["opened"] == dict.fromkeys(ports, 300)
+    most = (connections.max_open(40), 4 * 40, connections.PROBES)
+    assert all(found["open_at_end"][port] <= bound for port, bound in zip(ports, most, strict=True))
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        request = health_pb2.HealthCheckRequest()
+        eventually(lambda: _serves(channel, request))
+
+
+def _serves(channel: grpc.Channel, request: Any) -> bool:
+    try:
+        return bool(HealthStub(channel).Check(request, timeout=5).status == 1)
+    except grpc.RpcError:
+        return False
+
+
+def test_a_silent_connection_does_not_count_against_requests(server: LiveServer) -> None:
+    body = json.dumps(LONG).encode()
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(connect(server))
+        asking = [stack.enter_context(connect(server)) for _ in range(40)]
+        for connection in asking:
+            connection.sendall(head(content_length=len(body)) + body)
+        eventually(lambda: len(server.client) == 40)
+        assert httpx.get(f"{server.url}/server_info").status_code == 503
+        for path in ("/livez", "/readyz", "/health", "/metrics"):
+            assert httpx.get(f"{server.url}{path}").status_code == 200
+    eventually(lambda: len(server.client) == 0)
+
+
+def test_the_port_for_probes_answers_nothing_else(server: LiveServer) -> None:
+    for path in ("/livez", "/readyz", "/startupz", "/health", "/metrics"):
+        assert httpx.get(f"{server.probe_url}{path}").status_code == 200
+    for method, path in (("GET", "/server_info"), ("POST", "/generate"), ("GET", "/none")):
+        reply = httpx.request(method, f"{server.probe_url}{path}", json={})
+        assert reply.status_code == 404 and "probe_port" in reply.json()["error"]["message"]
+
+
+def test_a_tls_handshake_that_never_begins_counts_and_is_cut(model: Path, tmp_path: Path) -> None:
+    issuer = Issuer(tmp_path / "issuer")
+    chain, key = issuer.issue("server")
+    with (
+        live_server(
+            model, max_connections=8, header_timeout_s=1.0, tls_cert=chain, tls_key=key
+        ) as server,
+        ExitStack() as stack,
+    ):
+        address = ("127.0.0.1", port_of(server.url))
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(address))
+        trust = ssl.create_default_context(cafile=str(issuer.ca))
+        assert httpx.get(f"{server.url}/livez", verify=trust).status_code == 200
+        silent = stack.enter_context(socket.create_connection(address, timeout=20))
+        started = time.monotonic()
+        assert read_all(silent) == b"" and time.monotonic() - started < 10
+
+
+def test_accepting_goes_on_after_the_descriptors_ran_out(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "PAUSE_S", 0.02)
+    with ExitStack() as stack:
+        mine = [stack.enter_context(socket.socket()) for _ in range(60)]
+        with limited(20):
+            for connection in mine:
+                connection.connect(("127.0.0.1", port_of(server.url)))
+            mine[-1].settimeout(30)
+            mine[-1].sendall(PROBE)
+            assert mine[-1].recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_an_engine_that_cannot_be_launched_is_one_more_death(model: Path) -> None:
+    with live_server(model, max_restarts=1, restart_window_s=60.0) as server:
+        refusals = iter([OSError(24, "Too many open files")] * 3)
+
+        async def launch(directory: Path) -> Any:
+            for refusal in refusals:
+                raise refusal
+            return await LiveServer._launch(server, directory)
+
+        supervisor = server.supervisor
+        server.call(lambda: setattr(supervisor, "_launch", launch))
+        server.call(lambda: setattr(server.engine, "dies", True))
+        eventually(lambda: "the engine is back" in server.said.getvalue())
+        assert server.said.getvalue().count("did not launch the engine: Too many open files") == 3
+        assert (
+            'tlt_engine_restarts_total{reason="not_launched"} 3.0'
+            in httpx.get(f"{server.url}/metrics").text
+        )
+
+
+def test_the_reserve_gives_a_launch_what_others_could_not_take() -> None:
+    reserve = Reserve(8)
+    with limited(0):
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open(os.devnull, os.O_RDONLY)
+        with reserve.released():
+            taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
+            for descriptor in taken[:4]:
+                os.close(descriptor)
+        with pytest.raises(OSError, match="Too many open files"), reserve.released():
+            raise AssertionError("the reserve was not whole")
+        for descriptor in taken[4:]:
+            os.close(descriptor)
+        with reserve.released():
+            pass
+    reserve.close()
+
+
+def test_the_limit_is_raised_or_the_start_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(model=model, grpc_port=0)
+    assert needed(config) == 2 * 1024 + 64 + 4 * 1024 + 256 + 64 + 448
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(descriptors.resource, "setrlimit", lambda which, to: set_to.append(to))
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (256, needed(config)))
+    raise_limit(config)
+    assert set_to == [(needed(config), needed(config))]
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (256, 4096))
+    with pytest.raises(
+        StartupError, match=r"may open 4096 .* 1024 .* may need 6976; raise .* lower"
+    ):
+        raise_limit(config)
+
+
+def test_grpc_bounds_connections_at_accept_and_ends_silent_and_idle_ones(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_server, "IDLE_S", 0.5)
+    with (
+        live_server(model, grpc_port=0, max_connections=3, header_timeout_s=1.0) as server,
+        ExitStack() as stack,
+    ):
+        address = ("127.0.0.1", port_of(server.grpc_address))
+        silent = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(20)]
+        first = [connection.recv(1000) for connection in silent]  # settings, or the end at once
+        assert sum(bool(received) for received in first) == 12
+        assert all(read_all(connection) is not None for connection in silent)
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            assert HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5).status == 1
+            states: list[grpc.ChannelConnectivity] = []
+            channel.subscribe(states.append)
+            eventually(lambda: grpc.ChannelConnectivity.IDLE in states[1:])
