@@ -81,13 +81,19 @@ def test_a_port_never_has_more_connections_than_its_limit(calls: list[tuple[str,
         room.check()
 
 
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def limited(free: int) -> Iterator[None]:
     """Lower this process's limit so that it may open this many more descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with os.scandir("/proc/self/fd") as found:
-        used = {int(entry.name) for entry in found}
-    unused = (number for number in itertools.count() if number not in used)
+    unused = (number for number in itertools.count() if not is_open(number))
     limit = next(itertools.islice(unused, free, None))
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:

@@ -4,7 +4,9 @@ takes its sequences with it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +16,15 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
 from tlt_client.wire import Token
 from tlt_server.frontend.http import limits
+from tlt_server.frontend.http.budget import BodyBudget
 
 LONG = {"requests": [{"token_ids": [HANGS]}]}
 
@@ -378,3 +383,147 @@ def test_an_open_server_answers_to_its_own_machine_only(
     body = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}}
     assert httpx.post(f"{server.url}/generate", json=body, headers=headers).status_code == status
     assert httpx.get(f"{server.url}/livez", headers={"host": "probe.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "says"),
+    [
+        (b"GET /livez HTTP/1.1\r\n\r\n", 400, b"0 headers Host"),
+        (b"GET /livez HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n", 400, b"2 headers"),
+        (b"GET /livez HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n", 400, b"2 headers Host"),
+        (b"GET http://localhost/livez HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"be a path"),
+        (b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"'*'; it must be a path"),
+        (b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"it must be a path"),
+        (b"GET /livez\r\n\r\n", 505, b"HTTP/0.9; send HTTP/1.1"),
+        (b"GET /livez HTTP/0.9\r\nhost: localhost\r\n\r\n", 505, b"send HTTP/1.1"),
+        (b"GET /livez HTTP/1.2\r\nhost: localhost\r\n\r\n", 505, b"send HTTP/1.1"),
+        (b"GET /livez HTTP/2.0\r\nhost: localhost\r\n\r\n", 505, b"send HTTP/1.1"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, b"send HTTP/1.1"),
+        (head(content_length=2, content_encoding="gzip") + b"{}", 415, b"'gzip'; send the body as"),
+        (head(content_length=2, content_encoding="identity, br") + b"{}", 415, b"Content-Encoding"),
+        (head(x="y" * 5000), 400, b"4096 bytes (max_header_kb)"),
+        (head(**{f"x{number}": "" for number in range(700)}), 400, b"max_header_kb"),
+        (head("/" + "x" * 5000), 400, b"max_header_kb"),
+    ],
+)
+def test_what_two_programs_could_read_in_two_ways_is_refused(
+    server: LiveServer, request_: bytes, status: int, says: bytes
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(request_)
+        reply, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert reply.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in reply.lower()
+    assert says in body and json.loads(body)["error"]["code"] == "invalid_request"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /livez HTTP/1.0\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nhost:\r\nconnection: close\r\n\r\n",
+        b"GET /livez HTTP/1.0\r\nhost: a\r\ncontent-encoding: identity\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: close, upgrade\r\nupgrade: h2c\r\n\r\n",
+    ],
+)
+def test_odd_requests_that_can_be_read_in_one_way_are_answered(
+    server: LiveServer, request_: bytes
+) -> None:
+    with connect(server) as connection:
+        connection.sendall(request_)
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_bytes_after_a_running_request_are_bounded_and_then_cut(server: LiveServer) -> None:
+    sent = 0
+    with connect(server) as connection:
+        connection.sendall(hanging(True))
+        eventually(lambda: len(server.client) == 1)
+        with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
+            while sent < 100 * 2**20:
+                connection.sendall(b"x" * 65536)
+                sent += 65536
+    assert sent < 20 * 2**20  # the limit of 1 MiB and what sockets buffer
+    eventually(lambda: len(server.client) == 0 and not server.engine.running)
+
+
+def unfinished(server: LiveServer, stack: contextlib.ExitStack, key: str = "") -> socket.socket:
+    """Send a body of 900 kB without its last byte."""
+    connection = stack.enter_context(connect(server))
+    keyed = {"authorization": f"Bearer {key}"} if key else {}
+    connection.sendall(head(content_length=900_000, **keyed) + b" " * 899_999)
+    return connection
+
+
+def test_bodies_on_their_way_are_bounded_in_sum_and_the_one_that_stalls_goes(model: Path) -> None:
+    with (
+        live_server(model, max_body_mb=1, max_bodies_mb=2) as server,
+        contextlib.ExitStack() as stack,
+        Client(server.url, timeout_s=30) as client,
+    ):
+        bodies = [unfinished(server, stack) for _ in range(5)]
+        for reply in refusals(bodies, 3):
+            assert b"retry-after: 1" in reply
+            assert b"2097152 bytes, the limit (max_bodies_mb)" in reply
+        assert client.generate([{"prompt": "ab"}], sampling={"max_tokens": 1}).results[0].choices
+        for connection in bodies:
+            connection.sendall(b"x")
+            assert read_until_body(connection).startswith(b"HTTP/1.1 400")  # it was all read
+
+
+def refusals(connections: list[socket.socket], count: int) -> list[bytes]:
+    """Wait for this number of replies, all 503, and return them without their connections."""
+    eventually(lambda: len(select.select(connections, [], [], 0)[0]) == count)
+    replies = []
+    for connection in select.select(connections, [], [], 0)[0]:
+        connections.remove(connection)
+        replies.append(read_all(connection))
+    assert all(reply.startswith(b"HTTP/1.1 503") for reply in replies)
+    return replies
+
+
+def read_until_body(connection: socket.socket) -> bytes:
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += connection.recv(65536)
+    return received
+
+
+def test_one_key_cannot_take_the_room_of_anothers_body(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("greedy-key name=greedy\nsmall-key name=small\n")
+    with (
+        live_server(model, max_body_mb=1, max_bodies_mb=2, api_key_file=file) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        small = unfinished(server, stack, "small-key")
+        greedy = [unfinished(server, stack, "greedy-key") for _ in range(4)]
+        refusals(greedy, 3)
+        small.sendall(b"x")
+        assert read_until_body(small).startswith(b"HTTP/1.1 400")
+
+
+class Body:
+    def __init__(self) -> None:
+        self.was_cut = False
+
+    def cut(self) -> None:
+        self.was_cut = True
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(-1, 60)), max_size=60)
+)
+def test_bodies_never_hold_more_than_their_budget(arrivals: list[tuple[str, int, int]]) -> None:
+    """A negative size stands for the end of a body."""
+    budget, bodies = BodyBudget(100), {(owner, i): Body() for owner in "abc" for i in range(4)}
+    for owner, number, size in arrivals:
+        body = bodies[owner, number]
+        if size < 0 or body.was_cut:
+            budget.release(owner, body)
+            bodies[owner, number] = Body()
+        else:
+            budget.take(owner, body, size)
+        budget.check()
+    for (owner, _), body in bodies.items():
+        budget.release(owner, body)
+    assert budget.bytes == 0

@@ -34,8 +34,10 @@ from tlt_client.rpc import (
     error_of,
 )
 from tlt_client.rpc import rollout_pb2 as proto
+from tlt_server.errors import InvalidRequest as InvalidValue
 from tlt_server.frontend.rpc.exchange import Exchange
 from tlt_server.frontend.rpc.methods import METHODS
+from tlt_server.frontend.rpc.refusals import refuse
 
 LONG = GenerateRequest(requests=[Item(token_ids=[HANGS])])
 SHORT = GenerateRequest(
@@ -292,3 +294,17 @@ def test_a_key_is_required_before_the_message_is_read(model: Path, tmp_path: Pat
         )
         refusals = httpx.get(f"{keyed.url}/metrics", headers=dict(key)).text
         assert series(refusals)["tlt_auth_refusals_total"]["no_key",] == 4
+
+
+def test_the_details_of_an_error_are_cut_to_a_kilobyte_and_keep_its_remedy() -> None:
+    class Refused:
+        async def abort(self, code: Any, details: str, metadata: Any) -> None:
+            self.details, self.metadata = details, dict(metadata)
+
+    for word in ("x", "é", "\ud800"):
+        context, message = Refused(), f"the value is {word * 5000}; the limit is 5: send less"
+        asyncio.run(refuse(context, InvalidValue(message), []))
+        assert len(context.details.encode()) <= 1024
+        assert context.details.startswith("the value is ")
+        assert context.details.endswith("; the limit is 5: send less")
+        assert len(context.metadata["grpc-status-details-bin"]) < 2300
