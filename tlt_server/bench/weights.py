@@ -128,7 +128,7 @@ def decoding(url: str) -> Iterator[None]:
         finally:
             over.set()
             while not all(one.done() for one in running):
-                httpx.post(f"{url}/abort_requests", json={"request_ids": []}).raise_for_status()
+                httpx.post(f"{url}/abort_requests").raise_for_status()
                 time.sleep(0.01)
     for one in running:
         one.result()

@@ -64,7 +64,7 @@ class Decoding:
 
     def end(self) -> None:
         time.sleep(SETTLE_S)
-        httpx.post(f"{self._url}/abort_requests", json={"request_ids": []}).raise_for_status()
+        httpx.post(f"{self._url}/abort_requests").raise_for_status()
         self._thread.join()
 
     def figures(self, push_started: float) -> dict[str, float]:
