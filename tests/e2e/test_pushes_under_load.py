@@ -35,7 +35,7 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import problem
 from tlt_server.demo.workload import DRAFTER, TARGET
 
-PUSHES, ITEMS, N, TOKENS = 20, 2, 2, 100
+PUSHES, ITEMS, N, TOKENS = 12, 2, 2, 100  # pushes: three channels, four ways in flight
 IN_FLIGHT = ("continue", "recompute", "abort", "drain")
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = [
@@ -236,7 +236,7 @@ def check_versions(said: list[Said], versions: list[str], modes: list[str]) -> N
     assert {version for one in said for version, _, _ in one.spans} <= set(versions)
 
 
-def test_twenty_pushes_land_while_batches_run(tmp_path: Path) -> None:
+def test_twelve_pushes_land_while_batches_run(tmp_path: Path) -> None:
     flags = (
         "--weight-root",
         str(tmp_path / "root"),

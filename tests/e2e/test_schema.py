@@ -114,7 +114,7 @@ def test_every_operation_does_what_the_document_says(limited: ServerProcess) -> 
         "--phases",
         "examples,coverage,fuzzing",
         "--max-examples",
-        "15",
+        "5",
         "--seed",
         "1",
         "--workers",
@@ -186,7 +186,7 @@ def test_with_keys_every_operation_asks_for_one(weight_root: Path, tmp_path: Pat
             "--phases",
             "fuzzing",
             "--max-examples",
-            "4",
+            "1",
             "--seed",
             "1",
         )
