@@ -11,13 +11,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tlt_server.private import private_file
+
 NAME = "started"
 END = b"\n\n"  # after the last id; an older, longer list may leave bytes after it
 
 
 class StartedFile:
     def __init__(self, directory: Path) -> None:
-        self._file = os.open(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = private_file(directory / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def note(self, ids: Sequence[str]) -> None:
         """Write down the ids of all sequences that run from now on."""

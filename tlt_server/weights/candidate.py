@@ -21,7 +21,7 @@ from tlt_server.weights.arriving import Arriving, Enter, Steps, check_config
 from tlt_server.weights.checksums import digest
 from tlt_server.weights.declared import check_dtype
 from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Target, TargetNetwork
-from tlt_server.weights.storage import ran_out
+from tlt_server.weights.storage import disk_is_full, ran_out
 
 
 class Candidate:
@@ -199,6 +199,11 @@ def _declared(manifest: Manifest, live: Live) -> dict[str, dict[str, TensorEntry
 
 def _exhausted(error: Exception) -> PushFailed:
     said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if disk_is_full(error):
+        return PushFailed(
+            f"a disk is full: the weights cannot be kept in the state directory ({said}); make "
+            "room there, or name a --state-dir on a larger disk, and push again"
+        )
     return PushFailed(
         f"memory ran out while weights were received ({said}); push smaller buckets "
         "(bucket_bytes), or serve with --weight-staging host or disk, or with less "

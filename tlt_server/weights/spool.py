@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import PushFailed, StartupError, TltError
+from tlt_server.private import FILE, private_directory, private_file
 from tlt_server.weights.parts import Changed, Live
 
 CURRENT = "current.json"
@@ -50,7 +51,7 @@ class Spool:
 
     def __init__(self, state_dir: Path, model: str) -> None:
         self.directory, self._model = state_dir / "weights", model
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(self.directory, parents=True, exist_ok=True)
         self._pushed: Path | None = None
         self._draft = self.directory / f"{CURRENT}.new"
         self._places: dict[tuple[str, str], str] = {}  # (role, digest) -> directory
@@ -64,7 +65,9 @@ class Spool:
     def begin(self) -> None:
         """Make the folder of this push, unless an earlier part of it has."""
         if self._pushed is None:
-            self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
+            self._pushed = private_directory(
+                self.directory / f"{PUSH_PREFIX}{secrets.token_hex(8)}"
+            )
 
     def keep(self, role: str, file: str, data: Data) -> None:
         """Write or link a file. A file of bytes may be written again with others; a linked one may
@@ -72,11 +75,11 @@ class Spool:
         """
         assert self._pushed is not None
         path = self._pushed / role / file
-        path.parent.mkdir(exist_ok=True)
+        private_directory(path.parent, exist_ok=True)
         if isinstance(data, Path):
             _link(data, path)
         else:
-            with open(path, "wb") as out:
+            with open(path, "wb", opener=private_file) as out:
                 out.writelines(data)
         _sync(path)
 
@@ -108,7 +111,7 @@ class Spool:
         }
         roles |= {role: kept for role, kept in self._lost.items() if role not in pushing}
         unfinished = self._draft.with_suffix(".unfinished")
-        with open(unfinished, "wb") as out:
+        with open(unfinished, "wb", opener=private_file) as out:
             out.write(msgspec.json.encode(Current(model=self._model, roles=roles)))
             out.flush()
             os.fsync(out.fileno())
@@ -198,6 +201,7 @@ def _link(file: Path, path: Path) -> None:
         if error.errno not in NO_LINKS:
             raise
         shutil.copyfile(file, path)
+        path.chmod(FILE)
 
 
 def _sync(path: Path) -> None:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from tlt_client.channels import Buffers
 from tlt_server.attention.pinned import pinned
 from tlt_server.errors import PushFailed
+from tlt_server.private import FILE, private_directory
 
 Model = TypeVar("Model")
 Place = Literal["device", "host", "disk"]
@@ -96,10 +97,14 @@ def choose(asked: Asked, need: int, free: Free) -> list[Place]:
     return places
 
 
+def disk_is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def ran_out(error: BaseException) -> bool:
     """Tell whether the error says, in any of the many ways, that memory or a disk had no room."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+        return error.errno == errno.ENOMEM or disk_is_full(error)
     said = str(error).lower()
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in said or "allocate memory" in said)
@@ -155,7 +160,7 @@ class Storage:
         if place == "disk":
             assert self._directory is not None
             directory = self._directory
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_directory(directory, parents=True, exist_ok=True)
             return _Elsewhere(lambda shape, dtype: _mapped(directory, shape, dtype))
         if place == "host" and self._device.type == "cuda":
             return _Elsewhere(pinned)
@@ -184,6 +189,7 @@ def _mapped(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     """Return a tensor in a file that has no name any more."""
     count = max(1, torch.Size(shape).numel())
     with tempfile.NamedTemporaryFile(dir=directory) as file:
+        os.fchmod(file.fileno(), FILE)  # it is opened again by name
         # A full disk fails here, instead of killing the process that writes.
         os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype)[

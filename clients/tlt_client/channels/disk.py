@@ -7,6 +7,7 @@ another program wrote.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -102,12 +103,13 @@ class DiskSender(Sender):
             dict(tensors),
             fields.get("role", "target"),
         )
-        directory.mkdir(parents=True)
+        self._root.mkdir(parents=True, exist_ok=True)
+        _made(directory)
         try:
             paths, entries = {}, []
             for whose, names in split(held, role).items():
                 folder = directory / whose
-                folder.mkdir()
+                _made(folder)
                 paths["drafter_path" if (role, whose) == ("all", "drafter") else "path"] = str(
                     folder.resolve()
                 )
@@ -123,6 +125,21 @@ class DiskSender(Sender):
         """Do nothing: each push removes its directory."""
 
 
+def _made(directory: Path) -> None:
+    """Make a directory that the server may read though another user runs it, and only we write to,
+    whatever the umask is. Who may enter is the decision of the directory above.
+    """
+    directory.mkdir()
+    directory.chmod(0o755)
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open a file as `_made` makes a directory."""
+    descriptor = os.open(path, flags, 0o644)
+    os.fchmod(descriptor, 0o644)
+    return descriptor
+
+
 def write(
     tensors: Tensors, directory: Path, max_file_bytes: int = FILE_BYTES
 ) -> list[dict[str, Any]]:
@@ -133,12 +150,13 @@ def write(
     weight_map: dict[str, str] = {}
     for count, group in enumerate(files(tensors, max_file_bytes), 1):
         file = f"model-{count:05}.safetensors"
-        with open(directory / file, "wb") as opened:
+        with open(directory / file, "wb", opener=_opened) as opened:
             opened.writelines(written(group))
         weight_map |= dict.fromkeys(group, file)
         entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
     if len(set(weight_map.values())) == 1:
         (directory / file).rename(directory / SINGLE)
     else:
-        (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with open(directory / INDEX, "w", opener=_opened) as opened:
+            opened.write(json.dumps({"weight_map": weight_map}))
     return entries

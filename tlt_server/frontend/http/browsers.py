@@ -49,7 +49,7 @@ def foreign(scope: Scope, *, keyed: bool) -> Foreign | None:
                 f"the header Sec-Fetch-Site is {site[:100]!r}; pages of other sites may not call "
                 "this server: open its own page, or call it from a program",
             )
-    # Behind a proxy the Host may differ from the browser's, which then vouches in Sec-Fetch-Site.
+    # A proxy may send another Host than the browser did, which then vouches in Sec-Fetch-Site.
     # A gRPC call has no Host.
     if keyed and (sites or not hosts):
         return None

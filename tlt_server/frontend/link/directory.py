@@ -20,6 +20,8 @@ from pathlib import Path
 
 import structlog
 
+from tlt_server.private import DIRECTORY, private_file
+
 PREFIX, LOCK = "tlt-", "lock"
 
 log = structlog.get_logger()
@@ -32,7 +34,8 @@ def own_directory() -> Iterator[Path]:
     """
     sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
-        lock = os.open(Path(name) / "locking", os.O_RDWR | os.O_CREAT, 0o600)
+        os.chmod(name, DIRECTORY)  # whatever the umask
+        lock = private_file(Path(name) / "locking", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.rename(Path(name) / "locking", Path(name) / LOCK)  # never there without its lock

@@ -27,6 +27,7 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death, EngineLink, EngineProcess
 from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.metrics import Metrics
+from tlt_server.private import private_directory
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 NAMED = 16  # sequences in the log line of a death
@@ -111,7 +112,7 @@ class Supervisor:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _connect(self, directory: Path) -> EngineLink:
-        directory.mkdir(mode=0o700)
+        private_directory(directory)
         link = EngineLink(
             directory,
             startup_timeout_s=self._config.startup_timeout_s,

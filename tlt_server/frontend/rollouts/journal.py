@@ -22,6 +22,7 @@ from msgspec import Struct
 from tlt_server.errors import StorageFailed
 from tlt_server.frontend.generation.batch import RequestItem
 from tlt_server.packed import PackedIds
+from tlt_server.private import private_file
 from tlt_server.records import GenerateRequest, StepOutput
 
 FRAME = 8
@@ -180,7 +181,7 @@ class Journal:
         """`length`: bytes of the whole records in the file; the rest is cut off."""
         self.path, self.bytes = path, length
         with _storage(path):
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.ftruncate(self._file, length)
 
     def append(self, framed: bytes) -> None:

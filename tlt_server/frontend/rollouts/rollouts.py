@@ -48,6 +48,7 @@ from tlt_server.frontend.rollouts.journal import (
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.rollouts.shelf import Shelf
 from tlt_server.metrics import Metrics
+from tlt_server.private import private_directory, private_file
 
 RETRY_S = 0.2  # between two tries to submit a rollout of an earlier process
 
@@ -73,8 +74,8 @@ class Rollouts:
         continue once the engine is ready. A thread reads the journals while the engine starts.
         """
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            private_directory(self._directory, parents=True, exist_ok=True)
+            self._lock = private_file(self._directory / "lock", os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = [
                 self._found(path, said)

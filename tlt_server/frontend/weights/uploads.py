@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from tlt_server.config import Config
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
+from tlt_server.private import private_directory, private_file
 from tlt_server.threads import Errands
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
@@ -108,7 +109,7 @@ class Uploads:
         assert config.state_dir is not None
         self._directory, self._config = config.state_dir / "uploads", config
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(mode=0o700, parents=True)
+        private_directory(self._directory, parents=True)
         self._uploads: dict[str, _Upload] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()  # a version that comes again has another directory
@@ -218,7 +219,7 @@ class Uploads:
                 started_s=asyncio.get_running_loop().time(),
             )
             try:
-                upload.directory.mkdir(mode=0o700)
+                private_directory(upload.directory)
             except OSError as error:
                 raise _not_kept(part, error) from None
             self._uploads[version] = upload
@@ -256,7 +257,8 @@ class Uploads:
                     f"part {name!r} has {part.total} bytes in all and this range reaches "
                     f"{start + len(data)}; send what Content-Range says"
                 )
-            with open(upload.directory / name, "r+b" if part.bytes else "w+b") as file:
+            path, mode = upload.directory / name, "r+b" if part.bytes else "w+b"
+            with open(path, mode, opener=private_file) as file:
                 file.seek(start)
                 again = data[: part.bytes - start]
                 if file.read(len(again)) != again:

@@ -1,0 +1,37 @@
+"""Files and directories that only the server's user may open, whatever the umask is.
+
+The umask of the shell that starts the server could open them to others, or lock the server out.
+Everything below the state directory and the server's temporary directories is made here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+DIRECTORY, FILE = 0o700, 0o600
+
+
+def private_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> Path:
+    """Make a directory as `Path.mkdir` does. One that exists keeps its mode."""
+    if parents and not path.parent.exists():
+        private_directory(path.parent, parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not exist_ok or not path.is_dir():
+            raise
+    else:
+        path.chmod(DIRECTORY)
+    return path
+
+
+def private_file(path: str | Path, flags: int) -> int:
+    """Open a file of ours, which is made if `flags` say so; an `opener` for `open`."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, FILE)
+    try:
+        os.fchmod(descriptor, FILE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
