@@ -190,6 +190,24 @@ def test_only_operate_may_come_before_everybody(keyed: LiveServer) -> None:
         assert keyed.engine.submitted[-1].priority == -1
 
 
+def test_a_key_that_fills_the_queue_keeps_no_other_out(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(LINES)
+    hangs = {"requests": [{"token_ids": [HANGS]}] * 4, "stream": True}
+    one = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 2}}
+    with live_server(model, api_key_file=tmp_path / "keys", max_queue=4) as server:
+        with httpx.stream(
+            "POST", f"{server.url}/generate", json=hangs, headers=HEADERS["data"]
+        ) as greedy:
+            assert greedy.status_code == 200
+            eventually(lambda: len(server.engine.running) == 4)
+            refused = httpx.post(f"{server.url}/generate", json=one, headers=HEADERS["data"])
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert "4 sequences are open and 1 more are over the limit of 4" in refused.text
+            taken = httpx.post(f"{server.url}/generate", json=one, headers=HEADERS["all"])
+            assert taken.status_code == 200, taken.text
+        eventually(lambda: len(server.client) == 0)
+
+
 # rotation
 
 

@@ -66,6 +66,7 @@ def sequences(
     max_tokens: int = 50,
     deadline_s: float | None = None,
     begin_by_s: float | None = None,
+    owner: str = "",
 ) -> list[GenerateRequest]:
     return [
         GenerateRequest(
@@ -75,6 +76,7 @@ def sequences(
             seed=0,
             deadline_s=deadline_s,
             begin_by_s=begin_by_s,
+            owner=owner,
         )
         for id in ids
     ]
@@ -275,3 +277,43 @@ def test_a_prompt_that_is_only_scored_teaches_nothing() -> None:
     admission.take(StepOutput(id="a", token_ids=[], logprobs=[], finish_reason="length"))
     admission.check()
     assert len(admission) == 0 and admission.forecast.share == share
+
+
+def test_a_key_may_fill_the_queue_and_then_only_its_own_requests_are_refused() -> None:
+    admission = experienced(make(max_queue=60, max_queue_tokens=10**6))
+    admission.open(sequences(range(60), owner="greedy"))
+    admission.admit(Demand(1, owner="small"))
+    admission.open(sequences(range(100, 130), owner="small"))
+    with pytest.raises(
+        QueueFull, match=r"90 sequences are open, 60 of them this key's, and its share is 30 and"
+    ) as caught:
+        admission.admit(Demand(4, owner="greedy"))
+    # 34 of 90 must end, of 25 tokens each at 100 tokens/s: 8.5 s, and others come in meanwhile.
+    assert caught.value.retry_after_s == pytest.approx(1.5 * 8.5)
+    with pytest.raises(QueueFull, match="30 of them this key's, and its share is 30"):
+        admission.admit(Demand(1, owner="small"))
+    admission.open(sequences(range(200, 220), owner="another"))
+    with pytest.raises(QueueFull):
+        admission.admit(Demand(1, owner="another"))
+    for id in range(20):
+        admission.close(str(id))
+    admission.check()
+    admission.open(sequences(range(300, 320), owner="third"))
+    with pytest.raises(QueueFull, match="110 sequences are open, 0 of them"):
+        admission.admit(Demand(11, owner="fourth"))  # within its share, and over twice the limit
+
+
+def test_a_key_waits_for_its_own_sequences_and_as_many_of_each_other_key() -> None:
+    admission = experienced(make(max_queue=1000, max_queue_tokens=10**6))
+    admission.open(sequences(range(100), owner="greedy"))
+    for id in range(8):
+        admission.take(output(id, 1))  # they run, in all 8 slots
+    assert admission.wait_s("small") == 0, "the engine makes room for a key within its share"
+    assert admission.wait_s("greedy") == pytest.approx((92 + 1) * 25 / 100)
+    assert admission.wait_s() == admission.wait_s("greedy")
+    admission.open(sequences(range(200, 210), owner="small"))
+    # of each key 10 or 11 sequences come first
+    assert admission.wait_s("small") == pytest.approx((10 + 11 + 1) * 25 / 100)
+    with pytest.raises(Overloaded):
+        admission.admit(Demand(1, 10, 50, deadline_s=12.0, owner="greedy"))
+    admission.admit(Demand(1, 10, 50, deadline_s=20.0, owner="small"))

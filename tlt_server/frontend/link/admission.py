@@ -6,6 +6,10 @@ bound by forecast never refuses a request that is alone. One that does not fit n
 is `QueueFull`, and one that would wait for them longer than its time is `Overloaded` (both 429,
 with the seconds after which it should pass). The engine client asks before a prompt is tokenised,
 so a refusal costs a few sums.
+
+A key may use a bound up to its limit while no other key asks. Its share is the limit divided by the
+keys that have something open; a key within its share gets in next to greedier ones, so that only
+those are refused, until all keys together have `OVER` times the limit.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from tlt_server.records import Cycle, GenerateRequest, StepOutput
 # Factor on a forecast. Half of all waits are longer than their mean, and work that ends too late is
 # lost, while a refusal costs nothing as long as others wait.
 CAUTION = 1.5
+OVER = 2  # times a limit: the bound for keys within their shares
 
 
 class Demand(NamedTuple):
@@ -54,9 +59,28 @@ class Demand(NamedTuple):
 
 
 class _Open(Struct):
+    owner: str
     prompt_tokens: int
     max_tokens: int
     given: int = 0
+
+
+class _Held(Struct):
+    """The open sequences of one key."""
+
+    sequences: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    unstarted: int = 0  # sequences without a token yet
+
+    def count(self, opened: _Open, sign: int) -> None:
+        self.sequences += sign
+        self.prompt_tokens += sign * opened.prompt_tokens
+        self.output_tokens += sign * opened.max_tokens
+        self.unstarted += 0 if opened.given else sign
+
+
+NOTHING = _Held()
 
 
 class _Bound(NamedTuple):
@@ -64,6 +88,7 @@ class _Bound(NamedTuple):
     made_of: str
     setting: str
     open: float
+    own: float  # the part of `open` that is the asking key's
     asked: float
     limit: float
     known: bool = True  # False: by forecast, which another hour's ends may change
@@ -92,6 +117,8 @@ class Admission:
         self.engine: EngineInfo | None = None
         self.prompt_tokens = self.output_tokens = 0  # sums over the open sequences
         self._open: dict[str, _Open] = {}
+        self._held: dict[str, _Held] = {}  # by owner, of those with open sequences
+        self._unstarted = 0
         self._clock = clock
 
     def __len__(self) -> int:
@@ -117,32 +144,68 @@ class Admission:
                     f"is {bound.limit:.0f} ({bound.setting}): split it"
                 )
             if bound.open and bound.open + bound.asked > bound.limit:
-                over = bound.open + bound.asked - bound.limit
-                raise QueueFull(
-                    f"{bound.open:.0f} {bound.unit} are open and {bound.asked:.0f} more are over "
-                    f"the limit of {bound.limit:.0f} ({bound.setting}); wait for some to end",
-                    retry_after_s=max(1.0, self._end_s(over / bound.open)),
-                )
+                self._check_share(bound, self._owners(demand.owner))
         self._check_time(demand)
 
-    def wait_s(self) -> float:
-        """Forecast the time until one more sequence would start; 0 if at once, or if unknown."""
-        must_end = len(self) + 1 - self._capacity()
-        return self._end_s(must_end / len(self)) if must_end > 0 and self._open else 0.0
+    def _check_share(self, bound: _Bound, owners: int) -> None:
+        """Refuse what is over the limit, unless it keeps its key within the key's share."""
+        share = bound.limit / owners
+        within = owners > 1 and bound.own + bound.asked <= share
+        if within and bound.open + bound.asked <= OVER * bound.limit:
+            return
+        over = bound.open + bound.asked - bound.limit
+        whose = f", {bound.own:.0f} of them this key's, and its share is {share:.0f}"
+        caution = CAUTION if owners > 1 else 1.0  # others come in meanwhile
+        raise QueueFull(
+            f"{bound.open:.0f} {bound.unit} are open{whose if owners > 1 else ''} and "
+            f"{bound.asked:.0f} more are over the limit of {bound.limit:.0f} ({bound.setting}); "
+            "wait for some to end",
+            retry_after_s=max(1.0, caution * self._end_s(min(1.0, over / bound.open))),
+        )
+
+    def wait_s(self, owner: str | None = None) -> float:
+        """Forecast the time until one more sequence of this key would start, by default of the one
+        with most that wait; 0 if at once, or if unknown.
+        """
+        if owner is None:
+            owner = max(self._held, key=lambda each: self._held[each].unstarted, default="")
+        own, owners = self._held.get(owner, NOTHING), self._owners(owner)
+        capacity = self._capacity()
+        if not self._open or (owners > 1 and own.sequences < capacity // owners):
+            return 0.0  # the engine makes room for a key within its share
+        # Keys take turns, so of each other key as many come before it as of its own.
+        before = own.unstarted + sum(
+            min(held.unstarted, own.unstarted + 1)
+            for other, held in self._held.items()
+            if other != owner
+        )
+        must_end = before + 1 + len(self) - self._unstarted - capacity
+        return self._end_s(must_end / len(self)) if must_end > 0 else 0.0
+
+    def _owners(self, asking: str) -> int:
+        return len(self._held) + (asking not in self._held)
 
     def _bounds(self, demand: Demand) -> list[_Bound]:
+        own = self._held.get(demand.owner, NOTHING)
         tokens = demand.prompt_tokens + demand.output_tokens
         pages = self._pages(demand.sequences, demand.prompt_tokens, demand.output_tokens)
         held = self.engine.pages if self.engine is not None else math.inf
         return [
             _Bound(
-                "sequences", "items x n", "max_queue", len(self), demand.sequences, self.max_queue
+                "sequences",
+                "items x n",
+                "max_queue",
+                len(self),
+                own.sequences,
+                demand.sequences,
+                self.max_queue,
             ),
             _Bound(
                 "tokens",
                 "prompt + max_tokens",
                 "max_queue_tokens",
                 self.tokens,
+                own.prompt_tokens + own.output_tokens,
                 tokens,
                 self.max_queue_tokens,
             ),
@@ -151,6 +214,7 @@ class Admission:
                 "by forecast",
                 f"max_page_forecast, x {held} pages",
                 self.pages,
+                self._pages(own.sequences, own.prompt_tokens, own.output_tokens),
                 pages,
                 self.max_page_forecast * held,
                 known=False,
@@ -161,14 +225,15 @@ class Admission:
         """Refuse a demand that would wait for others longer than its time. The time that it needs
         itself never refuses it: alone it always gets in.
         """
-        wait_s = self.wait_s()
+        wait_s = self.wait_s(demand.owner)
         if not wait_s:
             return
         per_sequence = demand.output_tokens / demand.sequences
-        begin_s = CAUTION * (
-            wait_s
-            + self.forecast.seconds(self.forecast.share * per_sequence * (demand.sequences - 1))
+        others = sum(
+            held.unstarted > 0 for other, held in self._held.items() if other != demand.owner
         )
+        before = self.forecast.share * per_sequence * (demand.sequences - 1) * (1 + others)
+        begin_s = CAUTION * (wait_s + self.forecast.seconds(before))
         end_s = begin_s + CAUTION * self.forecast.sequence_seconds(
             self.forecast.long_share * per_sequence
         )
@@ -208,10 +273,9 @@ class Admission:
         """Count requests in, which `admit` has let in."""
         for request in requests:
             opened = self._open[request.id] = _Open(
-                len(request.token_ids), request.sampling.max_tokens
+                request.owner, len(request.token_ids), request.sampling.max_tokens
             )
-            self.prompt_tokens += opened.prompt_tokens
-            self.output_tokens += opened.max_tokens
+            self._count(opened, 1)
 
     def stepped(self, cycle: Cycle, waiting: float) -> None:
         """Take a step of the engine into the forecast if the engine is full. It is full whenever a
@@ -224,6 +288,9 @@ class Admission:
     def take(self, output: StepOutput) -> None:
         """Count an output of an open sequence; the last one closes it."""
         opened = self._open[output.id]
+        if output.token_ids and not opened.given:
+            self._unstarted -= 1
+            self._held[opened.owner].unstarted -= 1
         opened.given += len(output.token_ids)
         if output.finish_reason is not None:
             self.close(output.id)
@@ -240,8 +307,15 @@ class Admission:
 
     def close(self, id: str) -> None:
         closed = self._open.pop(id)
-        self.prompt_tokens -= closed.prompt_tokens
-        self.output_tokens -= closed.max_tokens
+        self._count(closed, -1)
+        if not self._held[closed.owner].sequences:
+            del self._held[closed.owner]
+
+    def _count(self, opened: _Open, sign: int) -> None:
+        self.prompt_tokens += sign * opened.prompt_tokens
+        self.output_tokens += sign * opened.max_tokens
+        self._unstarted += 0 if opened.given else sign
+        self._held.setdefault(opened.owner, _Held()).count(opened, sign)
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -251,4 +325,11 @@ class Admission:
         assert self.output_tokens == sum(opened.max_tokens for opened in self._open.values()), (
             "output tokens leak"
         )
-        assert len(self) <= self.max_queue and self.tokens <= self.max_queue_tokens, "over a bound"
+        assert len(self) <= OVER * self.max_queue and self.tokens <= OVER * self.max_queue_tokens, (
+            "over a bound"
+        )
+        held: dict[str, _Held] = {}
+        for opened in self._open.values():
+            held.setdefault(opened.owner, _Held()).count(opened, 1)
+        assert held == self._held, "a key's sums leak"
+        assert self._unstarted == sum(each.unstarted for each in held.values()), "starts leak"
