@@ -102,7 +102,7 @@ class Running:
     def __post_init__(self) -> None:
         self.sent = len(self.request.generated)
 
-    def step(self, per_step: int, version: str) -> StepOutput | None:
+    def step(self, per_step: int, version: str, alternatives: int = 1) -> StepOutput | None:
         request, sampling, self.held = self.request, self.request.sampling, True
         tokens: list[int] = []
         reason, stop_reason = self.aborted or ("length" if sampling.max_tokens == 0 else None), None
@@ -116,7 +116,13 @@ class Running:
             elif self.sent + len(tokens) >= sampling.max_tokens:
                 reason = "length"
         first, self.sent = self.sent == 0, self.sent + len(tokens)
-        extra = [TokenLogprobs([token], [-0.5]) for token in tokens]
+        extra = [
+            TokenLogprobs(
+                [token, *range(alternatives - 1)],
+                [-0.5, *(-1 - i / 7 for i in range(alternatives - 1))],
+            )
+            for token in tokens
+        ]
         return StepOutput(
             id=request.id,
             token_ids=tokens,
@@ -142,6 +148,8 @@ class FakeEngine:
     directory: Path
     per_step: int = 3
     step_s: float = 0.001
+    alternatives: int = 1  # per token, with logprobs
+    max_model_len: int = INFO.max_model_len
     drafter: str = ""  # what it says it has loaded
     spooled: bool = False
     lost: dict[str, str] = field(default_factory=dict)
@@ -175,6 +183,7 @@ class FakeEngine:
                             msgspec.structs.replace(
                                 INFO,
                                 drafter=self.drafter,
+                                max_model_len=self.max_model_len,
                                 weight_version=self.weights.target,
                                 spooled=self.spooled,
                                 lost=self.lost,
@@ -348,7 +357,7 @@ class FakeEngine:
     async def _step(self) -> None:
         outputs = []
         for id, running in list(self.running.items()):
-            output = running.step(self.per_step, self.weights.target)
+            output = running.step(self.per_step, self.weights.target, self.alternatives)
             for token, code in ((FAILS, "engine_failed"), (LATE, "queue_timeout")):
                 if token in running.request.token_ids:
                     output = StepOutput(

@@ -1,0 +1,1 @@
+"""Scenarios of hostile clients: each attacks a running server and measures what others feel."""

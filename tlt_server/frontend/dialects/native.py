@@ -15,7 +15,7 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,7 +38,13 @@ from tlt_server.frontend.dialects.sglang.generate import generate as sglang
 from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.batch import NATIVE, RequestBatch
-from tlt_server.frontend.generation.delivery import EventStream, reply, while_connected
+from tlt_server.frontend.generation.delivery import (
+    EventStream,
+    event_frame,
+    event_slices,
+    reply,
+    while_connected,
+)
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest
@@ -158,8 +164,9 @@ async def _attached(service: Service, request: Request, rollout: KeptRollout) ->
 
 async def _done(service: Service, rollout: KeptRollout) -> Response:
     await rollout.wait()
-    ended = await asyncio.to_thread(EndedItems, await service.rollouts.results(rollout))
-    return ended.whole(service, ended.by_id)
+    ended = EndedItems(await service.rollouts.results(rollout))
+    turn = service.generations.share.of(rollout.header.owner)
+    return ended.whole(service, ended.by_id, turn)
 
 
 def _is_borrowed(content: dict[str, Any]) -> bool:
@@ -207,7 +214,7 @@ async def _collect(service: Service, batch: RequestBatch, generation: Generation
     async for event in generation.events():
         if not isinstance(event, TokenEvent):
             ended.take(event)
-    return ended.whole(service, (item.id for item in batch.items))
+    return ended.whole(service, (item.id for item in batch.items), generation.turn)
 
 
 async def _frames(
@@ -218,17 +225,20 @@ async def _frames(
         async for event in generation.events():
             if isinstance(event, FinishedItem):
                 usage.add(event)
+            name, data = phrase(event)
             if isinstance(event, TokenEvent):
-                if not event.delta.token_ids and not event.delta.text:
+                delta = event.delta
+                if not delta.token_ids and not delta.text:
                     continue  # it only ends a choice, and the result has that
+                if delta.prompt_logprobs is UNSET:  # else it may be large
+                    yield event_frame(data, name)
+                    continue
             else:
                 waiting.discard(event.id)
-            yield _frame(*phrase(event))
+            async for part in event_slices(data, generation.turn, name):
+                yield part
     except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
         for id in waiting:
-            yield _frame(*phrase(FailedItem(id, unexpected(error))))
-    yield _frame("done", footer(service, usage))
-
-
-def _frame(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
+            name, data = phrase(FailedItem(id, unexpected(error)))
+            yield event_frame(data, name)
+    yield event_frame(footer(service, usage), "done")

@@ -6,8 +6,6 @@ None of them needs the engine, so results can be fetched while it restarts.
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +16,7 @@ from tlt_server.frontend.generation.delivery import while_connected
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.queries import seconds
-from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.http.replies import json_response, sliced_response
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
 
@@ -75,21 +73,23 @@ async def fetch(service: Service, request: Request) -> Response:
     changes nothing, so it may be repeated. Once a finished rollout was fetched, it may be forgotten
     early to make room for new ones.
     """
-    rollout = service.rollouts.find(request.path_params["id"], caller_of(request))
+    caller = caller_of(request)
+    rollout = service.rollouts.find(request.path_params["id"], caller)
     wait_s = seconds(request, "wait_s", MAX_WAIT_S)
 
     async def when_done() -> Response:
         if wait_s and rollout.done_s is None:
             await rollout.wait(wait_s)
-        ended = await asyncio.to_thread(EndedItems, await service.rollouts.results(rollout))
+        ended = EndedItems(await service.rollouts.results(rollout))
         results = ended.content(service, ended.by_id)
-        return json_response(
+        return sliced_response(
             {
                 "id": rollout.header.id,
                 "status": rollout.status,
                 "progress": _progress(rollout),
                 **results,
-            }
+            },
+            service.generations.share.of(caller.name),
         )
 
     return await while_connected(request, when_done())

@@ -8,7 +8,7 @@ A stop token (or EOS) is in the token ids and not in the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
@@ -45,6 +45,24 @@ class Delta(Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     top_logprobs: list[TokenLogprobs] | UnsetType = UNSET
     prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET  # with the first tokens
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Return successive deltas of a choice as one."""
+    first = deltas[0]
+    if len(deltas) == 1:
+        return first
+    texts = [delta.text for delta in deltas if delta.text is not None]
+    return Delta(
+        index=first.index,
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        text="".join(texts) if texts else None,
+        logprobs=[value for delta in deltas for value in delta.logprobs],
+        top_logprobs=UNSET
+        if first.top_logprobs is UNSET
+        else [best for delta in deltas for best in delta.top_logprobs or ()],
+        prompt_logprobs=first.prompt_logprobs,
+    )
 
 
 class GrowingChoice:

@@ -8,13 +8,19 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import closing
 from typing import Any, Never
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tlt_server.errors import Cancelled
 from tlt_server.frontend.generation.generation import Generation
+from tlt_server.frontend.http.loop_share import Turn
+from tlt_server.frontend.http.replies import in_turns
+from tlt_server.frontend.http.slices import json_slices
 from tlt_server.frontend.reading.asking import unless
+
+EVENT_END = b"\n\n"
 
 
 class EventStream(StreamingResponse):
@@ -27,6 +33,20 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with closing(self._generation):
             await super().__call__(scope, receive, send)
+
+
+def event_frame(data: Any, name: str = "") -> bytes:
+    """Return a small server-sent event."""
+    return _head(name) + msgspec.json.encode(data) + EVENT_END
+
+
+def event_slices(data: Any, turn: Turn, name: str = "") -> AsyncIterator[bytes]:
+    """Yield the slices of a server-sent event that may be large."""
+    return in_turns(json_slices(data, head=_head(name), tail=EVENT_END), turn)
+
+
+def _head(name: str) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " if name else b"data: "
 
 
 async def reply(

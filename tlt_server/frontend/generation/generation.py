@@ -1,23 +1,26 @@
 """One batch from admission to its last item: what every dialect calls and only phrases differently.
 
 `Generations.start` admits a batch. `Generation.events` yields tokens as they come and each item as
-it ends: exactly one `FinishedItem` or one `FailedItem` per item. `close`, when the client has left
-or has everything, aborts what still runs.
+it ends: exactly one `FinishedItem` or one `FailedItem` per item. What came while the caller was
+busy, or while the loop was, is one event per choice. `close`, when the client has left or has
+everything, aborts what still runs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import structlog
 
 from tlt_server.frontend.generation.batch import RequestBatch
-from tlt_server.frontend.generation.choice import GrowingChoice
-from tlt_server.frontend.generation.items import Event, FailedItem, Items
+from tlt_server.frontend.generation.choice import Delta, GrowingChoice, joined
+from tlt_server.frontend.generation.items import Event, FailedItem, Items, TokenEvent
 from tlt_server.frontend.generation.named import Named
 from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.http.loop_share import LoopShare
+from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
 from tlt_server.records import GenerateRequest, StepOutput
@@ -25,6 +28,7 @@ from tlt_server.records import GenerateRequest, StepOutput
 log = structlog.get_logger()
 
 Keep = Callable[[list[StepOutput]], None]
+VALUE_BYTES = 16  # of JSON, about, for a token's id, text or log-prob, or for an alternative's
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Generations:
     metrics: Metrics
     clock: Callable[[], float] = time.monotonic
     named: Named = field(default_factory=Named)  # what is open, by the items' ids
+    share: LoopShare = field(default_factory=LoopShare)
 
     def items(self, batch: RequestBatch) -> Items:
         """Return the batch's items, of which nothing is generated yet."""
@@ -82,6 +87,7 @@ class Generation:
     ) -> None:
         self._engine, self._named = shared.engine, shared.named
         self._items, self._keep = items, keep
+        self.turn = shared.share.of(owner)  # await it before a slice of work for the reply
         self._measured = _Measured(shared)
         self._submission = self._engine.submit(
             items.open(),
@@ -96,8 +102,9 @@ class Generation:
         async for outputs in self._submission:
             if self._keep is not None:
                 self._keep(outputs)
-            for output in outputs:
-                for event in self._take(output):
+            for few, size in _sliced(outputs):
+                await self.turn(size)
+                for event in _coalesced(event for output in few for event in self._take(output)):
                     yield event
 
     def cached_tokens(self, id: str) -> int:
@@ -135,6 +142,45 @@ class Generation:
         """
         self._measured.resumed()
         return self._items[id].resumed()
+
+
+def _sliced(outputs: list[StepOutput]) -> Iterator[tuple[list[StepOutput], int]]:
+    """Cut outputs into slices of about `SLICE_BYTES` of JSON, and return each with its size."""
+    few: list[StepOutput] = []
+    size = 0
+    for output in outputs:
+        few.append(output)
+        size += _size(output)
+        if size >= SLICE_BYTES:
+            yield few, size
+            few, size = [], 0
+    if few:
+        yield few, size
+
+
+def _size(output: StepOutput) -> int:
+    """Estimate the bytes of JSON that an output's tokens take."""
+    best = output.top_logprobs[0].token_ids if output.top_logprobs else ()
+    values = len(output.token_ids) * (2 + 2 * len(best)) + len(output.prompt_logprobs or ())
+    return VALUE_BYTES * values
+
+
+def _coalesced(events: Iterable[Event]) -> list[Event]:
+    """Join the token events of each choice. They stand before the ends of items."""
+    growing: dict[tuple[str, int], TokenEvent] = {}
+    deltas: dict[tuple[str, int], list[Delta]] = {}
+    ends: list[Event] = []
+    for event in events:
+        if isinstance(event, TokenEvent):
+            choice = event.id, event.delta.index
+            growing[choice] = event
+            deltas.setdefault(choice, []).append(event.delta)
+        else:
+            ends.append(event)
+    return [
+        *(event._replace(delta=joined(deltas[choice])) for choice, event in growing.items()),
+        *ends,
+    ]
 
 
 class _Measured:

@@ -89,6 +89,7 @@ class Items:
             return GrowingChoice(request, index, text, incremental=batch.stream, stop=stop)
 
         self._items = [_OpenItem(asked, begin) for asked in batch.items]
+        self._by_name = {item.id: item for item in self._items}
         self._owner = {  # id of a sequence -> its item, and which of its choices it is
             request.id: (item, index)
             for item in self._items
@@ -117,7 +118,7 @@ class Items:
         return names
 
     def cached_tokens(self, item: str) -> int:
-        return max(open.cached_tokens for open in self._items if open.id == item)
+        return self._by_name[item].cached_tokens
 
     @property
     def tokens(self) -> int:

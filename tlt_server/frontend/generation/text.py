@@ -143,14 +143,15 @@ class Incremental:
     back; what stands before is settled.
     """
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    def __init__(self, text: Text, *, special: bool = False) -> None:
+        """`special`: special tokens show as text."""
+        self._text, self._special = text, special
         self._window: list[int] = []
         self._shown = 0  # characters of the window's text already given out
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
-        text = self._text.decode(self._window)
+        text = self._decode(self._window)
         settled = len(text.rstrip(REPLACEMENT))
         delta = text[self._shown : settled]
         self._shown = max(self._shown, settled)
@@ -166,15 +167,18 @@ class Incremental:
         for one that is incomplete.
         """
         for kept in range(KEPT, 2 * KEPT):
-            text = self._text.decode(self._window[-kept:])
+            text = self._decode(self._window[-kept:])
             if REPLACEMENT not in text:
                 self._window, self._shown = self._window[-kept:], len(text)
                 return
 
     def flush(self) -> str:
-        delta = self._text.decode(self._window)[self._shown :]
+        delta = self._decode(self._window)[self._shown :]
         self._window, self._shown = [], 0
         return delta
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._text.decode(token_ids, special=self._special)
 
 
 class StopStrings:

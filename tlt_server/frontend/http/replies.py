@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 from tlt_client.wire import WireError
 from tlt_server.errors import TltError
 from tlt_server.frontend.http.logs import frames
+from tlt_server.frontend.http.loop_share import Turn
+from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices
 
 log = structlog.get_logger()
 
@@ -44,6 +47,33 @@ def json_pieces(pieces: Iterable[bytes]) -> Response:
             await asyncio.sleep(0)
 
     return StreamingResponse(breathing(), media_type="application/json")
+
+
+def sliced_response(
+    content: Any, turn: Turn, status: int = 200, *, retry_after_s: float | None = None
+) -> Response:
+    """Return a reply that may be large. It is encoded a slice at a time while it is sent, each
+    slice after its turn; `content` may hold iterators, as `json_slices` allows.
+    """
+    slices = json_slices(content)
+    first, second = next(slices), next(slices, None)
+    response = (
+        Response(first, status, media_type="application/json")
+        if second is None
+        else StreamingResponse(
+            in_turns(chain((first, second), slices), turn), status, media_type="application/json"
+        )
+    )
+    _say_when(response, retry_after_s)
+    return response
+
+
+async def in_turns(slices: Iterator[bytes], turn: Turn) -> AsyncIterator[bytes]:
+    """Yield the slices of `json_slices`, each after a turn but the first."""
+    for each in slices:
+        yield each
+        if len(each) >= SLICE_BYTES:  # else it was the last
+            await turn(len(each))
 
 
 def _say_when(response: Response, retry_after_s: float | None) -> None:

@@ -19,7 +19,13 @@ from tlt_server.frontend.dialects.openai.replies import (
     figures,
 )
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
-from tlt_server.frontend.dialects.replies.logprobs import Scored, Speller, scored, scored_prompt
+from tlt_server.frontend.dialects.replies.logprobs import (
+    PromptLogprobs,
+    Scored,
+    Speller,
+    scored,
+    scored_prompt,
+)
 from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
@@ -37,6 +43,12 @@ class _Ending(Struct, frozen=True):
         part.stop_reason = None if choice.stop_reason in self.eos else choice.stop_reason
         part.weight_versions = choice.weight_versions if self.versions else UNSET
         part.metrics = figures(choice.sd)
+
+
+def _prompt(speller: Speller, token_ids: list[int], delta: Delta, count: int) -> PromptLogprobs:
+    """Return the prompt's log-probs; none for a choice that ended before its prompt was read."""
+    found = delta.prompt_logprobs
+    return speller.prompt(scored_prompt(token_ids, found, count)) if found else []
 
 
 class CompletionPhrase:
@@ -97,16 +109,14 @@ class CompletionPhrase:
         if asked.return_token_ids:
             part.prompt_token_ids = token_ids
         if asked.prompt_logprobs is not None:
-            part.prompt_logprobs = self._speller.prompt(
-                scored_prompt(token_ids, delta.prompt_logprobs or [], asked.prompt_logprobs)
-            )
+            part.prompt_logprobs = _prompt(self._speller, token_ids, delta, asked.prompt_logprobs)
         if not asked.echo:
             return []
         given = self._prompts[prompt]
         part.text = (given if isinstance(given, str) else self._text.decode(given)) + part.text
         count = asked.alternatives()
         return (
-            scored_prompt(token_ids, delta.prompt_logprobs or [], count)
+            [*scored_prompt(token_ids, delta.prompt_logprobs or [], count)]
             if count is not None
             else []
         )
@@ -160,10 +170,8 @@ class ChatPhrase:
         if first:
             self._begun.add(delta.index)
             if asked.prompt_logprobs is not None and len(self._begun) == 1:
-                self._head.prompt_logprobs = self._speller.prompt(
-                    scored_prompt(
-                        [*self._prompt_ids], delta.prompt_logprobs or [], asked.prompt_logprobs
-                    )
+                self._head.prompt_logprobs = _prompt(
+                    self._speller, [*self._prompt_ids], delta, asked.prompt_logprobs
                 )
         if asked.alternatives() is not None and (first or delta.token_ids):
             part.logprobs = self._speller.chat(scored(delta))

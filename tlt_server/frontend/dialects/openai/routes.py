@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator
 from itertools import chain
 from typing import Any, Literal
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,12 +47,13 @@ from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
 from tlt_server.frontend.dialects.replies.usage import UsageCount
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import RequestBatch, Words
-from tlt_server.frontend.generation.delivery import EventStream, reply
+from tlt_server.frontend.generation.delivery import EventStream, event_frame, event_slices, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.replies import json_pieces, json_response, unexpected
+from tlt_server.frontend.http.replies import json_pieces, json_response, sliced_response, unexpected
+from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 from tlt_server.packed import PART_IDS, PackedIds, json_ids, json_text
@@ -252,11 +252,11 @@ async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) ->
             raise event.error
         if isinstance(event, FinishedItem):
             count.add(event)
-            parts += [
-                phrase.part(positions[event.id], whole(choice), choice) for choice in event.choices
-            ]
+            for choice in event.choices:
+                await generation.turn(SLICE_BYTES)
+                parts.append(phrase.part(positions[event.id], whole(choice), choice))
     parts.sort(key=lambda part: part.index)
-    return json_response(phrase.reply(parts, count.usage()))  # type: ignore[arg-type]
+    return sliced_response(phrase.reply(parts, count.usage()), generation.turn)  # type: ignore[arg-type]
 
 
 async def _chunks(
@@ -267,23 +267,24 @@ async def _chunks(
         async for event in generation.events():
             match event:
                 case TokenEvent(id, delta, ended):
-                    yield _frame(phrase.reply([phrase.part(positions[id], delta, ended)], no_usage))  # type: ignore[list-item]
+                    chunk = phrase.reply([phrase.part(positions[id], delta, ended)], no_usage)  # type: ignore[list-item]
+                    if not delta.prompt_logprobs:
+                        yield event_frame(chunk)
+                        continue
+                    async for part in event_slices(chunk, generation.turn):
+                        yield part
                 case FinishedItem():
                     count.add(event)
                 case FailedItem(_, error):
                     raise error
         if usage:
-            yield _frame(phrase.reply([], count.usage()))
+            yield event_frame(phrase.reply([], count.usage()))
     except TltError as error:
-        yield _frame(failure(error))
+        yield event_frame(failure(error))
     except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
-        yield _frame(failure(unexpected(error)))
+        yield event_frame(failure(unexpected(error)))
     yield b"data: [DONE]\n\n"
 
 
 def _positions(batch: RequestBatch) -> dict[str, int]:
     return {item.id: i for i, item in enumerate(batch.items)}
-
-
-def _frame(data: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from tlt_server.errors import TltError
 from tlt_server.frontend.generation.items import Event, FailedItem, FinishedItem, TokenEvent
-from tlt_server.frontend.http.replies import error_body, json_response
+from tlt_server.frontend.http.loop_share import Turn
+from tlt_server.frontend.http.replies import error_body, json_response, sliced_response
 from tlt_server.frontend.service import Service
 
 
@@ -50,14 +51,12 @@ def phrase(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 class EndedItems:
-    """Items that have ended, each encoded when it comes. Encoding all at once would make every
-    other reply wait.
-    """
+    """Items that have ended, and the reply that holds them."""
 
     def __init__(self, ended: Iterable[FinishedItem | FailedItem] = ()) -> None:
         self.usage = Usage()
         self.errors: list[TltError] = []
-        self.by_id: dict[str, msgspec.Raw] = {}
+        self.by_id: dict[str, dict[str, Any]] = {}
         for event in ended:
             self.take(event)
 
@@ -66,20 +65,20 @@ class EndedItems:
             self.usage.add(event)
         else:
             self.errors.append(event.error)
-        self.by_id[event.id] = msgspec.Raw(msgspec.json.encode(phrase(event)[1]))
+        self.by_id[event.id] = phrase(event)[1]
 
     def content(self, service: Service, ids: Iterable[str]) -> dict[str, Any]:
         """Return the results in the order of `ids`, and their usage."""
         return {"results": [self.by_id[id] for id in ids], **footer(service, self.usage)}
 
-    def whole(self, service: Service, ids: Iterable[str]) -> Response:
+    def whole(self, service: Service, ids: Iterable[str], turn: Turn) -> Response:
         """Return the reply to a batch whose items have all ended."""
         content = self.content(service, ids)
         if len(self.errors) == len(self.by_id):
             return json_response(
                 content, self.errors[0].http_status, retry_after_s=self.errors[0].retry_after_s
             )
-        return json_response(content)
+        return sliced_response(content, turn)
 
 
 def footer(service: Service, usage: Usage) -> dict[str, Any]:

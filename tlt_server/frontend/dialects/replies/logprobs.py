@@ -7,8 +7,9 @@ stop string is cut off, so they do not depend on how a stream is cut into chunks
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Annotated, NamedTuple, TypeVar, cast
 
 from msgspec import UNSET, Meta, Struct
 
@@ -75,6 +76,8 @@ class PromptToken(Struct, frozen=True):
 
 PromptLogprobs = list[dict[str, PromptToken] | None]
 NONE = TokenLogprobs([], [])
+MANY = 2048  # tokens and alternatives; a stream's chunk has fewer, unless it tells of the prompt
+Part = TypeVar("Part")
 
 
 class Scored(NamedTuple):
@@ -87,23 +90,19 @@ class Scored(NamedTuple):
 
 def scored_prompt(
     token_ids: list[int], logprobs: list[TokenLogprobs | None], count: int
-) -> list[Scored]:
+) -> Iterator[Scored]:
     """Pair the tokens of a prompt with their log-probs, and keep `count` alternatives, -1 for all.
 
     The engine gives None for the first token, and else the token itself followed by the best. Its
-    list, and so the result, is empty for a sequence that ended before its prompt was read.
+    list is empty, and so nothing comes, for a sequence that ended before its prompt was read.
     """
     end = None if count < 0 else 1 + count
-    return [
-        Scored(token_id, None, NONE)
-        if found is None
-        else Scored(
-            token_id,
-            found.logprobs[0],
-            TokenLogprobs(found.token_ids[1:end], found.logprobs[1:end]),
-        )
-        for token_id, found in zip(token_ids, logprobs, strict=bool(logprobs))
-    ]
+    for token_id, found in zip(token_ids, logprobs, strict=bool(logprobs)):
+        if found is None:
+            yield Scored(token_id, None, NONE)
+        else:
+            best = TokenLogprobs(found.token_ids[1:end], found.logprobs[1:end])
+            yield Scored(token_id, found.logprobs[0], best)
 
 
 def whole(choice: FinishedChoice) -> Delta:
@@ -123,6 +122,14 @@ def scored(delta: Delta) -> list[Scored]:
     return [Scored(*each) for each in zip(delta.token_ids, delta.logprobs, best, strict=True)]
 
 
+def made(parts: Iterator[Part], tokens: Sequence[Scored]) -> list[Part]:
+    """Return the parts of a reply for these tokens as a list; or, if they are many, as an iterator,
+    from which `json_slices` makes each part when it encodes it.
+    """
+    best = len(tokens[-1].best.token_ids) if tokens else 0
+    return [*parts] if len(tokens) * (1 + best) <= MANY else cast(list[Part], parts)
+
+
 class Speller:
     """Tokens as strings: their text, or `token_id:<id>`."""
 
@@ -132,51 +139,56 @@ class Speller:
     def name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._pieces[token_id].text
 
-    def completion(self, tokens: Iterable[Scored], offset: int) -> tuple[Logprobs, int]:
+    def completion(self, tokens: Sequence[Scored], offset: int) -> tuple[Logprobs, int]:
         """Return the log-probs in the shape of completions, and where the last token ends.
 
         `offset` is where the first token begins.
         """
-        shape = Logprobs([], [], [], [])
-        for token_id, logprob, best in tokens:
-            shape.tokens.append(self.name(token_id))
-            shape.token_logprobs.append(logprob)
-            shape.text_offset.append(offset)
-            offset += self._pieces[token_id].characters
-            if logprob is None:
-                shape.top_logprobs.append(None)
-                continue
-            top: dict[str, float] = {}
-            for other, value in [
-                *zip(best.token_ids, best.logprobs, strict=True),
-                (token_id, logprob),
-            ]:
-                # Two tokens may have the same text; the better one stays.
-                top.setdefault(self.name(other), value)
-            shape.top_logprobs.append(top)
-        return shape, offset
+        lengths = [self._pieces[token.token_id].characters for token in tokens]
+        *offsets, end = accumulate(lengths, initial=offset)
+        shape = Logprobs(
+            [self.name(token.token_id) for token in tokens],
+            [token.logprob for token in tokens],
+            made(map(self._named, tokens), tokens),
+            offsets,
+        )
+        return shape, end
 
-    def chat(self, tokens: Iterable[Scored]) -> ChatLogprobs:
-        return ChatLogprobs(
+    def _named(self, token: Scored) -> dict[str, float] | None:
+        if token.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for other, value in zip(token.best.token_ids, token.best.logprobs, strict=True):
+            # Two tokens may have the same text; the better one stays.
+            top.setdefault(self.name(other), value)
+        top.setdefault(self.name(token.token_id), token.logprob)
+        return top
+
+    def chat(self, tokens: Sequence[Scored]) -> ChatLogprobs:
+        return ChatLogprobs(made(map(self._chat_token, tokens), tokens))
+
+    def _chat_token(self, token: Scored) -> ChatToken:
+        return ChatToken(
+            self.name(token.token_id),
+            token.logprob or 0.0,
+            [*self._pieces[token.token_id].bytes],
             [
-                ChatToken(
-                    self.name(token_id),
-                    logprob or 0.0,
-                    [*self._pieces[token_id].bytes],
-                    [
-                        Alternative(self.name(other), value, [*self._pieces[other].bytes])
-                        for other, value in zip(best.token_ids, best.logprobs, strict=True)
-                    ],
-                )
-                for token_id, logprob, best in tokens
-            ]
+                Alternative(self.name(other), value, [*self._pieces[other].bytes])
+                for other, value in zip(token.best.token_ids, token.best.logprobs, strict=True)
+            ],
         )
 
     def prompt(self, tokens: Iterable[Scored]) -> PromptLogprobs:
-        return [
-            None if logprob is None else self._ranked(token_id, logprob, best)
-            for token_id, logprob, best in tokens
-        ]
+        """Return an iterator, since a prompt may be long."""
+        return cast(
+            PromptLogprobs,
+            (
+                None
+                if token.logprob is None
+                else self._ranked(token.token_id, token.logprob, token.best)
+                for token in tokens
+            ),
+        )
 
     def _ranked(self, token_id: int, logprob: float, best: TokenLogprobs) -> dict[str, PromptToken]:
         rank = best.token_ids.index(token_id) + 1 if token_id in best.token_ids else None

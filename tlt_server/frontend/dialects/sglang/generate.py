@@ -1,5 +1,5 @@
 """Generation in SGLang's form: one reply or a list, log-probs as triples, and streams whose chunks
-hold the whole output so far.
+hold the whole output so far, or increments.
 
 `POST /generate` calls this for bodies with `text` or `input_ids`. Errors have the native shape,
 which contains SGLang's.
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,20 +19,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import TltError
-from tlt_server.frontend.dialects.replies.logprobs import scored_prompt
-from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo, Scored
+from tlt_server.frontend.dialects.replies.logprobs import Scored, scored_prompt
+from tlt_server.frontend.dialects.sglang.growing import GrowingOutput, OutputLists, scored, triples
+from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.batch import RequestBatch, Words
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
-from tlt_server.frontend.generation.delivery import EventStream, reply
+from tlt_server.frontend.generation.delivery import EventStream, event_frame, event_slices, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
-from tlt_server.frontend.generation.text import REPLACEMENT
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.fields import checked, without_nulls
-from tlt_server.frontend.http.replies import error_reply, json_response, unexpected
+from tlt_server.frontend.http.replies import error_reply, sliced_response, unexpected
 from tlt_server.frontend.service import Service
-from tlt_server.records import TokenLogprobs
 
 WORDS = Words("the prompts", "prompt {i}", "sampling_params.", "sampling_params.")
 
@@ -56,13 +56,13 @@ async def _whole(phrase: Phrase, generation: Generation) -> Response:
             raise event.error
         if isinstance(event, FinishedItem):
             found |= {
-                phrase.index_of(event.id, choice.index): phrase.ended(
+                phrase.index_of(event.id, choice.index): phrase.whole(
                     event.id, choice, event.cached_tokens
                 )
                 for choice in event.choices
             }
     ended = [found[index] for index in sorted(found)]
-    return json_response(ended if phrase.asked.several else ended[0])
+    return sliced_response(ended if phrase.asked.several else ended[0], generation.turn)
 
 
 async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes]:
@@ -72,30 +72,15 @@ async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes
                 case TokenEvent(id, delta, choice):
                     chunk = phrase.chunk(id, delta, choice, generation.cached_tokens(id))
                     if chunk is not None:
-                        yield _frame(chunk)
+                        async for part in event_slices(chunk, generation.turn):
+                            yield part
                 case FailedItem(_, error):
                     raise error
     except TltError as error:
-        yield _frame(error_reply(error))
+        yield event_frame(error_reply(error))
     except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
-        yield _frame(error_reply(unexpected(error)))
+        yield event_frame(error_reply(unexpected(error)))
     yield b"data: [DONE]\n\n"
-
-
-class _SoFar:
-    """The output so far of a choice that grows."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.logprobs: list[float] = []
-        self.top: list[TokenLogprobs] = []
-
-    def add(self, delta: Delta) -> None:
-        self.token_ids += delta.token_ids
-        self.text += delta.text or ""
-        self.logprobs += delta.logprobs
-        self.top += delta.top_logprobs or []
 
 
 class Phrase:
@@ -105,108 +90,104 @@ class Phrase:
         self.asked, self._service = asked, service
         self._positions = {item.id: i for i, item in enumerate(batch.items)}
         self._prompts = {item.id: item.requests[0].token_ids for item in batch.items}
+        self._stops = batch.items[0].requests[0].sampling.stop
         self._started_s = time.monotonic()
-        self._so_far: dict[int, _SoFar] = {}  # index -> output of a choice that grows
+        self._growing: dict[int, GrowingOutput] = {}  # by index, in a stream
 
     def index_of(self, id: str, choice: int) -> int:
         """Return the index in the reply of a choice of a prompt: prompt-major, from 0."""
         return self._positions[id] * self.asked.sampling_params.n + choice
 
+    def whole(self, id: str, choice: FinishedChoice, cached_tokens: int) -> Generated:
+        """Return a choice whose lists are made when they are encoded."""
+        lists = OutputLists(
+            choice.token_ids,
+            scored(choice.logprobs, choice.token_ids),
+            map(triples, choice.top_logprobs or ()),
+        )
+        meta = self._meta(id, choice.index, len(choice.token_ids), lists, cached_tokens)
+        return Generated(
+            text=self._final_text(choice),
+            output_ids=lists.ids,
+            meta_info=self._ended(meta, id, choice),
+        )
+
     def chunk(
         self, id: str, delta: Delta, choice: FinishedChoice | None, cached_tokens: int
     ) -> Generated | None:
-        """Return the whole output of a choice so far, or None if the delta adds nothing to it."""
+        """Return the chunk that shows a delta, or None if that is left to a later one."""
         index = self.index_of(id, delta.index)
-        if choice is not None:
-            return self.numbered(self.ended(id, choice, cached_tokens), index)
-        if not delta.token_ids:
+        growing = self._growing.get(index)
+        if growing is None:
+            growing = GrowingOutput(self.asked, self._service.text, self._stops)
+            self._growing[index] = growing
+        growing.add(delta)
+        if choice is None and not (delta.token_ids and growing.due):
             return None
-        so_far = self._so_far.setdefault(index, _SoFar())
-        so_far.add(delta)
-        return self.numbered(self.growing(id, delta.index, so_far, cached_tokens), index)
-
-    def numbered(self, generated: Generated, index: int) -> Generated:
-        return msgspec.structs.replace(generated, index=index) if self.asked.several else generated
-
-    def ended(self, id: str, choice: FinishedChoice, cached_tokens: int) -> Generated:
-        sd, top = choice.sd, choice.top_logprobs or None
-        meta = self._meta(id, choice.index, choice.token_ids, choice.logprobs, top, cached_tokens)
-        return Generated(
-            text=self._final_text(choice),
-            output_ids=choice.token_ids,
-            meta_info=msgspec.structs.replace(
-                meta,
-                finish_reason=_finish(choice),
-                weight_versions=choice.weight_versions,
-                weight_version=choice.weight_versions[-1].version
-                if choice.weight_versions
-                else meta.weight_version,
-                spec_verify_ct=sd.draft_steps,
-                spec_accept_length=sd.mean_accept_length or 1.0,
-                spec_accept_rate=sd.accepted / sd.drafted if sd.drafted else 0.0,
-                spec_accept_token_num=sd.accepted,
-                spec_draft_token_num=sd.drafted,
-                **self._prompt(id, choice),
-            ),
+        lists = growing.lists
+        meta = self._meta(id, delta.index, growing.tokens, lists, cached_tokens)
+        chunk = Generated(
+            text=growing.text if choice is None else growing.final_text(self._final_text(choice)),
+            output_ids=lists.ids,
+            meta_info=meta if choice is None else self._ended(meta, id, choice),
+            index=index if self.asked.several else UNSET,
         )
+        growing.sent()
+        if choice is not None:
+            del self._growing[index]
+        return chunk
 
-    def growing(self, id: str, index: int, so_far: _SoFar, cached_tokens: int) -> Generated:
-        text = (
-            so_far.text
-            if self.asked.sampling_params.skip_special_tokens
-            else self._decode(so_far.token_ids).rstrip(REPLACEMENT)
-        )
-        return Generated(
-            text=text,
-            output_ids=[*so_far.token_ids],
-            meta_info=self._meta(
-                id, index, so_far.token_ids, so_far.logprobs, so_far.top, cached_tokens
-            ),
+    def _ended(self, meta: MetaInfo, id: str, choice: FinishedChoice) -> MetaInfo:
+        """Return the figures of a choice with what only its end tells."""
+        sd, versions = choice.sd, choice.weight_versions
+        return msgspec.structs.replace(
+            meta,
+            finish_reason=_finish(choice),
+            weight_versions=versions,
+            weight_version=versions[-1].version if versions else meta.weight_version,
+            spec_verify_ct=sd.draft_steps,
+            spec_accept_length=sd.mean_accept_length or 1.0,
+            spec_accept_rate=sd.accepted / sd.drafted if sd.drafted else 0.0,
+            spec_accept_token_num=sd.accepted,
+            spec_draft_token_num=sd.drafted,
+            **self._prompt(id, choice),
         )
 
     def _meta(
-        self,
-        id: str,
-        index: int,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        top: list[TokenLogprobs] | None,
-        cached_tokens: int,
+        self, id: str, index: int, tokens: int, lists: OutputLists, cached_tokens: int
     ) -> MetaInfo:
         asked, info = self.asked, self._service.engine.info
         assert info is not None
+        alternatives = asked.return_logprob and asked.top_logprobs_num and tokens
         return MetaInfo(
             id=id if asked.sampling_params.n == 1 else f"{id}_{index}",
             finish_reason=None,
             prompt_tokens=len(self._prompts[id]),
-            completion_tokens=len(token_ids),
+            completion_tokens=tokens,
             cached_tokens=cached_tokens,
             weight_version=info.weight_version,
             e2e_latency=time.monotonic() - self._started_s,
-            output_token_logprobs=[
-                (value, token, None) for value, token in zip(logprobs, token_ids, strict=True)
-            ]
-            if asked.return_logprob
-            else UNSET,
-            output_top_logprobs=[_triples(best) for best in top]
-            if asked.return_logprob and asked.top_logprobs_num and top
-            else UNSET,
+            output_token_logprobs=lists.scored if asked.return_logprob else UNSET,
+            output_top_logprobs=lists.top if alternatives else UNSET,
         )
 
     def _prompt(self, id: str, choice: FinishedChoice) -> dict[str, Any]:
         """Return the prompt's log-probs from the token on from which they are asked for."""
         if not isinstance(choice.prompt_logprobs, list):
             return {}
-        found = scored_prompt(
-            [*self._prompts[id]], choice.prompt_logprobs, self.asked.top_logprobs_num
-        )[self.asked.logprob_start_len :]
+        count, start = self.asked.top_logprobs_num, self.asked.logprob_start_len
+        prompt, logprobs = [*self._prompts[id]], choice.prompt_logprobs
+
+        def found() -> Iterator[Scored]:
+            return islice(scored_prompt(prompt, logprobs, count), start, None)
+
         fields: dict[str, Any] = {
-            "input_token_logprobs": [(logprob, token, None) for token, logprob, _ in found]
+            "input_token_logprobs": ((each.logprob, each.token_id, None) for each in found())
         }
-        if self.asked.top_logprobs_num:
-            fields["input_top_logprobs"] = [
-                None if logprob is None else _triples(best) for _, logprob, best in found
-            ]
+        if count:
+            fields["input_top_logprobs"] = (
+                None if each.logprob is None else triples(each.best) for each in found()
+            )
         return fields
 
     def _final_text(self, choice: FinishedChoice) -> str:
@@ -249,13 +230,3 @@ def _finish(choice: FinishedChoice) -> Finish:
                 message="the request was aborted; this is what it had: send prompt and output "
                 "again to continue",
             )
-
-
-def _triples(best: TokenLogprobs) -> list[Scored]:
-    return [
-        (value, token, None) for token, value in zip(best.token_ids, best.logprobs, strict=True)
-    ]
-
-
-def _frame(data: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"

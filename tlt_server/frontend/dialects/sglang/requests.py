@@ -119,6 +119,9 @@ class GenerateFields(Tolerant):
     stream: bool = Field(
         False, description="server-sent chunks, each with all that there is so far"
     )
+    incremental_streaming_output: bool = Field(
+        False, description="a stream's chunks hold what no chunk before had"
+    )
     image_data: list[Any] | str | None = Field(
         None, description="must be empty: this server reads text"
     )

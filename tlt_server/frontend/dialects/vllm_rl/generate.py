@@ -19,7 +19,7 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import checked, without_nulls
-from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 
@@ -89,4 +89,4 @@ async def _whole(service: Service, asked: TokensRequest, generation: Generation)
         else None,
         usage=count.usage(),
     )
-    return json_response(content)
+    return sliced_response(content, generation.turn)

@@ -1,0 +1,76 @@
+"""JSON in slices: the same bytes as in one piece, and no slice is large."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import UNSET, Struct, UnsetType
+
+from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices
+from tlt_server.records import TokenLogprobs
+
+
+class Node(Struct, kw_only=True, rename="camel"):
+    long_name: Any
+    absent: int | UnsetType = UNSET
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False)
+leaves = scalars | st.text(max_size=20) | st.builds(TokenLogprobs, st.just([1]), st.just([-0.5]))
+contents = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=5)
+        | st.builds(lambda value: Node(long_name=value), inner)
+    ),
+    max_leaves=12,
+)
+long = st.builds(lambda value, times: [value] * times, contents, st.integers(0, 3000))
+
+
+@given(contents | long | st.lists(long, max_size=3))
+def test_slices_join_to_the_encoding_in_one_piece(content: Any) -> None:
+    slices = [*json_slices(content, head=b"data: ", tail=b"\n\n")]
+    assert b"".join(slices) == b"data: " + msgspec.json.encode(content) + b"\n\n"
+    assert all(len(each) >= SLICE_BYTES for each in slices[:-1])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"ids": [*range(200_000)]},
+        [TokenLogprobs([*range(20)], [-1 / 3] * 20)] * 5000,
+        {"choices": [Node(long_name=[[-1 / 3] * 20] * 3000)] * 3},
+        [{str(i): -1 / 3 for i in range(20)}] * 5000,
+        [None, *[TokenLogprobs([*range(20)], [-1 / 3] * 20)] * 5000],
+    ],
+)
+def test_no_slice_of_a_large_content_is_large(content: Any) -> None:
+    assert max(map(len, json_slices(content))) < 4 * SLICE_BYTES
+
+
+def test_iterators_stand_for_lists_and_are_read_as_late_as_possible() -> None:
+    made = 0
+
+    def parts() -> Any:
+        nonlocal made
+        for i in range(10_000):
+            made += 1
+            yield (-i / 3, i, None)
+
+    slices = json_slices({"a": [], "scored": parts(), "none": iter(())})
+    first = next(slices)
+    assert made < 5000
+    found = msgspec.json.decode(first + b"".join(slices))
+    assert found == {"a": [], "scored": [[-i / 3, i, None] for i in range(10_000)], "none": []}
+
+
+def test_an_endless_content_is_never_held_whole() -> None:
+    slices = json_slices(repeat(0.5))
+    assert sum(len(next(slices)) for _ in range(10)) < 10 * 4 * SLICE_BYTES

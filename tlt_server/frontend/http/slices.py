@@ -1,0 +1,119 @@
+"""JSON in slices: a large content is encoded a bounded part at a time, so that other requests run
+in between. A content may hold iterators in place of lists, whose parts are then made as late as
+they are encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct
+
+SLICE_BYTES = 32 * 1024  # about 1 ms of encoding on a slow core
+CALL_VALUES = 1024  # numbers, at most, that one call of the encoder takes
+
+
+def json_slices(content: Any, *, head: bytes = b"", tail: bytes = b"") -> Iterator[bytes]:
+    """Yield the JSON of a content between `head` and `tail`, the same bytes as in one piece. All
+    slices but the last have at least `SLICE_BYTES`. No string and no small member is cut.
+    """
+    parts: list[bytes] = []
+    size = 0
+    for part in chain((head,), _parts(content), (tail,)):
+        parts.append(part)
+        size += len(part)
+        if size >= SLICE_BYTES:
+            yield b"".join(parts)
+            parts, size = [], 0
+    if parts:
+        yield b"".join(parts)
+
+
+def _parts(content: Any) -> Iterator[bytes]:
+    if _values(content) <= CALL_VALUES:
+        yield msgspec.json.encode(content)
+    elif isinstance(content, dict):
+        yield from _object(content.items())
+    elif isinstance(content, Struct):
+        yield from _object(_fields(content))
+    else:
+        yield from _array(content)
+
+
+def _object(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
+    start = b"{"
+    for name, value in members:
+        yield start + msgspec.json.encode(name) + b":"
+        yield from _parts(value)
+        start = b","
+    yield b"}" if start == b"," else b"{}"
+
+
+def _array(members: Iterable[Any]) -> Iterator[bytes]:
+    """Encode small members together, and large ones by their parts."""
+    start = b"["
+    for few in _grouped(members):
+        if len(few) == 1:
+            yield start
+            yield from _parts(few[0])
+        else:
+            yield start + msgspec.json.encode(few)[1:-1]
+        start = b","
+    yield b"]" if start == b"," else b"[]"
+
+
+def _grouped(members: Iterable[Any]) -> Iterator[list[Any]]:
+    """Group members into lists of at most `CALL_VALUES` values, or of a single member."""
+    if isinstance(members, list) and _values(members) <= 1 + len(members):  # numbers
+        for start in range(0, len(members), CALL_VALUES):
+            yield members[start : start + CALL_VALUES]
+        return
+    few: list[Any] = []
+    held = 0.0
+    for member in members:
+        values = _values(member)
+        if few and held + values > CALL_VALUES:
+            yield few
+            few, held = [], 0.0
+        few.append(member)
+        held += values
+    if few:
+        yield few
+
+
+def _fields(content: Struct) -> Iterator[tuple[str, Any]]:
+    """Return the members that msgspec would encode."""
+    config = content.__struct_config__
+    assert not config.array_like and not config.omit_defaults and config.tag is None
+    for field, name in zip(
+        content.__struct_fields__, content.__struct_encode_fields__, strict=True
+    ):
+        value = getattr(content, field)
+        if value is not UNSET:
+            yield name, value
+
+
+def _values(content: Any) -> float:
+    """Return about how many numbers a content takes as long to encode as; a list is measured by
+    its first and last member.
+    """
+    if isinstance(content, int | float) or content is None:
+        return 1
+    if isinstance(content, str | bytes):
+        return 1 + len(content) // 16
+    if isinstance(content, list | tuple):
+        if not content:
+            return 1
+        if isinstance(content[0], Struct) and len(content) <= 64:
+            return sum(map(_values, content))
+        return 1 + len(content) * max(_values(content[0]), _values(content[-1]))
+    if isinstance(content, Struct):
+        return 1 + sum(_values(getattr(content, field)) for field in content.__struct_fields__)
+    if isinstance(content, dict):
+        return 1 + sum(map(_values, content.values()))
+    if isinstance(content, Iterator):
+        return float("inf")
+    return 1
