@@ -105,13 +105,14 @@ class Running:
     def step(self, per_step: int, version: str, alternatives: int = 1) -> StepOutput | None:
         request, sampling, self.held = self.request, self.request.sampling, True
         tokens: list[int] = []
+        ends = (*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids)
         reason, stop_reason = self.aborted or ("length" if sampling.max_tokens == 0 else None), None
         if HANGS in request.token_ids and reason is None:
             return None
         while len(tokens) < per_step and reason is None:
             token = request.token_ids[(self.sent + len(tokens)) % len(request.token_ids)]
             tokens.append(token)
-            if token in (EOS, *sampling.stop_token_ids):
+            if token in ends:
                 reason, stop_reason = "stop", token
             elif self.sent + len(tokens) >= sampling.max_tokens:
                 reason = "length"

@@ -9,7 +9,7 @@ import io
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,6 +68,7 @@ class LiveServer:
         self.rollouts: Rollouts
         self.app: ASGIApp
         self.supervisor: Supervisor
+        self.service: Service
         self._thread = threading.Thread(target=lambda: uvloop.run(self._main()), daemon=True)
 
     def start(self) -> None:
@@ -85,7 +86,11 @@ class LiveServer:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
+        return self.run(run())
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of a coroutine that runs in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -108,7 +113,7 @@ class LiveServer:
         self.rollouts = Rollouts(
             (config.state_dir or self.directory) / "rollouts", config, metrics, generations
         )
-        service = Service(
+        service = self.service = Service(
             config,
             self.client,
             text,

@@ -95,7 +95,7 @@ def _stream(host: str, port: int, body: str, headers: dict[str, str]) -> dict[st
         raise RuntimeError(f"the stream was refused: {reply.status} {reply.read(500)!r}")
     sent = chunks = 0
     last: dict[bytes, int] = {}
-    size, tail = 0, b""  # of the chunk that is being read
+    size, tail = 0, b""  # the chunk that is being read
     while data := reply.read1(2**20):
         sent += len(data)
         *ends, rest = data.split(b"\n\n")

@@ -110,7 +110,7 @@ async def generate(service: Service, request: Request) -> Response:
 
     A body with `text` or `input_ids` in place of `requests` has SGLang's form, and so has its
     reply: one object, or a list for several prompts or choices. Chunks of a stream hold the whole
-    output so far, and `[DONE]` is the last.
+    output so far, or with `incremental_streaming_output` what is new, and `[DONE]` is the last.
     """
     key = _key(request)
     if not key:

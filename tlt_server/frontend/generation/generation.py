@@ -28,7 +28,7 @@ from tlt_server.records import GenerateRequest, StepOutput
 log = structlog.get_logger()
 
 Keep = Callable[[list[StepOutput]], None]
-VALUE_BYTES = 16  # of JSON, about, for a token's id, text or log-prob, or for an alternative's
+VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token or alternative
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,14 @@ class Generation:
 
 
 def _sliced(outputs: list[StepOutput]) -> Iterator[tuple[list[StepOutput], int]]:
-    """Cut outputs into slices of about `SLICE_BYTES` of JSON, and return each with its size."""
+    """Cut outputs into slices of about `SLICE_BYTES` of JSON, and return each with its size. Those
+    of a sequence keep their order; what fills several slices is sorted by sequence, so that each
+    chunk of a stream has as many tokens as possible.
+    """
     few: list[StepOutput] = []
     size = 0
+    if sum(map(_size, outputs)) > SLICE_BYTES:
+        outputs = sorted(outputs, key=lambda output: output.id)
     for output in outputs:
         few.append(output)
         size += _size(output)

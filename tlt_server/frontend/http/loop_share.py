@@ -1,9 +1,9 @@
 """The part of each pass of the event loop in which outputs are taken in and replies are encoded,
 shared by key.
 
-Whoever has such work asks before each slice of it. What one pass has no room for waits for the
-next ones, in turns by key, so one key with many streams takes the loop from nobody else, and
-probes and small requests, which never ask, wait for one pass at most.
+A task asks before each slice of such work. A slice for which one pass has no room waits for the
+next ones, in turns by key, so one key with many streams cannot take the loop from another. Probes
+and small requests never ask, and wait for one pass at most.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LoopShare:
             owner = next(self._turns.order())
             line = self._lines[owner]
             granted, size = line.popleft()
-            if not granted.done():  # else whoever waited has left
+            if not granted.done():  # else the task that waited is cancelled
                 granted.set_result(None)
                 self._turns.charge(owner, size)
                 self._spend(size)

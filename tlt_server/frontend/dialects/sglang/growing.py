@@ -21,12 +21,12 @@ from tlt_server.frontend.generation.choice import Delta
 from tlt_server.frontend.generation.text import Incremental, StopStrings, Text
 from tlt_server.records import TokenLogprobs
 
-# Bytes of a choice's cumulative chunks together, besides the last one. One token without
-# log-probs takes about BYTES_PER_TOKEN with its meta_info, so the sum stays of the order of
-# increments; a token with 20 alternatives takes 350 to 650 by itself.
+# Bytes of all cumulative chunks of a choice, the last one not counted. An increment of one token
+# without log-probs takes about BYTES_PER_TOKEN with its meta_info, so the sum stays of the order of
+# increments. A token with 20 alternatives alone takes 350 to 650.
 FREE_BYTES = 64 * 1024
 BYTES_PER_TOKEN = 256
-META_BYTES = 320  # of a chunk, about, besides its lists and text
+META_BYTES = 320  # about what a chunk has without its lists and text
 
 
 class Encoded:
@@ -66,7 +66,7 @@ class GrowingOutput:
     def __init__(self, asked: GenerateFields, text: Text, stops: Sequence[str]) -> None:
         self._asked = asked
         self._ids, self._scored, self._top = Encoded(), Encoded(), Encoded()
-        self.tokens = 0  # of all chunks
+        self.tokens = 0  # all that were added
         self.text = ""
         self._shown = 0  # characters in earlier increments
         self._credit = FREE_BYTES

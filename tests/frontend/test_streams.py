@@ -1,0 +1,166 @@
+"""The cost of large replies and long streams: bytes, chunks, and how long they hold the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.loop_holds import loop_holds
+from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
+from tlt_server.frontend.generation.requests import NativeRequest
+from tlt_server.frontend.http.keys import EVERYBODY
+
+CHOICES, TOKENS, ALTERNATIVES = 4, 900, 20
+HOLD_S = 0.020
+SGLANG = {
+    "input_ids": [65, 66, 67],
+    "sampling_params": {"n": CHOICES, "max_new_tokens": TOKENS, "ignore_eos": True},
+    "return_logprob": True,
+    "top_logprobs_num": ALTERNATIVES,
+}
+NATIVE = {
+    "requests": [{"token_ids": [65, 66, 67], "n": CHOICES}],
+    "sampling": {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": ALTERNATIVES},
+}
+OPENAI = {"n": CHOICES, "max_tokens": TOKENS, "ignore_eos": True}
+COMPLETION = OPENAI | {"prompt": [65, 66, 67], "logprobs": ALTERNATIVES}
+CHAT = OPENAI | {
+    "messages": [{"role": "user", "content": "a"}],
+    "logprobs": True,
+    "top_logprobs": ALTERNATIVES,
+}
+VLLM = {
+    "token_ids": [65, 66, 67],
+    "sampling_params": {
+        "n": CHOICES,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "logprobs": ALTERNATIVES,
+    },
+}
+WHOLE = [
+    ("/generate", SGLANG),
+    ("/generate", NATIVE),
+    ("/v1/completions", COMPLETION),
+    ("/v1/chat/completions", CHAT),
+    ("/inference/v1/generate", VLLM),
+]
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LiveServer]:
+    engine = {"alternatives": ALTERNATIVES, "max_model_len": 4096, "per_step": 8}
+    with live_server(model, engine=engine, max_model_len=4096) as running:
+        yield running
+
+
+def chunks(server: LiveServer, body: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Return the chunks of a stream in SGLang's form, and their bytes."""
+    reply = httpx.post(f"{server.url}/generate", json=body | {"stream": True}, timeout=60)
+    *found, done = reply.content.removesuffix(b"\n\n").split(b"\n\n")
+    assert done == b"data: [DONE]"
+    return [json.loads(chunk.removeprefix(b"data: ")) for chunk in found], len(reply.content)
+
+
+def whole(server: LiveServer, body: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    reply = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    return reply.json(), len(reply.content)
+
+
+def tokens_of(generated: dict[str, Any]) -> list[Any]:
+    meta = generated["meta_info"]
+    return [generated["output_ids"], meta["output_token_logprobs"], meta["output_top_logprobs"]]
+
+
+def test_cumulative_chunks_have_at_most_twice_the_bytes_of_the_tokens(server: LiveServer) -> None:
+    expected, own = whole(server, SGLANG)
+    found, sent = chunks(server, SGLANG)
+    assert sent < 2 * own
+    for index, choice in enumerate(expected):
+        mine = [chunk for chunk in found if chunk["index"] == index]
+        assert len(mine) > 3
+        assert len(mine[0]["output_ids"]) == 8  # the first output at once
+        assert mine[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": TOKENS}
+        assert (mine[-1]["text"], tokens_of(mine[-1])) == (choice["text"], tokens_of(choice))
+        for before, after in zip(mine, mine[1:], strict=False):
+            assert after["text"].startswith(before["text"])
+            for short, long in zip(tokens_of(before), tokens_of(after), strict=True):
+                assert long[: len(short)] == short
+                assert len(short) == before["meta_info"]["completion_tokens"]
+
+
+def test_a_short_stream_shows_each_output_at_once(server: LiveServer) -> None:
+    body = {"text": "abc", "sampling_params": {"max_new_tokens": 160}, "stream": True}
+    found, _ = chunks(server, body)
+    lengths = [len(chunk["output_ids"]) for chunk in found]
+    assert lengths == [*range(8, 161, 8)]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_increments_add_up_to_the_whole(server: LiveServer, special: bool) -> None:
+    params = SGLANG["sampling_params"] | {"skip_special_tokens": not special}
+    body = SGLANG | {"sampling_params": params, "incremental_streaming_output": True}
+    expected, own = whole(server, body)
+    found, sent = chunks(server, body)
+    assert sent < 2 * own
+    for index, choice in enumerate(expected):
+        mine = [chunk for chunk in found if chunk["index"] == index]
+        assert len(mine) > 50
+        assert "".join(chunk["text"] for chunk in mine) == choice["text"]
+        lists = zip(*map(tokens_of, mine), strict=True)
+        assert [sum(parts, []) for parts in lists] == tokens_of(choice)
+        assert mine[-1]["meta_info"]["completion_tokens"] == TOKENS
+
+
+@pytest.mark.parametrize(("path", "body"), WHOLE)
+def test_a_large_reply_does_not_hold_the_loop(
+    server: LiveServer, path: str, body: dict[str, Any]
+) -> None:
+    with loop_holds(server) as holds:
+        reply = httpx.post(server.url + path, json=body, timeout=60)
+    assert reply.status_code == 200
+    assert len(reply.content) > CHOICES * TOKENS * ALTERNATIVES * 10
+    assert holds.longest_s < HOLD_S
+
+
+@pytest.mark.parametrize(("path", "body"), WHOLE[:-1])
+def test_a_stream_does_not_hold_the_loop(
+    server: LiveServer, path: str, body: dict[str, Any]
+) -> None:
+    with loop_holds(server) as holds:
+        reply = httpx.post(server.url + path, json=body | {"stream": True}, timeout=60)
+    assert len(reply.content) > CHOICES * TOKENS * ALTERNATIVES * 10
+    assert holds.longest_s < HOLD_S
+
+
+def test_what_comes_while_the_reader_is_behind_is_one_event(server: LiveServer) -> None:
+    async def read() -> list[Any]:
+        service = server.service
+        assert service.engine.info is not None
+        asked = NativeRequest.model_validate(NATIVE | {"stream": True})
+        batch = await service.validator.batch(asked, service.engine.info, EVERYBODY)
+        generation = service.start(batch, "")
+        found = []
+        async for event in generation.events():
+            found.append(event)
+            while len(service.engine):  # noqa: ASYNC110 (reads on once all has come)
+                await asyncio.sleep(0.001)
+        generation.close()
+        return found
+
+    found = server.run(read())
+    assert isinstance(found[-1], FinishedItem)
+    growing = [event for event in found if isinstance(event, TokenEvent)]
+    for index, choice in enumerate(found[-1].choices):
+        mine = [event.delta for event in growing if event.delta.index == index]
+        assert len(mine) < TOKENS / 8 / 4
+        assert [token for delta in mine for token in delta.token_ids] == choice.token_ids
+        assert [best for delta in mine for best in delta.top_logprobs] == choice.top_logprobs
+        assert "".join(delta.text or "" for delta in mine) == choice.text
