@@ -42,8 +42,10 @@ LIMITS = (
     MAX_BODY_MB,
     "--max-header-kb",
     MAX_HEADER_KB,
+    "--header-timeout-s",  # some attempts last until then, and so does each storm
+    4,
     "--body-timeout-s",
-    5,
+    4,
     "--max-queue",
     256,
     "--max-running",
