@@ -94,11 +94,11 @@ class Service:
         )
         return len(ids)
 
-    def start(self, batch: RequestBatch, owner: str) -> Generation:
+    async def start(self, batch: RequestBatch, owner: str) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes
         the generation. `owner`: the name of the key that asks.
         """
-        return self.generations.start(batch, owner)
+        return await self.generations.start(batch, owner)
 
     @property
     def ready(self) -> bool:

@@ -147,7 +147,7 @@ async def _answer(
         )
         return await _attached(service, request, rollout)
     # A batch that is not admitted is an HTTP error, so it starts before any stream.
-    generation = service.start(batch, owner)
+    generation = await service.start(batch, owner)
     if batch.stream:
         return EventStream(_frames(service, batch, generation), generation)
     return await reply(request, _collect(service, batch, generation), generation)

@@ -8,6 +8,7 @@ everything, aborts what still runs.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -46,11 +47,13 @@ class Generations:
         """Return the batch's items, of which nothing is generated yet."""
         return Items(batch, self.text, lambda id: self.engine.abort([id], finish_reason="stop"))
 
-    def start(self, batch: RequestBatch, owner: str) -> Generation:
+    async def start(self, batch: RequestBatch, owner: str) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes
         the generation. `owner` is the name of the key that asks.
         """
-        generation = self.submit(self.items(batch), batch.deadline_s, owner)
+        items = self.items(batch)
+        await asyncio.sleep(0)  # other requests run, since both halves of a large batch take long
+        generation = self.submit(items, batch.deadline_s, owner)
         self.metrics.prompt.inc(
             sum(len(request.token_ids) for item in batch.items for request in item.requests)
         )

@@ -195,7 +195,7 @@ async def _answer(
     phrase_of: type[Phrase],
 ) -> Response:
     batch = await service.validator.batch(asked.native(prompts), info, caller_of(request), words)
-    generation = service.start(batch, caller_of(request).name)
+    generation = await service.start(batch, caller_of(request).name)
     kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
     speller = Speller(
         service.pieces, as_ids=asked.return_tokens_as_token_ids or service.text.tokenizer is None

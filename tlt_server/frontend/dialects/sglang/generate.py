@@ -43,7 +43,7 @@ async def generate(service: Service, request: Request, content: dict[str, Any]) 
     caller = caller_of(request)
     batch = await service.validator.batch(asked.native(), service.engine.info, caller, WORDS)
     phrase = Phrase(service, asked, batch)
-    generation = service.start(batch, caller.name)
+    generation = await service.start(batch, caller.name)
     if asked.stream:
         return EventStream(_chunks(phrase, generation), generation)
     return await reply(request, _whole(phrase, generation), generation)

@@ -53,7 +53,7 @@ async def health_generate(service: Service, request: Request) -> Response:
         sampling=checked(SamplingFields, {"max_tokens": 1, "ignore_eos": True}),
     )
     caller = caller_of(request)
-    generation = service.start(
+    generation = await service.start(
         await service.validator.batch(one, _info(service), caller), caller.name
     )
     return await reply(

@@ -52,7 +52,7 @@ async def generate(service: Service, request: Request) -> Response:
         )
     assert service.engine.info is not None
     caller = caller_of(request)
-    generation = service.start(
+    generation = await service.start(
         await service.validator.batch(asked.native(), service.engine.info, caller, WORDS),
         caller.name,
     )
