@@ -140,7 +140,11 @@ class ServerSettings(SharedSettings):
     max_queue: Annotated[
         int,
         Doc(
-            "sequences", "Sequences accepted and not finished; above it requests get 429.", 1, 2**24
+            "sequences",
+            "Sequences accepted and not finished; above it requests get 429, but keys within their "
+            "share up to twice the limit.",
+            1,
+            2**24,
         ),
     ] = 8192
     max_queue_tokens: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -131,3 +132,46 @@ def test_metrics_say_what_is_kept(model: Path) -> None:
             path.stat().st_size for path in (server.directory / "rollouts").glob("*.journal")
         )
         assert f"tlt_rollout_bytes {float(size)}" in text
+
+
+TENANTS = "a scopes=data name=a\nb scopes=data name=b\n"
+
+
+def test_a_key_with_many_rollouts_makes_room_for_another(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(TENANTS)
+    with live_server(model, max_rollouts=4, api_key_file=tmp_path / "keys") as server:
+
+        def detach(key: str, **item: Any) -> httpx.Response:
+            return httpx.post(
+                f"{server.url}/generate",
+                json={"requests": [item], "sampling": {"max_tokens": 2}, "detach": True},
+                headers={"authorization": f"Bearer {key}"},
+            )
+
+        def kept(key: str) -> list[str]:
+            reply = httpx.get(f"{server.url}/rollouts", headers={"authorization": f"Bearer {key}"})
+            return [f"{rollout['status']}" for rollout in reply.json()["rollouts"]]
+
+        assert detach("a", token_ids=[HANGS]).status_code == 202
+        for _ in range(3):
+            assert detach("a", prompt="x").status_code == 202
+        eventually(lambda: kept("a") == ["running", "done", "done", "done"])
+        full = detach("a", prompt="x")
+        assert full.status_code == 429 and "4 of them this key's" in full.text
+        assert [detach("b", token_ids=[HANGS]).status_code for _ in range(2)] == [202, 202]
+        assert kept("a") == ["running", "done"], "the oldest that were done made room"
+        assert detach("b", token_ids=[HANGS]).status_code == 429, "b has its share"
+        assert detach("a", token_ids=[HANGS]).status_code == 429, "and so has a"
+
+
+def test_a_key_within_its_share_gets_in_where_all_others_run(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(TENANTS)
+    with live_server(model, max_rollouts=2, api_key_file=tmp_path / "keys") as server:
+        body = {"requests": [{"token_ids": [HANGS]}], "detach": True}
+        statuses = [
+            httpx.post(
+                f"{server.url}/generate", json=body, headers={"authorization": f"Bearer {key}"}
+            ).status_code
+            for key in "aaabb"
+        ]
+        assert statuses == [202, 202, 429, 202, 429]

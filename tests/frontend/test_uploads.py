@@ -468,3 +468,31 @@ def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:
 
     asyncio.run(sent())
     assert slow.written == [b"abcdefgh"]
+
+
+def test_a_key_whose_uploads_lie_idle_makes_room_for_another(model: Path, tmp_path: Path) -> None:
+    keys = "a scopes=push-weights name=a\nb scopes=push-weights name=b\n"
+    (tmp_path / "keys").write_text(keys)
+    with live_server(
+        model,
+        state_dir=tmp_path / "state",
+        weight_channels="http",
+        max_uploads=2,
+        max_upload_mb=1,
+        api_key_file=tmp_path / "keys",
+    ) as server:
+
+        def status(key: str, version: str, total: int = 8) -> int:
+            return httpx.put(
+                f"{server.url}/weights/{version}/{PART}",
+                content=b"x" * 8,
+                headers={"authorization": f"Bearer {key}", "content-range": f"bytes 0-7/{total}"},
+            ).status_code
+
+        def versions() -> list[str]:
+            reply = httpx.get(f"{server.url}/weights", headers={"authorization": "Bearer a"})
+            return [upload["version"] for upload in reply.json()["uploads"]]
+
+        assert [status("a", "v1"), status("a", "v2"), status("a", "v3")] == [200, 200, 507]
+        assert status("b", "v4") == 200 and versions() == ["v2", "v4"]
+        assert status("a", "v5") == status("b", "v5") == 507, "both have their share"

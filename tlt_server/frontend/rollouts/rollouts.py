@@ -145,9 +145,9 @@ class Rollouts:
         rollout = self._shelf.get(id)
         if rollout is None or not caller.sees(rollout.header.owner):
             raise NotFound(
-                f"there is no rollout {id[:80]!r}; it was deleted, or finished more than "
-                f"{self._ttl_s:g} s ago (rollout_ttl_s), or started by a server without this "
-                "state_dir: send its request again"
+                f"there is no rollout {id[:80]!r}; it was deleted, or made room for others, or "
+                f"finished more than {self._ttl_s:g} s ago (rollout_ttl_s), or started by a server "
+                "without this state_dir: send its request again"
             )
         return rollout
 
@@ -167,7 +167,7 @@ class Rollouts:
         self, batch: RequestBatch, *, owner: str, key: str, digest: str, detached: bool
     ) -> KeptRollout:
         """Write down and submit a batch, or (with a typed error) neither."""
-        self._shelf.check_room()
+        self._shelf.check_room(owner)
         now = time.time()
         header = Header(
             id=f"r-{secrets.token_hex(16)}",

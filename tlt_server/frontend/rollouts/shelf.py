@@ -1,18 +1,22 @@
 """The rollouts that are kept, running and done: found by id and by key, and bounded in number, in
 bytes and in the time after their end.
 
-A done rollout whose results were fetched is forgotten early when a bound asks for room. Called by
-`rollouts`, in the frontend's loop.
+A done rollout is forgotten early when a bound asks for room: first those whose results were
+fetched, the oldest of the greediest key; then, for a key within its share, those that were not
+fetched of a key above its own. A key within its share also gets in where the others' rollouts all
+run, up to twice the number. Called by `rollouts`, in the frontend's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 from tlt_server.config import Config
 from tlt_server.errors import QueueFull, StorageFailed
+from tlt_server.frontend.link.shares import over_share
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.metrics import Metrics
 
@@ -34,12 +38,19 @@ class Shelf:
     def keyed(self, owner: str, key: str) -> KeptRollout | None:
         return self._by_key.get((owner, key))
 
-    def check_room(self) -> None:
-        """Make room for one more rollout, or raise `QueueFull`."""
-        if len(self._by_id) >= self._max and not self._make_room():
+    def check_room(self, owner: str) -> None:
+        """Make room for one more rollout of this key, or raise `QueueFull`."""
+        while len(self._by_id) >= self._max:
+            held = Counter(rollout.header.owner for rollout in self)
+            greedy = over_share(held, owner, 1, self._max)
+            if self._make_room(held, greedy):
+                continue
+            if greedy is not None and len(self._by_id) < 2 * self._max:
+                return
             raise QueueFull(
-                f"{len(self._by_id)} rollouts are kept, the limit is {self._max} (max_rollouts); "
-                "fetch or delete finished ones, or wait for some to end",
+                f"{len(self._by_id)} rollouts are kept, {held[owner]} of them this key's, the "
+                f"limit is {self._max} (max_rollouts); fetch or delete finished ones, or wait for "
+                "some to end",
                 retry_after_s=self._next_expiry_s(),
             )
 
@@ -52,7 +63,13 @@ class Shelf:
     def append(self, rollout: KeptRollout, framed: bytes) -> None:
         """Write a record to the rollout's journal, or raise `StorageFailed`."""
         while self._bytes + len(framed) > self._max_bytes:
-            if not self._make_room():
+            held = Counter[str]()
+            for kept in self:
+                held[kept.header.owner] += kept.bytes
+            owner = rollout.header.owner
+            if not self._make_room(
+                held, over_share(held, owner, len(framed), self._max_bytes), rollout
+            ):
                 raise StorageFailed(
                     f"the rollouts kept would take {self._bytes + len(framed)} bytes, the limit is "
                     f"{self._max_bytes} (max_rollout_mb); fetch or delete finished ones, or wait",
@@ -99,12 +116,21 @@ class Shelf:
             )
         self._metrics.rollout_bytes.set(self._bytes)
 
-    def _make_room(self) -> bool:
-        """Forget the oldest rollout whose results were fetched. Return whether there was one."""
-        rollout = next((rollout for rollout in self._by_id.values() if rollout.fetched), None)
-        if rollout is not None:
-            self.forget(rollout)
-        return rollout is not None
+    def _make_room(
+        self, held: Counter[str], greedy: str | None, growing: KeptRollout | None = None
+    ) -> bool:
+        """Forget one rollout that was fetched, the oldest of the key that holds most, or that is
+        done and a key's that has to make room. Return whether there was one.
+        """
+        done = [each for each in self if each.done_s is not None and each is not growing]
+        forgotten = max(
+            [each for each in done if each.fetched],
+            key=lambda each: held[each.header.owner],
+            default=next((each for each in done if each.header.owner == greedy), None),
+        )
+        if forgotten is not None:
+            self.forget(forgotten)
+        return forgotten is not None
 
     def _next_expiry_s(self) -> float:
         """Return the seconds until a done rollout makes room; without one, a time to ask again."""

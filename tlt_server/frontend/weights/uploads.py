@@ -14,7 +14,8 @@ import itertools
 import re
 import shutil
 import threading
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,11 @@ from msgspec.structs import replace
 
 from tlt_server.config import Config
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
+from tlt_server.frontend.link.shares import over_share
 from tlt_server.private import private_directory, private_file
 from tlt_server.threads import Errands
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
-RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 PIECE_BYTES = 2**20  # size of one write
 
 
@@ -68,6 +69,7 @@ class _Part:
 
 @dataclass
 class _Upload:
+    owner: str  # name of the key that began it
     directory: Path
     parts: dict[str, _Part] = field(default_factory=dict)
     started_s: float = 0.0  # by the loop's clock
@@ -141,13 +143,19 @@ class Uploads:
         return PartStatus(part, upload.parts[part].bytes, upload.parts[part].total)
 
     async def write(
-        self, version: str, part: str, start: int, total: int, body: AsyncIterator[bytes]
+        self,
+        version: str,
+        part: str,
+        start: int,
+        total: int,
+        body: AsyncIterator[bytes],
+        owner: str = "",
     ) -> PartStatus:
         """Take a range of a part. When `body` breaks off, what has come is kept, except the last
         piece of a call that is cancelled while it writes. An upload without any byte is removed.
         """
         begins = version not in self._uploads
-        upload = self._opened(version, part, total)
+        upload = self._opened(version, part, total, owner)
         upload.writing += 1
         try:
             await self._take(upload, part, start, body)
@@ -178,8 +186,10 @@ class Uploads:
                 await writing
             await self._write(upload, part, at, piece)
 
-    def _opened(self, version: str, part: str, total: int) -> _Upload:
-        """Return the upload, with an entry for this part if there is room for it."""
+    def _opened(self, version: str, part: str, total: int, owner: str) -> _Upload:
+        """Return the upload, with an entry for this part if there is room for it, or if others
+        make room.
+        """
         config = self._config
         if not PART.fullmatch(part):
             raise InvalidRequest(
@@ -187,7 +197,7 @@ class Uploads:
                 ".safetensors"
             )
         upload = self._uploads.get(version)
-        if upload is None and len(self._uploads) >= config.max_uploads:
+        if upload is None and not self._room(owner, 1, config.max_uploads, lambda _: 1):
             raise StorageFailed(
                 f"{len(self._uploads)} versions are on their way, the limit is "
                 f"{config.max_uploads} (max_uploads); push or abort one of {sorted(self._uploads)} "
@@ -200,10 +210,9 @@ class Uploads:
                 "abort the version to start again"
             )
         if there is None:
-            held = sum(upload.total for upload in self._uploads.values()) + sum(
-                self._leaving.copy().values()
-            )
-            if held + total > config.max_upload_mb * 2**20:
+            limit, leaving = config.max_upload_mb * 2**20, sum(self._leaving.copy().values())
+            if not self._room(owner, total, limit - leaving, lambda upload: upload.total):
+                held = sum(upload.total for upload in self._uploads.values()) + leaving
                 raise StorageFailed(
                     f"part {part!r} has {total} bytes and {held} are on their way; the limit is "
                     f"{config.max_upload_mb} MiB (max_upload_mb): push or abort what is there"
@@ -215,6 +224,7 @@ class Uploads:
                 )
         if upload is None:
             upload = _Upload(
+                owner,
                 self._directory / f"{_named(version)}-{next(self._numbers)}",
                 started_s=asyncio.get_running_loop().time(),
             )
@@ -227,6 +237,25 @@ class Uploads:
         upload.parts.setdefault(part, _Part(total))
         upload.touched_s = asyncio.get_running_loop().time()
         return upload
+
+    def _room(self, owner: str, asked: int, limit: int, size: Callable[[_Upload], int]) -> bool:
+        """Tell whether a key may have this much more. If it stays within its share, uploads make
+        room that are idle and of the key that is furthest above its own, the oldest first.
+        """
+        while sum(map(size, self._uploads.values())) + asked > limit:
+            held = Counter[str]()
+            for upload in self._uploads.values():
+                held[upload.owner] += size(upload)
+            greedy = over_share(held, owner, asked, limit)
+            idle = (
+                version
+                for version, upload in self._uploads.items()
+                if upload.owner == greedy and not (upload.writing or upload.pushes)
+            )
+            if greedy is None or (version := next(idle, None)) is None:
+                return False
+            self._remove(version)
+        return True
 
     async def _write(self, upload: _Upload, name: str, start: int, data: bytearray) -> None:
         try:
@@ -351,22 +380,3 @@ def _not_kept(part: str, error: OSError) -> StorageFailed:
         f"part {part!r} cannot be written below the state directory ({error}); make room and send "
         "it on"
     )
-
-
-def span(content_range: str, length: int | None) -> tuple[int, int]:
-    """Return where a body starts and how many bytes the part has in all."""
-    if not content_range:
-        if length is None:
-            raise InvalidRequest(
-                "the request has neither Content-Range nor Content-Length; send Content-Range: "
-                "bytes FIRST-LAST/TOTAL"
-            )
-        return 0, length
-    found = RANGE.fullmatch(content_range)
-    first, last, total = map(int, found.groups()) if found else (0, 0, 0)
-    if not first <= last < total or (length is not None and length != last + 1 - first):
-        raise InvalidRequest(
-            f"Content-Range is {content_range[:80]!r} for a body of {length} bytes; it must be "
-            "bytes FIRST-LAST/TOTAL, the last included"
-        )
-    return first, total

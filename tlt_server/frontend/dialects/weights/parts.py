@@ -7,11 +7,13 @@ from starlette.responses import Response
 
 from tlt_client.arguments import VERSION_MUST, is_version
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, NotFound, StorageFailed
+from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.frontend.weights.uploads import PartStatus, Uploads, span
+from tlt_server.frontend.weights.ranges import span
+from tlt_server.frontend.weights.uploads import PartStatus, Uploads
 
 ROUTES = Routes()
 
@@ -47,7 +49,10 @@ async def put(service: Service, request: Request) -> Response:
     start, total = span(
         request.headers.get("content-range", ""), int(length) if length is not None else None
     )
-    return json_response(await opened(service).write(version, part, start, total, request.stream()))
+    owner = caller_of(request).name
+    return json_response(
+        await opened(service).write(version, part, start, total, request.stream(), owner)
+    )
 
 
 @ROUTES.get(
