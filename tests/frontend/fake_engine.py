@@ -119,8 +119,8 @@ class Running:
         first, self.sent = self.sent == 0, self.sent + len(tokens)
         extra = [
             TokenLogprobs(
-                [token, *range(alternatives - 1)],
-                [-0.5, *(-1 - i / 7 for i in range(alternatives - 1))],
+                (token, *range(alternatives - 1)),
+                (-0.5, *(-1 - i / 7 for i in range(alternatives - 1))),
             )
             for token in tokens
         ]
@@ -132,7 +132,7 @@ class Running:
             top_logprobs=extra if sampling.logprobs else None,
             prompt_logprobs=[
                 None,
-                *(TokenLogprobs([token, 65], [-2.0, -0.1]) for token in request.token_ids[1:]),
+                *(TokenLogprobs((token, 65), (-2.0, -0.1)) for token in request.token_ids[1:]),
             ]
             if first and sampling.prompt_logprobs is not None
             else None,

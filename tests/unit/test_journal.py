@@ -66,8 +66,8 @@ OUTPUTS = [
         drafted=3,
         accepted=1,
         cached_tokens=2,
-        prompt_logprobs=[None, TokenLogprobs([1], [-2.0])],
-        top_logprobs=[TokenLogprobs([4, 9], [-0.5, -3.0])] * 2,
+        prompt_logprobs=[None, TokenLogprobs((1,), (-2.0,))],
+        top_logprobs=[TokenLogprobs((4, 9), (-0.5, -3.0))] * 2,
     ),
     StepOutput(
         id="a-0.1",

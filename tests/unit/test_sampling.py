@@ -176,8 +176,8 @@ def check_against_twin(row: Row) -> None:
         top = result.top[0]
         # The order of the twin comes from float64 log-probs, which separate what float32 z
         # separates.
-        assert top.token_ids == order[: row.sampling.logprobs]
-        np.testing.assert_allclose(top.logprobs, logprobs[top.token_ids], **LOGPROB_TOLERANCE)
+        assert [*top.token_ids] == order[: row.sampling.logprobs]
+        np.testing.assert_allclose(top.logprobs, logprobs[[*top.token_ids]], **LOGPROB_TOLERANCE)
     else:
         assert result.top[0] is None
 
@@ -312,12 +312,12 @@ def test_path_and_position_must_agree_for_penalised_rows():
 def test_ties_go_to_the_lowest_id():
     greedy = Row(np.array([1.0, 7.0, 7.0, 7.0], np.float32), Sampling(temperature=0.0, logprobs=3))
     assert sampled([greedy]).token_S[0] == 1
-    assert sampled([greedy]).top[0].token_ids == [1, 2, 3]
+    assert sampled([greedy]).top[0].token_ids == (1, 2, 3)
     for seed in range(20):
         top_2 = Row(
             np.array([1.0, 7.0, 7.0, 7.0], np.float32), Sampling(top_k=2, logprobs=4), seed=seed
         )
-        assert sampled([top_2]).top[0].token_ids == [1, 2]
+        assert sampled([top_2]).top[0].token_ids == (1, 2)
         assert sampled([top_2]).token_S[0] in (1, 2)
     # At 2^30 float32 has a grid of 64: the noise vanishes and every score ties.
     assert sampled([Row(np.full(40, 2.0**30, np.float32), Sampling())]).token_S[0] == 0
@@ -338,7 +338,7 @@ def test_all_but_one_at_minus_infinity_gives_that_one_with_certainty(temperature
         ]
     )
     assert result.token_S[0] == winner and result.logprob_S[0] == 0
-    assert result.top[0].token_ids == [winner]
+    assert result.top[0].token_ids == (winner,)
 
 
 @pytest.mark.parametrize("broken", [[np.nan, 1.0], [-np.inf, -np.inf], [np.inf, 1.0]])
@@ -371,7 +371,7 @@ def test_greedy_reports_temperature_one_without_filters():
     np.testing.assert_allclose(
         result.logprob_S[0], reference_sampling.log_softmax(row.logits)[2], **LOGPROB_TOLERANCE
     )
-    assert result.top[0].token_ids == [2, 1, 0]
+    assert result.top[0].token_ids == (2, 1, 0)
 
 
 def test_raw_logprobs_are_nan_where_not_asked_and_none_where_nobody_asks():
@@ -410,10 +410,12 @@ def test_prompt_logprobs_give_the_target_then_the_best():
     result = prompt_logprobs(torch.from_numpy(logits), targets, 3)
     for row, target, entry in zip(logits, targets, result, strict=True):
         logprobs = reference_sampling.log_softmax(row)
-        assert entry.token_ids == [target, *np.argsort(-row)[:3]]
-        np.testing.assert_allclose(entry.logprobs, logprobs[entry.token_ids], **LOGPROB_TOLERANCE)
+        assert entry.token_ids == (target, *np.argsort(-row)[:3])
+        np.testing.assert_allclose(
+            entry.logprobs, logprobs[[*entry.token_ids]], **LOGPROB_TOLERANCE
+        )
     assert [entry.token_ids for entry in prompt_logprobs(torch.from_numpy(logits), targets, 0)] == [
-        [t] for t in targets
+        (t,) for t in targets
     ]
 
 

@@ -21,7 +21,7 @@ class Node(Struct, kw_only=True, rename="camel"):
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False)
-leaves = scalars | st.text(max_size=20) | st.builds(TokenLogprobs, st.just([1]), st.just([-0.5]))
+leaves = scalars | st.text(max_size=20) | st.builds(TokenLogprobs, st.just((1,)), st.just((-0.5,)))
 contents = st.recursive(
     leaves,
     lambda inner: (
@@ -45,10 +45,10 @@ def test_slices_join_to_the_encoding_in_one_piece(content: Any) -> None:
     "content",
     [
         {"ids": [*range(200_000)]},
-        [TokenLogprobs([*range(20)], [-1 / 3] * 20)] * 5000,
+        [TokenLogprobs((*range(20),), (-1 / 3,) * 20)] * 5000,
         {"choices": [Node(long_name=[[-1 / 3] * 20] * 3000)] * 3},
         [{str(i): -1 / 3 for i in range(20)}] * 5000,
-        [None, *[TokenLogprobs([*range(20)], [-1 / 3] * 20)] * 5000],
+        [None, *[TokenLogprobs((*range(20),), (-1 / 3,) * 20)] * 5000],
     ],
 )
 def test_no_slice_of_a_large_content_is_large(content: Any) -> None:

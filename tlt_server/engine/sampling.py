@@ -211,7 +211,7 @@ def prompt_logprobs(
     best = [_alternatives(top_SK[s], top_logprobs_SK[s]) for s in range(rows)]
     return [
         TokenLogprobs(
-            [int(target_S[s]), *best[s].token_ids], [float(logprob_S[s]), *best[s].logprobs]
+            (int(target_S[s]), *best[s].token_ids), (float(logprob_S[s]), *best[s].logprobs)
         )
         for s in range(rows)
     ]
@@ -272,4 +272,4 @@ def _edited(
 
 def _alternatives(ids_K: NDArray[np.int64], logprobs_K: NDArray[np.float32]) -> TokenLogprobs:
     kept = int((ids_K >= 0).sum())
-    return TokenLogprobs(ids_K[:kept].tolist(), logprobs_K[:kept].tolist())
+    return TokenLogprobs(tuple(ids_K[:kept].tolist()), tuple(logprobs_K[:kept].tolist()))

@@ -94,4 +94,4 @@ def best_of(alternatives: int) -> int:
 
 def _kept(token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:
     count = token_ids.index(-1) if -1 in token_ids else len(token_ids)
-    return TokenLogprobs(token_ids[:count], logprobs[:count])
+    return TokenLogprobs(tuple(token_ids[:count]), tuple(logprobs[:count]))

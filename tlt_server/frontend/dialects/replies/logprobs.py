@@ -75,7 +75,7 @@ class PromptToken(Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[str, PromptToken] | None]
-NONE = TokenLogprobs([], [])
+NONE = TokenLogprobs((), ())
 MANY = 2048  # tokens and alternatives; a stream's chunk has fewer, unless it tells of the prompt
 Part = TypeVar("Part")
 
