@@ -2,7 +2,7 @@
 weights, a disk that is full. Each sound request that completes has the bits of an undisturbed run.
 
 The pushes carry the served target again, and drafters that differ: no push may change a token. A
-shard of the whole is one server and one seed; eight of them make the million of requests.
+shard of the whole is one server and one seed; sixteen of them make the million of requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.e2e.conftest import PAIR
 from tests.e2e.hostile_bodies import SECRET, generate
 from tests.e2e.hostile_requests import LIMITS, attempt
 from tests.e2e.test_crashes import AT_ONCE
-from tests.e2e.test_hostile import ANSWER_S, SOUND, Answer, free_pages, judge, send
+from tests.e2e.test_hostile import ANSWER_S, CONTINUE, SOUND, Answer, free_pages, judge, send
 from tests.e2e.test_lifecycle import until
 from tests.processes import engine, engines
 from tlt_client import AsyncClient, Client, ServerError
@@ -41,7 +41,7 @@ from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
-ATTACKERS, CALLERS = 16, 8
+ATTACKERS, CALLERS = 32, 16
 DISK_MB = 96
 SERVICE = "/tlt.v1.RolloutService/"
 UNARY = ("GenerateBatch", "Detach", "GetRollout", "DeleteRollout", "GetPart", "CommitWeights")
@@ -52,6 +52,7 @@ ALLOWED = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,  # parts of weights by http, which this server does not take
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -244,6 +245,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _is_disturbed(received: bytes) -> bool:
     """Say whether a reply is an error that only a disturbance explains."""
+    received = received.removeprefix(CONTINUE)
     head = received[:12].split(b" ")
     if len(head) < 2 or not head[1].startswith(b"5"):
         return False
@@ -332,9 +334,9 @@ def test_a_small_storm_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", range(1, 17))
 def test_a_million_requests_change_nothing(seed: int, tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     with small_disk(tmp_path / "disk") as disk:
-        seen = endure(Plan(125_000, 13, 125, 75), seed, tmp_path / "root", disk)
+        seen = endure(Plan(62_500, 7, 63, 40), seed, tmp_path / "root", disk)
     assert seen["full"] == 10, seen

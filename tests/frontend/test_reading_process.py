@@ -95,6 +95,12 @@ def test_a_long_text_stays_packed_and_only_some_fields_may_hold_one() -> None:
         built({"x" * 5000: [1]})
 
 
+@pytest.mark.parametrize("at", [10**30, {"a": -(2**63) - 1}, [1, 2**64]], ids=str)
+def test_a_number_beyond_64_bits_is_refused_with_a_remedy(at: object) -> None:
+    with pytest.raises(InvalidRequest, match="beyond 64 bits; send it as a string"):
+        [*cut([[], None, {"enable_thinking": at}])]
+
+
 def test_ids_are_the_same_packed() -> None:
     ids = [*range(20_000)]
     packed = PackedIds.of(ids)

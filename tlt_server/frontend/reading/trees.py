@@ -26,7 +26,16 @@ MAX_KEY_CHARS = 2**12
 SCALARS = frozenset({int, float, bool, str, type(None)})
 MEMBERS, NUMBERS = 32, 4096  # members of a list, or numbers, that are encoded at once
 
-_encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+
+
+def _encode(piece: Any) -> bytes:
+    try:
+        return _encoder.encode(piece)
+    except OverflowError:
+        raise InvalidRequest(
+            "the body has a whole number beyond 64 bits; send it as a string"
+        ) from None
 
 
 def name_of(kind: type) -> str:
