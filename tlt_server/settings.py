@@ -133,7 +133,12 @@ class ServerSettings(SharedSettings):
     max_body_mb: Annotated[int, Doc("MiB", "Size of a request body.", 1, 65536)] = 16
     max_bodies_mb: Annotated[
         int,
-        Doc("MiB", "Bodies on their way at once; above it the slowest of them get 503.", 1, 2**20),
+        Doc(
+            "MiB",
+            "Bodies on their way at once, by HTTP and again by gRPC; above it the slowest get 503.",
+            1,
+            2**20,
+        ),
     ] = 256
 
     # limits of the server

@@ -129,7 +129,7 @@ def judge(asked: Attempt, received: bytes) -> str:
     answer = Answer(received, head_only=asked.answered and asked.data.startswith(b"HEAD "))
     assert answer.whole or not asked.answered, f"the reply is cut off: {received[-200:]!r}"
     assert not answer.rest, f"more than one reply: {answer.rest[:200]!r}"
-    if answer.status >= 500 and answer.status != 505:  # which says: HTTP/1.1 only
+    if answer.status >= 500 and answer.status != 505:  # 505 asks for HTTP/1.1
         deadline = answer.status in (408, 504) and (asked.short_deadline or asked.slow)
         assert deadline or b'"unavailable"' in answer.body, (
             f"{answer.status}: {answer.body[:400]!r}"

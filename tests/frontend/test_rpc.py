@@ -37,6 +37,7 @@ from tlt_client.rpc import rollout_pb2 as proto
 from tlt_server.errors import InvalidRequest as InvalidValue
 from tlt_server.frontend.rpc.exchange import Exchange
 from tlt_server.frontend.rpc.methods import METHODS
+from tlt_server.frontend.rpc.reads import MessageReads
 from tlt_server.frontend.rpc.refusals import refuse
 
 LONG = GenerateRequest(requests=[Item(token_ids=[HANGS])])
@@ -266,7 +267,7 @@ def test_the_start_of_a_reply_is_not_cut_off() -> None:
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def called() -> Exchange:
-        exchange = Exchange(context, method.operation, 0.05, secure=False)  # type: ignore[arg-type]
+        exchange = Exchange(context, method.operation, MessageReads(1), 0.05, secure=False)  # type: ignore[arg-type]
         await exchange.run(app, method, open_calls=0)  # type: ignore[arg-type]
         await exchange.answer()
         return exchange

@@ -19,10 +19,12 @@ from starlette.types import ASGIApp, Message, Scope
 
 from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.http.arrival import ARRIVE
+from tlt_server.frontend.http.auth import key_of
 from tlt_server.frontend.http.connections import CONNECTIONS
 from tlt_server.frontend.http.replies import REFUSED
 from tlt_server.frontend.rpc.messages import fill
 from tlt_server.frontend.rpc.methods import Operation, RpcMethod
+from tlt_server.frontend.rpc.reads import MessageReads
 
 # Metadata of a call that become headers, and headers of a reply that become metadata.
 TO_HEADERS = ("authorization", "idempotency-key", "origin", "sec-fetch-site", "x-request-id")
@@ -35,9 +37,15 @@ class Exchange:
     """The operation that one message of a call asks for."""
 
     def __init__(
-        self, context: Context, operation: Operation, send_timeout_s: float, *, secure: bool
+        self,
+        context: Context,
+        operation: Operation,
+        reads: MessageReads,
+        send_timeout_s: float,
+        *,
+        secure: bool,
     ) -> None:
-        self._context, self._send_timeout_s = context, send_timeout_s
+        self._context, self._reads, self._send_timeout_s = context, reads, send_timeout_s
         self._gone = asyncio.Event()
         self._asked = self._started = self._streams = self._answered = self._unread = False
         self._body = bytearray()
@@ -97,7 +105,7 @@ class Exchange:
 
     async def _next(self) -> bytes:
         """Return the next message, and an empty one after the last."""
-        data = await self._context.read()
+        data = await self._reads.read(key_of(self._scope), self._context.read)
         return data if isinstance(data, bytes) else b""
 
     async def send(self, message: Message) -> None:

@@ -27,6 +27,7 @@ from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.rpc.exchange import Context, Exchange
 from tlt_server.frontend.rpc.health import Health
 from tlt_server.frontend.rpc.methods import METHODS, SERVICE, RpcMethod
+from tlt_server.frontend.rpc.reads import MessageReads
 from tlt_server.frontend.rpc.refusals import refuse
 from tlt_server.metrics import Metrics
 
@@ -36,6 +37,7 @@ MIN_PING_S = 10  # time between two pings of a client; a client that sends them 
 IDLE_S = 300  # a connection without a call for this long is told to go
 # Later calls open a new connection, by which a change of certificates or addresses is seen.
 AGE_S = 3600
+LOOKAHEAD_BYTES = 2**16
 BEYOND = 2  # gRPC's limits are this many times ours, so that refusals up to there are typed
 SERVICES = (
     SERVICE.full_name,
@@ -102,6 +104,8 @@ class _Calls(grpc.GenericRpcHandler):
     def __init__(self, app: ASGIApp, config: Config, metrics: Metrics, *, secure: bool) -> None:
         self._app, self._config, self._metrics, self._secure = app, config, metrics, secure
         self._open = 0
+        largest_mb = BEYOND * config.max_body_mb
+        self._reads = MessageReads(max(1, config.max_bodies_mb // largest_mb))
 
     def service(
         self, details: grpc.HandlerCallDetails
@@ -133,7 +137,11 @@ class _Calls(grpc.GenericRpcHandler):
         """Run the operations of the call's messages, in order, up to the last or to an error."""
         while True:
             exchange = Exchange(
-                context, method.operation, self._config.send_timeout_s, secure=self._secure
+                context,
+                method.operation,
+                self._reads,
+                self._config.send_timeout_s,
+                secure=self._secure,
             )
             await exchange.run(self._app, method, open_calls=self._open)
             if exchange.error is None and (
@@ -189,6 +197,10 @@ def _options(config: Config) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),  # otherwise two servers could share the port
         ("grpc.max_receive_message_length", BEYOND * config.max_body_mb * 2**20),
         ("grpc.max_send_message_length", -1),
+        # The core takes this much of a message before it is asked for it; then it takes all. With
+        # probes of the bandwidth it would take megabytes.
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_metadata_size", config.max_header_kb * 1024),
         ("grpc.absolute_max_metadata_size", config.max_header_kb * 1024),
         # No compression, since the size of an unpacked message has no bound.

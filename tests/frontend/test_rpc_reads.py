@@ -1,0 +1,111 @@
+"""Messages that are read at once are bounded, and one that stalls keeps out no other key."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.frontend.live_server import live_server
+from tests.frontend.test_rpc import SHORT, refused
+from tlt_client.rpc import RolloutServiceStub
+from tlt_server.errors import Unavailable
+from tlt_server.frontend.rpc import reads
+from tlt_server.frontend.rpc.reads import MessageReads
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "OTHERS_S", 0.05)
+    monkeypatch.setattr(reads, "OWN_S", 0.2)
+    monkeypatch.setattr(reads, "CHECK_S", 0.01)
+
+
+class Messages:
+    """Reads that end when the test says so, in the order in which they began."""
+
+    def __init__(self, at_once: int) -> None:
+        self.reads, self.began = MessageReads(at_once), list[str]()
+        self.arrived: dict[str, asyncio.Event] = {}
+
+    def start(self, name: str) -> asyncio.Task[str]:
+        """Read a message whose owner is the first letter of its name."""
+
+        async def receive() -> str:
+            self.began.append(name)
+            await self.arrived[name].wait()
+            return name
+
+        self.arrived[name] = asyncio.Event()
+        return asyncio.create_task(self.reads.read(name[0], receive))
+
+
+def run(case: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(case, 30))
+
+
+def test_only_a_few_messages_are_read_at_once_and_a_free_turn_goes_to_who_reads_least() -> None:
+    async def case() -> None:
+        messages = Messages(2)
+        tasks = {name: messages.start(name) for name in ("a1", "a2", "a3", "a4", "b1", "c1")}
+        await asyncio.sleep(0)
+        assert messages.began == ["a1", "a2"]
+        tasks["a4"].cancel()  # its client leaves while it waits
+        for name, began in (("a1", "b1"), ("b1", "c1"), ("a2", "a3")):
+            messages.arrived[name].set()
+            assert await tasks[name] == name
+            await asyncio.sleep(0)
+            assert messages.began[-1] == began
+        messages.arrived["c1"].set()
+        messages.arrived["a3"].set()
+        assert await tasks["a3"] == "a3" and await tasks["c1"] == "c1"
+        again = messages.start("d1")
+        messages.arrived["d1"].set()
+        assert await again == "d1" and messages.reads._free == 2
+
+    run(case())
+
+
+def test_a_read_that_stalls_is_cut_only_while_others_wait() -> None:
+    async def case() -> None:
+        messages = Messages(2)
+        stalled = [messages.start("a1"), messages.start("a2")]
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in stalled)
+        other = messages.start("b1")
+        messages.arrived["b1"].set()
+        assert await other == "b1"
+        with pytest.raises(Unavailable, match="2 messages are read at once"):
+            await stalled[0]
+        own = messages.start("a3")
+        messages.arrived["a3"].set()
+        assert await own == "a3" and not stalled[1].done()
+        messages.arrived["a2"].set()
+        assert await stalled[1] == "a2"
+
+    run(case())
+
+
+def test_calls_that_send_no_message_keep_out_none_that_does(model: Path) -> None:
+    with live_server(model, grpc_port=0, max_body_mb=1, max_bodies_mb=4) as server:
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            silent, replies = threading.Event(), []
+
+            def nothing() -> Iterator[bytes]:
+                silent.wait(30)
+                yield from ()
+
+            call = channel.stream_unary("/tlt.v1.RolloutService/GenerateBatch")
+            for _ in range(6):
+                replies.append(call.future(nothing()))
+            assert RolloutServiceStub(channel).GenerateBatch(SHORT, timeout=20).results
+            ended = [reply for reply in replies if reply.done()]
+            for reply in ended:
+                assert "read at once (max_bodies_mb)" in refused(reply.result).message
+            silent.set()
+            assert ended
