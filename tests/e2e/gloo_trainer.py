@@ -2,16 +2,14 @@
 as trainers make theirs which drive vLLM (a group straight upon a TCPStore) or SGLang (torch's
 rendezvous, a prefix, torch's helper for named groups).
 
-`python -m tests.e2e.gloo_trainer ORDER URL SEED...` makes the calls of one of `ORDERS` once per
-seed, and prints after each round a line of JSON: what the trainer has broadcast and what the server
-says is live, as checksums by tensor, and the version that is live.
+`train` makes the calls of one of `ORDERS` once per seed, and returns for each round what the
+trainer has broadcast and what the server says is live, as checksums by tensor, and the version that
+is live.
 """
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -76,6 +74,7 @@ def packed(named: Named, limit: int) -> Iterator[Tensor]:
 class Trainer:
     def __init__(self, url: str) -> None:
         self.calls, self._pool = Calls(url), ThreadPoolExecutor(1)
+        self.rounds: list[dict[str, Any]] = []
 
     def meanwhile(self, path: str, body: object, own: Callable[[], Any]) -> tuple[Any, Any]:
         """A call that the server answers once this process has done its part."""
@@ -183,16 +182,8 @@ class Trainer:
     def tell(self, sent: Named) -> None:
         live = self.calls.post("/weight_checker", {"action": "checksum"})["checksums"]
         mine = sums(sent)
-        print(
-            json.dumps(
-                {
-                    "version": self.version(),
-                    "mine": mine,
-                    "live": {name: live.get(name) for name in mine},
-                }
-            ),
-            flush=True,
-        )
+        found = {name: live.get(name) for name in mine}
+        self.rounds.append({"version": self.version(), "mine": mine, "live": found})
 
 
 def init_info(port: int, **fields: Any) -> dict[str, Any]:
@@ -362,5 +353,8 @@ def areal(trainer: Trainer, seeds: list[int]) -> None:
 
 ORDERS = {order.__name__: order for order in (trl, art, skyrl, prime_rl, slime, miles, areal)}
 
-if __name__ == "__main__":
-    ORDERS[sys.argv[1]](Trainer(sys.argv[2]), [int(seed) for seed in sys.argv[3:]])
+
+def train(order: str, url: str, seeds: list[int]) -> list[dict[str, Any]]:
+    trainer = Trainer(url)
+    ORDERS[order](trainer, seeds)
+    return trainer.rounds

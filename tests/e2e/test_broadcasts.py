@@ -7,23 +7,19 @@ all the while; the orders stand in `gloo_trainer`.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from multiprocessing.pool import Pool
 
 import httpx
 import pytest
 
 from tests.e2e.conftest import PAIR
-from tests.e2e.gloo_trainer import ORDERS
+from tests.e2e.gloo_trainer import ORDERS, train
 from tests.e2e.trainers import Rollout, rolling
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 
-ROOT = Path(__file__).parents[2]
 PROMPT = list(b"Compute 3*4+5.")
 
 
@@ -42,17 +38,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-def trainer(order: str, url: str, *seeds: int) -> list[dict[str, Any]]:
-    """Run the trainer; return what it printed after each round."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.gloo_trainer", order, url, *map(str, seeds)],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Pool]:
+    """Start trainers from a process that has imported torch, a new one for each trainer."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.e2e.gloo_trainer"])
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        yield pool
 
 
 def completion(url: str, i: int) -> Rollout | None:
@@ -79,12 +71,14 @@ def completion(url: str, i: int) -> Rollout | None:
 
 
 @pytest.mark.parametrize("order", sorted(ORDERS))
-def test_what_is_live_is_what_the_trainer_has_broadcast(order: str, server: ServerProcess) -> None:
+def test_what_is_live_is_what_the_trainer_has_broadcast(
+    order: str, server: ServerProcess, processes: Pool
+) -> None:
     first = 10 * sorted(ORDERS).index(order) + 1
     with Client(server.url, timeout_s=60) as client:
         before = dict(client.weight_checksums())
         with rolling(lambda i: completion(server.url, i)) as rollouts:
-            said = trainer(order, server.url, first, first + 1)
+            said = processes.apply_async(train, (order, server.url, [first, first + 1])).get(300)
         assert len(said) == 2 and said[0]["version"] != said[1]["version"]
         for round in said:
             assert round["live"] == round["mine"] and len(round["mine"]) > 8
