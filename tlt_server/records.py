@@ -62,6 +62,13 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     begin_by_s: float | None = None  # likewise: it ends unless it has started by then
     generated: list[int] = []  # output tokens from before; the engine reports only those after them
 
+    @property
+    def tenant(self) -> str:
+        """The name of those that may share KV and text with this request: its salt, and the owner
+        where there are keys.
+        """
+        return f"{self.owner}\n{self.salt}" if self.owner else self.salt
+
 
 class Strategy(Struct, frozen=True, order=True):
     """One arm. `rows` is verify rows per request, the root row included: OFF is one row and no

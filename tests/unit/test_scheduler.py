@@ -183,6 +183,23 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert sorted(outputs[0].cached_tokens for outputs in seen.values()) == [0] + [16] * 5
 
 
+def test_owners_share_no_prefix_and_no_key_shares_all() -> None:
+    scheduler, kv = make(64)
+    scheduler.submit([sequence(0, list(range(9)), 2, 1, owner="a", salt="s")])
+    finish(scheduler, kv)
+    scheduler.submit(
+        [
+            sequence(1, list(range(9)), 2, 1, owner="b", salt="s"),
+            sequence(2, list(range(9)), 2, 1, owner="a", salt="s"),
+            sequence(3, list(range(9)), 2, 1, salt="s"),
+        ]
+    )
+    seen = finish(scheduler, kv)
+    assert [seen[f"r{i}"][0].cached_tokens for i in (1, 2, 3)] == [0, 8, 0]
+    tokens = {tuple(t for output in seen[f"r{i}"] for t in output.token_ids) for i in (1, 2, 3)}
+    assert len(tokens) == 1, "sharing never changes a token"
+
+
 def test_salt_separates_prefixes() -> None:
     scheduler, kv = make(64)
     scheduler.submit([sequence(0, list(range(9)), 2, 1, salt="a")])

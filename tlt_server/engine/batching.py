@@ -28,7 +28,7 @@ def draft_batch(chunks: list[Chunk], page_table_SP: NDArray[np.int32]) -> DraftB
         page_table_BP=page_table_SP[[s.batch_slot for s in sequences], :pages],
         seed_B=np.array([s.request.seed for s in sequences], np.uint64),
         temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
-        salts=[s.request.salt for s in sequences],
+        salts=[s.request.tenant for s in sequences],
         max_depth_B=np.array(
             [max(0, min(s.remaining - 1, s.capacity - s.length)) for s in sequences], np.int32
         ),

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 PageKey = bytes
 
 
-def root_key(weight_version: str, salt: str) -> PageKey:
-    """Return the key before the first page. KV of another weight version or salt never matches."""
-    return hashlib.blake2b(repr((weight_version, salt)).encode(), digest_size=16).digest()
+def root_key(weight_version: str, tenant: str) -> PageKey:
+    """Return the key before the first page. KV of another weight version or tenant never
+    matches.
+    """
+    return hashlib.blake2b(repr((weight_version, tenant)).encode(), digest_size=16).digest()
 
 
 def next_key(previous: PageKey, tokens: Sequence[int]) -> PageKey:

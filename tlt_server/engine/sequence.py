@@ -120,7 +120,7 @@ class Sequence:
         sequence, and again when KV is dropped.
         """
         assert self.batch_slot < 0 and self.saved is None
-        self._keys = [root_key(version, self.request.salt)]
+        self._keys = [root_key(version, self.request.tenant)]
         self.mixed_version = False
         if not self.output_len:
             self.cached_tokens = None

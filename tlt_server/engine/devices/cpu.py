@@ -140,7 +140,7 @@ class CpuEquipment:
                 sequence.request.group_id,
                 sequence.tokens,
                 sequence.prompt_len,
-                sequence.request.salt,
+                sequence.request.tenant,
             )
 
 

@@ -330,7 +330,7 @@ def _group(sequence: Sequence) -> int:
     return (
         int.from_bytes(
             blake2b(
-                len(request.salt).to_bytes(4) + request.salt.encode() + own, digest_size=4
+                len(request.tenant).to_bytes(4) + request.tenant.encode() + own, digest_size=4
             ).digest()
         )
         >> 1
