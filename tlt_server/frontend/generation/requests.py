@@ -32,7 +32,8 @@ def _ids(value: Any, otherwise: ValidatorFunctionWrapHandler) -> Any:
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True), WrapValidator(_ids)
 ]
-ShortName = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_NAME = 256
+ShortName = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 Salt = Annotated[str, Field(max_length=256)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Length = Annotated[int, Field(ge=0, le=MAX_INT32)]

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import (
     MAX_INT32,
+    MAX_NAME,
     Count,
     ItemFields,
     Length,
@@ -47,6 +48,7 @@ from tlt_server.frontend.weights.broadcasts import (
 from tlt_server.frontend.weights.session import Selector, Version
 
 GROUP = "weight_update_group"  # where a trainer names none
+ONE, SEVERAL = "list[one]", "list[several]"  # tags of a form that no error message shows
 
 
 class SglangSampling(SharedSampling):
@@ -72,15 +74,19 @@ class SglangSampling(SharedSampling):
 
 def _kind(value: Any) -> str:
     return (
-        "list"
+        SEVERAL
         if isinstance(value, list) and (not value or isinstance(value[0], list | str))
-        else "one"
+        else ONE
     )
+
+
+def _listed(value: Any) -> str:
+    return SEVERAL if isinstance(value, list) else ONE
 
 
 def _one_or_several(one: Any, tag: Any) -> Any:
     return Annotated[
-        Annotated[one, Tag("one")] | Annotated[list[one], Field(min_length=1), Tag("list")],
+        Annotated[one, Tag(ONE)] | Annotated[list[one], Field(min_length=1), Tag(SEVERAL)],
         Discriminator(tag),
     ]
 
@@ -100,7 +106,7 @@ class GenerateFields(Tolerant):
         None, description="token ids, or several lists"
     )
     sampling_params: SglangSampling = Field(SglangSampling(), description="how to sample")
-    rid: ShortName | list[ShortName] | None = Field(
+    rid: _one_or_several(ShortName, _listed) | None = Field(  # type: ignore[valid-type]
         None, description="names the request, or each prompt, for POST /abort_request"
     )
     return_logprob: bool = Field(False, description="report log-probs")
@@ -130,14 +136,14 @@ class GenerateFields(Tolerant):
         name, value = (
             ("text", self.text) if self.text is not None else ("input_ids", self.input_ids)
         )
-        several: Any = value if _kind(value) == "list" else [value]
+        several: Any = value if _kind(value) == SEVERAL else [value]
         return [{"prompt" if name == "text" else "token_ids": prompt} for prompt in several]
 
     @property
     def several(self) -> bool:
         """Tell whether the reply is a list."""
         return (
-            _kind(self.text if self.text is not None else self.input_ids) == "list"
+            _kind(self.text if self.text is not None else self.input_ids) == SEVERAL
             or self.sampling_params.n > 1
         )
 
@@ -149,8 +155,19 @@ class GenerateFields(Tolerant):
                     f"rid has {len(self.rid)} names and there are {count} prompts; give each "
                     "prompt one, or leave rid out"
                 )
+            if len({*self.rid}) < count:
+                twice = next(name for i, name in enumerate(self.rid) if name in self.rid[:i])
+                raise InvalidRequest(f"rid has {shown(twice)} twice; give each prompt its own name")
             return [*self.rid]
-        return [self.rid] if count == 1 else [self.rid and f"{self.rid}_{i}" for i in range(count)]
+        if self.rid is None or count == 1:
+            return [self.rid] * count
+        names = [f"{self.rid}_{i}" for i in range(count)]
+        if len(names[-1]) > MAX_NAME:
+            raise InvalidRequest(
+                f"rid has {len(self.rid)} characters, and {count} prompts are named by it with "
+                f"_0 to _{count - 1} at its end; a name has at most {MAX_NAME}: give a shorter one"
+            )
+        return [*names]
 
     def native(self) -> NativeRequest:
         if (self.text is None) == (self.input_ids is None):

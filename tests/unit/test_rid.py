@@ -1,0 +1,48 @@
+"""Names in SGLang's form: what is wrong with `rid` is said of `rid`, in our words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.dialects.sglang.requests import GenerateFields
+from tlt_server.frontend.http.fields import checked
+
+
+@pytest.mark.parametrize(
+    ("rid", "message"),
+    [
+        (5, "rid is 5; it must be a string"),
+        ("", "rid is ''; it must have at least 1 character"),
+        ({"a": 1}, "rid is {'a': 1}; it must be a string"),
+        (["a", 5], "rid[1] is 5; it must be a string"),
+        (["a", ""], "rid[1] is ''; it must have at least 1 character"),
+        ([], "rid is []; it must have at least 1 item"),
+        (["a"], "rid has 1 names and there are 2 prompts; give each prompt one, or leave rid out"),
+        (["a", "a"], "rid has 'a' twice; give each prompt its own name"),
+        (
+            "x" * 255,
+            "rid has 255 characters, and 2 prompts are named by it with _0 to _1 at its end; a "
+            "name has at most 256: give a shorter one",
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_rid_is_refused_by_its_own_name(rid: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        checked(GenerateFields, {"text": ["q", "r"], "rid": rid}).native()
+    assert refused.value.message == message
+
+
+def test_prompts_get_the_names_that_were_given() -> None:
+    for rid, names in (("a", ["a_0", "a_1"]), (["a", "b"], ["a", "b"]), (None, [None, None])):
+        asked = checked(GenerateFields, {"text": ["q", "r"], "rid": rid})
+        assert asked.names(2) == names
+    assert checked(GenerateFields, {"text": "q", "rid": "x" * 256}).names(1) == ["x" * 256]
+
+
+def test_a_prompt_of_a_list_is_named_by_its_place() -> None:
+    with pytest.raises(InvalidRequest, match=r"^text\[1\] is 4; it must be a string$"):
+        checked(GenerateFields, {"text": ["q", 4]})
