@@ -174,7 +174,13 @@ async def serving_grpc(
     from tlt_server.frontend.rpc.server import RpcServer
 
     server = RpcServer(
-        app, service.config, gate, service.metrics, lambda: service.ready, certificates
+        app,
+        service.config,
+        gate,
+        service.metrics,
+        lambda: service.ready,
+        service.engine.changes,
+        certificates,
     )
     address = await server.start()
     try:

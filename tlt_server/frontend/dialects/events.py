@@ -7,6 +7,8 @@ nothing piles up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, TypeVar
 
@@ -18,10 +20,10 @@ from starlette.responses import Response, StreamingResponse
 from tlt_server.errors import InvalidRequest, Unavailable
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.queries import seconds
+from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 86400.0
-LOOK_S = 0.05
 WAIT_S = Parameter(
     "wait_s",
     "query",
@@ -79,7 +81,7 @@ async def events(service: Service, request: Request) -> Response:
     wait_s = seconds(request, "wait_s", MAX_WAIT_S)
 
     async def frames() -> AsyncIterator[bytes]:
-        async for state in changes(lambda: server_state(service), wait_s):
+        async for state in changes(lambda: server_state(service), service.engine.changes, wait_s):
             yield b"event: state\ndata: " + msgspec.json.encode(state) + b"\n\n"
             if state.draining:
                 return
@@ -109,13 +111,17 @@ def server_state(service: Service) -> ServerState:
     )
 
 
-async def changes(look: Callable[[], State], wait_s: float) -> AsyncIterator[State]:
-    """Yield what `look` returns, at once and after each change, for `wait_s` seconds."""
-    loop = asyncio.get_running_loop()
-    end_s, state = loop.time() + wait_s, look()
+async def changes(look: Callable[[], State], told: Changes, wait_s: float) -> AsyncIterator[State]:
+    """Yield what `look` returns, at once and after each change that is told, for `wait_s`
+    seconds.
+    """
+    end_s = asyncio.get_running_loop().time() + wait_s if wait_s < math.inf else None
+    change, state = told.next, look()
     yield state
-    while loop.time() < end_s:
-        await asyncio.sleep(LOOK_S)
-        before, state = state, look()
-        if state != before:
-            yield state
+    with contextlib.suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout_at(end_s):
+                await change.wait()
+            before, change, state = state, told.next, look()
+            if state != before:
+                yield state

@@ -19,6 +19,7 @@ from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.events import ControlReport, EngineInfo, Event, Outputs, Phase, Ready, WeightReport
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Answers
+from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.link.link import Death, EngineLink
 from tlt_server.frontend.link.pause import PauseState
 from tlt_server.frontend.link.sequences import OpenSequences
@@ -43,8 +44,9 @@ class EngineClient:
         self._unanswered = False  # weight commands were open at a death; False again when ready
         self._command_ids = itertools.count(1)
         self._started = asyncio.Event()
+        self.changes = Changes()
         self.versions = WantedVersions()
-        self.pauses = PauseState(self.command_id, self._control)
+        self.pauses = PauseState(self.command_id, self._control, self.changes.tell)
         self.info: EngineInfo | None = None  # report of the last epoch that was ready
         self.policy: SetPolicy | None = None  # None: the one that the engine was started with
         self.last_cycle: Cycle | None = None
@@ -83,6 +85,8 @@ class EngineClient:
                     # the client has gone, or a new epoch got a command that was standing
                     log.warning("control_failed", code=error[0], message=error[1])
                 self._control_answers.settle(event)
+        if not isinstance(event, Outputs):
+            self.changes.tell()
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
         """End everything open with a typed error, except what can resume, and return the number of
@@ -103,6 +107,7 @@ class EngineClient:
                 )
             )
         self._sequences.died(death.started, lambda: EngineFailed(reason))
+        self.changes.tell()
         return len(self._sequences)
 
     def _begin(self, info: EngineInfo) -> None:
@@ -153,6 +158,7 @@ class EngineClient:
         longer than the server has.
         """
         self.draining = True
+        self.changes.tell()
         reason = (
             "the server is shutting down and does not wait for the end of this, so it may be done "
             "or not"

@@ -62,12 +62,15 @@ class _Asked(NamedTuple):
 
 class PauseState:
     def __init__(
-        self, command_id: Callable[[], str], ask: Callable[[ControlCommand], Awaitable[None]]
+        self,
+        command_id: Callable[[], str],
+        ask: Callable[[ControlCommand], Awaitable[None]],
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """`ask` sends a command before it waits, returns when the engine has done it, and raises
-        the engine's error.
+        the engine's error. `changed` is called when an open command begins or ceases to count.
         """
-        self._command_id, self._ask = command_id, ask
+        self._command_id, self._ask, self._changed = command_id, ask, changed
         self._state = _State()  # as the answers of the engine say
         self._asked: dict[str, _Asked] = {}  # commands that are not answered, by id
         self._halting = asyncio.Event()  # set by the next pause or sleep, then replaced
@@ -154,6 +157,7 @@ class PauseState:
     async def _do(self, asked: _Asked) -> None:
         """Run a command. A caller that goes away does not stop what it asked for."""
         self._asked[asked.command.id] = asked
+        self._changed()
         if isinstance(asked.command, Pause | Sleep):
             self._halting.set()
             self._halting = asyncio.Event()
@@ -161,4 +165,5 @@ class PauseState:
             await self._ask(asked.command)
         except TltError:
             self._asked.pop(asked.command.id, None)  # if it was never sent
+            self._changed()
             raise

@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from tlt_server.frontend.dialects.events import changes
+from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.rpc.exchange import Context
 from tlt_server.frontend.rpc.methods import SERVICE
 
@@ -19,9 +20,14 @@ from tlt_server.frontend.rpc.methods import SERVICE
 class Health(HealthServicer):
     """The health of the server and of its one service."""
 
-    def __init__(self, is_ready: Callable[[], bool]) -> None:
-        self._is_ready = is_ready
-        self.stopping = False  # ends the streams
+    def __init__(self, is_ready: Callable[[], bool], told: Changes) -> None:
+        self._is_ready, self._told = is_ready, told
+        self._stopping = False  # ends the streams
+
+    def stop(self) -> None:
+        """End the streams."""
+        self._stopping = True
+        self._told.tell()
 
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
         if request.service not in ("", SERVICE.full_name):
@@ -36,7 +42,7 @@ class Health(HealthServicer):
         self, request: HealthCheckRequest, context: Context
     ) -> AsyncIterator[HealthCheckResponse]:
         async for status in changes(
-            lambda: None if self.stopping else self._status(request.service), math.inf
+            lambda: None if self._stopping else self._status(request.service), self._told, math.inf
         ):
             if status is None:
                 return

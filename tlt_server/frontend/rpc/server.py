@@ -24,6 +24,7 @@ from tlt_server.frontend.http.auth import Gate, bearer
 from tlt_server.frontend.http.descriptors import max_grpc_connections
 from tlt_server.frontend.http.tls import Certificates
 from tlt_server.frontend.http.watched import Watched
+from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.rpc.exchange import Context, Exchange
 from tlt_server.frontend.rpc.health import Health
 from tlt_server.frontend.rpc.methods import METHODS, SERVICE, RpcMethod
@@ -56,10 +57,11 @@ class RpcServer:
         gate: Gate,
         metrics: Metrics,
         is_ready: Callable[[], bool],
+        told: Changes,
         certificates: Watched[Certificates] | None = None,
     ) -> None:
         self._config, self._certificates = config, certificates
-        self._health = Health(is_ready)
+        self._health = Health(is_ready, told)
         self._server = grpc.aio.server(
             interceptors=[_Reflection(gate)],
             options=_options(config),
@@ -94,7 +96,7 @@ class RpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and give the open ones `grace_s` to end."""
-        self._health.stopping = True
+        self._health.stop()
         await self._server.stop(grace_s)
 
 
