@@ -141,10 +141,11 @@ async def _answer(
     caller = caller_of(request)
     batch, owner = (await service.validator.batch(asked, service.engine.info, caller), caller.name)
     if asked.detach or key:
-        # The same request may have started while this one was tokenised.
-        rollout = service.rollouts.keyed(owner, key, digest) or service.rollouts.begin(
+        prepared = await service.rollouts.prepare(
             batch, owner=owner, key=key, digest=digest, detached=asked.detach
         )
+        # The same request may have started while this one was prepared.
+        rollout = service.rollouts.keyed(owner, key, digest) or service.rollouts.begin(prepared)
         return await _attached(service, request, rollout)
     # A batch that is not admitted is an HTTP error, so it starts before any stream.
     generation = await service.start(batch, owner)

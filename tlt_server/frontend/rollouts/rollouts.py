@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -53,6 +54,14 @@ from tlt_server.private import private_directory, private_file
 RETRY_S = 0.2  # between two tries to submit a rollout of an earlier process
 
 log = structlog.get_logger()
+
+
+class Prepared(NamedTuple):
+    """A batch that is not written down yet, and the first record of its journal."""
+
+    batch: RequestBatch
+    header: Header
+    framed: bytes
 
 
 class Rollouts:
@@ -163,10 +172,10 @@ class Rollouts:
             )
         return rollout
 
-    def begin(
+    async def prepare(
         self, batch: RequestBatch, *, owner: str, key: str, digest: str, detached: bool
-    ) -> KeptRollout:
-        """Write down and submit a batch, or (with a typed error) neither."""
+    ) -> Prepared:
+        """Make what `begin` writes down, while other requests run."""
         self._shelf.check_room(owner)
         now = time.time()
         header = Header(
@@ -180,11 +189,17 @@ class Rollouts:
             deadline_s=now + batch.deadline_s - time.monotonic(),
             items=[KeptItem.of(item) for item in batch.items],
         )
+        return Prepared(batch, header, await asyncio.to_thread(frame, header))
+
+    def begin(self, prepared: Prepared) -> KeptRollout:
+        """Write down and submit a batch, or (with a typed error) neither."""
+        batch, header, framed = prepared
+        self._shelf.check_room(header.owner)
         rollout = KeptRollout(header, self._directory / f"{header.id}.journal")
         rollout.items = self._generations.items(batch)
         try:
             rollout.journal = Journal(rollout.path)
-            self._shelf.append(rollout, frame(header))
+            self._shelf.append(rollout, framed)
             self._run(rollout, batch.deadline_s)
         except TltError:
             self._shelf.remove_file(rollout)
