@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo check test test-gpu lint proto tools screenshots docs bench bench-gpu soak clean help
+.PHONY: setup demo check test kernels test-gpu lint proto tools screenshots docs bench bench-gpu soak clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -53,10 +53,15 @@ proto: $(STAMP) ## compile clients/proto again
 tools: ## a Chromium and Prometheus for the tests: the machine's own, else Debian's
 	@tests/tools.sh
 
+# Compile the CPU kernels and the sources into their caches, which the first tests would do at once.
+kernels: $(STAMP)
+	@"$(BIN)/python" -m tests.first_start
+
 check: $(STAMP) lint ## lint and the quick unit tests: under a minute, before each commit
 	"$(BIN)/python" -m pytest tests/unit -m "not slow and not soak and not gpu" $(PYTEST_ARGS) $(ARGS)
 
-test: $(STAMP) tools lint ## lint, then all tests that need no GPU
+test: $(STAMP) tools ## lint, then all tests that need no GPU
+	@$(MAKE) --no-print-directory -j 2 lint kernels
 	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
 
 test-gpu: $(STAMP) ## on a machine with a GPU: its tests, the kernels' tests, exactness; renews benchmarks/results/test-gpu.json

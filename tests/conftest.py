@@ -40,27 +40,29 @@ hypothesis.settings.load_profile("shared machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-LONGEST = (  # more than 20 s each
+LONGEST = (  # more than 15 s each
     "tests/e2e/test_crashes.py",
     "tests/e2e/test_rollouts.py",
+    "tests/e2e/test_schema.py",
+    "tests/e2e/test_bench.py",
+    "tests/e2e/test_page.py",
     "tests/e2e/test_overload.py",
     "tests/e2e/test_trl.py",
-    "tests/e2e/test_broadcasts.py",
-    "tests/e2e/test_page.py",
-    "tests/engine/test_gpu_engine.py",
-    "tests/engine/test_gpu_engine_weights.py",
-    "tests/e2e/test_schema.py",
-    "tests/e2e/test_hostile.py",
-    "tests/e2e/test_bench.py",
-    "tests/e2e/test_doctor.py",
     "tests/e2e/test_docs.py",
     "tests/e2e/test_grpc.py",
-    "tests/e2e/test_demo.py",
+    "tests/e2e/test_doctor.py",
+    "tests/e2e/test_hostile.py",
+    "tests/engine/test_kernels_at_start.py",
+    "tests/engine/test_gpu_engine.py",
     "tests/engine/test_gpu_engine_reports.py",
-    "tests/engine/test_pad.py",
+    "tests/e2e/test_broadcasts.py",
+    "tests/e2e/test_demo.py",
+    "tests/e2e/test_lifecycle.py",
+    "tests/e2e/test_sglang.py",
+    "tests/e2e/test_openrlhf.py",
     "tests/frontend/test_command.py",
-    "tests/frontend/test_resumed_rollouts.py",
-    "tests/frontend/test_rollouts.py",
+    "tests/engine/test_gpu_engine_weights.py",
+    "tests/e2e/test_pushes_under_load.py",
 )
 
 
