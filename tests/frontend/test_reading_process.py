@@ -188,6 +188,21 @@ async def under_way(reader: Reader) -> None:
         await asyncio.sleep(0.005)
 
 
+def test_a_process_that_cannot_be_launched_is_tried_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, refusals = Reader._launch, [OSError(24, "Too many open files")] * 2
+
+    def refused(reader: Reader, sockets: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return launch(reader, sockets)
+
+    monkeypatch.setattr(Reader, "_launch", refused)
+    assert run(model, lambda reader: tokenised(reader, "ab"))
+    assert not refusals
+
+
 def test_a_process_that_hangs_is_replaced(model: Path) -> None:
     async def work(reader: Reader) -> None:
         await tokenised(reader, "x")

@@ -107,7 +107,10 @@ class Reader:
         wait_s, clock = 0.0, asyncio.get_running_loop().time
         while True:
             began = clock()
-            status = await self._epoch()
+            try:
+                status: int | str = await self._epoch()
+            except OSError as error:  # no descriptor or no memory is left for a process
+                status = f"not launched: {error.strerror}"
             wait_s = 0.0 if clock() - began > CALM_S else min(MAX_WAIT_S, 2 * wait_s or 0.25)
             log.warning("reading_process_ended", status=status, restart_in_s=wait_s)
             await asyncio.sleep(wait_s)
