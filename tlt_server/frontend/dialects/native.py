@@ -40,8 +40,8 @@ from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.batch import NATIVE, RequestBatch
 from tlt_server.frontend.generation.delivery import (
     EventStream,
+    LargeEvent,
     event_frame,
-    event_slices,
     reply,
     while_connected,
 )
@@ -220,7 +220,7 @@ async def _collect(service: Service, batch: RequestBatch, generation: Generation
 
 async def _frames(
     service: Service, batch: RequestBatch, generation: Generation
-) -> AsyncIterator[bytes]:
+) -> AsyncIterator[bytes | LargeEvent]:
     usage, waiting = Usage(), {item.id for item in batch.items}
     try:
         async for event in generation.events():
@@ -236,8 +236,7 @@ async def _frames(
                     continue
             else:
                 waiting.discard(event.id)
-            async for part in event_slices(data, generation.turn, name):
-                yield part
+            yield LargeEvent(data, generation.turn, name)
     except Exception as error:  # a bug of ours; the status is sent, so the stream shows it
         for id in waiting:
             name, data = phrase(FailedItem(id, unexpected(error)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import closing
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import msgspec
 from starlette.requests import Request
@@ -16,23 +16,11 @@ from starlette.types import Receive, Scope, Send
 from tlt_server.errors import Cancelled
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.http.loop_share import Turn
-from tlt_server.frontend.http.replies import in_turns
+from tlt_server.frontend.http.replies import TAKE_CONTENT, TakeContent, in_turns
 from tlt_server.frontend.http.slices import json_slices
 from tlt_server.frontend.reading.asking import unless
 
 EVENT_END = b"\n\n"
-
-
-class EventStream(StreamingResponse):
-    def __init__(self, frames: AsyncIterator[bytes], generation: Generation) -> None:
-        super().__init__(
-            frames, media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with closing(self._generation):
-            await super().__call__(scope, receive, send)
 
 
 def event_frame(data: Any, name: str = "") -> bytes:
@@ -40,13 +28,48 @@ def event_frame(data: Any, name: str = "") -> bytes:
     return _head(name) + msgspec.json.encode(data) + EVENT_END
 
 
-def event_slices(data: Any, turn: Turn, name: str = "") -> AsyncIterator[bytes]:
-    """Yield the slices of a server-sent event that may be large."""
-    return in_turns(json_slices(data, head=_head(name), tail=EVENT_END), turn)
+class LargeEvent(NamedTuple):
+    """A server-sent event that may be large, so that it is encoded in slices."""
+
+    data: Any
+    turn: Turn
+    name: str = ""
+
+    def frame(self) -> AsyncIterator[bytes]:
+        slices = json_slices(self.data, head=_head(self.name), tail=EVENT_END)
+        return in_turns(slices, self.turn)
 
 
 def _head(name: str) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " if name else b"data: "
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, each small one as its frame."""
+
+    def __init__(self, events: AsyncIterator[bytes | LargeEvent], generation: Generation) -> None:
+        super().__init__(
+            self._frames(events),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store"},
+        )
+        self._generation = generation
+        self._take: TakeContent | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._take = scope.get("state", {}).get(TAKE_CONTENT)
+        with closing(self._generation):
+            await super().__call__(scope, receive, send)
+
+    async def _frames(self, events: AsyncIterator[bytes | LargeEvent]) -> AsyncIterator[bytes]:
+        async for event in events:
+            if isinstance(event, bytes):
+                yield event
+            elif self._take is not None:
+                await self._take(event.data, event.turn, event.name)
+            else:
+                async for part in event.frame():
+                    yield part
 
 
 async def reply(

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import structlog
@@ -28,6 +28,14 @@ log = structlog.get_logger()
 
 
 REFUSED = "refused"  # key in the scope's state: the error of the reply
+
+# Key in the scope's state: the function by which a transport with its own encoding takes a large
+# content, or a large event and its name, in place of JSON.
+TAKE_CONTENT = "take_content"
+
+
+class TakeContent(Protocol):
+    async def __call__(self, content: Any, turn: Turn, name: str = "") -> None: ...
 
 
 def json_response(
@@ -60,12 +68,26 @@ def sliced_response(
     response = (
         Response(first, status, media_type="application/json")
         if second is None
-        else StreamingResponse(
-            in_turns(chain((first, second), slices), turn), status, media_type="application/json"
-        )
+        else SlicedResponse(content, chain((first, second), slices), turn, status)
     )
     _say_when(response, retry_after_s)
     return response
+
+
+class SlicedResponse(StreamingResponse):
+    def __init__(self, content: Any, slices: Iterator[bytes], turn: Turn, status: int) -> None:
+        super().__init__(in_turns(slices, turn), status, media_type="application/json")
+        self._content, self._turn = content, turn
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        take: TakeContent | None = scope.get("state", {}).get(TAKE_CONTENT)
+        if take is None:
+            await super().__call__(scope, receive, send)
+            return
+        await take(self._content, self._turn)
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def in_turns(slices: Iterator[bytes], turn: Turn) -> AsyncIterator[bytes]:

@@ -33,12 +33,10 @@ def json_slices(content: Any, *, head: bytes = b"", tail: bytes = b"") -> Iterat
 
 
 def _parts(content: Any) -> Iterator[bytes]:
-    if _values(content) <= CALL_VALUES:
+    if values(content) <= CALL_VALUES:
         yield msgspec.json.encode(content)
-    elif isinstance(content, dict):
-        yield from _object(content.items())
-    elif isinstance(content, Struct):
-        yield from _object(_fields(content))
+    elif isinstance(content, dict | Struct):
+        yield from _object(members(content))
     else:
         yield from _array(content)
 
@@ -55,7 +53,7 @@ def _object(members: Iterable[tuple[str, Any]]) -> Iterator[bytes]:
 def _array(members: Iterable[Any]) -> Iterator[bytes]:
     """Encode small members together, and large ones by their parts."""
     start = b"["
-    for few in _grouped(members):
+    for few in grouped(members):
         if len(few) == 1:
             yield start
             yield from _parts(few[0])
@@ -65,27 +63,31 @@ def _array(members: Iterable[Any]) -> Iterator[bytes]:
     yield b"]" if start == b"," else b"[]"
 
 
-def _grouped(members: Iterable[Any]) -> Iterator[list[Any]]:
+def grouped(members: Iterable[Any]) -> Iterator[list[Any]]:
     """Group members into lists of at most `CALL_VALUES` values, or of a single member."""
-    if isinstance(members, list) and _values(members) <= 1 + len(members):  # numbers
+    if isinstance(members, list) and values(members) <= 1 + len(members):  # numbers
         for start in range(0, len(members), CALL_VALUES):
             yield members[start : start + CALL_VALUES]
         return
     few: list[Any] = []
     held = 0.0
     for member in members:
-        values = _values(member)
-        if few and held + values > CALL_VALUES:
+        size = values(member)
+        if few and held + size > CALL_VALUES:
             yield few
             few, held = [], 0.0
         few.append(member)
-        held += values
+        held += size
     if few:
         yield few
 
 
+def members(content: dict[str, Any] | Struct) -> Iterable[tuple[str, Any]]:
+    """Return the members that msgspec would encode, by name."""
+    return content.items() if isinstance(content, dict) else _fields(content)
+
+
 def _fields(content: Struct) -> Iterator[tuple[str, Any]]:
-    """Return the members that msgspec would encode."""
     config = content.__struct_config__
     assert not config.array_like and not config.omit_defaults and config.tag is None
     for field, name in zip(
@@ -96,7 +98,7 @@ def _fields(content: Struct) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _values(content: Any) -> float:
+def values(content: Any) -> float:
     """Return about how many numbers a content takes as long to encode as; a list is measured by
     its first and last member.
     """
@@ -108,12 +110,12 @@ def _values(content: Any) -> float:
         if not content:
             return 1
         if isinstance(content[0], Struct) and len(content) <= 64:
-            return sum(map(_values, content))
-        return 1 + len(content) * max(_values(content[0]), _values(content[-1]))
+            return sum(map(values, content))
+        return 1 + len(content) * max(values(content[0]), values(content[-1]))
     if isinstance(content, Struct):
-        return 1 + sum(_values(getattr(content, field)) for field in content.__struct_fields__)
+        return 1 + sum(values(getattr(content, field)) for field in content.__struct_fields__)
     if isinstance(content, dict):
-        return 1 + sum(map(_values, content.values()))
+        return 1 + sum(map(values, content.values()))
     if isinstance(content, Iterator):
         return float("inf")
     return 1

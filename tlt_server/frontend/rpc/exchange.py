@@ -21,10 +21,12 @@ from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.http.arrival import ARRIVE
 from tlt_server.frontend.http.auth import key_of
 from tlt_server.frontend.http.connections import CONNECTIONS
-from tlt_server.frontend.http.replies import REFUSED
+from tlt_server.frontend.http.loop_share import Turn
+from tlt_server.frontend.http.replies import REFUSED, TAKE_CONTENT
 from tlt_server.frontend.rpc.messages import fill
 from tlt_server.frontend.rpc.methods import Operation, RpcMethod
 from tlt_server.frontend.rpc.reads import MessageReads
+from tlt_server.frontend.rpc.wire import wired
 
 # Metadata of a call that become headers, and headers of a reply that become metadata.
 TO_HEADERS = ("authorization", "idempotency-key", "origin", "sec-fetch-site", "x-request-id")
@@ -49,6 +51,7 @@ class Exchange:
         self._gone = asyncio.Event()
         self._asked = self._started = self._streams = self._answered = self._unread = False
         self._body = bytearray()
+        self._reply = b""  # the message of a large reply
         self._state: dict[str, Any] = {}
         self._scope = _scope(context, operation, self._state, secure)
         self.metadata: list[tuple[str, str]] = []  # metadata of the reply
@@ -60,7 +63,11 @@ class Exchange:
         If this is cancelled, the application sees the client leave, and this waits for its end.
         """
         self._gives = method.gives
-        self._state |= {ARRIVE: method.arrive, CONNECTIONS: open_calls}
+        self._state |= {
+            ARRIVE: method.arrive,
+            CONNECTIONS: open_calls,
+            TAKE_CONTENT: self.take_content,
+        }
         running = asyncio.ensure_future(app(self._scope, self.receive, self.send))
         try:
             await asyncio.shield(running)
@@ -86,7 +93,9 @@ class Exchange:
 
     async def answer(self) -> None:
         """Send the reply, unless it was streamed."""
-        if not self._streams:
+        if self._reply:
+            await self._write(self._reply)
+        elif not self._streams:
             make = self._message
             await self._write(
                 await asyncio.to_thread(make, self._body)
@@ -121,6 +130,21 @@ class Exchange:
                 await self._write(self._event(message["body"]))
         else:
             self._body += message.get("body", b"")
+
+    async def take_content(self, content: Any, turn: Turn, name: str = "") -> None:
+        """Take a large reply or, with its name, a large event; its message is made in slices."""
+        making = wired(self._gives, {name: content} if name else content)
+        while True:
+            try:
+                size = next(making)
+            except StopIteration as made:
+                data = b"".join(made.value)
+                break
+            await turn(size)
+        if name:
+            await self._write(data)
+        else:
+            self._reply = data
 
     async def _write(self, data: bytes) -> None:
         if self._gone.is_set():

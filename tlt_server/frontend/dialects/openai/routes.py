@@ -47,7 +47,7 @@ from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
 from tlt_server.frontend.dialects.replies.usage import UsageCount
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import RequestBatch, Words
-from tlt_server.frontend.generation.delivery import EventStream, event_frame, event_slices, reply
+from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.auth import caller_of
@@ -261,7 +261,7 @@ async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) ->
 
 async def _chunks(
     phrase: Phrase, batch: RequestBatch, generation: Generation, *, usage: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncIterator[bytes | LargeEvent]:
     positions, count, no_usage = _positions(batch), UsageCount(), None if usage else UNSET
     try:
         async for event in generation.events():
@@ -271,8 +271,7 @@ async def _chunks(
                     if not delta.prompt_logprobs:
                         yield event_frame(chunk)
                         continue
-                    async for part in event_slices(chunk, generation.turn):
-                        yield part
+                    yield LargeEvent(chunk, generation.turn)
                 case FinishedItem():
                     count.add(event)
                 case FailedItem(_, error):

@@ -25,7 +25,7 @@ from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaI
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.batch import RequestBatch, Words
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
-from tlt_server.frontend.generation.delivery import EventStream, event_frame, event_slices, reply
+from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.auth import caller_of
@@ -65,15 +65,14 @@ async def _whole(phrase: Phrase, generation: Generation) -> Response:
     return sliced_response(ended if phrase.asked.several else ended[0], generation.turn)
 
 
-async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes]:
+async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes | LargeEvent]:
     try:
         async for event in generation.events():
             match event:
                 case TokenEvent(id, delta, choice):
                     chunk = phrase.chunk(id, delta, choice, generation.cached_tokens(id))
                     if chunk is not None:
-                        async for part in event_slices(chunk, generation.turn):
-                            yield part
+                        yield LargeEvent(chunk, generation.turn)
                 case FailedItem(_, error):
                     raise error
     except TltError as error:
