@@ -5,6 +5,7 @@ takes its sequences with it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import select
 import socket
@@ -23,6 +24,8 @@ from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
 from tlt_client.wire import Token
+from tlt_server.errors import TltError
+from tlt_server.frontend.http import budget as budget_module
 from tlt_server.frontend.http import limits
 from tlt_server.frontend.http.budget import BodyBudget
 
@@ -506,19 +509,23 @@ class Body:
     def __init__(self) -> None:
         self.was_cut = False
 
-    def cut(self) -> None:
+    def cut(self, error: TltError) -> None:
         self.was_cut = True
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(-1, 60)), max_size=60)
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(-2, 60)), max_size=60)
 )
 def test_bodies_never_hold_more_than_their_budget(arrivals: list[tuple[str, int, int]]) -> None:
-    """A negative size stands for the end of a body."""
-    budget, bodies = BodyBudget(100), {(owner, i): Body() for owner in "abc" for i in range(4)}
+    """The size -1 stands for the end of a body, -2 for a request that needs a place."""
+    seconds = itertools.count()
+    budget = BodyBudget(100, clock=lambda: float(next(seconds)))
+    bodies = {(owner, i): Body() for owner in "abc" for i in range(4)}
     for owner, number, size in arrivals:
         body = bodies[owner, number]
-        if size < 0 or body.was_cut:
+        if size == -2:
+            budget.make_place()
+        elif size == -1 or body.was_cut:
             budget.release(owner, body)
             bodies[owner, number] = Body()
         else:
@@ -526,4 +533,28 @@ def test_bodies_never_hold_more_than_their_budget(arrivals: list[tuple[str, int,
         budget.check()
     for (owner, _), body in bodies.items():
         budget.release(owner, body)
-    assert budget.bytes == 0
+    assert budget.bytes == 0 and not budget.make_place()
+
+
+def test_a_body_makes_place_only_when_it_has_stalled_and_its_owner_has_most() -> None:
+    now_s = 0.0
+    budget, bodies = BodyBudget(100, clock=lambda: now_s), [Body() for _ in range(3)]
+    for owner, body in zip("abb", bodies, strict=True):
+        budget.take(owner, body, 10)
+    assert not budget.make_place()
+    now_s = 2.0
+    budget.take("b", bodies[1], 10)
+    assert budget.make_place() and [body.was_cut for body in bodies] == [False, False, True]
+
+
+def test_requests_whose_bodies_stall_do_not_take_the_places_of_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_module, "STALLED_S", 0.2)
+    with live_server(model, max_connections=4) as server, contextlib.ExitStack() as stack:
+        stalled = [stack.enter_context(connect(server)) for _ in range(4)]
+        for connection in stalled:
+            connection.sendall(head(content_length=10) + b"{")
+        eventually(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
+        [reply] = refusals(stalled, 1)
+        assert b"max_connections" in reply and b"slowest of the key" in reply

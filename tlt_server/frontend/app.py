@@ -24,6 +24,7 @@ from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival
 from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
+from tlt_server.frontend.http.budget import BodyBudget
 from tlt_server.frontend.http.connections import ConnectionLimit
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.limits import BodyLimits
@@ -142,13 +143,16 @@ def _middleware(
 ) -> list[Middleware]:
     """Return what a request passes, in order, before it reaches its handler."""
     config, refuse = service.config, partial(refusals, close=True)
+    budget = BodyBudget(config.max_bodies_mb * 2**20)
     return [
-        Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=refuse),
+        Middleware(
+            ConnectionLimit, max_connections=config.max_connections, budget=budget, refuse=refuse
+        ),
         Middleware(Authentication, gate=gate, terms=table.terms, refuse=refuse),
         Middleware(
             BodyLimits,
             max_body_bytes=config.max_body_mb * 2**20,
-            max_bodies_bytes=config.max_bodies_mb * 2**20,
+            budget=budget,
             body_timeout_s=config.body_timeout_s,
             reading=service.reading,
             refuse=refuse,

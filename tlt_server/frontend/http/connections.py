@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tlt_server.errors import NotFound, TltError, Unavailable
 from tlt_server.frontend.http.access import QUIET
+from tlt_server.frontend.http.budget import BodyBudget
 from tlt_server.frontend.http.limits import Refuse
 
 # Keys in the scope's state: how many connections had a request when this one's headers had come,
@@ -77,12 +78,16 @@ class OpenConnections:
 
 
 class ConnectionLimit:
-    """Middleware that answers requests above the limit with 503 and closes their connections.
-    Probes and scrapes are always answered, and nothing else is on a port of their own.
+    """Middleware that answers requests above the limit with 503 and closes their connections,
+    unless one whose body has stalled makes place. Probes and scrapes are always answered, and
+    nothing else is on a port of their own.
     """
 
-    def __init__(self, app: ASGIApp, *, max_connections: int, refuse: Refuse) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_connections: int, budget: BodyBudget, refuse: Refuse
+    ) -> None:
         self.app, self.max_connections, self.refuse = app, max_connections, refuse
+        self.budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, path = scope.get("state", {}), scope.get("path", "")
@@ -93,7 +98,11 @@ class ConnectionLimit:
                 f"there is no {path[:200]} on the port for probes (probe_port), which answers "
                 f"{', '.join(sorted(QUIET))}; ask the server's other port"
             )
-        elif path not in QUIET and connections > self.max_connections:
+        elif (
+            path not in QUIET
+            and connections > self.max_connections
+            and not self.budget.make_place()
+        ):
             error = Unavailable(
                 f"{connections} requests are in progress; the limit is {self.max_connections} "
                 "(max_connections): send fewer at once",

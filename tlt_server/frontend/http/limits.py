@@ -75,12 +75,12 @@ class BodyLimits:
         *,
         max_body_bytes: int,
         body_timeout_s: float,
-        max_bodies_bytes: int,
+        budget: BodyBudget,
         reading: Reading,
         refuse: Refuse,
     ) -> None:
         self.app, self.reading, self.refuse = app, reading, refuse
-        self.budget = BodyBudget(max_bodies_bytes)
+        self.budget = budget
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,6 +120,7 @@ class BodyLimits:
             await self.refuse(scope["path"], error)(scope, body.receive, closing_send)
         else:
             try:
+                body.count(0)  # from now on it has a place, and may lose it
                 await self.app(scope, body.receive, closing_send)
             finally:
                 body.release()
@@ -144,7 +145,7 @@ class _Body:
         self._receive, self._limit_bytes, self._timeout_s = receive, limit_bytes, timeout_s
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._bytes = 0
-        self._cut = False  # to make room for other bodies
+        self._cut: TltError | None = None  # why it made room for others
         self._wait: asyncio.Timeout | None = None
 
     async def receive(self) -> Message:
@@ -154,7 +155,7 @@ class _Body:
             async with self._reading.until(self._deadline) as self._wait:
                 message = await self._receive()
         except TimeoutError:
-            self._check_room()
+            self._check_cut()
             raise RequestTimeout(
                 f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send "
                 "it faster, or in smaller requests"
@@ -162,34 +163,31 @@ class _Body:
         finally:
             self._wait = None
         if message["type"] == "http.request":
-            self._count(len(message.get("body", b"")), more=message.get("more_body", False))
+            self.count(len(message.get("body", b"")), more=message.get("more_body", False))
         return message
 
-    def _count(self, size: int, *, more: bool) -> None:
+    def count(self, size: int, *, more: bool = True) -> None:
+        if self.complete:
+            return
         self._bytes += size
         if self._bytes > self._limit_bytes:
             raise _too_large(f"more than {self._limit_bytes} bytes", self._limit_bytes)
-        self._check_room()
+        self._check_cut()
         if more:
             self._budget.take(self._owner, self, size)
-            self._check_room()
+            self._check_cut()
         else:
             self.complete = True
             self.release()
 
-    def _check_room(self) -> None:
-        if self._cut:
-            raise Unavailable(
-                f"bodies on their way hold {self._budget.max_bytes} bytes, the limit "
-                "(max_bodies_mb), and this one was the slowest of the key that sends most: send "
-                "it later, or fewer at once",
-                retry_after_s=1,
-            )
-
-    def cut(self) -> None:
-        self._cut = True
+    def cut(self, error: TltError) -> None:
+        self._cut = error
         if self._wait is not None and not self._wait.expired():
             self._wait.reschedule(0.0)
+
+    def _check_cut(self) -> None:
+        if self._cut is not None:
+            raise self._cut
 
     def release(self) -> None:
         self._budget.release(self._owner, self)
