@@ -1,4 +1,5 @@
-"""What bodies on their way may hold: memory, and places among the requests in progress.
+"""The bound on bodies on their way: on their memory, and on their places among the requests in
+progress.
 
 When memory is short, the owner whose bodies hold most loses the one that has gone longest without a
 byte. When places are, so does the owner with most bodies, if that one has stalled. So a caller who

@@ -34,7 +34,7 @@ def own_directory() -> Iterator[Path]:
     """
     sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
-        os.chmod(name, DIRECTORY)  # whatever the umask
+        os.chmod(name, DIRECTORY)  # under any umask
         lock = private_file(Path(name) / "locking", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
