@@ -29,6 +29,7 @@ from tlt_server.records import GenerateRequest, StepOutput
 log = structlog.get_logger()
 
 Keep = Callable[[list[StepOutput]], None]
+OUTPUT_BYTES = 512  # what an output costs besides its tokens
 VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token or alternative
 
 
@@ -167,10 +168,10 @@ def _sliced(outputs: list[StepOutput]) -> Iterator[tuple[list[StepOutput], int]]
 
 
 def _size(output: StepOutput) -> int:
-    """Estimate the bytes of JSON that an output's tokens take."""
+    """Estimate the bytes of JSON whose encoding takes as long as this output."""
     best = output.top_logprobs[0].token_ids if output.top_logprobs else ()
     values = len(output.token_ids) * (2 + 2 * len(best)) + len(output.prompt_logprobs or ())
-    return VALUE_BYTES * values
+    return OUTPUT_BYTES + VALUE_BYTES * values
 
 
 def _coalesced(events: Iterable[Event]) -> list[Event]:

@@ -151,6 +151,7 @@ class EngineLink:
                             await asyncio.sleep(0.001)
                         self._ready = True
                 take(event)
+                await asyncio.sleep(0)  # `recv` does not wait while there are more events
             except Exception as error:  # a lost event would leave its request waiting for ever
                 return EngineFailed(
                     f"an event of the engine could not be read: {type(error).__name__}: {error}"
