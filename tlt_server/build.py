@@ -35,6 +35,7 @@ from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.auth import Gate
 from tlt_server.frontend.http.descriptors import raise_limit
+from tlt_server.frontend.http.held import watch_turns
 from tlt_server.frontend.http.logs import left_behind, write_logs
 from tlt_server.frontend.http.server import FLUSH_S, HttpServer
 from tlt_server.frontend.http.tls import Certificates, watched_certificates
@@ -111,6 +112,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             grpc_address = await stack.enter_async_context(
                 serving_grpc(app, service, gate, certificates)
             )
+            stack.push_async_callback(_cancel, asyncio.create_task(watch_turns(metrics)))
             server = HttpServer(app, config, certificates)
             await server.start(listener, probes)
             stack.push_async_callback(_finish, server)
@@ -189,7 +191,7 @@ async def serving_grpc(
         await server.stop(FLUSH_S)
 
 
-async def _cancel(task: asyncio.Task[EngineFailed]) -> None:
+async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait({task})
 

@@ -33,6 +33,7 @@ from tlt_server.step_metrics import StepMetrics
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
+HELD_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 PUSH_S = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "running": ("tlt_running_sequences", "Sequences that decode."),
@@ -145,6 +146,14 @@ class Metrics:
         self.forecast_wait_s = gauge(
             "tlt_forecast_wait_seconds",
             "Until a sequence accepted now would begin; 0 = at once, or not known.",
+        )
+        self.loop_held_s = histogram(
+            "tlt_loop_held_seconds",
+            "Time for which the event loop answered nothing, sampled every 5 ms.",
+            HELD_S,
+        )
+        self.loop_held_longest_s = gauge(
+            "tlt_loop_held_longest_seconds", "The longest of these times since the server started."
         )
         self.generated = counter("tlt_generated_tokens", "Tokens given to requests.")
         self.stale = counter(

@@ -81,6 +81,27 @@ def _exact(parser: argparse.ArgumentParser) -> None:
     )
 
 
+HOSTILE = ("bodies", "parsing", "neighbours", "streams", "tenants", "connections")
+
+
+def _hostile(parser: argparse.ArgumentParser) -> None:
+    _engine(parser)
+    parser.add_argument(
+        "--only",
+        type=_scenarios,
+        metavar="NAME,...",
+        help=f"scenarios to run [default all: {', '.join(HOSTILE)}]",
+    )
+
+
+def _scenarios(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in HOSTILE:
+            raise argparse.ArgumentTypeError(f"{name!r} is no scenario of {', '.join(HOSTILE)}")
+    return names
+
+
 def _decode(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
     _batches(parser, "1,8,32,64,256", "1,8")
@@ -316,6 +337,7 @@ BENCHES = {
     "overload": Bench(
         "ask a server for three times what it can do; goodput, refusals and memory", _engine
     ),
+    "hostile": Bench("attack a server as hostile clients; what others feel of it", _hostile),
     "weights": Bench("time weight pushes by every channel while requests decode", _weights),
     "prefill": Bench("time prefill against cuBLAS and torch's attention, on a GPU", _record),
     "gemm": Bench("time the matmuls of a 7B step, and cuBLAS, on a GPU", _gemm),

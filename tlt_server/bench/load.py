@@ -49,17 +49,18 @@ class Connections:
             tuple[float, asyncio.StreamReader, asyncio.StreamWriter]
         ] = []  # since when, the newest last
 
-    async def post(self, path: str, body: bytes, due_s: float) -> Answer:
+    async def post(self, path: str, body: bytes, due_s: float, key: str = "") -> Answer:
         sent_s = time.perf_counter()
         try:
             async with asyncio.timeout(ANSWER_S):
-                status, headers, content = await self._exchange(path, body)
+                status, headers, content = await self._exchange(path, body, key)
         except (OSError, EOFError, TimeoutError) as error:
             status, headers, content = 0, b"", repr(error).encode()
         return Answer(due_s, sent_s, time.perf_counter(), status, headers, content)
 
-    async def _exchange(self, path: str, body: bytes) -> tuple[int, bytes, bytes]:
+    async def _exchange(self, path: str, body: bytes, key: str) -> tuple[int, bytes, bytes]:
         self._close_idle()
+        bearer = f"authorization: Bearer {key}\r\n".encode() if key else b""
         _, reader, writer = (
             self._free.pop()
             if self._free
@@ -67,8 +68,8 @@ class Connections:
         )
         try:
             writer.write(
-                b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n%b"
-                % (path.encode(), len(body), body)
+                b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\n%bcontent-length: %d\r\n\r\n%b"
+                % (path.encode(), bearer, len(body), body)
             )
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])

@@ -1,1 +1,192 @@
-"""Scenarios of hostile clients: each attacks a running server and measures what others feel."""
+"""Scenarios of hostile clients: each attacks a running server and measures what others feel.
+
+`tlt bench hostile` runs them all against a server of its own, and shows each figure next to the
+bound that it must keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from tlt_client import Client
+from tlt_server.bench.hostile.bodies import BODIES, bodies
+from tlt_server.bench.hostile.connections import silent_connections
+from tlt_server.bench.hostile.neighbours import neighbours
+from tlt_server.bench.hostile.parsing import parsing
+from tlt_server.bench.hostile.streams import streams
+from tlt_server.bench.hostile.tenants import TenantSize, tenants
+from tlt_server.bench.hostile.victim import KEYS, SMALL, Victim, headers
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.demo.server import ServerProcess
+
+RESTART_S = 120.0
+
+
+class Size(NamedTuple):
+    bodies_mib: float
+    neighbours_s: float
+    stream: tuple[int, int]  # choices, tokens of each
+    tenants: TenantSize
+    connections: int
+    items: int
+
+
+FULL = Size(15.5, 20.0, (16, 3000), TenantSize(20, 30, 10), 3000, 4000)
+QUICK = Size(1.0, 3.0, (4, 200), TenantSize(4, 6, 5), 200, 400)
+
+
+class Row(NamedTuple):
+    """A figure and its bounds: at most, or with `least` at least."""
+
+    what: str
+    scenario: str
+    figure: str
+    must: float
+    stretch: float | None = None
+    unit: str = ""
+    least: bool = False
+
+    def keeps(self, value: float, bound: float | None) -> bool:
+        return bound is not None and (value >= bound if self.least else value <= bound)
+
+
+def rows(figures: dict[str, Any]) -> list[Row]:
+    mib = figures.get("bodies", {}).get("mib", 0.0)
+    return [
+        Row("longest hold of the loop, any body", "bodies", "longest_hold_ms", 20, 10, "ms"),
+        Row(
+            "memory over baseline, any body",
+            "bodies",
+            "memory_over_baseline_mib",
+            64 + 4 * mib,
+            2 * mib,
+            "MiB",
+        ),
+        Row("longest probe, any body", "bodies", "probe_max_ms", 50, None, "ms"),
+        Row("small requests under a hostile key, p99 to idle", "neighbours", "ratio", 3, 1.5, "x"),
+        Row("the largest stream: others' p99", "streams", "small_p99_ms_busy", 100, 50, "ms"),
+        Row("the largest stream: sent to own size", "streams", "ratio", 4, 2, "x"),
+        Row("silent connections: probes answered", "connections", "answered", 1, 1, "", True),
+        Row("silent connections: engine restarted", "connections", "restarted", 1, 1, "", True),
+        Row("3x load: small keys' share of demand", "tenants", "small_share", 0.95, 0.99, "", True),
+        Row("parsing of the largest batch", "parsing", "cpu_s", float("inf"), None, "s CPU"),
+    ]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON. Return 1 when, in the full run, a bound is missed."""
+    from tlt_server.demo.workload import DRAFTER, TARGET
+
+    model, size = args.model or TARGET, QUICK if args.quick else FULL
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    console, figures = wide_console(), dict[str, Any]()
+    with tempfile.TemporaryDirectory(prefix="tlt-bench-") as directory:
+        keys = Path(directory, "keys")
+        keys.touch(0o600)
+        keys.write_text(KEYS)
+        flags = [
+            *("--model", str(model), "--drafter", str(args.drafter or DRAFTER)),
+            *("--api-key-file", str(keys), "--grpc-port", "0", "--log-level", "error"),
+            *(["--threads", str(args.threads)] if args.threads else []),
+        ]
+        with (
+            ServerProcess(
+                *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
+            ) as server,
+            progress_bar(console) as bar,
+        ):
+            victim = Victim(server)
+            task = bar.add_task("bodies", total=len(BODIES) + 5)
+
+            def said(name: str) -> None:
+                bar.update(task, advance=1, description=name)
+
+            for name, measure in _scenarios(victim, Path(model), size, args.seed, said).items():
+                if args.only and name not in args.only:
+                    continue
+                bar.update(task, description=name)
+                victim.await_idle()
+                figures[name] = measure()
+                if name != "bodies":
+                    said(name)
+    return _report(console, figures, args)
+
+
+def _scenarios(
+    victim: Victim, model: Path, size: Size, seed: int, said: Callable[[str], None]
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    served = Path(model).name
+    choices, tokens = size.stream
+    return {
+        "bodies": lambda: bodies(victim, mib=size.bodies_mib, done=said),
+        "parsing": lambda: parsing(victim, items=size.items),
+        "neighbours": lambda: neighbours(victim, seconds=size.neighbours_s),
+        "streams": lambda: streams(
+            victim.host,
+            victim.port,
+            served,
+            choices=choices,
+            tokens=tokens,
+            headers=headers("hostile"),
+        ),
+        "tenants": lambda: tenants(victim, model, size.tenants, seed),
+        "connections": lambda: _connections(victim, size.connections),
+    }
+
+
+def _connections(victim: Victim, count: int) -> dict[str, Any]:
+    """Hold silent connections on both ports, and kill the engine meanwhile."""
+    restarted = False
+
+    def kill() -> None:
+        nonlocal restarted
+        [engine] = victim.processes()[1]
+        os.kill(engine, signal.SIGKILL)
+        give_up_s = time.monotonic() + RESTART_S
+        with Client(victim.url, api_key=SMALL[0], timeout_s=10) as client:
+            while time.monotonic() < give_up_s and not restarted:
+                time.sleep(0.2)
+                restarted = victim.processes()[1] not in ([], [engine]) and client.is_ready()
+
+    found = silent_connections(
+        victim.host, [victim.port, victim.grpc_port], count=count, meanwhile=kill
+    )
+    return found | {
+        "answered": found["probes_answered"] / max(1, found["probes_asked"]),
+        "restarted": int(restarted),
+    }
+
+
+def _report(console: Any, figures: dict[str, Any], args: argparse.Namespace) -> int:
+    table = Table(title="tlt bench hostile: what one key can do to others")
+    for heading in ("what", "figure", "must", "stretch", "kept"):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    missed = []
+    for row in rows(figures):
+        if row.scenario not in figures:
+            continue
+        value = float(figures[row.scenario][row.figure])
+        kept, stretched = row.keeps(value, row.must), row.keeps(value, row.stretch)
+        missed += [] if kept else [row.what]
+        table.add_row(
+            row.what,
+            f"{value:g} {row.unit}".strip(),
+            "-" if row.must == float("inf") else f"{row.must:g}",
+            "-" if row.stretch is None else f"{row.stretch:g}",
+            "stretch" if stretched else "yes" if kept else "NO",
+        )
+    console.print(table)
+    summary = {"bench": "hostile", "quick": bool(args.quick), **figures, "missed": missed}
+    finish(args, summary, on_gpu=False)
+    return 1 if missed and not args.quick else 0

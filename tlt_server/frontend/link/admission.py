@@ -179,7 +179,10 @@ class Admission:
             for other, held in self._held.items()
             if other != owner
         )
-        must_end = before + 1 + len(self) - self._unstarted - capacity
+        running: float = len(self) - self._unstarted
+        if own.sequences < max(held.sequences for held in self._held.values()):
+            running = min(running, capacity)  # what was preempted is the greediest key's
+        must_end = before + 1 + running - capacity
         return self._end_s(must_end / len(self)) if must_end > 0 else 0.0
 
     def _owners(self, asking: str) -> int:
