@@ -200,9 +200,9 @@ VALUES = st.recursive(
 )
 FIELDS = sorted(
     {
-        *CompletionRequest.model_fields,
-        *ChatRequest.model_fields,
-        *TokenizeRequest.model_fields,
+        *CompletionRequest.__struct_fields__,
+        *ChatRequest.__struct_fields__,
+        *TokenizeRequest.__struct_fields__,
         "tokens",
     }
     - {"max_tokens"}

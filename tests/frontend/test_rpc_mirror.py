@@ -17,7 +17,6 @@ import grpc
 import msgspec
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from pydantic import BaseModel
 
 from tests.frontend.live_server import LiveServer
 from tests.frontend.test_auth import routes
@@ -26,10 +25,12 @@ from tlt_server.errors import codes, from_code
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields
 from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.rpc.messages import NULL
 from tlt_server.frontend.rpc.methods import METHODS, OPERATIONS, SERVICE, UPDATES, Operation
 from tlt_server.frontend.rpc.refusals import Error
 from tlt_server.frontend.weights.transfer import UpdateFields
+from tlt_server.packed import PackedIds
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 NEVER_SENT = {
@@ -61,10 +62,19 @@ class Described(NamedTuple):
 def fields_of(kind: Any) -> dict[str, Described]:
     if isinstance(kind, dict):
         return kind
-    if issubclass(kind, BaseModel):
+    if issubclass(kind, Strict):
+        hints = get_type_hints(kind, include_extras=True)
         return {
-            name: described(field.annotation, null=field.default is not None)
-            for name, field in kind.model_fields.items()
+            field.encode_name: described(
+                hints[field.name],
+                null=(
+                    getattr(kind.absent_means, field.name)  # type: ignore[attr-defined]
+                    if field.default is msgspec.UNSET
+                    else field.default
+                )
+                is not None,
+            )
+            for field in msgspec.structs.fields(kind)
         }
     return {
         name: described(hint, null=True)
@@ -85,7 +95,7 @@ def branches(hint: Any) -> set[Any]:
         return {found for part in get_args(hint) for found in branches(part)}
     if get_origin(hint) is Literal:
         return {type(value) for value in get_args(hint)}
-    return {hint}
+    return {list[int]} if hint is PackedIds else {hint}
 
 
 def differences(

@@ -4,29 +4,32 @@ the packed parameters.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel, TypeAdapter
 
 from tlt_server.engine.sampling import SamplingState, sample
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.generation.requests import SamplingFields
-from tlt_server.frontend.http.fields import checked
+from tlt_server.frontend.http.bounds import Bounds
+from tlt_server.frontend.http.parsing import parse
 from tlt_server.records import MAX_SEED, GenerateRequest, Sampling
 
 VOCAB = 11
+BOUNDS = Bounds(8, 100, 4, 4, 8)
 
 
-def bounds(model: type[BaseModel]) -> list[tuple[str, float]]:
+def bounds(struct: type[msgspec.Struct]) -> list[tuple[str, float]]:
     """Each numeric field with its least and its greatest value, as the JSON schema states them."""
     found = []
-    for name, field in model.model_fields.items():
-        schema = TypeAdapter(field.rebuild_annotation()).json_schema()
+    _, components = msgspec.json.schema_components([struct])
+    for name, schema in components[struct.__name__]["properties"].items():
         for shape in schema.get("anyOf", [schema]):
             whole = shape.get("type") == "integer"
             if not whole and shape.get("type") != "number":
@@ -82,7 +85,8 @@ def test_every_number_of_the_sampling_has_both_bounds() -> None:
 
 @pytest.mark.parametrize(("name", "value"), bounds(SamplingFields))
 def test_the_sampler_takes_every_bound(name: str, value: float) -> None:
-    fields = checked(SamplingFields, {name: value}).model_dump(exclude={"stop", "stop_token_ids"})
+    given = parse(SamplingFields, json.dumps({name: value}).encode(), BOUNDS)
+    fields = {name: getattr(given, name)}
     assert (
         0
         <= draw(
@@ -103,7 +107,7 @@ def test_the_sampler_takes_the_largest_biases(bias: float) -> None:
 )
 def test_what_no_32_bit_integer_holds_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is 2147483648"):
-        checked(SamplingFields, {name: 2**31})
+        parse(SamplingFields, json.dumps({name: 2**31}).encode(), BOUNDS)
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
@@ -114,7 +118,8 @@ def test_the_openai_dialect_tolerates_a_large_top_k_up_to_the_same_bound(model: 
         else {"messages": [{"role": "user", "content": "a"}]}
     )
     for top_k in (-1, 0, 100_000_000, 2**31 - 1):
-        native = checked(model, prompt | {"top_k": top_k}).native([{"prompt": "a"}])
+        body = json.dumps(prompt | {"top_k": top_k}).encode()
+        native = parse(model, body, BOUNDS).native(["a"])
         assert native.sampling.top_k == max(0, top_k)
     with pytest.raises(InvalidRequest, match="top_k is 2147483648"):
-        checked(model, prompt | {"top_k": 2**31})
+        parse(model, json.dumps(prompt | {"top_k": 2**31}).encode(), BOUNDS)

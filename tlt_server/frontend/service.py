@@ -15,6 +15,8 @@ from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
+from tlt_server.frontend.http.bodies import Bodies
+from tlt_server.frontend.http.bounds import Bounds
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.link.client import EngineClient
@@ -45,6 +47,10 @@ class Service:
     @cached_property
     def reader(self) -> Reader:
         return Reader(self.config.model, secrets=(self.config.api_key_variable,))
+
+    @cached_property
+    def bodies(self) -> Bodies:
+        return Bodies(Bounds.of(self.config))
 
     @cached_property
     def pieces(self) -> Pieces:

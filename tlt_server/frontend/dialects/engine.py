@@ -7,9 +7,9 @@ and the clients call these routes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,21 +17,21 @@ from tlt_client.wire import AbortReply, EngineState
 from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
-from tlt_server.frontend.generation.requests import ShortName
+from tlt_server.frontend.generation.requests import NAMES, ShortName
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.bodies import read_optional
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.fields import NoFields, Strict, one_of
+from tlt_server.frontend.http.fields import NoFields, Strict
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 
+MAX_MEMORY = 16  # names in one call
 ALL_MEMORY: tuple[Memory, ...] = ("weights", "kv_cache")
 
 
-class NativePause(Strict):
+class NativePause(Strict, frozen=True, kw_only=True):
     in_flight: Annotated[
         InFlight,
-        Field(
+        Meta(
             description="accepted sequences: continue keeps them and their KV; recompute gives "
             "their KV back and computes it again after POST /engine/resume; abort ends them with "
             "what they have; drain lets them end first"
@@ -39,47 +39,52 @@ class NativePause(Strict):
     ] = "continue"
     new_requests: Annotated[
         Literal["wait", "refuse"],
-        Field(description="requests that come meanwhile: wait, or get a 503"),
+        Meta(description="requests that come meanwhile: wait, or get a 503"),
     ] = "wait"
-    clear_cache: Annotated[bool, Field(description="forget cached prefixes too")] = False
+    clear_cache: Annotated[bool, Meta(description="forget cached prefixes too")] = False
 
 
-class NativeSleep(Strict):
+class NativeSleep(Strict, frozen=True, kw_only=True):
     memory: Annotated[
         list[Memory],
-        Field(description="what to give back: weights of target and drafter, KV; empty: both"),
+        Meta(
+            max_length=MAX_MEMORY,
+            description="what to give back: weights of target and drafter, KV; empty: both",
+        ),
     ] = []
     in_flight: Annotated[
         Literal["recompute", "abort", "drain"],
-        Field(
+        Meta(
             description="accepted sequences: recompute continues with the same tokens once all is "
             "awake; abort ends them with what they have; drain lets them end first"
         ),
     ] = "recompute"
 
 
-class NativeWake(Strict):
-    memory: Annotated[list[Memory], Field(description="what to take again; empty: both")] = []
+class NativeWake(Strict, frozen=True, kw_only=True):
+    memory: Annotated[
+        list[Memory], Meta(max_length=MAX_MEMORY, description="what to take again; empty: both")
+    ] = []
 
 
-class NativeClear(Strict):
+class NativeClear(Strict, frozen=True, kw_only=True):
     unless_held: Annotated[
-        bool, Field(description="409 instead while a sequence runs or is paused with its KV")
+        bool, Meta(description="409 instead while a sequence runs or is paused with its KV")
     ] = False
 
 
-class NativeAbort(Strict):
+class NativeAbort(Strict, frozen=True, kw_only=True):
     """Items by their ids, or all of them."""
 
-    model_config = {"json_schema_extra": one_of(("ids", "all"))}
+    exactly_one: ClassVar[tuple[str, ...]] = ("ids", "all")
 
     ids: Annotated[
-        Annotated[list[ShortName], Field(min_length=1)] | None,
-        Field(description="ids that items of POST /generate, or other requests, were given"),
+        Annotated[list[ShortName], Meta(min_length=1, extra={"limit": NAMES})] | None,
+        Meta(description="ids that items of POST /generate, or other requests, were given"),
     ] = None
     all: Annotated[
-        Literal[True] | None,
-        Field(description="everything that is open, which needs the scope operate"),
+        bool | None,
+        Meta(description="true: everything that is open, which needs the scope operate"),
     ] = None
 
 
@@ -99,7 +104,7 @@ async def pause(service: Service, request: Request) -> Response:
 
     Answers once the pause holds; with `drain`, once every accepted sequence has ended.
     """
-    asked = await read_optional(NativePause, request)
+    asked = await service.bodies.of(request, NativePause)
     await service.engine.pauses.pause(
         asked.in_flight, refuse=asked.new_requests == "refuse", clear_cache=asked.clear_cache
     )
@@ -116,7 +121,7 @@ async def pause(service: Service, request: Request) -> Response:
 )
 async def resume(service: Service, request: Request) -> Response:
     """Go on with what was paused or has waited, and take new requests."""
-    await read_optional(NoFields, request)
+    await service.bodies.of(request, NoFields)
     await service.engine.pauses.resume()
     return _state(service)
 
@@ -135,7 +140,7 @@ async def sleep(service: Service, request: Request) -> Response:
     The KV is given back in any case, as nothing can compute it without weights. Weights come
     back bit for bit.
     """
-    asked = await read_optional(NativeSleep, request)
+    asked = await service.bodies.of(request, NativeSleep)
     await service.engine.pauses.sleep(asked.memory or ALL_MEMORY, asked.in_flight)
     return _state(service)
 
@@ -150,7 +155,7 @@ async def sleep(service: Service, request: Request) -> Response:
 )
 async def wake(service: Service, request: Request) -> Response:
     """Take memory again; generation goes on once all is awake and no pause holds."""
-    asked = await read_optional(NativeWake, request)
+    asked = await service.bodies.of(request, NativeWake)
     await service.engine.pauses.wake(asked.memory or ALL_MEMORY)
     return _state(service)
 
@@ -168,7 +173,7 @@ async def clear_cache(service: Service, request: Request) -> Response:
     request from then on.
     """
     await service.engine.pauses.clear_cache(
-        unless_held=(await read_optional(NativeClear, request)).unless_held
+        unless_held=(await service.bodies.of(request, NativeClear)).unless_held
     )
     return _state(service)
 
@@ -189,7 +194,9 @@ async def abort(service: Service, request: Request) -> Response:
     scope operate.
     """
     service.engine.check_running()
-    asked = await read_optional(NativeAbort, request)
+    asked = await service.bodies.of(request, NativeAbort)
+    if asked.all is False:
+        raise InvalidRequest("all is False; it must be True: leave it out to name ids")
     if (asked.ids is None) == (asked.all is None):
         raise InvalidRequest(
             f"ids is {'absent' if asked.ids is None else 'given'} and so is all; give exactly one "

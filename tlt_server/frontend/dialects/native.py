@@ -9,11 +9,10 @@ rollout. A body in SGLang's form is handed to `sglang.generate`.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Mapping
+from typing import Literal
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -37,7 +36,7 @@ from tlt_server.frontend.dialects.replies.items import EndedItems, Usage, footer
 from tlt_server.frontend.dialects.sglang.generate import generate as sglang
 from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.generation.batch import NATIVE, RequestBatch
+from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.delivery import (
     EventStream,
     LargeEvent,
@@ -47,12 +46,11 @@ from tlt_server.frontend.generation.delivery import (
 )
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
-from tlt_server.frontend.generation.requests import ItemFields, NativeRequest
-from tlt_server.frontend.generation.validation import BREATH
+from tlt_server.frontend.generation.requests import NativeRequest
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import checked, shown
+from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.parsing import Forms
 from tlt_server.frontend.http.replies import Refusal, json_response, unexpected
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.rollouts.rollout import KeptRollout
@@ -68,6 +66,22 @@ IDEMPOTENCY_KEY = Parameter(
 )
 
 
+def _form(present: Mapping[str, bool]) -> type[NativeRequest] | type[GenerateFields]:
+    """Return the form of a body; `InvalidRequest` if it has both forms or none."""
+    borrowed = [name for name in BORROWED if name in present]
+    if borrowed and "requests" in present:
+        raise InvalidRequest(
+            f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} "
+            "SGLang's: send one"
+        )
+    if not present:
+        raise InvalidRequest(
+            "requests is missing; give requests, or, as SGLang's clients do, text or input_ids"
+        )
+    return GenerateFields if borrowed else NativeRequest
+
+
+FORMS = Forms(("requests", *BORROWED), _form)
 ROUTES = Routes()
 ITEM_ERRORS = (QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, StorageFailed, Unavailable)
 EXAMPLE = {
@@ -122,10 +136,9 @@ async def generate(service: Service, request: Request) -> Response:
         return await _attached(service, request, rollout)
     # Checked before a large body is parsed.
     service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
-    content = await read_object(body, "requests")
-    if _is_borrowed(content):
-        return await sglang(service, request, content)
-    asked = await _asked(service, content)
+    asked = await service.bodies.read(FORMS, body)
+    if isinstance(asked, GenerateFields):
+        return await sglang(service, request, asked)
     if asked.stream and (asked.detach or key):
         raise InvalidRequest(
             f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout "
@@ -168,35 +181,6 @@ async def _done(service: Service, rollout: KeptRollout) -> Response:
     ended = EndedItems(await service.rollouts.results(rollout))
     turn = service.generations.share.of(rollout.header.owner)
     return ended.whole(service, ended.by_id, turn)
-
-
-def _is_borrowed(content: dict[str, Any]) -> bool:
-    """Tell whether a body has SGLang's form; `InvalidRequest` if it has both forms or none."""
-    borrowed = [name for name in BORROWED if name in content]
-    if borrowed and "requests" in content:
-        raise InvalidRequest(
-            f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} "
-            "SGLang's: send one"
-        )
-    if not borrowed and "requests" not in content:
-        raise InvalidRequest(
-            "requests is missing; give requests, or, as SGLang's clients do, text or input_ids"
-        )
-    return bool(borrowed)
-
-
-async def _asked(service: Service, content: dict[str, Any]) -> NativeRequest:
-    """Check the body, its items one by one, so that other requests run in between."""
-    items = content.get("requests")
-    if isinstance(items, list):
-        service.validator.check_count(NATIVE, len(items))
-        ready = []
-        for i, item in enumerate(items):
-            if i % BREATH == BREATH - 1:
-                await asyncio.sleep(0)
-            ready.append(checked(ItemFields, item, f"requests[{i}]"))
-        content |= {"requests": ready}
-    return checked(NativeRequest, content)
 
 
 def _key(request: Request) -> str:

@@ -7,19 +7,17 @@ Nothing is flushed, and running requests continue.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.commands import SetPolicy
 from tlt_server.errors import InvalidRequest, StartupError, Unavailable
 from tlt_server.events import EngineInfo
-from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.fields import Strict, checked, shown
+from tlt_server.frontend.http.fields import Strict, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.records import Strategy, parse_strategy
@@ -31,19 +29,19 @@ from tlt_server.wording import nearest
 LIMITS = {"depth": 64, "width": 32, "rows": 256}
 
 
-class PolicyFields(Strict):
+class PolicyFields(Strict, frozen=True, kw_only=True):
     """A policy, and the strategy that the policy fixed needs."""
 
     policy: Annotated[
         str,
-        Field(
+        Meta(
             description="the policy that chooses each step's strategy",
-            json_schema_extra={"enum": list(POLICIES)},
+            extra_json_schema={"enum": list(POLICIES)},
         ),
     ]
     strategy: Annotated[
         str | None,
-        Field(description="for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16"),
+        Meta(description="for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16"),
     ] = None
 
 
@@ -85,10 +83,10 @@ async def replace(service: Service, request: Request) -> Response:
     fixed tokens one pass reveals.
     """
     service.engine.check_running()
-    body = await request.body()
+    asked = await service.bodies.read(PolicyFields, await request.body())
     service.engine.check_running()  # again, since reading the body may take long
     assert service.engine.info is not None
-    service.engine.set_policy(_parse(await read_object(body, "policy"), service.engine.info))
+    service.engine.set_policy(_parse(asked, service.engine.info))
     return json_response(_state(service))
 
 
@@ -110,10 +108,9 @@ def _drafters(info: EngineInfo) -> list[str]:
     return [name for name in info.drafter.split("+") if name not in ("", "none")]
 
 
-def _parse(content: dict[str, Any], info: EngineInfo) -> SetPolicy:
+def _parse(asked: PolicyFields, info: EngineInfo) -> SetPolicy:
     """Return a policy that this engine can follow, or raise `InvalidRequest`."""
-    asked, loaded = checked(PolicyFields, content), _drafters(info)
-    policy, text = asked.policy, asked.strategy
+    policy, text, loaded = asked.policy, asked.strategy, _drafters(info)
     if policy not in POLICIES:
         raise InvalidRequest(
             f"policy is {shown(policy)}; known are {', '.join(POLICIES)}{nearest(policy, POLICIES)}"

@@ -17,13 +17,12 @@ class RequestItem(NamedTuple):
 class Words(NamedTuple):
     """The names that a dialect's users know, for messages; `{i}` is the item's index."""
 
-    items: str  # the list of items
     item: str  # one item's prompt
     field: str  # prefix of an item's field
     sampling: str  # prefix of a sampling field
 
 
-NATIVE = Words("requests", "requests[{i}]", "requests[{i}].", "sampling.")
+NATIVE = Words("requests[{i}]", "requests[{i}].", "sampling.")
 
 
 class RequestBatch(NamedTuple):

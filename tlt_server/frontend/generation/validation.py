@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from msgspec import UNSET
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import NATIVE, RequestBatch, RequestItem, Words
-from tlt_server.frontend.generation.requests import (
-    PROMPTS,
-    ItemFields,
-    NativeRequest,
-    SamplingFields,
-)
+from tlt_server.frontend.generation.requests import PROMPTS, ItemFields, NativeRequest
+from tlt_server.frontend.generation.samplings import DEFAULTS, Samplings
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
@@ -34,7 +30,6 @@ from tlt_server.packed import PackedIds, PackedText
 from tlt_server.records import GenerateRequest, Sampling
 
 BREATH = 64  # items of a batch after which other requests get a turn
-MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
 class Validator:
@@ -58,6 +53,7 @@ class Validator:
             next_seed,
             choice_seed,
         )
+        self._sampling = Samplings(config, text)
         self._check_room = check_room
         # a random start, since rollouts come back with the ids that an earlier process gave them
         self._serial = itertools.count(secrets.randbits(48))
@@ -66,33 +62,19 @@ class Validator:
         self, request: NativeRequest, info: EngineInfo, caller: Caller, words: Words = NATIVE
     ) -> RequestBatch:
         _check_priority(request.priority, caller)
-        self.check_count(words, len(request.requests))
         begin_by_s, deadline_s = self._deadlines(request)
         for i, item in enumerate(request.requests):
             self._check_shape(words, i, item)
         self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request.requests, info)
-        serial, defaults = next(self._serial), request.sampling
-        samplings: dict[int, Sampling] = {}  # by output room: shared by items without own fields
+        samplings = await self._samplings(words, request, prompts, info)
+        serial = next(self._serial)
         items: list[RequestItem] = []
-        prompt_tokens = output_tokens = 0
-        for i, (item, token_ids) in enumerate(zip(request.requests, prompts, strict=True)):
+        for i, (item, prompt, sampling) in enumerate(
+            zip(request.requests, prompts, samplings, strict=True)
+        ):
             if i % BREATH == BREATH - 1:
                 await asyncio.sleep(0)
-            room = self._check_prompt(words.item.format(i=i), token_ids, info)
-            if item.sampling is None:
-                sampling = samplings.get(room)
-                if sampling is None:
-                    sampling = samplings[room] = self._sampling(
-                        words.sampling, defaults, None, room, info
-                    )
-            else:
-                sampling = self._sampling(
-                    f"requests[{i}].sampling.", defaults, item.sampling, room, info
-                )
-            prompt_tokens += item.n * len(token_ids)
-            output_tokens += item.n * sampling.max_tokens
-            self._check_work(prompt_tokens, output_tokens)
             seed = self._next_seed() if item.seed is None else item.seed
             id = f"{serial:x}-{i}"
             items.append(
@@ -101,7 +83,7 @@ class Validator:
                     [
                         GenerateRequest(
                             id=f"{id}.{choice}",
-                            token_ids=token_ids,
+                            token_ids=prompt,
                             sampling=sampling,
                             seed=self._choice_seed(seed, choice),
                             group_id=item.group_id or id,
@@ -119,14 +101,32 @@ class Validator:
         _check_distinct([item.id for item in items])
         return RequestBatch(items, request.stream, deadline_s)
 
-    def check_count(self, words: Words, items: int) -> None:
-        """Refuse too many items as `batch` does, for a dialect that makes the items itself."""
-        limit = self._config.max_batch_items
-        if items > limit:
-            raise TooLarge(
-                f"{words.items} has {items} items; the limit is {limit} (max_batch_items): split "
-                "the batch"
-            )
+    async def _samplings(
+        self, words: Words, request: NativeRequest, prompts: Sequence[PackedIds], info: EngineInfo
+    ) -> list[Sampling]:
+        """Return the sampling of each item, once its prompt has been checked."""
+        shared: dict[int, Sampling] = {}  # by output room, for items without own fields
+        samplings: list[Sampling] = []
+        prompt_tokens = output_tokens = 0
+        for i, (item, prompt) in enumerate(zip(request.requests, prompts, strict=True)):
+            if i % BREATH == BREATH - 1:
+                await asyncio.sleep(0)
+            room = self._check_prompt(words.item.format(i=i), prompt, info)
+            if item.sampling is not None:
+                sampling = self._sampling.resolve(
+                    f"requests[{i}].sampling.", request.sampling, item.sampling, room, info
+                )
+            else:
+                if room not in shared:
+                    shared[room] = self._sampling.resolve(
+                        words.sampling, request.sampling, None, room, info
+                    )
+                sampling = shared[room]
+            prompt_tokens += item.n * len(prompt)
+            output_tokens += item.n * sampling.max_tokens
+            self._check_work(prompt_tokens, output_tokens)
+            samplings.append(sampling)
+        return samplings
 
     def _deadlines(self, request: NativeRequest) -> tuple[float, float]:
         """Return the times by which a sequence must have started and ended."""
@@ -156,12 +156,13 @@ class Validator:
         """Return the demand that is known before texts are tokenised."""
 
         def allowed(item: ItemFields) -> int:
-            fields = (
+            tokens = (
                 item.sampling
-                if item.sampling is not None and "max_tokens" in item.sampling.model_fields_set
+                if item.sampling is not None and item.sampling.max_tokens is not UNSET
                 else request.sampling
-            )
-            return min(fields.max_tokens or 0, info.max_model_len)  # null: what the prompt leaves
+            ).max_tokens
+            tokens = DEFAULTS.max_tokens if tokens is UNSET else tokens
+            return min(tokens or 0, info.max_model_len)  # null: what the prompt leaves
 
         return Demand(
             sequences=sum(item.n for item in request.requests),
@@ -212,9 +213,7 @@ class Validator:
     ) -> list[PackedIds]:
         """Return the token ids of each item."""
         chats = {
-            words.item.format(i=i): await tokenizing.render(
-                self._text, [m.model_dump(exclude_none=True) for m in item.messages]
-            )
+            words.item.format(i=i): await tokenizing.render(self._text, item.messages)
             for i, item in enumerate(items)
             if item.messages
         }
@@ -232,7 +231,7 @@ class Validator:
             await self.encode(list(plain), list(plain.values()), info) if plain else []
         )
         return [
-            PackedIds.of(item.token_ids)
+            item.token_ids
             if item.token_ids is not None
             else next(encoded_chats if item.messages else encoded_plain)
             for item in items
@@ -258,114 +257,6 @@ class Validator:
 
     def _prompt_limit(self, info: EngineInfo) -> int:
         return min(self._config.max_prompt_tokens, info.max_model_len - 1)
-
-    def _sampling(
-        self,
-        where: str,
-        defaults: SamplingFields,
-        own: SamplingFields | None,
-        room: int,
-        info: EngineInfo,
-    ) -> Sampling:
-        def get(name: str) -> Any:
-            return getattr(
-                own if own is not None and name in own.model_fields_set else defaults, name
-            )
-
-        explicit = "max_tokens" in defaults.model_fields_set or (
-            own is not None and "max_tokens" in own.model_fields_set
-        )
-        limit = min(self._config.max_output_tokens, room)
-        wanted = limit if get("max_tokens") is None else get("max_tokens")
-        max_tokens = wanted if explicit else min(wanted, limit)
-        if max_tokens > limit:
-            raise InvalidRequest(
-                f"{where}max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, "
-                f"and what the prompt leaves of max_model_len {info.max_model_len}): ask for fewer "
-                "or shorten the prompt"
-            )
-        if get("min_tokens") > max_tokens:
-            raise InvalidRequest(
-                f"{where}min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: "
-                "lower it"
-            )
-        if 0 < get("temperature") < MIN_TEMPERATURE:
-            raise InvalidRequest(
-                f"{where}temperature is {get('temperature'):g}; it must be 0 or at least "
-                f"{MIN_TEMPERATURE:g}: use 0 for greedy decoding"
-            )
-        prompt_logprobs = (
-            info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
-        )
-        for name, count in (
-            ("logprobs", get("logprobs")),
-            ("prompt_logprobs", prompt_logprobs or 0),
-        ):
-            if count > self._config.max_logprobs:
-                all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
-                raise InvalidRequest(
-                    f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} "
-                    "(max_logprobs): ask for fewer"
-                )
-        fields = {name: get(name) for name in SamplingFields.model_fields}
-        fields |= {
-            "max_tokens": max_tokens,
-            "prompt_logprobs": prompt_logprobs,
-            "stop": self._stop(where, get("stop")),
-            "stop_token_ids": self._stop_token_ids(where, get("stop_token_ids"), info),
-            "logit_bias": self._logit_bias(where, get("logit_bias"), info),
-        }
-        return Sampling(**fields)
-
-    def _stop(self, where: str, stop: str | list[str]) -> tuple[str, ...]:
-        stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop))
-        if len(stops) > self._config.max_stop_strings:
-            raise InvalidRequest(
-                f"{where}stop has {len(stops)} strings; the limit is "
-                f"{self._config.max_stop_strings} (max_stop_strings)"
-            )
-        if "" in stops:
-            raise InvalidRequest(
-                f"{where}stop has an empty string, which matches everywhere; leave it out"
-            )
-        if any(len(text) > self._config.max_stop_chars for text in stops):
-            raise InvalidRequest(
-                f"{where}stop has a string of {max(map(len, stops))} characters; the limit is "
-                f"{self._config.max_stop_chars} (max_stop_chars): shorten it"
-            )
-        if stops and self._text.tokenizer is None:
-            raise InvalidRequest(
-                f"{where}stop needs text, and this model directory has no tokenizer.json; use "
-                "stop_token_ids"
-            )
-        return stops
-
-    def _stop_token_ids(self, where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
-        if len(ids) > self._config.max_stop_token_ids:
-            raise InvalidRequest(
-                f"{where}stop_token_ids has {len(ids)} ids; the limit is "
-                f"{self._config.max_stop_token_ids} (max_stop_token_ids)"
-            )
-        if ids and max(ids) >= info.vocab_size:
-            raise InvalidRequest(
-                f"{where}stop_token_ids has {max(ids)}; ids of this model end at "
-                f"{info.vocab_size - 1}"
-            )
-        return tuple(ids)
-
-    def _logit_bias(self, where: str, bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
-        if len(bias) > self._config.max_logit_bias:
-            raise InvalidRequest(
-                f"{where}logit_bias has {len(bias)} entries; the limit is "
-                f"{self._config.max_logit_bias} (max_logit_bias)"
-            )
-        for key in bias:
-            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= info.vocab_size:
-                raise InvalidRequest(
-                    f"{where}logit_bias has the key {shown(key)}; keys are token ids from 0 to "
-                    f"{info.vocab_size - 1}"
-                )
-        return {int(key): value for key, value in bias.items()}
 
     def _check_work(self, prompt_tokens: int, output_tokens: int) -> None:
         for name, value, limit in (

@@ -37,7 +37,7 @@ class About(TypedDict, total=False):
     """The facts that a route may state; each has a default in `Endpoint`."""
 
     parameters: tuple[Parameter, ...]
-    takes: Any  # pydantic model, or a union of models, of the JSON body
+    takes: Any  # struct, or a union of structs, of the JSON body
     takes_bytes: str  # media type of a body that is not JSON
     optional_body: bool
     changes: bool  # whether it changes state; if so it is audited

@@ -1,20 +1,21 @@
 """The OpenAPI document of the routes that are served: paths from the endpoints, sentences from
 docstrings, schemas from the types in use.
 
-Requests are pydantic models, replies and errors are msgspec structs, and each library describes its
-own. Every status of a route is listed: its reply, its own errors, and the errors that middleware
-raises before any route (keys, size and time of a body).
+The schemas of requests also have what `parsing` adds to their structs. Every status of a route is
+listed: its reply, its own errors, and the errors that middleware raises before any route (keys,
+size and time of a body).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import isclass
+from typing import Any, get_args, get_type_hints
 
 import msgspec
-from pydantic import TypeAdapter
+from msgspec import UNSET, Struct
 
 from tlt_server import __version__
 from tlt_server.errors import (
@@ -29,8 +30,12 @@ from tlt_server.errors import (
     Unauthenticated,
     Unavailable,
 )
+from tlt_server.frontend.http.bounds import MAX_INT32
 from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.fields import Open, Tolerant
+from tlt_server.packed import PackedIds
 
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32}}
 REF = "#/components/schemas/{}"
 ABOUT = (
     "Exact, adaptive speculative rollouts. Every refusal is a typed error that names the value, "
@@ -56,10 +61,7 @@ REQUEST_ID = (
 def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict[str, Any]:
     """Describe the endpoints of each dialect. `keyed` tells whether requests need an API key."""
     endpoints = [(name, endpoint) for name, group in dialects.items() for endpoint in group]
-    takes, components = _requests(endpoint for _, endpoint in endpoints)
-    gives, replies = _replies(endpoint for _, endpoint in endpoints)
-    twice = components.keys() & replies.keys()
-    assert not twice, f"a request and a reply share the name {twice}"
+    schemas, components = _schemas([endpoint for _, endpoint in endpoints])
     paths: dict[str, dict[str, Any]] = {}
     for name, endpoint in endpoints:
         operation = _words(endpoint)
@@ -70,7 +72,8 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
         if endpoint.parameters:
             operation["parameters"] = list(_parameters(endpoint))
         if endpoint.takes is not None:
-            content = {"schema": takes[endpoint.takes]} | (
+            forms = [schemas[form] for form in _forms(endpoint)]
+            content = {"schema": forms[0] if len(forms) == 1 else {"anyOf": forms}} | (
                 {"example": endpoint.example} if endpoint.example is not None else {}
             )
             operation["requestBody"] = {
@@ -83,7 +86,7 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
                 "required": True,
                 "content": {endpoint.takes_bytes: {"schema": schema}},
             }
-        operation["responses"] = _responses(endpoint, gives, keyed)
+        operation["responses"] = _responses(endpoint, schemas, keyed)
         if keyed and endpoint.needs != "any":
             operation["security"] = [] if endpoint.needs == "open" else [{"key": [endpoint.needs]}]
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
@@ -92,7 +95,7 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
         "info": {"title": "TLT Server", "version": __version__, "description": ABOUT},
         "servers": [{"url": "/"}],
         "paths": paths,
-        "components": {"schemas": components | replies},
+        "components": {"schemas": components},
     }
     if keyed:
         about["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -100,29 +103,89 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
     return about
 
 
-def _requests(endpoints: Iterable[Endpoint]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    models = dict.fromkeys(endpoint.takes for endpoint in endpoints if endpoint.takes is not None)
-    adapters = [(model, "validation", TypeAdapter(model)) for model in models]
-    schemas, definitions = TypeAdapter.json_schemas(adapters, ref_template=REF.format("{model}"))  # type: ignore[arg-type]
-    return {model: schema for (model, _), schema in schemas.items()}, definitions.get("$defs", {})
-
-
-def _replies(endpoints: Iterable[Endpoint]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    types = list(
-        dict.fromkeys(
-            type
-            for endpoint in endpoints
-            for type in (
-                endpoint.gives,
-                *endpoint.gives_instead,
-                *endpoint.others.values(),
-                _error_type(endpoint),
-                *(event for _, event in endpoint.streams),
-            )
+def _schemas(endpoints: Sequence[Endpoint]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Return the schema of each type, and the components to which the schemas refer."""
+    takes = [form for endpoint in endpoints for form in _forms(endpoint)]
+    gives = [
+        type
+        for endpoint in endpoints
+        for type in (
+            endpoint.gives,
+            *endpoint.gives_instead,
+            *endpoint.others.values(),
+            _error_type(endpoint),
+            *(event for _, event in endpoint.streams),
         )
-    )
-    schemas, definitions = msgspec.json.schema_components(types, ref_template=REF.format("{name}"))
-    return dict(zip(types, schemas, strict=True)), definitions
+    ]
+    types = list(dict.fromkeys((*takes, *gives)))
+    schemas, components = msgspec.json.schema_components(types, ref_template=REF.format("{name}"))
+    for struct in _structs(dict.fromkeys(takes)) - {PackedIds}:
+        _adjust(components[struct.__name__], struct)
+    del components[PackedIds.__name__]
+    return dict(zip(types, _with_ids(schemas), strict=True)), _with_ids(components)
+
+
+def _forms(endpoint: Endpoint) -> Sequence[Any]:
+    """Return the structs that the JSON body of an endpoint may be."""
+    if endpoint.takes is None:
+        return ()
+    return get_args(endpoint.takes) or (endpoint.takes,)
+
+
+def _structs(types: Iterable[Any]) -> set[type[Struct]]:
+    """Return every struct that values of these types may have in them."""
+    found: set[type[Struct]] = set()
+    left = [*types]
+    while left:
+        type = left.pop()
+        left += get_args(type)
+        if isclass(type) and issubclass(type, Struct) and type not in found:
+            found.add(type)
+            hints = get_type_hints(type, include_extras=True)
+            left += [hints[name] for name in type.__struct_fields__]
+    return found
+
+
+def _adjust(schema: dict[str, Any], struct: type[Struct]) -> None:
+    """Add to the schema of a request's struct what `parsing` does with it."""
+    fields, required = schema["properties"], schema["required"]
+    if "description" in schema:
+        schema["description"] = " ".join(schema["description"].split())
+    defaults = getattr(struct, "absent_means", None)
+    for name, field in fields.items():
+        value = getattr(defaults, name, UNSET)
+        if "default" not in field and value is not UNSET:
+            field["default"] = msgspec.to_builtins(value)
+    if issubclass(struct, Open):
+        del fields["more"]
+    if issubclass(struct, Tolerant):
+        fields |= {name: _or_null(field) for name, field in fields.items() if name not in required}
+    exactly_one = getattr(struct, "exactly_one", ())
+    if exactly_one:
+        schema["oneOf"] = [
+            {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+            for name in exactly_one
+        ]
+
+
+def _with_ids(schema: Any) -> Any:
+    """Return the schema with token ids as the list that they are in JSON."""
+    if isinstance(schema, list):
+        return [_with_ids(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("$ref") == REF.format(PackedIds.__name__):
+        others = {key: value for key, value in schema.items() if key != "$ref"}
+        return IDS | others
+    return {key: _with_ids(value) for key, value in schema.items()}
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    if {"type": "null"} in field.get("anyOf", ()):
+        return field
+    words = {key: field[key] for key in ("description", "default") if key in field}
+    value = {key: field[key] for key in field if key not in words}
+    return words | {"anyOf": [*value.get("anyOf", [value]), {"type": "null"}]}
 
 
 def _error_type(endpoint: Endpoint) -> Any:

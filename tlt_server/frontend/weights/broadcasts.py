@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, NamedTuple
 
-from pydantic import Field
+from msgspec import Meta
 
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.files import MAX_DIMENSION, MAX_DIMENSIONS, MAX_NAME
@@ -21,17 +21,26 @@ from tlt_server.errors import InvalidRequest, TltError
 from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.session import Selector, Update, WeightSession
 
-GroupName = Annotated[str, Field(min_length=1, max_length=128, description="of the process group")]
+GroupName = Annotated[str, Meta(min_length=1, max_length=128, description="of the process group")]
 Address = Annotated[
-    str, Field(min_length=1, max_length=256, description="where the store is, which rank 0 hosts")
+    str, Meta(min_length=1, max_length=256, description="where the store is, which rank 0 hosts")
 ]
-Port = Annotated[int | str, Field(description="its port; a string of digits will do")]
-Rank = Annotated[int, Field(ge=0, le=65535, description="the server's rank")]
-WorldSize = Annotated[int, Field(ge=2, le=65536, description="ranks in all")]
-TensorName = Annotated[str, Field(max_length=MAX_NAME)]
+Port = Annotated[
+    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | str,
+    Meta(description="its port; a string of digits will do"),
+]
+Rank = Annotated[int, Meta(ge=0, le=65535, description="the server's rank")]
+WorldSize = Annotated[int, Meta(ge=2, le=65536, description="ranks in all")]
+TensorName = Annotated[str, Meta(max_length=MAX_NAME)]
 Dimensions = Annotated[
-    list[Annotated[int, Field(ge=0, le=MAX_DIMENSION)]], Field(max_length=MAX_DIMENSIONS)
+    list[Annotated[int, Meta(ge=0, le=MAX_DIMENSION)]], Meta(max_length=MAX_DIMENSIONS)
 ]
+
+
+MAX_TENSORS = 2**18  # that one call may name
+TensorNames = Annotated[list[TensorName], Meta(max_length=MAX_TENSORS)]
+TypeNames = Annotated[list[str], Meta(max_length=MAX_TENSORS)]
+Shapes = Annotated[list[Dimensions], Meta(max_length=MAX_TENSORS)]
 
 
 class Packing(NamedTuple):

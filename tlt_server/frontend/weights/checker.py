@@ -7,23 +7,27 @@ differ.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from msgspec import Meta
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.fields import NullIsAbsent
+from tlt_server.frontend.http.fields import Tolerant
+from tlt_server.frontend.weights.broadcasts import MAX_TENSORS
 from tlt_server.frontend.weights.session import WeightSession
 
 
-class CheckFields(NullIsAbsent):
-    action: Literal["checksum", "reset", "snapshot", "compare"] = Field(
-        "checksum",
-        description="reset, or snapshot, which is the same: remember the checksums for compare",
-    )
-    baseline: dict[str, str] | None = Field(
-        None, description="for compare; without it, what reset remembered"
-    )
+class CheckFields(Tolerant, frozen=True, kw_only=True):
+    action: Annotated[
+        Literal["checksum", "reset", "snapshot", "compare"],
+        Meta(
+            description="reset, or snapshot, which is the same: remember the checksums for compare"
+        ),
+    ] = "checksum"
+    baseline: Annotated[
+        Annotated[dict[str, str], Meta(max_length=MAX_TENSORS)] | None,
+        Meta(description="for compare; without it, what reset remembered"),
+    ] = None
 
 
 class Checked(NamedTuple):

@@ -20,7 +20,6 @@ from typing import Annotated, Literal
 import msgspec
 import structlog
 from msgspec import Meta, Struct
-from pydantic import Field
 
 from tlt_client.arguments import MAX_VERSION, VERSION
 from tlt_server.commands import (
@@ -40,7 +39,7 @@ from tlt_server.frontend.link.client import EngineClient
 Selector = Literal["target", "draft", "all"]
 Version = Annotated[
     str,
-    Field(
+    Meta(
         min_length=1,
         max_length=MAX_VERSION,
         pattern=VERSION,

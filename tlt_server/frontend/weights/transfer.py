@@ -8,22 +8,23 @@ NCCL communicator whose id is in the store or comes with the call.
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from msgspec import UNSET, Meta, UnsetType
 
 from tlt_server.commands import TensorEntry
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import WeightReport
-from tlt_server.frontend.http.fields import Tolerant, checked
+from tlt_server.frontend.http.fields import Tolerant
 from tlt_server.frontend.weights.broadcasts import (
     Address,
     Broadcasts,
-    Dimensions,
     Packing,
     Port,
     Rank,
-    TensorName,
+    Shapes,
+    TensorNames,
+    TypeNames,
     WorldSize,
     described,
 )
@@ -31,31 +32,32 @@ from tlt_server.frontend.weights.session import Update, Version
 
 GROUP = "weight_transfer"
 Backend = Annotated[
-    Literal["gloo", "nccl"], Field(description="gloo on CPUs; without it a trainer means nccl")
+    Literal["gloo", "nccl"], Meta(description="gloo on CPUs; without it a trainer means nccl")
 ]
+MAX_UPDATES = 2**10  # broadcasts that one call may announce
 ID_BYTES = 128  # size of an id of NCCL
 BucketBytes = Annotated[
     int,
-    Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this"),
+    Meta(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this"),
 ]
 
 
-class InitInfo(Tolerant):
+class InitInfo(Tolerant, frozen=True, kw_only=True):
     """A group whose ranks from 1 on are servers'."""
 
     master_address: Annotated[
         Address | None,
-        Field(description="where the store is, which rank 0 hosts; absent: there is none"),
+        Meta(description="where the store is, which rank 0 hosts; absent: there is none"),
     ] = None
     master_port: Port = 0
     nccl_unique_id_b64: Annotated[
-        str, Field(max_length=256, description="NCCL's id in base64, in place of address and port")
+        str, Meta(max_length=256, description="NCCL's id in base64, in place of address and port")
     ] = ""
     rank_offset: Rank = 1
     world_size: WorldSize
     backend: Backend = "nccl"
     packed: Annotated[
-        bool, Field(description="tensors come as raw bytes in buckets; false: one broadcast each")
+        bool, Meta(description="tensors come as raw bytes in buckets; false: one broadcast each")
     ] = False
     packed_buffer_size_bytes: BucketBytes = 2**30
 
@@ -82,22 +84,22 @@ class InitInfo(Tolerant):
         return id
 
 
-class InitFields(Tolerant):
-    init_info: Annotated[InitInfo, Field(description="where the group is made, and who is in it")]
+class InitFields(Tolerant, frozen=True, kw_only=True):
+    init_info: Annotated[InitInfo, Meta(description="where the group is made, and who is in it")]
 
 
-class BroadcasterFields(Tolerant):
+class BroadcasterFields(Tolerant, frozen=True, kw_only=True):
     """A group in which only servers are counted."""
 
     host: Address
     port: Port
     rank_offset: Rank = 0
-    inference_world_size: Annotated[int, Field(ge=1, le=65535, description="servers in all")]
-    backend: Backend = "nccl"
+    inference_world_size: Annotated[int, Meta(ge=1, le=65535, description="servers in all")]
+    backend: Annotated[Backend, Meta(extra_json_schema={"default": "nccl"})] | UnsetType = UNSET
 
     def info(self) -> InitInfo:
         if self.backend != "gloo":
-            said = "'nccl'" if "backend" in self.model_fields_set else "absent, which means nccl"
+            said = "absent, which means nccl" if self.backend is UNSET else "'nccl'"
             raise InvalidRequest(
                 f"backend is {said}, and trainers that make this group over nccl describe what "
                 "they send by pickles, which are not read; let the trainer write a directory and "
@@ -114,18 +116,18 @@ class BroadcasterFields(Tolerant):
         )
 
 
-class UpdateInfo(Tolerant):
+class UpdateInfo(Tolerant, frozen=True, kw_only=True):
     """Tensors, in the order in which they are broadcast."""
 
     names: Annotated[
-        list[TensorName],
-        Field(description="as the checkpoint names them; the drafter's may begin with `draft.`"),
+        TensorNames,
+        Meta(description="as the checkpoint names them; the drafter's may begin with `draft.`"),
     ]
-    dtype_names: Annotated[list[str], Field(description='as torch names them, such as "bfloat16"')]
-    shapes: Annotated[list[Dimensions], Field(description="of the tensors")]
-    packed: Annotated[bool | None, Field(description="absent: as the group was made")] = None
+    dtype_names: Annotated[TypeNames, Meta(description='as torch names them, such as "bfloat16"')]
+    shapes: Annotated[Shapes, Meta(description="of the tensors")]
+    packed: Annotated[bool | None, Meta(description="absent: as the group was made")] = None
     packed_buffer_size_bytes: Annotated[
-        BucketBytes | None, Field(description="absent: as the group was made")
+        BucketBytes | None, Meta(description="absent: as the group was made")
     ] = None
 
     def entries(self) -> list[TensorEntry]:
@@ -138,20 +140,15 @@ class UpdateInfo(Tolerant):
         )
 
 
-def _listed(one_or_several: Any) -> Any:
-    return one_or_several if isinstance(one_or_several, list) else [one_or_several]
-
-
-class UpdateFields(Tolerant):
+class UpdateFields(Tolerant, frozen=True, kw_only=True):
     """The body that announces a broadcast; other fields are ignored."""
 
     update_info: Annotated[
-        list[UpdateInfo],
-        Field(min_length=1, description="what is broadcast, or one after another several such"),
-        BeforeValidator(_listed, json_schema_input_type=UpdateInfo | list[UpdateInfo]),
+        UpdateInfo | Annotated[list[UpdateInfo], Meta(min_length=1, max_length=MAX_UPDATES)],
+        Meta(description="what is broadcast, or one after another several such"),
     ]
     weight_version: Annotated[
-        Version | None, Field(description="absent: the channel and the content's digest")
+        Version | None, Meta(description="absent: the channel and the content's digest")
     ] = None
 
 
@@ -172,12 +169,12 @@ class Transfer:
         )
         self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
 
-    async def push(self, update: Update, body: dict[str, Any]) -> WeightReport:
-        """Take all tensors of the body (`UpdateFields`), and return the last report."""
+    async def push(self, update: Update, asked: UpdateFields) -> WeightReport:
+        """Take all tensors that are announced, and return the last report."""
+        infos = asked.update_info if isinstance(asked.update_info, list) else [asked.update_info]
         async with self._broadcasts.announced(GROUP):
-            asked = checked(UpdateFields, body)
             pushes = [
-                (info.entries(), info.packing(self._packing)) for info in asked.update_info
+                (info.entries(), info.packing(self._packing)) for info in infos
             ]  # all are checked before the first push
         for entries, packing in pushes:
             report = await self._broadcasts.push(

@@ -113,7 +113,7 @@ class CompletionPhrase:
         if not asked.echo:
             return []
         given = self._prompts[prompt]
-        part.text = (given if isinstance(given, str) else self._text.decode(given)) + part.text
+        part.text = (given if isinstance(given, str) else self._text.decode(token_ids)) + part.text
         count = asked.alternatives()
         return (
             [*scored_prompt(token_ids, delta.prompt_logprobs or [], count)]

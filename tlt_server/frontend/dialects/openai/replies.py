@@ -222,11 +222,12 @@ class Detokenized(Struct, frozen=True):
 def failure(error: TltError) -> Failure:
     """Return the error in the OpenAI envelope. A refusal begins with the field that is wrong."""
     word = error.message.split(" ")[0].split("[")[0].split(".")[0]
-    known = (
-        CompletionRequest.model_fields.keys()
-        | ChatRequest.model_fields.keys()
-        | {"tokens", "add_special_tokens"}
-    )
+    known = {
+        *CompletionRequest.__struct_fields__,
+        *ChatRequest.__struct_fields__,
+        "tokens",
+        "add_special_tokens",
+    }
     kind = TYPES.get(
         error.http_status, "invalid_request_error" if error.http_status < 500 else "server_error"
     )

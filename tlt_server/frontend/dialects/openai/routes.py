@@ -8,7 +8,6 @@ stream is a chunk `{"error": ...}` before `[DONE]`.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -40,7 +39,7 @@ from tlt_server.frontend.dialects.openai.requests import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    read,
+    template_arguments,
 )
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
@@ -96,10 +95,9 @@ async def completions(service: Service, request: Request) -> Response:
     is server-sent chunks and a last `[DONE]`. Unknown fields are ignored, and null means absent.
     """
     asked, info = await _read(service, request, CompletionRequest)
-    prompts = [
-        {"prompt" if isinstance(prompt, str) else "token_ids": prompt} for prompt in asked.prompts()
-    ]
-    return await _answer(service, request, asked, info, prompts, COMPLETION, CompletionPhrase)
+    return await _answer(
+        service, request, asked, info, asked.prompts(), COMPLETION, CompletionPhrase
+    )
 
 
 @ROUTES.post(
@@ -120,10 +118,8 @@ async def chat(service: Service, request: Request) -> Response:
     """
     asked, info = await _read(service, request, ChatRequest)
     service.validator.check_choices(asked.n, caller_of(request))
-    token_ids = await _conversation(service, info, asked.template_arguments(asked.messages))
-    return await _answer(
-        service, request, asked, info, [{"token_ids": token_ids.list()}], CHAT, ChatPhrase
-    )
+    token_ids = await _conversation(service, info, template_arguments(asked, asked.messages))
+    return await _answer(service, request, asked, info, [token_ids], CHAT, ChatPhrase)
 
 
 @ROUTES.post(
@@ -143,7 +139,7 @@ async def tokenize(service: Service, request: Request) -> Response:
             "exactly one of them"
         )
     if asked.messages is not None:
-        arguments = asked.template_arguments(asked.messages)
+        arguments = template_arguments(asked, asked.messages)
         tokens = await _conversation(
             service, info, arguments, special=asked.add_special_tokens is True
         )
@@ -174,9 +170,9 @@ async def detokenize(service: Service, request: Request) -> Response:
             "tokens cannot be read: this model directory has no tokenizer.json; decode them where "
             "that file is"
         )
-    if asked.tokens and max(asked.tokens) >= info.vocab_size:
+    if asked.tokens.greatest() >= info.vocab_size:
         raise InvalidRequest(
-            f"tokens has the token id {max(asked.tokens)}; ids of this model end at "
+            f"tokens has the token id {asked.tokens.greatest()}; ids of this model end at "
             f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
         )
     text = await tokenizing.decode(service.text, asked.tokens, special=True)
@@ -190,7 +186,7 @@ async def _answer(
     request: Request,
     asked: Any,
     info: EngineInfo,
-    prompts: list[dict[str, Any]],
+    prompts: list[str | PackedIds],
     words: Words,
     phrase_of: type[Phrase],
 ) -> Response:
@@ -205,7 +201,7 @@ async def _answer(
         batch,
         service.text,
         speller,
-        frozenset(info.eos_token_ids) - set(asked.stop_token_ids),
+        frozenset(info.eos_token_ids) - set(asked.stop_token_ids or ()),
         f"{kind}-{uuid.uuid4().hex}",
         int(time.time()),
         service.config.served_model_name,
@@ -224,8 +220,7 @@ async def _read(service: Service, request: Request, model: type[Any]) -> tuple[A
     if issubclass(model, Asked):
         # Checked before a large body is parsed.
         service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
-    asked = await read(model, body)
-    await asyncio.sleep(0)  # other requests run, since checking a large body takes long
+    asked = await service.bodies.read(model, body)
     names = ("", service.config.served_model_name, str(service.config.model))
     if asked.model not in names:
         raise NotFound(

@@ -7,7 +7,6 @@ which contains SGLang's.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import islice
@@ -29,16 +28,13 @@ from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, eve
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.fields import checked, without_nulls
 from tlt_server.frontend.http.replies import error_reply, sliced_response, unexpected
 from tlt_server.frontend.service import Service
 
-WORDS = Words("the prompts", "prompt {i}", "sampling_params.", "sampling_params.")
+WORDS = Words("prompt {i}", "sampling_params.", "sampling_params.")
 
 
-async def generate(service: Service, request: Request, content: dict[str, Any]) -> Response:
-    asked = checked(GenerateFields, without_nulls(content))
-    await asyncio.sleep(0)  # other requests run, since checking a large body takes long
+async def generate(service: Service, request: Request, asked: GenerateFields) -> Response:
     assert service.engine.info is not None
     caller = caller_of(request)
     batch = await service.validator.batch(asked.native(), service.engine.info, caller, WORDS)

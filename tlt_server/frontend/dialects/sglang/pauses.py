@@ -42,7 +42,7 @@ async def pause(service: Service, request: Request) -> Response:
     `abort` ends running sequences with what they have, `retract` gives their KV back and computes
     it again afterwards, and `in_place` keeps it.
     """
-    mode = (await read(PauseFields, request)).mode
+    mode = (await read(service, PauseFields, request)).mode
     await service.engine.pauses.pause(MODES[mode], refuse=False, clear_cache=False)
     return json_response(Acknowledged("Generation paused successfully."))
 
@@ -57,7 +57,7 @@ async def pause(service: Service, request: Request) -> Response:
 )
 async def resume(service: Service, request: Request) -> Response:
     """Continue what was paused, and start what has waited."""
-    await read(AnyFields, request)
+    await read(service, AnyFields, request)
     await service.engine.pauses.resume()
     return json_response(Acknowledged("Generation continued successfully."))
 
@@ -78,7 +78,7 @@ async def abort(service: Service, request: Request) -> Response:
     all of them, needs the scope operate.
     """
     service.engine.check_running()
-    asked = await read(SglangAbort, request)
+    asked = await read(service, SglangAbort, request)
     if not asked.abort_all and not asked.rid:
         raise InvalidRequest(
             f"rid is {shown(asked.rid)} and abort_all is false; name one request by rid, or set "
@@ -108,7 +108,7 @@ async def flush(service: Service, request: Request) -> Response:
 
     Sequences that only wait have no KV.
     """
-    await read(AnyFields, request)
+    await read(service, AnyFields, request)
     try:
         await service.engine.pauses.clear_cache(unless_held=True)
     except Conflict as busy:
@@ -129,7 +129,7 @@ async def release(service: Service, request: Request) -> Response:
 
     Running sequences continue with the same tokens afterwards.
     """
-    asked = (await read(MemoryFields, request)).tags
+    asked = (await read(service, MemoryFields, request)).tags
     await service.engine.pauses.sleep(_memory(asked))
     return json_response(Acknowledged("memory released"))
 
@@ -144,7 +144,7 @@ async def release(service: Service, request: Request) -> Response:
 )
 async def take_again(service: Service, request: Request) -> Response:
     """Take memory again, with the same bits in the weights as before."""
-    asked = (await read(MemoryFields, request)).tags
+    asked = (await read(service, MemoryFields, request)).tags
     await service.engine.pauses.wake(_memory(asked))
     return json_response(Acknowledged("memory resumed"))
 

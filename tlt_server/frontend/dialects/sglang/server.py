@@ -23,10 +23,10 @@ from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import checked
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.reading.asking import unless
 from tlt_server.frontend.service import Service
+from tlt_server.packed import PackedIds
 
 ROUTES = Routes()
 INCLUDE = Parameter(
@@ -49,8 +49,8 @@ async def health_generate(service: Service, request: Request) -> Response:
     service.engine.check_available()
     service.engine.pauses.check_generating()
     one = NativeRequest(
-        requests=[checked(ItemFields, {"token_ids": [0], "seed": 0, "sd": False})],
-        sampling=checked(SamplingFields, {"max_tokens": 1, "ignore_eos": True}),
+        requests=[ItemFields(token_ids=PackedIds.of([0]), seed=0, sd=False)],
+        sampling=SamplingFields(max_tokens=1, ignore_eos=True),
     )
     caller = caller_of(request)
     generation = await service.start(

@@ -25,18 +25,17 @@ from tlt_server.errors import (
 from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.sglang.replies import Outcome, Rows, outcome_of, rows_of
 from tlt_server.frontend.dialects.sglang.requests import (
-    GROUP,
     BeginFields,
     DiskFields,
     DistributedFields,
     LeaveFields,
+    NamedGroup,
     ReadFields,
     SglangGroup,
     read,
-    read_content,
 )
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import AnyFields, checked
+from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import described
@@ -57,7 +56,7 @@ PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
 async def begin(service: Service, request: Request) -> Response:
     """Start a weight update; what is pushed until POST /end_weight_update becomes live then."""
     service.engine.check_running()
-    await service.session.begin((await read(BeginFields, request)).selector)
+    await service.session.begin((await read(service, BeginFields, request)).selector)
     return json_response(Outcome(message="Weight update begun."))
 
 
@@ -71,7 +70,7 @@ async def begin(service: Service, request: Request) -> Response:
 )
 async def end(service: Service, request: Request) -> Response:
     """Make what was pushed since the update started live, in one commit between two steps."""
-    await read(AnyFields, request)
+    await read(service, AnyFields, request)
     report = await service.session.end()
     return json_response(Outcome(message="Weight update ended.", new_version=report.state.target))
 
@@ -90,7 +89,7 @@ async def from_disk(service: Service, request: Request) -> Response:
     They are verified first, then become live between two steps, or at the end of the open update.
     """
     with service.session.pushing() as update:
-        asked = await read(DiskFields, request)
+        asked = await read(service, DiskFields, request)
         in_flight: InFlight = "abort" if asked.abort_all_requests else "continue"
         report = await update.push(
             Manifest(
@@ -128,7 +127,7 @@ async def join(service: Service, request: Request) -> Response:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
     have joined.
     """
-    asked = await read(SglangGroup, request)
+    asked = await read(service, SglangGroup, request)
     await service.broadcasts.join(
         asked.group_name,
         asked.backend,
@@ -151,7 +150,7 @@ async def join(service: Service, request: Request) -> Response:
 )
 async def leave(service: Service, request: Request) -> Response:
     """Leave a process group; it is no error if the group is not joined."""
-    await service.broadcasts.leave((await read(LeaveFields, request)).group_name)
+    await service.broadcasts.leave((await read(service, LeaveFields, request)).group_name)
     return json_response(Outcome(message="Succeeded to destroy the weight update group."))
 
 
@@ -175,9 +174,9 @@ async def from_distributed(service: Service, request: Request) -> Response:
     """
     with service.session.pushing() as update:
         service.engine.check_running()
-        content = await read_content(DistributedFields, request)
-        async with service.broadcasts.announced(content.get("group_name", GROUP)):
-            asked = checked(DistributedFields, content)
+        group = (await read(service, NamedGroup, request)).group_name
+        async with service.broadcasts.announced(group):
+            asked = await read(service, DistributedFields, request)
             tensors = described(asked.names, asked.dtypes, asked.shapes)
         report = await service.broadcasts.push(
             update,
@@ -206,7 +205,7 @@ async def from_distributed(service: Service, request: Request) -> Response:
 async def from_tensor(service: Service, request: Request) -> Response:
     """Refuse, always: the body is a pickle, and to read a pickle is to run it."""
     with service.session.pushing():
-        await read(AnyFields, request)
+        await read(service, AnyFields, request)
         raise UnsafeChannel(
             "update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it "
             "says; write safetensors below the weight root and POST /update_weights_from_disk, or "
@@ -226,7 +225,7 @@ async def check(service: Service, request: Request) -> Response:
     """Compute checksums of all live weights, or compare them with a baseline or with those that
     were remembered; 409 if any differs.
     """
-    asked = await read(CheckFields, request)
+    asked = await read(service, CheckFields, request)
     sums, wrong = await service.checker.check(asked)
     if sums is not None:
         return json_response(Outcome(message=f"{len(sums)} tensors", checksums=sums))
@@ -275,7 +274,7 @@ async def read_weights(service: Service, request: Request) -> Response:
 
     The name of a drafter's tensor begins with `draft.`.
     """
-    asked = await read(ReadFields, request)
+    asked = await read(service, ReadFields, request)
     report = await service.session.ask(
         ReadWeights(service.engine.command_id(), asked.name, asked.truncate_size)
     )

@@ -16,15 +16,13 @@ from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.fields import checked, without_nulls
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=fault)
-WORDS = Words("token_ids", "token_ids", "", "sampling_params.")
+WORDS = Words("token_ids", "", "sampling_params.")
 
 
 @ROUTES.post(
@@ -41,10 +39,10 @@ WORDS = Words("token_ids", "token_ids", "", "sampling_params.")
 async def generate(service: Service, request: Request) -> Response:
     """Generate from token ids. Unknown fields are ignored, and null means absent."""
     service.engine.check_available()
-    content = without_nulls(await read_object(await request.body(), "token_ids"))
+    body = await request.body()
     # Checked before a large prompt.
     service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
-    asked = checked(TokensRequest, content)
+    asked = await service.bodies.read(TokensRequest, body)
     if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
         served = service.config.served_model_name
         raise NotFound(
@@ -83,7 +81,7 @@ async def _whole(service: Service, asked: TokensRequest, generation: Generation)
             for choice in result.choices
         ],
         prompt_logprobs=speller.prompt(
-            scored_prompt(asked.token_ids, prompt, params.prompt_logprobs or 0)
+            scored_prompt(asked.token_ids.list(), prompt, params.prompt_logprobs or 0)
         )
         if isinstance(prompt, list)
         else None,

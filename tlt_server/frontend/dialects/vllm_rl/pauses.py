@@ -18,7 +18,7 @@ from tlt_server.frontend.dialects.vllm_rl.replies import (
     VllmDone,
     fault,
 )
-from tlt_server.frontend.dialects.vllm_rl.requests import VllmAbort, read
+from tlt_server.frontend.dialects.vllm_rl.requests import VllmAbort
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import AnyFields
@@ -69,7 +69,7 @@ async def pause(service: Service, request: Request) -> Response:
     refuse new requests with 503. `keep` freezes running sequences with their KV, and new requests
     wait.
     """
-    await read(AnyFields, request)
+    await service.bodies.of(request, AnyFields)
     mode = word(request, "mode", MODES, "abort")
     clear = flag(request, "clear_cache", default=True)
     await service.engine.pauses.pause(
@@ -83,7 +83,7 @@ async def pause(service: Service, request: Request) -> Response:
 )
 async def resume(service: Service, request: Request) -> Response:
     """Continue what was frozen, start what has waited, and take new requests."""
-    await read(AnyFields, request)
+    await service.bodies.of(request, AnyFields)
     await service.engine.pauses.resume()
     return json_response(Paused("resumed"))
 
@@ -114,7 +114,7 @@ async def abort_requests(service: Service, request: Request) -> Response:
         service.abort(None, caller_of(request))
         return json_response(VllmDone("aborted all that was open"))
     try:
-        names = (await read(VllmAbort, request)).request_ids
+        names = (await service.bodies.of(request, VllmAbort)).request_ids
     except InvalidRequest as error:
         raise InvalidRequest(
             f"{error.message}; name requests in request_ids, or send no body to abort all"
@@ -136,7 +136,7 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
 
     Running sequences continue with their own KV, which then serves no other request.
     """
-    await read(AnyFields, request)
+    await service.bodies.of(request, AnyFields)
     await service.engine.pauses.clear_cache(unless_held=False)
     return json_response(Succeeded())
 
@@ -156,7 +156,7 @@ async def sleep(service: Service, request: Request) -> Response:
     New requests get 503 until all is awake. `abort` ends running sequences, `wait` lets them end
     first, and `keep` drops their KV: they continue with the same tokens after POST /wake_up.
     """
-    await read(AnyFields, request)
+    await service.bodies.of(request, AnyFields)
     level, mode = word(request, "level", LEVELS, "1"), word(request, "mode", MODES, "abort")
     await service.engine.pauses.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
     return json_response(Succeeded())
@@ -173,7 +173,7 @@ async def sleep(service: Service, request: Request) -> Response:
 )
 async def wake_up(service: Service, request: Request) -> Response:
     """Take memory again, without tags all of it, with the same bits in the weights as before."""
-    await read(AnyFields, request)
+    await service.bodies.of(request, AnyFields)
     asked = words(request, "tags", TAGS)
     await service.engine.pauses.wake([memory for tag in asked or TAGS for memory in TAGS[tag]])
     return json_response(Succeeded())

@@ -29,18 +29,20 @@ from tlt_server.frontend.dialects.vllm_rl.replies import (
 )
 from tlt_server.frontend.dialects.vllm_rl.requests import (
     FinishFields,
-    RpcFields,
+    RpcCall,
+    RpcFinish,
+    RpcStart,
+    RpcUpdate,
     StartFields,
     VersionFields,
-    read,
 )
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import checked, shown
+from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.frontend.weights.session import Selector
-from tlt_server.frontend.weights.transfer import BroadcasterFields, InitFields
+from tlt_server.frontend.weights.transfer import GROUP, BroadcasterFields, InitFields
 from tlt_server.wording import nearest
 
 ROUTES = Routes(error_shape=fault)
@@ -75,7 +77,7 @@ async def init_transfer(service: Service, request: Request) -> Response:
     """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
     have joined.
     """
-    await service.transfer.join((await read(InitFields, request)).init_info)
+    await service.transfer.join((await service.bodies.of(request, InitFields)).init_info)
     return json_response(VllmDone("Weight transfer initialized"))
 
 
@@ -97,7 +99,7 @@ async def init_broadcaster(service: Service, request: Request) -> Response:
     """Join the trainer's process group, in which `rank_offset` counts servers only. The reply comes
     once all ranks have joined.
     """
-    await service.transfer.join((await read(BroadcasterFields, request)).info())
+    await service.transfer.join((await service.bodies.of(request, BroadcasterFields)).info())
     return json_response(VllmDone("Weight transfer initialized"))
 
 
@@ -132,7 +134,7 @@ async def start_draft(service: Service, request: Request) -> Response:
 
 
 async def _start(service: Service, request: Request, selector: Selector) -> Response:
-    await _begin(service, await read(StartFields, request), selector)
+    await _begin(service, await service.bodies.of(request, StartFields), selector)
     return json_response(VllmDone("Weight update started"))
 
 
@@ -156,14 +158,14 @@ async def _begin(service: Service, asked: StartFields, selector: Selector) -> No
 )
 async def finish(service: Service, request: Request) -> Response:
     """Make what was pushed since the update started live, in one commit between two steps."""
-    asked = await read(FinishFields, request)
+    asked = await service.bodies.of(request, FinishFields)
     return outcome(await service.session.end(asked.weight_version or ""))
 
 
 @ROUTES.post(
     "/collective_rpc",
     needs="push-weights",
-    takes=RpcFields,
+    takes=RpcStart | RpcUpdate | RpcFinish,
     example={"method": "skyrl_start_weight_update"},
     gives=Results,
     raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *GONE),
@@ -172,16 +174,19 @@ async def collective_rpc(service: Service, request: Request) -> Response:
     """Start, continue or finish a weight update under the names by which SkyRL calls it; no other
     method is called.
     """
-    asked = await read(RpcFields, request)
-    match asked.method:
+    body = await request.body() or b"{}"
+    match (await service.bodies.read(RpcCall, body)).method:
         case "skyrl_start_weight_update":
-            await _begin(service, checked(StartFields, asked.arguments), "target")
+            await _begin(service, (await service.bodies.read(RpcStart, body)).arguments, "target")
         case "update_weights_nccl":
             with service.session.pushing() as update:
                 service.engine.check_running()
+                async with service.broadcasts.announced(GROUP):
+                    asked = await service.bodies.read(RpcUpdate, body)
                 await service.transfer.push(update, asked.arguments)
         case "skyrl_finish_weight_update":
-            await service.session.end(checked(FinishFields, asked.arguments).weight_version or "")
+            finished = await service.bodies.read(RpcFinish, body)
+            await service.session.end(finished.arguments.weight_version or "")
         case unknown:
             raise InvalidRequest(
                 f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls "
@@ -200,7 +205,7 @@ async def collective_rpc(service: Service, request: Request) -> Response:
 )
 async def rename(service: Service, request: Request) -> Response:
     """Name the version that the open update pushes, or else the live one; its content stays."""
-    await service.session.rename((await read(VersionFields, request)).new_version)
+    await service.session.rename((await service.bodies.of(request, VersionFields)).new_version)
     return json_response(VllmDone("Weight version updated"))
 
 
@@ -221,7 +226,7 @@ async def info(service: Service, request: Request) -> Response:
 )
 async def check(service: Service, request: Request) -> Response:
     """Compute checksums of all live weights, or compare them with a baseline."""
-    sums, mismatches = await service.checker.check(await read(CheckFields, request))
+    sums, mismatches = await service.checker.check(await service.bodies.of(request, CheckFields))
     if mismatches is None:
         return json_response(CheckReply(checksums=sums))
     return json_response(CheckReply(match=not mismatches, mismatches=mismatches))

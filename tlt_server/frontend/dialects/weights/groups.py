@@ -17,7 +17,6 @@ from tlt_server.errors import (
     WeightsRefused,
 )
 from tlt_server.frontend.dialects.weights.requests import GroupFields
-from tlt_server.frontend.http.bodies import read_optional
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
@@ -43,7 +42,7 @@ async def join(service: Service, request: Request) -> Response:
     """Join a trainer's process group, for pushes by broadcast. The reply comes once all ranks have
     joined.
     """
-    asked = await read_optional(GroupFields, request)
+    asked = await service.bodies.of(request, GroupFields)
     return json_response(
         GroupsReply(
             await service.broadcasts.join(

@@ -6,13 +6,16 @@ dialect `vllm_rl` send `update_info`; any other body is the native manifest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from msgspec import Struct
 
 from tlt_server.commands import Manifest, Role, TensorEntry
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields, ManifestFields
-from tlt_server.frontend.http.fields import checked
-from tlt_server.frontend.weights.transfer import GROUP
+from tlt_server.frontend.http.parsing import Forms
+from tlt_server.frontend.weights.transfer import GROUP, UpdateFields
 
 NEEDS = {  # channel -> fields of its manifest
     "disk": ("path",),
@@ -27,40 +30,58 @@ TAKEN_BY = {  # field that not all channels take -> channels that take it
 }
 
 
-def group_of(body: dict[str, Any]) -> object:
-    """Return the group that brings the tensors of this body, if one does.
+class NamedGroup(Struct, frozen=True):
+    """The group that brings the tensors of a body, which may be wrong otherwise."""
 
-    `Transfer` reads what is in update_info.
-    """
-    return body.get(
-        "group", GROUP if body.get("weight_dir", "") is None and "version" not in body else ""
+    group: Any = ""
+
+
+class TransferGroup(Struct, frozen=True):
+    """A body whose tensors come through the group of the dialect `vllm_rl`."""
+
+    @property
+    def group(self) -> str:
+        return GROUP
+
+
+def _announces(null: Mapping[str, bool]) -> type[NamedGroup] | type[TransferGroup]:
+    transfer = null.get("update_info") is False or (
+        null.get("weight_dir") is True and "version" not in null
     )
+    return TransferGroup if transfer else NamedGroup
 
 
-def without_null_forms(body: dict[str, Any]) -> dict[str, Any]:
-    """Drop null from the keys that tell the form of the body, if the body has another form."""
-    if body.get("weight_dir", "") is None and not body.get("update_info") and "version" not in body:
+def _form(
+    null: Mapping[str, bool],
+) -> type[ManifestFields] | type[DirectoryFields] | type[UpdateFields]:
+    if null.get("update_info") is False:
+        return UpdateFields
+    if null.get("weight_dir") is True and "version" not in null:
         raise InvalidRequest(
             "weight_dir is null, by which a trainer means what it sends through the group of POST "
             "/init_broadcaster, and no tensors are described; let it name a directory below the "
             "weight root (prime-rl: weight_broadcast type filesystem), or describe the tensors by "
             "update_info"
         )
-    return {
-        name: value
-        for name, value in body.items()
-        if value is not None or name not in ("weight_dir", "update_info")
-    }
+    return DirectoryFields if null.get("weight_dir") is False else ManifestFields
 
 
-def manifest_of(body: dict[str, Any], role: Role) -> Manifest:
+_NAMES = ("weight_dir", "update_info", "version")
+ANNOUNCED = Forms(_NAMES, _announces)
+PUSH = Forms(_NAMES, _form)
+
+
+def manifest_of(asked: ManifestFields | DirectoryFields, role: Role) -> Manifest:
     """Return a push that the engine can try, or raise `InvalidRequest`.
 
     `role` is that of a form that does not name it.
     """
-    if "weight_dir" in body:
-        return _from_directory(body, role)
-    asked = checked(ManifestFields, body)
+    if isinstance(asked, DirectoryFields):
+        if not asked.weight_dir:
+            raise InvalidRequest("weight_dir is ''; name a directory below the weight root")
+        return Manifest(
+            role=role, version=asked.weight_version or asked.version or "", path=asked.weight_dir
+        )
     _check_fields(asked)
     _check_tensors(asked)
     return Manifest(
@@ -79,17 +100,6 @@ def manifest_of(body: dict[str, Any], role: Role) -> Manifest:
         partial=asked.partial,
         in_flight=asked.in_flight,
         commit=asked.commit,
-    )
-
-
-def _from_directory(body: dict[str, Any], role: Role) -> Manifest:
-    if not body["weight_dir"]:
-        raise InvalidRequest(
-            f"weight_dir is {body['weight_dir']!r}; name a directory below the weight root"
-        )
-    asked = checked(DirectoryFields, body)
-    return Manifest(
-        role=role, version=asked.weight_version or asked.version or "", path=asked.weight_dir
     )
 
 

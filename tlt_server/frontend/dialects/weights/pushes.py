@@ -28,7 +28,7 @@ from tlt_server.errors import (
 )
 from tlt_server.events import WeightReport, WeightState
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
-from tlt_server.frontend.dialects.weights.manifests import group_of, manifest_of, without_null_forms
+from tlt_server.frontend.dialects.weights.manifests import ANNOUNCED, PUSH, manifest_of
 from tlt_server.frontend.dialects.weights.parts import opened
 from tlt_server.frontend.dialects.weights.requests import (
     DirectoryFields,
@@ -36,7 +36,6 @@ from tlt_server.frontend.dialects.weights.requests import (
     PushAbort,
     RollbackFields,
 )
-from tlt_server.frontend.http.bodies import optional_object, read_optional
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import NoFields
 from tlt_server.frontend.http.replies import json_response
@@ -81,12 +80,14 @@ async def push(service: Service, request: Request) -> Response:
     """
     with service.session.pushing() as update:
         service.engine.check_running()
-        content = await optional_object(await request.body(), "version")
-        async with service.broadcasts.announced(group_of(content)):
-            body = without_null_forms(content)
-            manifest = manifest_of(body, update.role) if "update_info" not in body else None
-        if manifest is None:
-            return outcome(await service.transfer.push(update, body))
+        body = await request.body() or b"{}"
+        announced = await service.bodies.read(ANNOUNCED, body)
+        async with service.broadcasts.announced(announced.group):
+            asked = await service.bodies.read(PUSH, body)
+            manifest = None if isinstance(asked, UpdateFields) else manifest_of(asked, update.role)
+        if isinstance(asked, UpdateFields):
+            return outcome(await service.transfer.push(update, asked))
+        assert manifest is not None
         if manifest.channel == "http" and service.uploads is not None:
             return outcome(await _upload(update, manifest, service.uploads))
         # The engine refuses a push by a channel that is closed.
@@ -139,7 +140,7 @@ async def look(service: Service, request: Request) -> Response:
 )
 async def rollback(service: Service, request: Request) -> Response:
     """Make the previous version live again, bit for bit."""
-    asked = await read_optional(RollbackFields, request)
+    asked = await service.bodies.of(request, RollbackFields)
     return outcome(
         await service.session.ask(
             RollbackWeights(service.engine.command_id(), asked.to, asked.in_flight)
@@ -159,7 +160,7 @@ async def abort_any(service: Service, request: Request) -> Response:
     """End the open push, with or without a name; one that still gathers tensors may have none.
     Nothing live changes.
     """
-    await read_optional(NoFields, request)
+    await service.bodies.of(request, NoFields)
     return outcome(await service.session.ask(AbortWeights(service.engine.command_id())))
 
 
@@ -176,7 +177,7 @@ async def commit(service: Service, request: Request) -> Response:
     """Make a staged push live. If the version's last push is live already, nothing changes, so the
     call may be repeated.
     """
-    await read_optional(NoFields, request)
+    await service.bodies.of(request, NoFields)
     return outcome(
         await service.session.ask(
             CommitWeights(service.engine.command_id(), request.path_params["version"])
@@ -200,7 +201,7 @@ async def abort(service: Service, request: Request) -> Response:
     With upload_only a push that has started continues, also one of another sender. A sender takes
     back what it has sent this way.
     """
-    asked = await read_optional(PushAbort, request)
+    asked = await service.bodies.of(request, PushAbort)
     version = request.path_params["version"]
     if asked.upload_only:
         if not opened(service).forget(version):

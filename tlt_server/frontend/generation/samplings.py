@@ -1,0 +1,120 @@
+"""Sampling fields of a request, resolved to the sampling of a sequence: an item's fields win over
+the batch's, those over the defaults, and the server's limits hold.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from msgspec import UNSET
+
+from tlt_server.config import ResolvedConfig
+from tlt_server.errors import InvalidRequest
+from tlt_server.events import EngineInfo
+from tlt_server.frontend.generation.requests import SamplingFields
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.http.fields import shown
+from tlt_server.records import Sampling
+
+DEFAULTS = Sampling()
+MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
+
+
+class Samplings:
+    def __init__(self, config: ResolvedConfig, text: Text) -> None:
+        self._config, self._text = config, text
+
+    def resolve(
+        self,
+        where: str,
+        defaults: SamplingFields,
+        own: SamplingFields | None,
+        room: int,
+        info: EngineInfo,
+    ) -> Sampling:
+        def given(name: str) -> Any:
+            value = UNSET if own is None else getattr(own, name)
+            return getattr(defaults, name) if value is UNSET else value
+
+        def get(name: str) -> Any:
+            value = given(name)
+            return getattr(DEFAULTS, name) if value is UNSET else value
+
+        explicit = given("max_tokens") is not UNSET
+        limit = min(self._config.max_output_tokens, room)
+        wanted = limit if get("max_tokens") is None else get("max_tokens")
+        max_tokens = wanted if explicit else min(wanted, limit)
+        if max_tokens > limit:
+            raise InvalidRequest(
+                f"{where}max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, "
+                f"and what the prompt leaves of max_model_len {info.max_model_len}): ask for fewer "
+                "or shorten the prompt"
+            )
+        if get("min_tokens") > max_tokens:
+            raise InvalidRequest(
+                f"{where}min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: "
+                "lower it"
+            )
+        if 0 < get("temperature") < MIN_TEMPERATURE:
+            raise InvalidRequest(
+                f"{where}temperature is {get('temperature'):g}; it must be 0 or at least "
+                f"{MIN_TEMPERATURE:g}: use 0 for greedy decoding"
+            )
+        prompt_logprobs = (
+            info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
+        )
+        for name, count in (
+            ("logprobs", get("logprobs")),
+            ("prompt_logprobs", prompt_logprobs or 0),
+        ):
+            if count > self._config.max_logprobs:
+                all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
+                raise InvalidRequest(
+                    f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} "
+                    "(max_logprobs): ask for fewer"
+                )
+        fields = {name: get(name) for name in SamplingFields.__struct_fields__}
+        fields |= {
+            "max_tokens": max_tokens,
+            "prompt_logprobs": prompt_logprobs,
+            "stop": self._stop(where, get("stop")),
+            "stop_token_ids": self._stop_token_ids(where, get("stop_token_ids"), info),
+            "logit_bias": self._logit_bias(where, get("logit_bias"), info),
+        }
+        return Sampling(**fields)
+
+    def _stop(self, where: str, stop: str | list[str]) -> tuple[str, ...]:
+        stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop))
+        if "" in stops:
+            raise InvalidRequest(
+                f"{where}stop has an empty string, which matches everywhere; leave it out"
+            )
+        if any(len(text) > self._config.max_stop_chars for text in stops):
+            raise InvalidRequest(
+                f"{where}stop has a string of {max(map(len, stops))} characters; the limit is "
+                f"{self._config.max_stop_chars} (max_stop_chars): shorten it"
+            )
+        if stops and self._text.tokenizer is None:
+            raise InvalidRequest(
+                f"{where}stop needs text, and this model directory has no tokenizer.json; use "
+                "stop_token_ids"
+            )
+        return stops
+
+    def _stop_token_ids(self, where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
+        if ids and max(ids) >= info.vocab_size:
+            raise InvalidRequest(
+                f"{where}stop_token_ids has {max(ids)}; ids of this model end at "
+                f"{info.vocab_size - 1}"
+            )
+        return tuple(ids)
+
+    def _logit_bias(self, where: str, bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
+        for key in bias:
+            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= info.vocab_size:
+                raise InvalidRequest(
+                    f"{where}logit_bias has the key {shown(key)}; keys are token ids from 0 to "
+                    f"{info.vocab_size - 1}"
+                )
+        return {int(key): value for key, value in bias.items()}

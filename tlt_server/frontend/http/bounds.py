@@ -1,0 +1,44 @@
+"""The limits on lists and texts of requests that settings decide."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
+
+from tlt_server.errors import InvalidRequest, TltError
+
+if TYPE_CHECKING:  # it brings pydantic along
+    from tlt_server.config import ResolvedConfig
+
+
+MAX_INT32 = 2**31 - 1  # what the engine's packed parameters hold
+
+
+class Bounds(Struct, frozen=True):
+    """The settings that bound a list or an object, under their own names."""
+
+    max_batch_items: int
+    max_prompt_tokens: int
+    max_stop_strings: int
+    max_stop_token_ids: int
+    max_logit_bias: int
+
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> Bounds:
+        return cls(*(getattr(config, name) for name in cls.__struct_fields__))
+
+
+class Limit(NamedTuple):
+    """A setting that bounds a list, stated in the field's `Meta(extra={"limit": ...})`."""
+
+    setting: str
+    noun: str  # the members
+    remedy: str = ""
+    error: type[TltError] = InvalidRequest
+
+    def exceeded(self, where: str, count: int, limit: int) -> TltError:
+        remedy = f": {self.remedy}" if self.remedy else ""
+        return self.error(
+            f"{where} has {count} {self.noun}; the limit is {limit} ({self.setting}){remedy}"
+        )

@@ -1,0 +1,68 @@
+"""Members of a JSON list or object, counted in its text before any of them becomes an object.
+
+The text must be JSON already, so only quotes, brackets and commas matter. It is read in slices,
+which bounds the memory, at about a nanosecond per byte.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+SLICE_BYTES = 2**18
+STRUCTURE = b'"[]{},'
+_OTHERS = bytes(set(range(256)) - set(STRUCTURE))
+_EMPTY = re.compile(rb"[\[{][ \t\r\n]*[\]}]")
+_QUOTE, _COMMA = ord('"'), ord(",")
+_STEPS = np.zeros(256, np.int8)  # change of depth at a character
+_STEPS[[ord("["), ord("{")]], _STEPS[[ord("]"), ord("}")]] = 1, -1
+
+
+class Members(NamedTuple):
+    """The members of a list or an object, none of which may be empty."""
+
+    own: int
+    all: int  # those of its members too
+    depth: int  # levels, itself included
+
+
+def count(text: memoryview, character: bytes) -> int:
+    return sum(
+        bytes(text[at : at + SLICE_BYTES]).count(character)
+        for at in range(0, len(text), SLICE_BYTES)
+    )
+
+
+def is_empty(text: memoryview) -> bool:
+    """Tell whether a list or an object has no member."""
+    return _EMPTY.match(text) is not None
+
+
+def members(text: memoryview) -> Members:
+    """Count the members of the list or object that is this text."""
+    quotes = depth = own = commas = opened = deepest = 0
+    escape = b""  # a backslash at the end of a slice, whose character comes with the next one
+    for at in range(0, len(text), SLICE_BYTES):
+        part = escape + bytes(text[at : at + SLICE_BYTES])
+        escape = b""
+        if b"\\" in part:
+            part = part.replace(b"\\\\", b"")
+            if part.endswith(b"\\"):
+                part, escape = part[:-1], b"\\"
+            part = part.replace(b'\\"', b"")
+        codes = np.frombuffer(part.translate(None, _OTHERS), np.uint8)
+        if not len(codes):
+            continue
+        seen = quotes + np.cumsum(codes == _QUOTE)
+        outside = seen % 2 == 0
+        quotes = int(seen[-1]) % 2
+        depths = depth + np.cumsum(_STEPS[codes] * outside, dtype=np.int64)
+        separators = (codes == _COMMA) & outside
+        own += int(np.count_nonzero(separators & (depths == 1)))
+        commas += int(np.count_nonzero(separators))
+        opened += int(np.count_nonzero((_STEPS[codes] == 1) & outside))
+        depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
+    # Each list or object has one member more than commas, but an empty one, which counts as one.
+    return Members(own + 1, commas + opened, deepest)

@@ -1,0 +1,94 @@
+"""Texts, numbers, truth values and words of a body, and what an error says that one must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from msgspec import DecodeError, Meta, ValidationError
+from msgspec.json import Decoder, decode
+
+from tlt_client.arguments import VERSION, VERSION_MUST
+from tlt_server.frontend.http.wrong import must, no_text
+
+DIGITS = b"-0123456789"
+KINDS: Mapping[Any, tuple[bytes, str]] = {  # type -> first characters, requirement
+    str: (b'"', "be a string"),
+    int: (DIGITS, "be a whole number"),
+    float: (DIGITS, "be a number"),
+    bool: (b"tf", "be true or false"),
+}
+_BOUNDS = (  # constraint of `Meta`, whether a value keeps it, requirement
+    ("ge", lambda value, limit: value >= limit, "be at least {}"),
+    ("gt", lambda value, limit: value > limit, "be greater than {}"),
+    ("le", lambda value, limit: value <= limit, "be at most {}"),
+    ("lt", lambda value, limit: value < limit, "be less than {}"),
+)
+_LENGTHS = (
+    ("min_length", lambda value, limit: value >= limit, "have at least {} character{s}"),
+    ("max_length", lambda value, limit: value <= limit, "have at most {} character{s}"),
+)
+_PATTERNS = {VERSION: VERSION_MUST}  # those that are better said in words
+
+
+class Scalar:
+    """Reads one type. `begins` are the characters with which a value of the type begins, and
+    `requirement` is what another value must be.
+    """
+
+    def __init__(self, type: Any, metas: tuple[Meta, ...]) -> None:
+        self.type, self._metas = type, metas
+        self._decoder: Decoder[Any] = Decoder(Annotated[type, *metas] if metas else type)
+        if get_origin(type) is Literal:
+            *names, last = map(repr, get_args(type))
+            self.begins = b'"'
+            self.requirement = f"be {', '.join(names)} or {last}" if names else f"be {last}"
+        else:
+            self.begins, self.requirement = KINDS[type]
+        # msgspec's own bounds fit into 63 bits, and its patterns let a line break follow.
+        self._greatest = next(
+            (m.extra["at_most"] for m in metas if m.extra and "at_most" in m.extra), None
+        )
+        self._pattern = next((m.pattern for m in metas if m.pattern is not None), None)
+
+    def read(self, text: memoryview) -> Any:
+        try:
+            value = self._decoder.decode(text)
+        except ValidationError:
+            raise must(text, self._requirement(text)) from None
+        except (DecodeError, UnicodeDecodeError):
+            raise no_text() from None
+        if self._greatest is not None and value > self._greatest:
+            raise must(text, f"be at most {self._greatest}")
+        if self._pattern is not None and not re.fullmatch(self._pattern, value):
+            raise must(text, self._match())
+        return value
+
+    def _requirement(self, text: memoryview) -> str:
+        """Return what the value, which was refused, must be."""
+        if text[0] not in self.begins or self.type not in (str, int, float):
+            return self.requirement
+        if self.type is str:
+            return self._broken(_LENGTHS, len(decode(text, type=str))) or self._match()
+        try:
+            value = decode(text, type=self.type)
+        except ValidationError:
+            if self.type is float:
+                return "be a finite number"
+            if not bytes(text[1:20]).isdigit():
+                return self.requirement
+            value = float("-inf" if text[0] == ord("-") else "inf")
+        return self._broken(_BOUNDS, value) or "be a smaller whole number"
+
+    def _broken(self, bounds: Any, value: float) -> str:
+        for meta in self._metas:
+            for name, keeps, words in bounds:
+                limit = getattr(meta, name)
+                if limit is not None and not keeps(value, limit):
+                    limit = int(limit) if int(limit) == limit else limit
+                    return words.format(limit, s="" if limit == 1 else "s")
+        return ""
+
+    def _match(self) -> str:
+        return _PATTERNS.get(self._pattern or "", f"match {self._pattern}")
