@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tlt_server.errors import NotFound, TltError
+from tlt_server.errors import NotFound, StorageFailed, TltError
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
+from tlt_server.frontend.rollouts.flaws import described, flaw
 from tlt_server.frontend.rollouts.journal import Header, Journal, past
 
 Ended = dict[str, FinishedItem | FailedItem]  # by item
@@ -53,7 +54,7 @@ class KeptRollout:
 
     def replayed(self, make: Callable[[RequestBatch], Items]) -> Replayed:
         """Make the journal's outputs into items, as when they were live. `NotFound` when the
-        rollout has just been forgotten.
+        rollout has just been forgotten, `StorageFailed` when no server wrote what it holds.
         """
         try:
             said = past(self.path.read_bytes())
@@ -62,6 +63,9 @@ class KeptRollout:
                 f"the rollout {self.header.id} has just been deleted; send its request again"
             ) from None
         assert said is not None, "its header was whole before"
+        reason = flaw(said.header, said.outputs)
+        if reason:
+            raise StorageFailed(described(said.header, reason))
         deadline_s = self.deadline_s
         items, ended = (
             make(

@@ -1,0 +1,122 @@
+"""Journals that no server wrote: each ends with results or with a named reason, never `internal`,
+and the engine gets nothing that it could not have been asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.frontend.live_server import live_server
+from tlt_server.frontend.rollouts.journal import RolloutEnd, past
+
+VALUES: tuple[Any, ...] = (
+    -1,
+    0,
+    1,
+    2**31,
+    2**64 - 1,
+    -(2**63),
+    math.nan,
+    math.inf,
+    -1e300,
+    "",
+    "x" * 300,
+    [],
+    [-1],
+    [2**31],
+    {},
+    None,
+    b"abc",
+)
+
+
+def framed(content: Any) -> bytes:
+    payload = msgspec.msgpack.encode(content)
+    length = len(payload).to_bytes(4, "little")
+    return length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload
+
+
+def forgeries(content: Any) -> Iterator[Any]:
+    """Yield `content` with each place in it given each other value, doubled or left out."""
+    if isinstance(content, dict | list):
+        places = [*content] if isinstance(content, dict) else range(len(content))
+        for place in places:
+            for other in [*forgeries(content[place]), *VALUES]:
+                yield (
+                    {**content, place: other}
+                    if isinstance(content, dict)
+                    else [*content[:place], other, *content[place + 1 :]]
+                )
+            without = deepcopy(content)
+            del without[place]
+            yield without
+        if isinstance(content, list) and content:
+            yield [*content, content[0]]
+
+
+@pytest.fixture(scope="module")
+def written(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
+    """The header and the outputs of a real journal, of two items with log-probs and a stop."""
+    state = tmp_path_factory.mktemp("written")
+    with live_server(model, state_dir=state) as server:
+        item = {"prompt": "abc", "n": 2, "seed": 5, "id": "a"}
+        sampling = {"max_tokens": 3, "stop": ["zz"], "logprobs": 1, "prompt_logprobs": 1}
+        body = {"requests": [item, {"token_ids": [65], "id": "b"}], "sampling": sampling}
+        reply = httpx.post(f"{server.url}/generate", json={**body, "detach": True})
+        httpx.get(f"{server.url}/rollouts/{reply.json()['id']}?wait_s=20", timeout=30)
+    (file,) = (state / "rollouts").glob("*.journal")
+    said = past(file.read_bytes())
+    assert said is not None and said.end is not None
+    header = msgspec.msgpack.decode(msgspec.msgpack.encode(said.header))
+    return header, msgspec.msgpack.decode(msgspec.msgpack.encode(said.outputs))
+
+
+def journals(header: Any, outputs: list[Any], every: int) -> Iterator[list[bytes]]:
+    """Yield the records of forged journals, some that run on and some that are done."""
+    end = framed(RolloutEnd(2e9, 3))
+    for i, forged in enumerate(forgeries({"header": header, "outputs": outputs})):
+        if i % every == 0 and isinstance(forged.get("header"), dict):
+            head, grown = forged["header"], forged.get("outputs")
+            for after in ([], [end]):
+                cut = grown[:-1] if isinstance(grown, list) and not after else grown
+                yield [head, {"type": "grown", "outputs": cut}, *after]
+
+
+def test_a_forged_journal_ends_with_a_named_reason(
+    model: Path, tmp_path: Path, written: tuple[Any, list[Any]]
+) -> None:
+    """Those that run on for their deadline are deleted, as their requests are sound."""
+    directory = tmp_path / "rollouts"
+    directory.mkdir()
+    ids = []
+    for number, records in enumerate(journals(*written, every=37)):
+        id, head = f"r-{number}", records[0]
+        head |= {"id": id} if isinstance(head.get("id"), str) else {}
+        whole = [each if isinstance(each, bytes) else framed(each) for each in [head, *records[1:]]]
+        (directory / f"{id}.journal").write_bytes(b"".join(whole))
+        ids.append(id)
+    codes, messages = Counter[str](), set()
+    with live_server(model, state_dir=tmp_path, max_rollouts=len(ids)) as server:
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            for id in ids:
+                body = http.get(f"/rollouts/{id}", params={"wait_s": 0.05}).json()
+                errors = [body] if body.get("error") else body.get("results") or []
+                for error in (each["error"] for each in errors if each.get("error")):
+                    codes[error["code"]] += 1
+                    messages.add(error["message"])
+                    assert error["code"] != "internal", (error, id)
+                http.delete(f"/rollouts/{id}")
+            assert http.get("/readyz").status_code == 200
+    assert codes["storage_failed"] and codes["not_found"], codes
+    for reason in ("of a sequence that", "more tokens than log-probs", "no token id"):
+        assert any(reason in message for message in messages), messages
