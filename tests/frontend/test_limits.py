@@ -293,6 +293,12 @@ def test_requests_one_after_the_other_share_a_connection(server: LiveServer) -> 
     assert len(sockets) == 1 and None not in sockets
 
 
+def test_the_reply_to_a_head_closes_since_only_the_client_sees_its_end(server: LiveServer) -> None:
+    for path in ("/livez", "/events", "/none"):
+        reply = httpx.head(f"{server.url}{path}")
+        assert reply.headers["connection"] == "close"
+
+
 def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
     before = len(server.engine.aborted)
     with Client(server.url, timeout_s=30) as client:

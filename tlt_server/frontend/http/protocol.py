@@ -98,6 +98,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._headers_arrived()
         self.scope["state"][CONNECTIONS] = self.room.asks(self)
         super().on_headers_complete()
+        if self.scope["method"] == "HEAD":
+            # Its reply is complete for the client before it is for us, so a next request on this
+            # connection would come too early.
+            self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         self.room.rests(self)
