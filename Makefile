@@ -96,6 +96,11 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 docs: $(STAMP) ## build the documentation site into build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict
 
+lock: $(STAMP) ## the image's packages with their hashes, and the bill of materials; needs uv
+	uv pip compile --quiet --generate-hashes --universal --python-version 3.12 --no-annotate --no-header \
+	  $(addprefix --no-emit-package ,tlt-kernels tlt-client tlt-server) -c constraints.txt docker/requirements.in -o docker/requirements.lock
+	"$(BIN)/python" docker/sbom.py
+
 soak: $(STAMP) tools ## the long tests
 	"$(BIN)/python" -m pytest -m soak $(PYTEST_ARGS) $(ARGS)
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from tests.frontend.board import BOARD
 from tlt_server.__main__ import _parse
@@ -73,6 +76,58 @@ def test_what_is_copied_exists_and_is_let_in() -> None:
     assert ignore[0] == "*" and {line[1:] for line in ignore if line.startswith("!")} == set(
         sources
     )
+
+
+def pins(text: str) -> dict[str, str]:
+    """Name of a package -> version; names in the form of the registry."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)(?:\[[\w,-]+\])?==([^ ;\\\n]+)", text, re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in found}
+
+
+def test_every_package_of_the_image_is_locked_with_hashes() -> None:
+    lock = (DOCKER / "requirements.lock").read_text()
+    entries = re.split(r"\n(?=[A-Za-z0-9])", lock.strip())
+    assert len(entries) > 60 and all("--hash=sha256:" in entry for entry in entries)
+    locked, constrained = pins(lock), pins((ROOT / "constraints.txt").read_text())
+    differ = {
+        name for name in locked.keys() & constrained.keys() if locked[name] != constrained[name]
+    }
+    assert not differ, "run make lock"
+    for place in (".", "kernels", "clients"):
+        project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]
+        asked = [
+            *project["dependencies"],
+            *project.get("optional-dependencies", {}).get("grpc", []),
+        ]
+        names = {Requirement(each).name.lower() for each in asked}
+        assert names - {"tlt-kernels", "tlt-client"} <= locked.keys(), "run make lock"
+    assert "setuptools" in locked, "which builds our own packages without a download"
+    assert not re.search(r"https?://|-i |--index-url", lock)
+    installs = [rest for rest in all_of("RUN") if "pip install" in rest]
+    assert "--require-hashes -r requirements.lock" in installs[0]
+    assert "--no-deps" in installs[1] and "--no-build-isolation" in installs[1]
+
+
+def test_the_bill_of_materials_is_that_of_the_lock() -> None:
+    lock = (DOCKER / "requirements.lock").read_text()
+    made = json.loads((DOCKER / "sbom.cdx.json").read_text())
+    assert made == runpy.run_path(str(DOCKER / "sbom.py"))["document"](lock), "run make lock"
+    listed = {part["name"].lower(): part["version"] for part in made["components"]}
+    assert (made["bomFormat"], made["specVersion"]) == ("CycloneDX", "1.6")
+    assert listed == pins(lock)
+    assert len({part["bom-ref"] for part in made["components"]}) == len(made["components"])
+
+
+def test_it_runs_on_a_read_only_file_system_without_rights() -> None:
+    (volume,) = all_of("VOLUME")
+    assert SERVER["read_only"] and SERVER["tmpfs"] == ["/tmp"] and SERVER["cap_drop"] == ["ALL"]
+    assert SERVER["security_opt"] == ["no-new-privileges:true"]
+    writable = [mount for mount in SERVER["volumes"] if not mount.endswith(":ro")]
+    assert writable == [f"state:{volume}"]
+    kept = re.findall(r"(?:HOME|NUMBA_CACHE_DIR)=(\S+)", all_of("ENV")[0])
+    assert kept and all(place.startswith(volume) for place in kept)
+    documented = (ROOT / "docs" / "operators.md").read_text()
+    assert f"--read-only --tmpfs /tmp --cap-drop ALL -v tlt:{volume} tlt-server" in documented
 
 
 def test_the_health_check_asks_an_open_route() -> None:

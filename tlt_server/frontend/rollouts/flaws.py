@@ -1,4 +1,4 @@
-"""What a journal may not hold, though its records are whole: a forged one, or one of another
+"""The check of a journal whose records are whole: a forged one, or one of another
 version, must not reach the tokenizer or the engine. Called by `rollout` before it replays.
 """
 
