@@ -1,4 +1,4 @@
-"""Files and directories that only the server's user may open, whatever the umask is.
+"""Files and directories that only the server's user may open, under any umask.
 
 The umask of the shell that starts the server could open them to others, or lock the server out.
 Everything below the state directory and the server's temporary directories is made here.

@@ -143,7 +143,7 @@ def test_without_keys_only_this_machine_may_call_what_is_not_open(server: LiveSe
 def test_a_page_of_another_site_may_call_open_routes_only(
     headers: dict[str, str], keyed: LiveServer, model: Path
 ) -> None:
-    """Each page's request is refused with every key and without keys, whatever the method."""
+    """Each page's request is refused with every key and without keys, by any method."""
     with live_server(model) as open_server:
         for server, key in ((open_server, {}), (keyed, HEADERS["all"])):
             with httpx.Client(base_url=server.url, headers=headers | key, timeout=20) as http:

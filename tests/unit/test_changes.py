@@ -1,4 +1,4 @@
-"""The stream of `/events`: a change wakes who waits, and nobody looks in between."""
+"""The stream of `/events`: a change wakes those who wait; there is no polling."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class PromptRows:
         self.left -= more
 
     def give_rest(self) -> None:
-        """End the parts: what is left is for whoever comes first."""
+        """End the parts: the next one who asks gets what is left."""
         self._part += self.left
         for sequence in self.by_sequence:
             self.give(sequence)

@@ -127,7 +127,7 @@ class DiskSender(Sender):
 
 def _made(directory: Path) -> None:
     """Make a directory that the server may read though another user runs it, and only we write to,
-    whatever the umask is. Who may enter is the decision of the directory above.
+    under any umask. Who may enter is the decision of the directory above.
     """
     directory.mkdir()
     directory.chmod(0o755)

@@ -28,7 +28,7 @@ def made_directory(within: Path | None = None) -> Path:
     killed the owner of `within` removes it.
     """
     directory = Path(tempfile.mkdtemp(prefix="tlt-ipc-", dir=within))
-    directory.chmod(0o700)  # whatever the umask
+    directory.chmod(0o700)  # the umask may be anything
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
