@@ -9,16 +9,19 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tlt_server.bench.goodput import percentile
 
 ALTERNATIVES = 20
-IDLE = 40  # requests of each kind that are timed before the stream begins
+IDLE_S = 2.0
 PAUSE_S = 0.01  # between two timed requests
 TIMEOUT_S = 600.0
 INDEX = b'"index":'
+
+Ask = Callable[[http.client.HTTPConnection], None]
 
 
 def streams(
@@ -32,57 +35,67 @@ def streams(
     headers: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Stream once and return the figures: bytes sent against the tokens' own size (what the
-    reply without a stream takes), and milliseconds of others' requests, idle and meanwhile.
+    reply without a stream takes), and milliseconds of others' requests: idle, while the same
+    tokens are generated without stream and log-probs (`plain`), and while they are streamed
+    (`busy`).
     """
     sent = {**(headers or {}), "content-type": "application/json"}
     small = json.dumps({"model": model, "prompt": "2+2=", "max_tokens": 1})
-    kinds: dict[str, Callable[[http.client.HTTPConnection], None]] = {
+    asks: dict[str, Ask] = {
         "probe": lambda line: line.request("GET", "/livez"),
         "small": lambda line: line.request("POST", "/v1/completions", small, sent),
     }
-    idle = {
-        kind: _timed(host, port, ask, lambda asked: asked == IDLE) for kind, ask in kinds.items()
-    }
-    over = threading.Event()
-    busy: dict[str, list[float]] = {}
-    watching = [
-        threading.Thread(
-            target=lambda kind=kind, ask=ask: busy.update(
-                {kind: _timed(host, port, ask, lambda asked: over.is_set())}
-            )
-        )
-        for kind, ask in kinds.items()
-    ]
-    for thread in watching:
-        thread.start()
-    body = {
-        "text": "2+2=",
-        "sampling_params": {
-            "n": choices,
-            "max_new_tokens": tokens,
-            "ignore_eos": True,
-            "sampling_seed": 7,
-        },
-        "return_logprob": True,
-        "top_logprobs_num": ALTERNATIVES,
-        "incremental_streaming_output": incremental,
-    }
-    try:
-        read = _stream(host, port, json.dumps(body | {"stream": True}), sent)
-    finally:
-        over.set()
-        for thread in watching:
-            thread.join()
-    own = read["own_bytes"] if not incremental else _whole(host, port, json.dumps(body), sent)
-    return {
-        "choices": choices,
-        "tokens": tokens,
-        **read,
-        "own_bytes": own,
-        "ratio": round(read["sent_bytes"] / own, 2),
-        **_figures("idle", idle),
-        **_figures("busy", busy),
-    }
+    params = {"n": choices, "max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": 7}
+    plain = {"text": "2+2=", "sampling_params": params}
+    asked = plain | {"return_logprob": True, "top_logprobs_num": ALTERNATIVES}
+    streamed = json.dumps(asked | {"stream": True, "incremental_streaming_output": incremental})
+
+    figures: dict[str, Any] = {"choices": choices, "tokens": tokens}
+    others = _Others(host, port, asks)
+    with others.timed() as idle:
+        time.sleep(IDLE_S)
+    with others.timed() as alone:
+        _whole(host, port, json.dumps(plain), sent)
+    with others.timed() as busy:
+        figures |= _stream(host, port, streamed, sent)
+    if incremental:
+        figures["own_bytes"] = _whole(host, port, json.dumps(asked), sent)
+    figures["ratio"] = round(figures["sent_bytes"] / figures["own_bytes"], 2)
+    return figures | _shown("idle", idle) | _shown("plain", alone) | _shown("busy", busy)
+
+
+class _Others:
+    """Other users, whose requests are timed one after the other, each kind in a thread."""
+
+    def __init__(self, host: str, port: int, asks: dict[str, Ask]) -> None:
+        self._host, self._port, self._asks = host, port, asks
+
+    @contextmanager
+    def timed(self) -> Iterator[dict[str, list[float]]]:
+        """Return the seconds of each kind, which are complete when the block has ended."""
+        over, found = threading.Event(), {kind: list[float]() for kind in self._asks}
+        threads = [
+            threading.Thread(target=self._time, args=(ask, found[kind], over))
+            for kind, ask in self._asks.items()
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield found
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+    def _time(self, ask: Ask, found: list[float], over: threading.Event) -> None:
+        line = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        while not over.is_set():
+            started_s = time.perf_counter()
+            ask(line)
+            line.getresponse().read()
+            found.append(time.perf_counter() - started_s)
+            time.sleep(PAUSE_S)
+        line.close()
 
 
 def _stream(host: str, port: int, body: str, headers: dict[str, str]) -> dict[str, Any]:
@@ -122,28 +135,9 @@ def _whole(host: str, port: int, body: str, headers: dict[str, str]) -> int:
     return size
 
 
-def _timed(
-    host: str,
-    port: int,
-    ask: Callable[[http.client.HTTPConnection], None],
-    enough: Callable[[int], bool],
-) -> list[float]:
-    """Return the seconds of each request, sent one after the other on one connection."""
-    line = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
-    found: list[float] = []
-    while not enough(len(found)):
-        started_s = time.perf_counter()
-        ask(line)
-        line.getresponse().read()
-        found.append(time.perf_counter() - started_s)
-        time.sleep(PAUSE_S)
-    line.close()
-    return found
-
-
-def _figures(when: str, seconds: dict[str, list[float]]) -> dict[str, float]:
+def _shown(when: str, seconds: dict[str, list[float]]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for kind, found in seconds.items():
+        figures[f"{kind}_p50_ms_{when}"] = round(percentile(found, 50) * 1000, 1)
         figures[f"{kind}_p99_ms_{when}"] = round(percentile(found, 99) * 1000, 1)
-        figures[f"{kind}_max_ms_{when}"] = round(max(found) * 1000, 1)
     return figures
