@@ -17,9 +17,11 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.loop_holds import loop_holds
 from tlt_client.rpc.rollout_pb2 import GenerateRequest, ItemResult
 from tlt_client.rpc.rollout_pb2_grpc import RolloutServiceStub
+from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import NativeRequest
 from tlt_server.frontend.http.keys import EVERYBODY
+from tlt_server.frontend.http.loop_share import LoopShare
 from tlt_server.frontend.rpc.messages import fill
 
 CHOICES, TOKENS, ALTERNATIVES = 4, 900, 20
@@ -170,6 +172,27 @@ def test_what_comes_while_the_reader_is_behind_is_one_event(server: LiveServer) 
         assert [token for delta in mine for token in delta.token_ids] == choice.token_ids
         assert [best for delta in mine for best in delta.top_logprobs] == choice.top_logprobs
         assert "".join(delta.text or "" for delta in mine) == choice.text
+
+
+def test_a_generation_that_can_resume_takes_its_outputs_in_at_once(server: LiveServer) -> None:
+    class Stuck(LoopShare):
+        async def turn(self, owner: str, size: int) -> None:
+            raise AssertionError("it waits for a turn")
+
+    async def read() -> list[Any]:
+        service, kept = server.service, list[Any]()
+        assert service.engine.info is not None
+        asked = NativeRequest.model_validate(NATIVE)
+        batch = await service.validator.batch(asked, service.engine.info, EVERYBODY)
+        shared = Generations(service.engine, service.text, service.metrics, share=Stuck())
+        generation = shared.submit(shared.items(batch), batch.deadline_s, "", kept.append)
+        found = [event async for event in generation.events()]
+        generation.close()
+        assert kept
+        return found
+
+    [ended] = server.run(read())
+    assert [len(choice.token_ids) for choice in ended.choices] == [TOKENS] * CHOICES
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,8 @@ def test_slices_join_to_the_encoding_in_one_piece(content: Any) -> None:
         [TokenLogprobs((*range(20),), (-1 / 3,) * 20)] * 5000,
         {"choices": [Node(long_name=[[-1 / 3] * 20] * 3000)] * 3},
         [{str(i): -1 / 3 for i in range(20)}] * 5000,
+        {"results": [{"a": 1}, {"a": [[-1 / 3] * 20] * 5000}, {"a": 1}]},
+        [Node(long_name=1), Node(long_name=[{"a": -1 / 3}] * 50_000), Node(long_name=1)],
         [None, *[TokenLogprobs((*range(20),), (-1 / 3,) * 20)] * 5000],
     ],
 )

@@ -45,7 +45,7 @@ def _head(name: str) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, each small one as its frame."""
+    """A reply of server-sent events: frames of small events, and large events."""
 
     def __init__(self, events: AsyncIterator[bytes | LargeEvent], generation: Generation) -> None:
         super().__init__(

@@ -107,7 +107,8 @@ class Generation:
             if self._keep is not None:
                 self._keep(outputs)
             for few, size in _sliced(outputs):
-                await self.turn(size)
+                if self._keep is None:  # else `_resume` relies on what has been taken in
+                    await self.turn(size)
                 for event in _coalesced(event for output in few for event in self._take(output)):
                     yield event
 

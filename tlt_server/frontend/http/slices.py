@@ -5,12 +5,15 @@ they are encoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct
+
+from tlt_server.records import TokenLogprobs
 
 SLICE_BYTES = 32 * 1024  # about 1 ms of encoding on a slow core
 CALL_VALUES = 1024  # numbers, at most, that one call of the encoder takes
@@ -65,7 +68,7 @@ def _array(members: Iterable[Any]) -> Iterator[bytes]:
 
 def grouped(members: Iterable[Any]) -> Iterator[list[Any]]:
     """Group members into lists of at most `CALL_VALUES` values, or of a single member."""
-    if isinstance(members, list) and values(members) <= 1 + len(members):  # numbers
+    if isinstance(members, list) and are_numbers(members):
         for start in range(0, len(members), CALL_VALUES):
             yield members[start : start + CALL_VALUES]
         return
@@ -98,24 +101,34 @@ def _fields(content: Struct) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def values(content: Any) -> float:
-    """Return about how many numbers a content takes as long to encode as; a list is measured by
-    its first and last member.
+def values(content: Any, limit: float = CALL_VALUES) -> float:
+    """Return about how many numbers a content takes as long to encode as. Counting stops above
+    `limit`, so that it takes no longer for a larger content.
     """
-    if isinstance(content, int | float) or content is None:
-        return 1
-    if isinstance(content, str | bytes):
+    if isinstance(content, str):
         return 1 + len(content) // 16
-    if isinstance(content, list | tuple):
-        if not content:
-            return 1
-        if isinstance(content[0], Struct) and len(content) <= 64:
-            return sum(map(values, content))
-        return 1 + len(content) * max(values(content[0]), values(content[-1]))
-    if isinstance(content, Struct):
-        return 1 + sum(values(getattr(content, field)) for field in content.__struct_fields__)
-    if isinstance(content, dict):
-        return 1 + sum(map(values, content.values()))
+    if isinstance(content, TokenLogprobs):
+        return 2 * len(content.token_ids)
     if isinstance(content, Iterator):
-        return float("inf")
-    return 1
+        return math.inf
+    if isinstance(content, list | tuple):
+        if len(content) > limit or are_numbers(content):
+            return 1 + len(content)
+        held: Iterable[Any] = content
+    elif isinstance(content, dict):
+        held = content.values()
+    elif isinstance(content, Struct):
+        held = (getattr(content, field) for field in content.__struct_fields__)
+    else:
+        return 1
+    count = 1.0
+    for member in held:
+        count += values(member, limit - count)
+        if count > limit:
+            break
+    return count
+
+
+def are_numbers(content: Sequence[Any]) -> bool:
+    """Tell whether a list is one of numbers: in replies, each that begins with a number is."""
+    return len(content) > 0 and isinstance(content[0], int | float)
