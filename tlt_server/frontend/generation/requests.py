@@ -20,7 +20,7 @@ from tlt_server.records import MAX_SEED, Sampling
 
 ITEMS = Limit("max_batch_items", "items", "split the batch", TooLarge)
 NAMES = Limit("max_batch_items", "names", "split the call")
-MAX_MESSAGES = 2**14  # of one conversation
+MAX_MESSAGES = 2**14  # limit on one conversation
 
 PromptIds = Annotated[
     PackedIds, Meta(extra={"limit": Limit("max_prompt_tokens", "ids", "shorten it")})

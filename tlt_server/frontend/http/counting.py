@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SLICE_BYTES = 2**18
+SLICE_BYTES = 2**16
 STRUCTURE = b'"[]{},'
 _OTHERS = bytes(set(range(256)) - set(STRUCTURE))
 _EMPTY = re.compile(rb"[\[{][ \t\r\n]*[\]}]")
@@ -55,10 +55,10 @@ def members(text: memoryview) -> Members:
         codes = np.frombuffer(part.translate(None, _OTHERS), np.uint8)
         if not len(codes):
             continue
-        seen = quotes + np.cumsum(codes == _QUOTE)
+        seen = quotes + np.cumsum(codes == _QUOTE, dtype=np.int32)
         outside = seen % 2 == 0
         quotes = int(seen[-1]) % 2
-        depths = depth + np.cumsum(_STEPS[codes] * outside, dtype=np.int64)
+        depths = depth + np.cumsum(_STEPS[codes] * outside, dtype=np.int32)
         separators = (codes == _COMMA) & outside
         own += int(np.count_nonzero(separators & (depths == 1)))
         commas += int(np.count_nonzero(separators))

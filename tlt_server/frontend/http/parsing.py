@@ -18,7 +18,8 @@ from msgspec.json import Decoder
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.http.bounds import Bounds
-from tlt_server.frontend.http.readers import NULL, JsonReader, ObjectReader
+from tlt_server.frontend.http.objects import ObjectReader
+from tlt_server.frontend.http.readers import NULL, JsonReader
 from tlt_server.frontend.http.wrong import Wrong, shown_text
 
 _ANY = JsonReader(Any)

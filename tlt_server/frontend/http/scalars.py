@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from msgspec import DecodeError, Meta, ValidationError
+from msgspec import DecodeError, Meta, MsgspecError, ValidationError
 from msgspec.json import Decoder, decode
 
 from tlt_client.arguments import VERSION, VERSION_MUST
@@ -39,7 +39,9 @@ class Scalar:
 
     def __init__(self, type: Any, metas: tuple[Meta, ...]) -> None:
         self.type, self._metas = type, metas
-        self._decoder: Decoder[Any] = Decoder(Annotated[type, *metas] if metas else type)
+        hint = Annotated[type, *metas] if metas else type
+        self._decoder: Decoder[Any] = Decoder(hint)
+        self._list: Decoder[list[Any]] = Decoder(list[hint])  # type: ignore[valid-type]
         if get_origin(type) is Literal:
             *names, last = map(repr, get_args(type))
             self.begins = b'"'
@@ -64,6 +66,11 @@ class Scalar:
         if self._pattern is not None and not re.fullmatch(self._pattern, value):
             raise must(text, self._match())
         return value
+
+    def read_list(self, text: memoryview) -> list[Any]:
+        if self._greatest is not None or self._pattern is not None:
+            raise MsgspecError  # it does not know of these
+        return self._list.decode(text)
 
     def _requirement(self, text: memoryview) -> str:
         """Return what the value, which was refused, must be."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from msgspec.json import decode
 
@@ -36,6 +37,18 @@ def no_text() -> Wrong:
             "JSON object"
         )
     )
+
+
+def indexed(members: Iterable[Any], make: Callable[[Any], Any]) -> list[Any]:
+    """Return what `make` makes of each member of a list; its index goes into an error's path."""
+    values: list[Any] = []
+    try:
+        for member in members:
+            values.append(make(member))  # noqa: PERF401  # the handler needs the index
+    except Wrong as wrong:
+        wrong.path.append(f"[{len(values)}]")
+        raise
+    return values
 
 
 def shown_text(text: memoryview) -> str:

@@ -37,7 +37,7 @@ Dimensions = Annotated[
 ]
 
 
-MAX_TENSORS = 2**18  # that one call may name
+MAX_TENSORS = 2**18  # limit on the tensors of one call
 TensorNames = Annotated[list[TensorName], Meta(max_length=MAX_TENSORS)]
 TypeNames = Annotated[list[str], Meta(max_length=MAX_TENSORS)]
 Shapes = Annotated[list[Dimensions], Meta(max_length=MAX_TENSORS)]

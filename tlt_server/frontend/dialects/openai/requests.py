@@ -36,8 +36,8 @@ from tlt_server.packed import PackedIds
 
 COMPLETION = Words("prompt[{i}]", "", "")
 CHAT = Words("messages", "", "")
-MAX_PARTS = 2**12  # of one message
-MAX_OPTIONS = 64  # of a chat template
+MAX_PARTS = 2**12  # limit on one message
+MAX_OPTIONS = 64  # limit on the options of a chat template
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Scalar = bool | Int64 | float | str

@@ -257,7 +257,7 @@ class LeaveFields(Tolerant, frozen=True, kw_only=True):
     group_name: GroupName = GROUP
 
 
-class NamedGroup(Tolerant, frozen=True, kw_only=True):
+class GroupOf(Tolerant, frozen=True, kw_only=True):
     """The group of a body that may be wrong otherwise."""
 
     group_name: Any = GROUP

@@ -28,8 +28,8 @@ from tlt_server.frontend.dialects.sglang.requests import (
     BeginFields,
     DiskFields,
     DistributedFields,
+    GroupOf,
     LeaveFields,
-    NamedGroup,
     ReadFields,
     SglangGroup,
     read,
@@ -174,7 +174,7 @@ async def from_distributed(service: Service, request: Request) -> Response:
     """
     with service.session.pushing() as update:
         service.engine.check_running()
-        group = (await read(service, NamedGroup, request)).group_name
+        group = (await read(service, GroupOf, request)).group_name
         async with service.broadcasts.announced(group):
             asked = await read(service, DistributedFields, request)
             tensors = described(asked.names, asked.dtypes, asked.shapes)

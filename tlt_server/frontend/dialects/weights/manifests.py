@@ -30,7 +30,7 @@ TAKEN_BY = {  # field that not all channels take -> channels that take it
 }
 
 
-class NamedGroup(Struct, frozen=True):
+class OwnGroup(Struct, frozen=True):
     """The group that brings the tensors of a body, which may be wrong otherwise."""
 
     group: Any = ""
@@ -44,11 +44,11 @@ class TransferGroup(Struct, frozen=True):
         return GROUP
 
 
-def _announces(null: Mapping[str, bool]) -> type[NamedGroup] | type[TransferGroup]:
+def _announces(null: Mapping[str, bool]) -> type[OwnGroup] | type[TransferGroup]:
     transfer = null.get("update_info") is False or (
         null.get("weight_dir") is True and "version" not in null
     )
-    return TransferGroup if transfer else NamedGroup
+    return TransferGroup if transfer else OwnGroup
 
 
 def _form(

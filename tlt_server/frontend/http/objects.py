@@ -1,0 +1,189 @@
+"""Objects of a body, and the reader of each type that a field of a struct may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, ValidationError
+from msgspec.json import Decoder
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.http.bounds import Bounds
+from tlt_server.frontend.http.fields import Open, Tolerant
+from tlt_server.frontend.http.lengths import Length, check_members
+from tlt_server.frontend.http.readers import (
+    NULL,
+    AlikeReader,
+    DictReader,
+    IdsReader,
+    JsonReader,
+    ListReader,
+    NullReader,
+    UnionReader,
+    ValueReader,
+    texts_of,
+)
+from tlt_server.frontend.http.scalars import Scalar
+from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, indexed, must, no_text
+from tlt_server.packed import PackedIds
+from tlt_server.wording import nearest
+
+
+class Field(NamedTuple):
+    name: str  # in JSON
+    attribute: str
+    reader: ValueReader
+    required: bool
+
+
+class ObjectReader:
+    begins, requirement = b"{", "be an object"
+
+    def __init__(self, type: type[Struct], bounds: Bounds, ignored: Iterable[str] = ()) -> None:
+        """`ignored` are names that an object may have though the type does not."""
+        self._type = type
+        hints = get_type_hints(type, include_extras=True)
+        self._fields = [
+            Field(
+                about.encode_name, about.name, reader_of(hints[about.name], bounds), about.required
+            )
+            for about in msgspec.structs.fields(type)
+            if not (issubclass(type, Open) and about.name == "more")
+        ]
+        self._tolerant, self._open = issubclass(type, Tolerant), issubclass(type, Open)
+        names = {field.attribute: field.name for field in self._fields}
+        names |= {name: name for name in ignored if name not in names.values()}
+        outline = msgspec.defstruct(
+            type.__name__,
+            [(attribute, Raw | UnsetType, UNSET) for attribute in names],
+            rename=names,
+            forbid_unknown_fields=type.__struct_config__.forbid_unknown_fields,
+        )
+        self._outline: Decoder[Any] = Decoder(outline)
+        self._known: Decoder[Any] = Decoder(
+            msgspec.defstruct("Known", [], bases=(outline,), forbid_unknown_fields=False)
+        )
+        self._outlines: Decoder[list[Any]] = Decoder(list[Raw if self._open else outline])  # type: ignore[misc]
+        self._any = JsonReader(Any)
+
+    def read_list(self, text: memoryview) -> list[Any]:
+        if self._open:
+            check_members(text)
+        return indexed(self._outlines.decode(text), self._made)
+
+    def read(self, text: memoryview) -> Any:
+        if text[0] not in self.begins:
+            raise must(text, self.requirement)
+        if self._open:
+            return self._make_open(texts_of(text))
+        try:
+            outline = self._outline.decode(text)
+        except UnicodeDecodeError:
+            raise no_text() from None
+        except ValidationError as error:  # an unknown field, said if the others are right
+            self._made(self._known.decode(text))
+            raise self._unknown(str(error)) from None
+        return self._made(outline)
+
+    def _made(self, outline: Any) -> Any:
+        if isinstance(outline, Raw):
+            return self.read(memoryview(outline))
+        return self._make({name: getattr(outline, name) for name in outline.__struct_fields__})
+
+    def _make_open(self, texts: dict[str, Raw]) -> Any:
+        known = {field.attribute: texts.pop(field.name, UNSET) for field in self._fields}
+        more, name = {}, ""
+        try:
+            for name, text in texts.items():
+                if memoryview(text) != NULL:
+                    more[name] = self._any.read(memoryview(text))
+        except Wrong as wrong:
+            wrong.path.append(f".{name[:MAX_PATH]}")
+            raise
+        return self._make(known, more=more)
+
+    def _make(self, texts: dict[str, Any], **values: Any) -> Any:
+        for name, attribute, reader, required in self._fields:
+            text = texts[attribute]
+            if text is not UNSET and self._tolerant and memoryview(text) == NULL:
+                text = UNSET
+            if text is not UNSET:
+                try:
+                    values[attribute] = reader.read(memoryview(text))
+                except Wrong as wrong:
+                    wrong.path.append(f".{name}")
+                    raise
+            elif required:
+                raise _missing(name)
+        return self._type(**values)
+
+    def _unknown(self, message: str) -> Wrong:
+        """Return the error about an unknown field that msgspec names in its message."""
+        name = message.partition("`")[2].removesuffix("`")[:MAX_PATH]
+        known = [field.name for field in self._fields]
+        wrong = Wrong(
+            lambda where: InvalidRequest(
+                f"unknown field {where}{nearest(name, known)} (known: {', '.join(known)})"
+            )
+        )
+        wrong.path.append(f".{name}")
+        return wrong
+
+
+def _missing(name: str) -> Wrong:
+    wrong = Wrong(lambda where: InvalidRequest(f"{where} is missing; it is required"))
+    wrong.path.append(f".{name}")
+    return wrong
+
+
+def reader_of(hint: Any, bounds: Bounds, metas: tuple[Meta, ...] = ()) -> ValueReader:
+    """Return the reader of a type, as a field of a struct is annotated with it."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        inner, *own = get_args(hint)
+        return reader_of(inner, bounds, (*metas, *(meta for meta in own if isinstance(meta, Meta))))
+    if _is_union(hint):
+        parts = [part for part in get_args(hint) if part is not UnsetType]
+        readers = [reader_of(part, bounds) for part in parts if part is not NoneType]
+        reader = readers[0] if len(readers) == 1 else UnionReader(readers)
+        return NullReader(reader) if NoneType in parts else reader
+    if _holds_any(hint):
+        return JsonReader(hint)
+    if hint is PackedIds:
+        return IdsReader(_length(hint, metas, bounds))
+    if origin is list:
+        [element], length = get_args(hint), _length(hint, metas, bounds)
+        lists = [
+            ListReader(reader_of(part, bounds), length)
+            for part in (get_args(element) if _is_union(element) else (element,))
+        ]
+        return lists[0] if len(lists) == 1 else AlikeReader(lists)
+    if origin is dict:
+        element = get_args(hint)[1]
+        return DictReader(reader_of(element, bounds), _length(hint, metas, bounds))
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return ObjectReader(hint, bounds)
+    return Scalar(hint, metas)
+
+
+def _length(hint: Any, metas: tuple[Meta, ...], bounds: Bounds) -> Length:
+    """Return the limits of a list, which its annotation must state."""
+    least = next((meta.min_length for meta in metas if meta.min_length is not None), 0)
+    for meta in metas:
+        limit = (meta.extra or {}).get("limit")
+        if limit is not None:
+            return Length(least, getattr(bounds, limit.setting), limit)
+        if meta.max_length is not None:
+            return Length(least, meta.max_length, None)
+    raise TypeError(f"{hint} has no limit on its length; state one in its annotation")
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
+
+
+def _holds_any(hint: Any) -> bool:
+    return hint is Any or any(_holds_any(part) for part in get_args(hint))
