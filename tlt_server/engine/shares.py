@@ -28,14 +28,17 @@ class Shares:
         self._page_share = running.pool.pages // max(1, self.owners)
 
     def allow(self, sequence: Sequence, pages: int) -> bool:
-        """Tell whether its owner stays within its share with this sequence and these pages more."""
+        """Tell whether its owner stays within half of its share with this sequence and these pages
+        more. The other half comes in turn, since every preemption costs rows.
+        """
         owner = sequence.owner
         return (
-            self._slots[owner] < self._slot_share and self._pages[owner] + pages <= self._page_share
+            self._slots[owner] < max(1, self._slot_share // 2)
+            and self._pages[owner] + pages <= self._page_share // 2
         )
 
     def gives_way(self) -> Sequence | None:
-        """Return the sequence that makes room for an owner within its share: the youngest of the
+        """Return the sequence that makes room for such an owner: the youngest of the
         owner that holds most pages, or most batch slots where those are full; None if that one is
         within its share.
         """

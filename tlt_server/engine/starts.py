@@ -2,7 +2,7 @@
 
 The next in turn starts first; where it finds no room, another owner's may that stays within its
 share, if need be in the place of what an owner runs above its own. So a sequence that needs more
-than its owner's share waits until the others leave room.
+than half of its owner's share waits for its turn, until the others leave room.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Starts:
         return None
 
     def _claimed(self, rows: Callable[[str], int]) -> Sequence | None:
-        """Start a sequence that keeps its owner within its share. Those of owners that hold more
-        than theirs make room for it.
+        """Start a sequence that keeps its owner well within its share. Those of owners that hold
+        more than theirs make room for it.
         """
         waiting = self._waiting.owners
         shares = Shares(self._running, waiting)

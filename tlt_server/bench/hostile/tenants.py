@@ -20,7 +20,7 @@ from tlt_server.demo.workload import problems_as_requests
 CLOSED = 96  # requests open at once while the peak is measured
 MAX_TOKENS = 128
 LOAD = 3.0  # times the peak
-SMALL_PART = 0.6  # of the peak is what the small keys ask for together
+SMALL_PART = 0.45  # of the peak is what the small keys ask for: each half of a fair share
 
 
 class TenantSize(NamedTuple):

@@ -171,8 +171,8 @@ class Admission:
             owner = max(self._held, key=lambda each: self._held[each].unstarted, default="")
         own, owners = self._held.get(owner, NOTHING), self._owners(owner)
         capacity = self._capacity()
-        if not self._open or (owners > 1 and own.sequences < capacity // owners):
-            return 0.0  # the engine makes room for a key within its share
+        if not self._open or (owners > 1 and own.sequences < max(1, capacity // owners // 2)):
+            return 0.0  # the engine makes room for a key that has so little
         # Keys take turns, so of each other key as many come before it as of its own.
         before = own.unstarted + sum(
             min(held.unstarted, own.unstarted + 1)
