@@ -46,7 +46,14 @@ DISK_MB = 96
 SERVICE = "/tlt.v1.RolloutService/"
 UNARY = ("GenerateBatch", "Detach", "GetRollout", "DeleteRollout", "GetPart", "CommitWeights")
 # What a disturbed server may answer; each says that the same request may be sent again.
-DISTURBED = {"engine_failed", "unavailable", "storage_failed", "queue_full", "overloaded"}
+DISTURBED = {
+    "engine_failed",
+    "unavailable",
+    "storage_failed",
+    "push_failed",
+    "queue_full",
+    "overloaded",
+}
 ALLOWED = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
