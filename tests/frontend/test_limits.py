@@ -311,11 +311,15 @@ def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
-    with live_server(model, send_timeout_s=0.3) as server, connect(server) as connection:
+    fast = {"per_step": 100, "step_s": 0.0}
+    with (
+        live_server(model, send_timeout_s=0.3, engine=fast) as server,
+        connect(server) as connection,
+    ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = (
             b'{"requests": ['
-            + b",".join([b'{"prompt": "abc", "n": 100}'] * 40)
+            + b",".join([b'{"prompt": "abc", "n": 100}'] * 10 + [b'{"token_ids": [%d]}' % HANGS])
             + b'], "sampling": {"max_tokens": 400}, "stream": true}'
         )
         connection.sendall(head(content_length=len(body)) + body)

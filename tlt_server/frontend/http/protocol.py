@@ -61,6 +61,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         if self._pipelined:
             self._drop_bytes(len(data))
             return

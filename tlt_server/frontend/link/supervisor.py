@@ -21,7 +21,7 @@ import zmq
 
 from tlt_server.config import Config
 from tlt_server.errors import EngineFailed, StartupError
-from tlt_server.events import EngineInfo, Event, Phase, PhaseProgress, Ready
+from tlt_server.events import Ending, EngineInfo, Event, Phase, PhaseProgress, Ready
 from tlt_server.frontend.http.descriptors import Reserve
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death, EngineLink, EngineProcess
@@ -99,15 +99,18 @@ class Supervisor:
 
     async def _live(self, directory: Path) -> Death:
         """Run one epoch in a directory of its own, and return how it ended."""
+        ending: Ending = "not_launched"
         try:
             with contextlib.ExitStack() as stack:
                 with self._reserve.released():
                     link = stack.enter_context(contextlib.closing(self._connect(directory)))
                     process = await self._launch(directory)
+                ending = "exited"
                 return await link.run(process, self._take)
         except (OSError, zmq.ZMQError) as error:
-            reason = f"the system did not launch the engine: {error.strerror or error}"
-            return Death("not_launched", EngineFailed(reason), set())
+            did = "launch the engine" if ending == "not_launched" else "say how the engine ended"
+            reason = f"the system did not {did}: {error.strerror or error}"
+            return Death(ending, EngineFailed(reason), set())
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
