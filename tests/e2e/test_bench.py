@@ -131,7 +131,19 @@ def test_what_cannot_be_measured_is_refused() -> None:
         assert done.returncode == 2 and remedy in done.stderr, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", ["exact", "rollout", "decode", "cycle", "graphs", "overload"])
+@pytest.mark.soak
+def test_hostile_measures_every_row_of_its_table(tmp_path: Path) -> None:
+    said = bench("hostile", tmp_path / "hostile.json")
+    assert len(said["bodies"]["cases"]) > 15 and said["bodies"]["longest_hold_ms"] > 0
+    assert all(case["status"] in range(200, 500) for case in said["bodies"]["cases"].values())
+    assert said["parsing"]["cpu_s"] > 0 and said["neighbours"]["ratio"] > 0
+    assert said["streams"]["ratio"] > 0 and 0 < said["tenants"]["small_share"] <= 1
+    assert said["connections"]["restarted"] == said["connections"]["answered"] == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["exact", "rollout", "decode", "cycle", "graphs", "overload", "hostile"]
+)
 def test_a_model_that_is_not_there_is_one_line_with_the_remedy(name: str, tmp_path: Path) -> None:
     command = [
         sys.executable,

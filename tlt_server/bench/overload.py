@@ -153,8 +153,11 @@ def _resident_mib(pid: int) -> float:
 
 
 def _child(pid: int) -> int:
+    """Return the pid of the server's engine."""
     try:
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+        return next(int(child) for child in children if b"tlt_server.engine" in commands[child])
     except OSError:
         raise StartupError(
             "this bench reads the memory of its processes from /proc, which is not there; "

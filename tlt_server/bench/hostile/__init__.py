@@ -41,7 +41,7 @@ class Size(NamedTuple):
     items: int
 
 
-FULL = Size(15.5, 20.0, (16, 3000), TenantSize(20, 30, 10), 3000, 4000)
+FULL = Size(15.5, 10.0, (16, 3000), TenantSize(20, 30, 10), 3000, 4000)
 QUICK = Size(1.0, 3.0, (4, 200), TenantSize(4, 6, 5), 200, 400)
 
 
@@ -139,6 +139,7 @@ def _scenarios(
             choices=choices,
             tokens=tokens,
             headers=headers("hostile"),
+            small_headers=headers(SMALL[0]),
         ),
         "tenants": lambda: tenants(victim, model, size.tenants, seed),
         "connections": lambda: _connections(victim, size.connections),

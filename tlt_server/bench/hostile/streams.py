@@ -33,17 +33,20 @@ def streams(
     tokens: int = 3000,
     incremental: bool = False,
     headers: dict[str, str] | None = None,
+    small_headers: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Stream once and return the figures: bytes sent against the tokens' own size (what the
     reply without a stream takes), and milliseconds of others' requests: idle, while the same
     tokens are generated without stream and log-probs (`plain`), and while they are streamed
-    (`busy`).
+    (`busy`). `small_headers` are those of the others' small requests, such as another key.
     """
     sent = {**(headers or {}), "content-type": "application/json"}
     small = json.dumps({"model": model, "prompt": "2+2=", "max_tokens": 1})
     asks: dict[str, Ask] = {
         "probe": lambda line: line.request("GET", "/livez"),
-        "small": lambda line: line.request("POST", "/v1/completions", small, sent),
+        "small": lambda line: line.request(
+            "POST", "/v1/completions", small, sent | (small_headers or {})
+        ),
     }
     params = {"n": choices, "max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": 7}
     plain = {"text": "2+2=", "sampling_params": params}

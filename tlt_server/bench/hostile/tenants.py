@@ -19,8 +19,8 @@ from tlt_server.demo.workload import problems_as_requests
 
 CLOSED = 96  # requests open at once while the peak is measured
 MAX_TOKENS = 128
-LOAD = 3.0  # times the peak
-SMALL_PART = 0.45  # of the peak is what the small keys ask for: each half of a fair share
+LOAD = 3.0  # demand of all keys, in peaks
+SMALL_PART = 0.45  # demand of the small keys, in peaks: each asks for half of a fair share
 
 
 class TenantSize(NamedTuple):
