@@ -101,8 +101,8 @@ lock: $(STAMP) ## the image's packages with their hashes, and the bill of materi
 	  $(addprefix --no-emit-package ,tlt-kernels tlt-client tlt-server) -c constraints.txt docker/requirements.in -o docker/requirements.lock
 	"$(BIN)/python" docker/sbom.py
 
-soak: $(STAMP) tools ## the long tests
-	"$(BIN)/python" -m pytest -m soak $(PYTEST_ARGS) $(ARGS)
+soak: $(STAMP) tools ## the long tests; renews benchmarks/results/soak.json
+	"$(BIN)/python" -m benchmarks.record_soak $(PYTEST_ARGS) $(ARGS)
 
 clean: ## remove the environment and what tools left behind
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,71 @@
+"""`python -m benchmarks.record_soak [-n WORKERS] [--commit NAME] [FILE ...]`: run the long tests,
+and record what came of them in benchmarks/results/soak.json, red ones included.
+
+Without files these are all tests marked `soak`. `make soak` runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from tlt_server.bench.record import entry_of, write_entry
+
+RECORD = Path(__file__).with_name("results") / "soak.json"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit status of pytest."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--commit", metavar="NAME", help="of the code that runs [default: what git says]"
+    )
+    parser.add_argument("-n", metavar="WORKERS", default="2", help="of pytest [default: 2]")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="test files [default: all]")
+    asked = parser.parse_args(arguments)
+    command = f"python -m benchmarks.record_soak -n {asked.n} {' '.join(asked.files)}".strip()
+    entry = entry_of({}, command, on_gpu=False, commit=asked.commit)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        how = ("-m", "soak", "-n", asked.n, "--durations=0", f"--junitxml={report}")
+        status = subprocess.run([sys.executable, "-m", "pytest", *how, *asked.files]).returncode
+        if report.exists():
+            write_entry(RECORD, entry | {"figures": figures(report)})
+            print(f"{RECORD.name}: {'green' if status == 0 else 'red'}")
+    return status
+
+
+def figures(report: Path) -> dict[str, Any]:
+    """Return the tests by file, and the sum of what the storms counted."""
+    files: dict[str, Counter[str]] = {}
+    counted: Counter[str] = Counter()
+    for case in ElementTree.parse(report).iter("testcase"):
+        came = files.setdefault(case.get("classname", "").replace(".", "/") + ".py", Counter())
+        bad = case.find("failure") is not None or case.find("error") is not None
+        came["failed" if bad else "skipped" if case.find("skipped") is not None else "passed"] += 1
+        came["seconds"] += round(float(case.get("time", 0)))
+        for value in case.iter("property"):
+            if value.get("name") == "counted":
+                counted.update(json.loads(value.get("value", "{}")))
+    return {
+        "bench": "soak",
+        "green": bool(files) and not any(came["failed"] for came in files.values()),
+        "files": {name: dict(sorted(came.items())) for name, came in sorted(files.items())},
+        "storms": dict(sorted(counted.items())),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,30 @@
+"""The record of the long tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.record_soak import figures
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.e2e.test_soak" name="test_a[1]" time="3.2"><properties>
+<property name="counted" value='{"kill": 7, "http 200": 5}'/></properties></testcase>
+<testcase classname="tests.e2e.test_soak" name="test_a[2]" time="2"><properties>
+<property name="counted" value='{"kill": 6}'/></properties><failure/></testcase>
+<testcase classname="tests.e2e.test_bench" name="test_b" time="1"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_record_sums_the_storms_and_is_red_where_one_test_is(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    assert figures(tmp_path / "report.xml") == {
+        "bench": "soak",
+        "green": False,
+        "files": {
+            "tests/e2e/test_bench.py": {"seconds": 1, "skipped": 1},
+            "tests/e2e/test_soak.py": {"failed": 1, "passed": 1, "seconds": 5},
+        },
+        "storms": {"http 200": 5, "kill": 13},
+    }
+    (tmp_path / "report.xml").write_text(REPORT.replace("<failure/>", ""))
+    assert figures(tmp_path / "report.xml")["green"]
