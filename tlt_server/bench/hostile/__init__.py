@@ -45,7 +45,7 @@ FULL = Size(15.5, 10.0, (16, 3000), TenantSize(20, 30, 10), 3000, 4000)
 QUICK = Size(1.0, 3.0, (4, 200), TenantSize(4, 6, 5), 200, 400)
 
 
-class Row(NamedTuple):
+class Figure(NamedTuple):
     """A figure and its bounds: at most, or with `least` at least."""
 
     what: str
@@ -60,11 +60,11 @@ class Row(NamedTuple):
         return bound is not None and (value >= bound if self.least else value <= bound)
 
 
-def rows(figures: dict[str, Any]) -> list[Row]:
+def rows(figures: dict[str, Any]) -> list[Figure]:
     mib = figures.get("bodies", {}).get("mib", 0.0)
     return [
-        Row("longest hold of the loop, any body", "bodies", "longest_hold_ms", 20, 10, "ms"),
-        Row(
+        Figure("longest hold of the loop, any body", "bodies", "longest_hold_ms", 20, 10, "ms"),
+        Figure(
             "memory over baseline, any body",
             "bodies",
             "memory_over_baseline_mib",
@@ -72,14 +72,18 @@ def rows(figures: dict[str, Any]) -> list[Row]:
             2 * mib,
             "MiB",
         ),
-        Row("longest probe, any body", "bodies", "probe_max_ms", 50, None, "ms"),
-        Row("small requests under a hostile key, p99 to idle", "neighbours", "ratio", 3, 1.5, "x"),
-        Row("the largest stream: others' p99", "streams", "small_p99_ms_busy", 100, 50, "ms"),
-        Row("the largest stream: sent to own size", "streams", "ratio", 4, 2, "x"),
-        Row("silent connections: probes answered", "connections", "answered", 1, 1, "", True),
-        Row("silent connections: engine restarted", "connections", "restarted", 1, 1, "", True),
-        Row("3x load: small keys' share of demand", "tenants", "small_share", 0.95, 0.99, "", True),
-        Row("parsing of the largest batch", "parsing", "cpu_s", float("inf"), None, "s CPU"),
+        Figure("longest probe, any body", "bodies", "probe_max_ms", 50, None, "ms"),
+        Figure(
+            "small requests under a hostile key, p99 to idle", "neighbours", "ratio", 3, 1.5, "x"
+        ),
+        Figure("the largest stream: others' p99", "streams", "small_p99_ms_busy", 100, 50, "ms"),
+        Figure("the largest stream: sent to own size", "streams", "ratio", 4, 2, "x"),
+        Figure("silent connections: probes answered", "connections", "answered", 1, 1, "", True),
+        Figure("silent connections: engine restarted", "connections", "restarted", 1, 1, "", True),
+        Figure(
+            "3x load: small keys' share of demand", "tenants", "small_share", 0.95, 0.99, "", True
+        ),
+        Figure("parsing of the largest batch", "parsing", "cpu_s", float("inf"), None, "s CPU"),
     ]
 
 
