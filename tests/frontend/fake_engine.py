@@ -100,6 +100,7 @@ class Running:
     held: bool = False  # it has KV
 
     def __post_init__(self) -> None:
+        self.request = msgspec.structs.replace(self.request, token_ids=[*self.request.token_ids])
         self.sent = len(self.request.generated)
 
     def step(self, per_step: int, version: str, alternatives: int = 1) -> StepOutput | None:

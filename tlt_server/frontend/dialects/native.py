@@ -9,7 +9,6 @@ rollout. A body in SGLang's form is handed to `sglang.generate`.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import AsyncIterator, Mapping
 from typing import Literal
@@ -48,6 +47,7 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import NativeRequest
 from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.bodies import digest
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.parsing import Forms
@@ -130,8 +130,8 @@ async def generate(service: Service, request: Request) -> Response:
     if not key:
         service.engine.check_available()
     body = await request.body()
-    digest = hashlib.sha256(body).hexdigest() if key else ""
-    rollout = service.rollouts.keyed(caller_of(request).name, key, digest)
+    checksum = await digest(body) if key else ""
+    rollout = service.rollouts.keyed(caller_of(request).name, key, checksum)
     if rollout is not None:
         return await _attached(service, request, rollout)
     # Checked before a large body is parsed.
@@ -144,7 +144,7 @@ async def generate(service: Service, request: Request) -> Response:
             f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout "
             "is fetched, not streamed: leave one of the two out"
         )
-    return await _answer(service, request, asked, key, digest)
+    return await _answer(service, request, asked, key, checksum)
 
 
 async def _answer(

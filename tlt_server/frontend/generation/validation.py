@@ -64,17 +64,22 @@ class Validator:
         _check_priority(request.priority, caller)
         begin_by_s, deadline_s = self._deadlines(request)
         for i, item in enumerate(request.requests):
+            if i % BREATH == BREATH - 1:
+                await asyncio.sleep(0)
             self._check_shape(words, i, item)
         self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request.requests, info)
         samplings = await self._samplings(words, request, prompts, info)
         serial = next(self._serial)
         items: list[RequestItem] = []
+        choices = 0  # made since other requests last ran
         for i, (item, prompt, sampling) in enumerate(
             zip(request.requests, prompts, samplings, strict=True)
         ):
-            if i % BREATH == BREATH - 1:
+            choices += item.n
+            if choices > BREATH:
                 await asyncio.sleep(0)
+                choices = 0
             seed = self._next_seed() if item.seed is None else item.seed
             id = f"{serial:x}-{i}"
             items.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import InvalidRequest, TltError
@@ -27,6 +28,9 @@ class Bounds(Struct, frozen=True):
     @classmethod
     def of(cls, config: ResolvedConfig) -> Bounds:
         return cls(*(getattr(config, name) for name in cls.__struct_fields__))
+
+    def values(self) -> tuple[int, ...]:
+        return msgspec.structs.astuple(self)
 
 
 class Limit(NamedTuple):

@@ -38,7 +38,7 @@ class Forms(NamedTuple, Generic[Body]):
     choose: Callable[[Mapping[str, bool]], type[Body]]
 
 
-def parse(kind: type[Body] | Forms[Body], body: bytes, bounds: Bounds) -> Body:
+def parse(kind: type[Body] | Forms[Body], body: bytes | bytearray, bounds: Bounds) -> Body:
     """Return the struct of a body. `TltError`: the body is none, and the message says why."""
     text = memoryview(body)
     try:

@@ -38,7 +38,7 @@ def _encode(piece: Any) -> bytes:
         ) from None
 
 
-def name_of(kind: type) -> str:
+def name_of(kind: Any) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
