@@ -129,9 +129,9 @@ def test_a_key_that_has_all_pages_makes_room_for_another() -> None:
 
 
 def test_prompt_rows_are_divided_between_owners() -> None:
-    scheduler, kv = make(400, max_running=8, max_rows=16)
+    scheduler, kv = make(400, max_running=8, max_rows=64)
     scheduler.submit(
-        [sequence(i, list(range(48)), 2, i, owner="greedy", salt=f"{i}") for i in range(2)]
+        [sequence(i, [*range(45)] * 4, 2, i, owner="greedy", salt=f"{i}") for i in range(2)]
     )
     serve(scheduler, kv, 1)
     scheduler.submit([sequence(20, [1, 2, 3], 2, 20, owner="small")])

@@ -26,6 +26,8 @@ from tlt_server.engine.waiting import WaitingSequences
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
 from tlt_server.records import StepOutput
 
+SHARED = 4  # a step that several owners share reads one in 4 of its prompt rows
+
 
 def unpadded(decoding: int, max_rows: int) -> int:
     """Return the prompt rows that a step of `max_rows` has budget for next to its decode rows."""
@@ -162,7 +164,7 @@ class Scheduler:
         ]
         reading = [sequence for sequence in self.running if sequence.unlaunched > 1]
         owners = len(self._waiting.owners.union(sequence.owner for sequence in reading))
-        rows = PromptRows(self._prompt_budget(len(chunks), self.max_rows), owners)
+        rows = PromptRows(self._prompt_budget(len(chunks), self._max_rows(len(chunks))), owners)
         for sequence in reading:
             rows.give(sequence)
         started = self._start(rows)
@@ -178,6 +180,14 @@ class Scheduler:
         ]
         chunks = [chunk for chunk in chunks if chunk.sequence.batch_slot >= 0 and not chunk.void]
         return Batch(chunks, self.weight_version) if chunks else None
+
+    def _max_rows(self, decoding: int) -> int:
+        """Return the rows of a step at most. Where several owners share it, it reads a quarter of
+        the prompt rows, so that the prompts of one do not slow the tokens of the others.
+        """
+        if len(self._waiting.owners.union(sequence.owner for sequence in self.running)) < 2:
+            return self.max_rows
+        return min(self.max_rows, decoding + max(1, self.max_rows // SHARED))
 
     def _start(self, rows: PromptRows) -> bool:
         """Start what can start while there are rows for it. Return whether anything did."""
