@@ -1,7 +1,7 @@
 """Members of a JSON list or object, counted in its text before any of them becomes an object.
 
 The text must be JSON already, so only quotes, brackets and commas matter. It is read in slices,
-which bounds the memory, at about a nanosecond per byte.
+which bounds the memory, in 0.1 to 20 ns per byte.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _STEPS[[ord("["), ord("{")]], _STEPS[[ord("]"), ord("}")]] = 1, -1
 
 
 class Members(NamedTuple):
-    """The members of a list or an object, none of which may be empty."""
+    """The size of a list or an object. An empty one counts as one member."""
 
     own: int
-    all: int  # those of its members too
+    all: int  # members at all levels
     depth: int  # levels, itself included
 
 

@@ -48,13 +48,25 @@ class Scalar:
             self.requirement = f"be {', '.join(names)} or {last}" if names else f"be {last}"
         else:
             self.begins, self.requirement = KINDS[type]
+        self._most_bytes = self._bytes_at_most()
         # msgspec's own bounds fit into 63 bits, and its patterns let a line break follow.
         self._greatest = next(
             (m.extra["at_most"] for m in metas if m.extra and "at_most" in m.extra), None
         )
         self._pattern = next((m.pattern for m in metas if m.pattern is not None), None)
 
+    def _bytes_at_most(self) -> int | None:
+        """Return a bound on the bytes of a value, if there is one: a longer text is refused before
+        it is decoded, since msgspec's error would hold a copy of it.
+        """
+        lengths = [meta.max_length for meta in self._metas if meta.max_length is not None]
+        if get_origin(self.type) is Literal:
+            lengths = [max(map(len, get_args(self.type)))]
+        return 2 + 12 * min(lengths) if lengths else None  # an escaped character has 12 at most
+
     def read(self, text: memoryview) -> Any:
+        if self._most_bytes is not None and len(text) > self._most_bytes:
+            raise must(text, self._too_long(text))
         try:
             value = self._decoder.decode(text)
         except ValidationError:
@@ -87,6 +99,11 @@ class Scalar:
                 return self.requirement
             value = float("-inf" if text[0] == ord("-") else "inf")
         return self._broken(_BOUNDS, value) or "be a smaller whole number"
+
+    def _too_long(self, text: memoryview) -> str:
+        if text[0] not in self.begins or self.type is not str:
+            return self.requirement
+        return self._broken(_LENGTHS, len(text))
 
     def _broken(self, bounds: Any, value: float) -> str:
         for meta in self._metas:
