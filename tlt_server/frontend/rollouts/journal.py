@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
 from tlt_server.frontend.generation.batch import RequestItem
+from tlt_server.frontend.rollouts.clocks import Moment
 from tlt_server.packed import PackedIds
 from tlt_server.private import private_file
 from tlt_server.records import GenerateRequest, StepOutput
@@ -52,7 +53,9 @@ class KeptItem(Struct, frozen=True):
 
 
 class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
-    """The request. Times are of the wall clock, since another process may read them."""
+    """The request. `created_s` and `deadline_s` are of the wall clock; `boot` and `boot_s` say when
+    it was created on the boot's clock.
+    """
 
     id: str
     model: str
@@ -62,7 +65,13 @@ class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
     digest: str  # digest of the body that came with the key
     created_s: float
     deadline_s: float
+    boot: str = ""
+    boot_s: float = 0.0
     items: list[KeptItem]
+
+    @property
+    def created(self) -> Moment:
+        return Moment(self.created_s, self.boot, self.boot_s)
 
 
 class Grown(Struct, frozen=True, tag="grown"):
@@ -72,13 +81,18 @@ class Grown(Struct, frozen=True, tag="grown"):
 class RolloutEnd(Struct, frozen=True, tag="end"):
     at_s: float
     tokens: int
+    boot: str = ""
+    boot_s: float = 0.0
+
+    @property
+    def at(self) -> Moment:
+        return Moment(self.at_s, self.boot, self.boot_s)
 
 
 Record = Header | Grown | RolloutEnd
 _DECODER = msgspec.msgpack.Decoder(Record)
-_END = msgspec.msgpack.encode(RolloutEnd(0.0, 0))[
-    :10
-]  # the start of every end, and of no other record
+# How every end begins after the count of its fields, and no other record.
+_END = msgspec.msgpack.encode(RolloutEnd(0.0, 0))[1:10]
 
 
 class Past(NamedTuple):
@@ -134,7 +148,7 @@ def outline(data: bytes) -> Outline | None:
     end: RolloutEnd | None = None
     length = 0
     for payload, after in _frames(data):
-        if header is None or payload[: len(_END)] == _END:
+        if header is None or payload[1:10] == _END:
             try:
                 record = _DECODER.decode(payload)
             except msgspec.MsgspecError:

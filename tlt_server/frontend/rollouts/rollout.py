@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from tlt_server.errors import NotFound, StorageFailed, TltError
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
+from tlt_server.frontend.rollouts.clocks import Moment, elapsed_s
 from tlt_server.frontend.rollouts.flaws import described, flaw
 from tlt_server.frontend.rollouts.journal import Header, Journal, past
 
@@ -34,7 +35,7 @@ class KeptRollout:
         self.item_ids = [item.id for item in header.items]
         self.bytes = 0
         self.tokens = 0
-        self.done_s: float | None = None  # wall clock
+        self.done: Moment | None = None
         self.fetched = False
         self.items: Items | None = None
         self.ended: Ended | None = {}
@@ -45,12 +46,18 @@ class KeptRollout:
 
     @property
     def status(self) -> Literal["running", "done"]:
-        return "running" if self.done_s is None else "done"
+        return "running" if self.done is None else "done"
+
+    @property
+    def done_s(self) -> float | None:
+        """The end on the wall clock; None while it runs."""
+        return self.done.wall_s if self.done is not None else None
 
     @property
     def deadline_s(self) -> float:
         """The deadline on this process's clock."""
-        return time.monotonic() + self.header.deadline_s - time.time()
+        asked_s = self.header.deadline_s - self.header.created_s
+        return time.monotonic() + asked_s - elapsed_s(self.header.created)
 
     def replayed(self, make: Callable[[RequestBatch], Items]) -> Replayed:
         """Make the journal's outputs into items, as when they were live. `NotFound` when the

@@ -36,6 +36,7 @@ from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import unexpected
+from tlt_server.frontend.rollouts.clocks import now
 from tlt_server.frontend.rollouts.journal import (
     Grown,
     Header,
@@ -177,7 +178,7 @@ class Rollouts:
     ) -> Prepared:
         """Make what `begin` writes down, while other requests run."""
         self._shelf.check_room(owner)
-        now = time.time()
+        created = now()
         header = Header(
             id=f"r-{secrets.token_hex(16)}",
             model=self._model,
@@ -185,8 +186,10 @@ class Rollouts:
             owner=owner,
             key=key,
             digest=digest,
-            created_s=now,
-            deadline_s=now + batch.deadline_s - time.monotonic(),
+            created_s=created.wall_s,
+            deadline_s=created.wall_s + batch.deadline_s - time.monotonic(),
+            boot=created.boot,
+            boot_s=created.boot_s,
             items=[KeptItem.of(item) for item in batch.items],
         )
         return Prepared(batch, header, await asyncio.to_thread(frame, header))
@@ -249,7 +252,7 @@ class Rollouts:
         rollout = KeptRollout(said.header, path)
         self._shelf.count(rollout, said.length)
         if said.end is not None:
-            rollout.done_s, rollout.tokens, rollout.ended = said.end.at_s, said.end.tokens, None
+            rollout.done, rollout.tokens, rollout.ended = said.end.at, said.end.tokens, None
             rollout.over()
             self._shelf.expire_later(rollout)
         return rollout
@@ -325,14 +328,13 @@ class Rollouts:
     def _finish(self, rollout: KeptRollout, error: TltError | None) -> None:
         """Settle a rollout that is done. With an error, so end the items that have not ended."""
         assert rollout.ended is not None
-        rollout.tokens, rollout.done_s = (
-            rollout.items.tokens if rollout.items is not None else 0,
-            time.time(),
-        )
+        rollout.tokens = rollout.items.tokens if rollout.items is not None else 0
+        done = rollout.done = now()
         try:
             if error is not None:
                 raise error
-            self._shelf.append(rollout, frame(RolloutEnd(rollout.done_s, rollout.tokens)))
+            end = RolloutEnd(done.wall_s, rollout.tokens, done.boot, done.boot_s)
+            self._shelf.append(rollout, frame(end))
         except (
             TltError
         ) as cause:  # keep the results in memory instead, and give the file's room back

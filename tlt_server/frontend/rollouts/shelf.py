@@ -10,13 +10,13 @@ run, up to twice the number. Called by `rollouts`, in the frontend's loop.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Iterator
 
 from tlt_server.config import Config
 from tlt_server.errors import QueueFull, StorageFailed
 from tlt_server.frontend.link.shares import over_share
+from tlt_server.frontend.rollouts.clocks import elapsed_s
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.metrics import Metrics
 
@@ -87,8 +87,8 @@ class Shelf:
 
     def expire_later(self, rollout: KeptRollout) -> None:
         """Forget the rollout when its time after the end is up."""
-        assert rollout.done_s is not None
-        left_s = max(0.0, rollout.done_s + self._ttl_s - time.time())
+        assert rollout.done is not None
+        left_s = max(0.0, self._ttl_s - elapsed_s(rollout.done))
         rollout.expiry = asyncio.get_running_loop().call_later(left_s, self.forget, rollout)
 
     def forget(self, rollout: KeptRollout) -> None:
@@ -136,9 +136,9 @@ class Shelf:
         """Return the seconds until a done rollout makes room; without one, a time to ask again."""
         return min(
             (
-                max(1.0, rollout.done_s + self._ttl_s - time.time())
+                max(1.0, self._ttl_s - elapsed_s(rollout.done))
                 for rollout in self
-                if rollout.done_s is not None
+                if rollout.done is not None
             ),
             default=5.0,
         )
