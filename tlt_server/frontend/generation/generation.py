@@ -29,7 +29,7 @@ from tlt_server.records import GenerateRequest, StepOutput
 log = structlog.get_logger()
 
 Keep = Callable[[list[StepOutput]], None]
-OUTPUT_BYTES = 512  # what an output costs besides its tokens
+OUTPUT_BYTES = 512  # cost of an output without its tokens
 VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token or alternative
 
 
