@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.markdown import number, table
+from tlt_server.bench.hostile import rows as hostile_rows
 
 Figures = dict[str, Any]
 
@@ -306,6 +307,41 @@ def _weights_gpu(figures: Figures) -> Iterator[str]:
     )
 
 
+def _hostile(figures: Figures) -> Iterator[str]:
+    yield (
+        "What one key's hostile clients do to others, on the shipped pair. `-`: no bound is set. "
+        f"Bounds missed: {', '.join(figures['missed']) or 'none'}."
+    )
+    yield table(
+        ("what", "figure", "bound", "aim"),
+        (
+            (
+                row.what,
+                f"{figures[row.scenario][row.figure]:.3g} {row.unit}".strip(),
+                "-" if row.must == float("inf") else f"{row.must:g}",
+                "-" if row.stretch is None else f"{row.stretch:g}",
+            )
+            for row in hostile_rows(figures)
+            if row.scenario in figures
+        ),
+    )
+
+
+def _soak(figures: Figures) -> Iterator[str]:
+    storms = figures["storms"]
+    sent = sum(count for what, count in storms.items() if what.startswith(("http", "grpc")))
+    sound = sum(
+        count for what, count in storms.items() if what.startswith("sound") and ":" not in what
+    )
+    failed = sum(came.get("failed", 0) for came in figures["files"].values())
+    yield (
+        f"{sent} generated requests by HTTP and gRPC, {storms.get('kill', 0)} kills of the engine, "
+        f"{storms.get('push', 0)} pushes and {storms.get('full', 0)} spells of a full disk at "
+        f"once; {sound} sound results completed, each with the bits of an undisturbed run. "
+        f"Tests that failed: {failed}."
+    )
+
+
 def _matmuls(figures: Figures) -> Iterator[str]:
     yield (
         "Time of all matmuls of a step over cuBLAS's, by rows: "
@@ -345,6 +381,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "exact": ("Exactness", _exact),
     "rollout": ("Rollouts with a long tail", _rollout),
     "overload": ("Overload", _overload),
+    "hostile": ("Hostile clients", _hostile),
+    "soak": ("Long tests", _soak),
     "weights": ("Weight pushes on a CPU", _weights),
     "weights-gpu": ("Weight pushes from GPU to GPU", _weights_gpu),
     "products": ("Matmuls alone", _matmuls),
