@@ -19,10 +19,11 @@ from tlt_client.rpc.rollout_pb2 import GenerateRequest, ItemResult
 from tlt_client.rpc.rollout_pb2_grpc import RolloutServiceStub
 from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
-from tlt_server.frontend.generation.requests import NativeRequest
+from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.keys import EVERYBODY
 from tlt_server.frontend.http.loop_share import LoopShare
 from tlt_server.frontend.rpc.messages import fill
+from tlt_server.packed import PackedIds
 
 CHOICES, TOKENS, ALTERNATIVES = 4, 900, 20
 HOLD_S = 0.020
@@ -148,11 +149,19 @@ def test_a_stream_does_not_hold_the_loop(
     assert holds.longest_s < HOLD_S
 
 
+def native(*, stream: bool = False) -> NativeRequest:
+    return NativeRequest(
+        requests=[ItemFields(token_ids=PackedIds.of([65, 66, 67]), n=CHOICES)],
+        sampling=SamplingFields(max_tokens=TOKENS, ignore_eos=True, logprobs=ALTERNATIVES),
+        stream=stream,
+    )
+
+
 def test_what_comes_while_the_reader_is_behind_is_one_event(server: LiveServer) -> None:
     async def read() -> list[Any]:
         service = server.service
         assert service.engine.info is not None
-        asked = NativeRequest.model_validate(NATIVE | {"stream": True})
+        asked = native(stream=True)
         batch = await service.validator.batch(asked, service.engine.info, EVERYBODY)
         generation = await service.start(batch, "")
         found = []
@@ -182,7 +191,7 @@ def test_a_generation_that_can_resume_takes_its_outputs_in_at_once(server: LiveS
     async def read() -> list[Any]:
         service, kept = server.service, list[Any]()
         assert service.engine.info is not None
-        asked = NativeRequest.model_validate(NATIVE)
+        asked = native()
         batch = await service.validator.batch(asked, service.engine.info, EVERYBODY)
         shared = Generations(service.engine, service.text, service.metrics, share=Stuck())
         generation = shared.submit(shared.items(batch), batch.deadline_s, "", kept.append)

@@ -177,6 +177,13 @@ class GrowingChoice:
             request, generated=list(self.token_ids), sampling=sampling, begin_by_s=begin_by_s
         )
 
+    def shed(self, count: int) -> bool:
+        """Free alternatives of `count` tokens. Return whether there are more."""
+        lists = (self._top, self._prompt_logprobs or [])
+        for best in lists:
+            del best[-count:]
+        return any(lists)
+
     def _armed(self) -> bool:
         return len(self.token_ids) >= self.request.sampling.min_tokens
 

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any, NamedTuple, Never
 
 import msgspec
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -52,6 +53,7 @@ class EventStream(StreamingResponse):
             self._frames(events),
             media_type="text/event-stream",
             headers={"cache-control": "no-store"},
+            background=BackgroundTask(generation.release),
         )
         self._generation = generation
         self._take: TakeContent | None = None
@@ -77,7 +79,9 @@ async def reply(
 ) -> Response:
     """Run `work`, but cancel it (which aborts its sequences) as soon as the client hangs up."""
     with closing(generation):
-        return await while_connected(request, work)
+        response = await while_connected(request, work)
+    response.background = BackgroundTask(generation.release)
+    return response
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -148,6 +148,11 @@ class Items:
                 events.append(item.result())
         return events
 
+    @property
+    def growing(self) -> list[GrowingChoice]:
+        """Return the choices that have had an output."""
+        return [choice for item in self._items for choice in item.growing.values()]
+
     def siblings(self, id: str) -> list[str]:
         """Return the ids of all sequences of the item that this one belongs to."""
         return [request.id for request in self._owner[id][0].requests]

@@ -88,6 +88,8 @@ class SlicedResponse(StreamingResponse):
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
+        if self.background is not None:
+            await self.background()
 
 
 async def in_turns(slices: Iterator[bytes], turn: Turn) -> AsyncIterator[bytes]:

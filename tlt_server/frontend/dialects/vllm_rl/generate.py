@@ -18,6 +18,7 @@ from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.replies import sliced_response
+from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 
@@ -67,9 +68,10 @@ async def _whole(service: Service, asked: TokensRequest, generation: Generation)
             count.add(event)
     speller, params = Speller(service.pieces, as_ids=True), asked.sampling_params
     prompt = result.choices[0].prompt_logprobs
-    content = TokensReply(
-        request_id=result.id,
-        choices=[
+    choices = []
+    for choice in result.choices:
+        await generation.turn(SLICE_BYTES)
+        choices.append(
             TokensChoice(
                 index=choice.index,
                 token_ids=choice.token_ids,
@@ -78,8 +80,10 @@ async def _whole(service: Service, asked: TokensRequest, generation: Generation)
                 logprobs=None if params.logprobs is None else speller.chat(scored(whole(choice))),
                 weight_versions=choice.weight_versions,
             )
-            for choice in result.choices
-        ],
+        )
+    content = TokensReply(
+        request_id=result.id,
+        choices=choices,
         prompt_logprobs=speller.prompt(
             scored_prompt(asked.token_ids.list(), prompt, params.prompt_logprobs or 0)
         )
