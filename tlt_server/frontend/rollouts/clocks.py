@@ -14,17 +14,17 @@ from typing import NamedTuple
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Moment(NamedTuple):
+class KeptTime(NamedTuple):
     wall_s: float
     boot: str  # id of the boot; empty where it is not known
     boot_s: float  # since that boot
 
 
-def now() -> Moment:
-    return Moment(time.time(), _boot(), time.clock_gettime(time.CLOCK_BOOTTIME))
+def now() -> KeptTime:
+    return KeptTime(time.time(), _boot(), time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
-def elapsed_s(then: Moment) -> float:
+def elapsed_s(then: KeptTime) -> float:
     """Return the seconds since then, never less than 0."""
     at = now()
     same = then.boot and then.boot == at.boot

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
 from tlt_server.frontend.generation.batch import RequestItem
-from tlt_server.frontend.rollouts.clocks import Moment
+from tlt_server.frontend.rollouts.clocks import KeptTime
 from tlt_server.packed import PackedIds
 from tlt_server.private import private_file
 from tlt_server.records import GenerateRequest, StepOutput
@@ -70,8 +70,8 @@ class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
     items: list[KeptItem]
 
     @property
-    def created(self) -> Moment:
-        return Moment(self.created_s, self.boot, self.boot_s)
+    def created(self) -> KeptTime:
+        return KeptTime(self.created_s, self.boot, self.boot_s)
 
 
 class Grown(Struct, frozen=True, tag="grown"):
@@ -85,8 +85,8 @@ class RolloutEnd(Struct, frozen=True, tag="end"):
     boot_s: float = 0.0
 
     @property
-    def at(self) -> Moment:
-        return Moment(self.at_s, self.boot, self.boot_s)
+    def at(self) -> KeptTime:
+        return KeptTime(self.at_s, self.boot, self.boot_s)
 
 
 Record = Header | Grown | RolloutEnd

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from tlt_server.errors import NotFound, StorageFailed, TltError
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
-from tlt_server.frontend.rollouts.clocks import Moment, elapsed_s
+from tlt_server.frontend.rollouts.clocks import KeptTime, elapsed_s
 from tlt_server.frontend.rollouts.flaws import described, flaw
 from tlt_server.frontend.rollouts.journal import Header, Journal, past
 
@@ -35,7 +35,7 @@ class KeptRollout:
         self.item_ids = [item.id for item in header.items]
         self.bytes = 0
         self.tokens = 0
-        self.done: Moment | None = None
+        self.done: KeptTime | None = None
         self.fetched = False
         self.items: Items | None = None
         self.ended: Ended | None = {}
