@@ -58,6 +58,7 @@ VALUES: dict[str, Callable[[int], bytes]] = {
     "long key": lambda size: b'{"' + b"k" * size + b'":1}',
     "text": lambda size: b'"' + b"a" * size + b'"',
     "text with one wide character": lambda size: b'"' + b"a" * size + "\U0001f600".encode() + b'"',
+    "list of a wide text": lambda size: b'["' + b"a" * size + "\U0001f600".encode() + b'"]',
     "escapes": lambda size: b'"' + b"\\u4e00" * (size // 6) + b'"',
     "quotes": lambda size: b'"' + b'\\"' * (size // 2) + b'"',
     "commas": lambda size: b'"' + b"," * size + b'"',

@@ -33,8 +33,9 @@ BOUNDS = Bounds(
     max_logit_bias=1024,
 )
 KINDS = bodies()
+PLACES = {name: [*places(kind)] for name, kind in KINDS.items()}
 # What a refusal may cost: each limit is a few MB of members, and a slice takes some in counting.
-CONSTANT_BYTES, BYTES_PER_BYTE = 48 * 2**20, 4
+CONSTANT_BYTES, BYTES_PER_BYTE = 64 * 2**20, 4
 CONSTANT_S, S_PER_BYTE = 0.5, 400e-9
 MAX_MESSAGE = 2000  # characters
 
@@ -77,9 +78,7 @@ def check(kind: Any, body: bytes) -> None:
 
 
 def hostile() -> list[tuple[str, Place, str]]:
-    return [
-        (kind, place, value) for kind in KINDS for place in places(KINDS[kind]) for value in VALUES
-    ]
+    return [(kind, place, value) for kind in KINDS for place in PLACES[kind] for value in VALUES]
 
 
 def sample(size: int, count: int, seed: int) -> Iterator[tuple[str, str, str, bytes]]:
@@ -87,7 +86,7 @@ def sample(size: int, count: int, seed: int) -> Iterator[tuple[str, str, str, by
         yield kind, place.name, value, place.before + VALUES[value](size) + place.after
 
 
-@pytest.mark.parametrize(("size", "count"), [(2**12, 300), (2**20, 12)])
+@pytest.mark.parametrize(("size", "count"), [(2**12, 200), (2**20, 12)])
 def test_a_hostile_value_at_any_field_is_refused_at_a_bounded_cost(size: int, count: int) -> None:
     for kind, _, _, body in sample(size, count, seed=size):
         check(KINDS[kind], body)
@@ -120,7 +119,7 @@ def test_every_hostile_value_at_every_field_is_refused_at_a_bounded_cost() -> No
         (CompletionRequest, b'{"prompt":', "list of lists of ids", b"}"),
         (ChatRequest, b'{"messages":[{"role":"a","content":', "list of parts", b"}]}"),
         (ChatRequest, b'{"messages":', "list of messages", b"}"),
-        (ChatRequest, b'{"messages":[],"tools":', "list of lists", b"}"),
+        (ChatRequest, b'{"messages":[{"role":"a"}],"tools":', "list of lists", b"}"),
     ],
 )
 def test_a_list_that_is_too_long_costs_no_more_memory_than_its_text(
@@ -133,7 +132,7 @@ def test_a_list_that_is_too_long_costs_no_more_memory_than_its_text(
 def mutants(draw: st.DrawFn) -> tuple[Any, bytes]:
     """A body with a field of any value, some of whose bytes are others."""
     kind = draw(st.sampled_from(sorted(KINDS)))
-    place = draw(st.sampled_from([*places(KINDS[kind])]))
+    place = draw(st.sampled_from(PLACES[kind]))
     value = json.dumps(draw(JSON), indent=draw(st.sampled_from([None, 1]))).encode()
     body = bytearray(place.before + value + place.after)
     for _ in range(draw(st.integers(0, 2))):
@@ -147,7 +146,7 @@ def mutants(draw: st.DrawFn) -> tuple[Any, bytes]:
 
 
 @given(mutants())
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 def test_any_body_gives_a_struct_or_a_typed_error(mutant: tuple[Any, bytes]) -> None:
     kind, body = mutant
     got = outcome(kind, body)
@@ -170,7 +169,7 @@ def slow_count(value: Any) -> tuple[int, int]:
 
 
 @given(JSON.filter(lambda value: isinstance(value, list | dict)), st.integers(1, 7))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_members_are_counted_as_a_decoder_counts_them(value: Any, slice_bytes: int) -> None:
     text = memoryview(json.dumps(value).encode())
     with pytest.MonkeyPatch.context() as patched:
@@ -181,7 +180,7 @@ def test_members_are_counted_as_a_decoder_counts_them(value: Any, slice_bytes: i
 
 
 @given(st.lists(st.integers(-3, 2**33), max_size=6), st.sampled_from([None, 0, 1]))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_token_ids_are_those_of_the_body(ids: list[int], indent: int | None) -> None:
     body = json.dumps({"requests": [{"token_ids": ids}]}, indent=indent).encode()
     got = outcome(NativeRequest, body)

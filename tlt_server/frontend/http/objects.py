@@ -122,7 +122,7 @@ class ObjectReader:
 
     def _unknown(self, message: str) -> Wrong:
         """Return the error about an unknown field that msgspec names in its message."""
-        name = message.partition("`")[2].removesuffix("`")[:MAX_PATH]
+        name = message[: 2 * MAX_PATH].partition("`")[2].removesuffix("`")[:MAX_PATH]
         known = [field.name for field in self._fields]
         wrong = Wrong(
             lambda where: InvalidRequest(

@@ -42,7 +42,8 @@ class Scalar:
         hint = Annotated[type, *metas] if metas else type
         self._decoder: Decoder[Any] = Decoder(hint)
         self._list: Decoder[list[Any]] = Decoder(list[hint])  # type: ignore[valid-type]
-        if get_origin(type) is Literal:
+        self._is_word = get_origin(type) is Literal
+        if self._is_word:
             *names, last = map(repr, get_args(type))
             self.begins = b'"'
             self.requirement = f"be {', '.join(names)} or {last}" if names else f"be {last}"
@@ -60,7 +61,7 @@ class Scalar:
         it is decoded, since msgspec's error would hold a copy of it.
         """
         lengths = [meta.max_length for meta in self._metas if meta.max_length is not None]
-        if get_origin(self.type) is Literal:
+        if self._is_word:
             lengths = [max(map(len, get_args(self.type)))]
         return 2 + 12 * min(lengths) if lengths else None  # an escaped character has 12 at most
 
@@ -80,8 +81,8 @@ class Scalar:
         return value
 
     def read_list(self, text: memoryview) -> list[Any]:
-        if self._greatest is not None or self._pattern is not None:
-            raise MsgspecError  # it does not know of these
+        if self._greatest is not None or self._pattern is not None or self._is_word:
+            raise MsgspecError  # a member needs more than its decoder
         return self._list.decode(text)
 
     def _requirement(self, text: memoryview) -> str:
