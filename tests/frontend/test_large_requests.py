@@ -22,7 +22,9 @@ from tests.frontend.tiny_model import write_model
 
 MIB = 2**20
 BODY = 15 * MIB
-HELD_S = 0.02  # the bound on one pass of the loop
+HELD_S = 0.02  # bound on one pass of the loop
+BATCH_S = 0.05  # likewise, for a batch that is taken, on a loaded machine
+ANSWERED_S = 0.3  # bound on most probes and short texts, on a loaded machine
 LINE = "a line of text, as long as some others are\n"
 
 
@@ -149,7 +151,7 @@ def test_a_large_body_holds_nobody_up(server: LiveServer, name: str) -> None:
         peak_mb = grown()
     assert reply.status_code == 200 if not case.says else case.says in reply.text, reply.text[:200]
     assert holds.longest_s < HELD_S
-    assert sorted(took)[len(took) * 9 // 10] < 0.1
+    assert sorted(took)[len(took) * 9 // 10] < ANSWERED_S
     if case.says:
         assert reply.status_code in (400, 413)
         assert peak_mb < 64 + 4 * len(body) / MIB
@@ -173,8 +175,8 @@ def test_a_large_batch_holds_nobody_up_on_its_way_to_the_engine(
             assert asked.result().status_code == 200, asked.result().text[:200]
     finally:
         server.engine.deaf = False
-    assert held_s < HELD_S
-    assert sorted(took)[len(took) * 9 // 10] < 0.1
+    assert held_s < BATCH_S
+    assert sorted(took)[len(took) * 9 // 10] < ANSWERED_S
 
 
 @pytest.mark.parametrize("name", RPC)
