@@ -74,7 +74,11 @@ def test_values_come_back_from_their_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     leaves = [Leaf("x" * rng.randrange(900), PackedIds.of(range(i))) for i in range(400)]
     leaves += [Leaf("é" * 20_000), Leaf("y", PackedIds.of(range(70_000)))]
     deep = {"a": [[], {}, [1, [2.5, None, {"b": ["\U0001f600" * 40_000] * 3}]], *range(99_999)]}
-    for value in (Tree(leaves=leaves, more=deep), [], {}, None, "x", [[[]] * 5000] * 40, 7):
+    wide = (
+        [[2**63 + i for i in range(999)]] * 40,
+        {"\U0001f600" * 4000 + str(i): i for i in range(99)},
+    )
+    for value in (*wide, Tree(leaves=leaves, more=deep), [], {}, None, "x", [[[]] * 5000] * 40, 7):
         back, largest = built(value)
         assert back == value
         assert largest <= 3 * FRAME_BYTES

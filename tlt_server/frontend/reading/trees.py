@@ -24,6 +24,7 @@ PACKED_CHARS = 2**18  # a text this long stays packed
 LONG_TEXTS = frozenset({"prompt", "text", "content"})  # fields that may hold such a text
 MAX_KEY_CHARS = 2**12
 SCALARS = frozenset({int, float, bool, str, type(None)})
+SCALAR_BYTES = 9  # of the largest number
 MEMBERS, NUMBERS = 32, 4096  # members of a list, or numbers, that are encoded at once
 
 _encoder = msgspec.msgpack.Encoder()
@@ -100,6 +101,7 @@ class _Cutter:
 
     def _entries(self, entries: dict[str, Any], where: str) -> Iterator[bytes]:
         simple: dict[str, Any] = {}
+        chars = 0  # in it
         for key, value in entries.items():
             if isinstance(key, str) and len(key) > MAX_KEY_CHARS:
                 raise InvalidRequest(
@@ -108,9 +110,10 @@ class _Cutter:
                 )
             if type(value) in SCALARS and (type(value) is not str or len(value) < 256):
                 simple[key] = value
-                if len(simple) == MEMBERS:
+                chars += len(key) if isinstance(key, str) else 0
+                if len(simple) == MEMBERS or chars > MAX_KEY_CHARS:
                     yield _encode(["i", simple])
-                    simple = {}
+                    simple, chars = {}, 0
             else:
                 yield _encode(["k", key])
                 yield from self.cut(value, key if isinstance(key, str) else where)
@@ -142,10 +145,10 @@ class _Cutter:
             case str() | bytes():
                 self._spend(len(value))
             case list() | tuple():
-                self._spend(len(value))
+                self._spend(SCALAR_BYTES * len(value))
                 return [self._plain(member) for member in value]
             case dict():
-                self._spend(len(value))
+                self._spend(SCALAR_BYTES * len(value))
                 return {self._plain(key): self._plain(field) for key, field in value.items()}
             case Struct():
                 self._spend(len(value.__struct_fields__))

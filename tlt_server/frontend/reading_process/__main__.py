@@ -30,8 +30,9 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server drains
     settings = msgspec.json.decode(sys.stdin.buffer.readline())
     os.nice(NICENESS)
-    gc.disable()  # a parsed body has no cycles, and a collection would look through all of it
     text = Text.load(Path(settings["model"]))
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)  # a parsed body has many objects and no cycles
     _bound_memory(settings["memory_mb"])
     for number in arguments:
         channel = BlockingChannel(socket.socket(fileno=int(number)))
@@ -56,8 +57,8 @@ def _serve(channel: BlockingChannel, text: Text) -> None:
             if payload.bytes > 2**20:
                 gc.collect()
                 _libc.malloc_trim(0)
-    except (OSError, EOFError):
-        os._exit(0)  # the server is gone, or it has replaced this process
+    finally:
+        os._exit(0)  # the server is gone, or the lane has failed and all of them start again
 
 
 def _answer(name: str, arguments: list[Any], payload: Payload, text: Text) -> Iterator[bytes]:
