@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from tlt_server.engine.faults import describe
+from tlt_server.engine.faults import describe, trace
 
 DETAILS = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call.\n"
@@ -52,6 +54,20 @@ def test_memory_that_ran_out_names_what_to_lower() -> None:
     )
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ZeroDivisionError("no")])
-def test_a_fault_of_ours_keeps_its_name(error: Exception) -> None:
-    assert describe(error, ready=True) == f"{type(error).__name__}: {error}"
+def test_a_fault_of_ours_keeps_its_message_until_requests_come() -> None:
+    error = RuntimeError("shapes do not fit")
+    assert describe(error, ready=False) == "RuntimeError: shapes do not fit"
+    assert "shapes do not fit" in trace(error, ready=False)
+
+
+def test_once_requests_come_a_fault_is_named_by_type_and_place() -> None:
+    with pytest.raises(KeyError) as caught:
+        try:
+            raise ValueError("a prompt")
+        except ValueError as error:
+            raise KeyError("a prompt") from error
+    place = r"KeyError at .*test_engine_faults\.py:\d+"
+    assert re.fullmatch(f"{place}; the engine restarts", describe(caught.value, ready=True))
+    stack = trace(caught.value, ready=True)
+    assert "ValueError at" in stack and "KeyError at" in stack
+    assert not [line for line in stack.splitlines() if line.endswith("a prompt")]

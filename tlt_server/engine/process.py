@@ -14,14 +14,13 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
 from tlt_server.commands import decode_command
-from tlt_server.engine.faults import describe
+from tlt_server.engine.faults import describe, trace
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.events import Event, Failed, Heartbeat, Outputs, Phase, PhaseProgress, Ready
@@ -104,7 +103,7 @@ def main() -> int:
         send(Failed(error.code, error.message))
         return 2
     except Exception as error:
-        traceback.print_exc()
+        print(trace(error, ready=ready), file=sys.stderr)
         send(Failed(EngineFailed.code, describe(error, ready=ready)))
         context.destroy(linger=2000)
         sys.stderr.flush()
