@@ -42,6 +42,9 @@ class Length(NamedTuple):
 
 def check_members(text: memoryview) -> None:
     """Refuse a text that holds too many members, or holds them too deep."""
+    levels = counting.count(text, b"[") + counting.count(text, b"{")
+    if len(text) <= MAX_MEMBERS and levels <= MAX_DEPTH:
+        return  # they are few, which is quicker to see
     counted = counting.members(text)
     if counted.all > MAX_MEMBERS:
         what, limit = f"{counted.all} members in all", MAX_MEMBERS

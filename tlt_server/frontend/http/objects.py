@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -91,7 +91,7 @@ class ObjectReader:
     def _made(self, outline: Any) -> Any:
         if isinstance(outline, Raw):
             return self.read(memoryview(outline))
-        return self._make({name: getattr(outline, name) for name in outline.__struct_fields__})
+        return self._make(outline.__getattribute__)
 
     def _make_open(self, texts: dict[str, Raw]) -> Any:
         known = {field.attribute: texts.pop(field.name, UNSET) for field in self._fields}
@@ -103,21 +103,21 @@ class ObjectReader:
         except Wrong as wrong:
             wrong.path.append(f".{name[:MAX_PATH]}")
             raise
-        return self._make(known, more=more)
+        return self._make(known.__getitem__, more=more)
 
-    def _make(self, texts: dict[str, Any], **values: Any) -> Any:
+    def _make(self, raw_of: Callable[[str], Any], **values: Any) -> Any:
+        """Return the object. `raw_of` returns the text of a field, or UNSET."""
         for name, attribute, reader, required in self._fields:
-            text = texts[attribute]
-            if text is not UNSET and self._tolerant and memoryview(text) == NULL:
-                text = UNSET
-            if text is not UNSET:
-                try:
-                    values[attribute] = reader.read(memoryview(text))
-                except Wrong as wrong:
-                    wrong.path.append(f".{name}")
-                    raise
-            elif required:
-                raise _missing(name)
+            raw = raw_of(attribute)
+            if raw is UNSET or (self._tolerant and memoryview(raw) == NULL):
+                if required:
+                    raise _missing(name)
+                continue
+            try:
+                values[attribute] = reader.read(memoryview(raw))
+            except Wrong as wrong:
+                wrong.path.append(f".{name}")
+                raise
         return self._type(**values)
 
     def _unknown(self, message: str) -> Wrong:

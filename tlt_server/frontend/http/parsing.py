@@ -43,7 +43,7 @@ def parse(kind: type[Body] | Forms[Body], body: bytes | bytearray, bounds: Bound
     text = memoryview(body)
     try:
         names = kind.names if isinstance(kind, Forms) else ()
-        content = _object(text, names[0] if names else _needed(kind))
+        content = _object(text, kind)
         form: Any = kind.choose(_null(kind, content)) if isinstance(kind, Forms) else kind
         return cast(Body, _reader(form, bounds, names).read(content))
     except Wrong as wrong:
@@ -70,19 +70,23 @@ def _null(forms: Forms[Any], text: memoryview) -> dict[str, bool]:
     return {name: memoryview(text) == NULL for name, text in texts.items() if text is not UNSET}
 
 
-def _object(text: memoryview, needed: str) -> memoryview:
-    """Return the text of an object, which begins with its brace. `needed` is a field of it."""
+def _object(text: memoryview, kind: Any) -> memoryview:
+    """Return the text of an object, which begins with its brace."""
     space = _SPACE.match(text)
     content = text[space.end() :] if space else text
     if bytes(content[:1]) != b"{":
         value = memoryview(msgspec.json.decode(text, type=Raw))
         raise InvalidRequest(
-            f"the body is {shown_text(value)}; it must be a JSON object with the field {needed}"
+            f"the body is {shown_text(value)}; it must be a JSON object with the field "
+            f"{_needed(kind)}"
         )
     return content
 
 
 def _needed(kind: Any) -> str:
+    """Return the name of a field that a body must have, or may have if it need not have any."""
+    if isinstance(kind, Forms):
+        return kind.names[0]
     fields = msgspec.structs.fields(kind)
     names = [field.encode_name for field in fields if field.required]
     return next(iter((*names, *(field.encode_name for field in fields), "nothing")))
