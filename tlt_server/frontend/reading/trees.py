@@ -24,7 +24,7 @@ PACKED_CHARS = 2**18  # a text this long stays packed
 LONG_TEXTS = frozenset({"prompt", "text", "content"})  # fields that may hold such a text
 MAX_KEY_CHARS = 2**12
 SCALARS = frozenset({int, float, bool, str, type(None)})
-SCALAR_BYTES = 9  # of the largest number
+SCALAR_BYTES = 9  # a number of 64 bits
 MEMBERS, NUMBERS = 32, 4096  # members of a list, or numbers, that are encoded at once
 
 _encoder = msgspec.msgpack.Encoder()
