@@ -28,6 +28,7 @@ from tlt_server.packed import PackedIds
 BOUNDS = Bounds(
     max_batch_items=4096,
     max_prompt_tokens=4096,
+    max_model_len=8192,
     max_stop_strings=16,
     max_stop_token_ids=64,
     max_logit_bias=1024,

@@ -22,7 +22,7 @@ from tlt_server.frontend.http.parsing import parse
 from tlt_server.records import MAX_SEED, GenerateRequest, Sampling
 
 VOCAB = 11
-BOUNDS = Bounds(8, 100, 4, 4, 8)
+BOUNDS = Bounds(8, 100, 101, 4, 4, 8)
 
 
 def bounds(struct: type[msgspec.Struct]) -> list[tuple[str, float]]:

@@ -21,6 +21,7 @@ class Bounds(Struct, frozen=True):
 
     max_batch_items: int
     max_prompt_tokens: int
+    max_model_len: int
     max_stop_strings: int
     max_stop_token_ids: int
     max_logit_bias: int

@@ -30,6 +30,7 @@ from tlt_server.frontend.generation.requests import (
     ShortName,
     TopK,
 )
+from tlt_server.frontend.http.bounds import Limit
 from tlt_server.frontend.http.fields import Open, Tolerant
 from tlt_server.frontend.http.parsing import any_json
 from tlt_server.packed import PackedIds
@@ -285,6 +286,11 @@ def template_arguments(
     }
 
 
+AllIds = Annotated[
+    PackedIds, Meta(extra={"limit": Limit("max_model_len", "ids", "send them in parts")})
+]
+
+
 class DetokenizeRequest(Tolerant, frozen=True, kw_only=True):
-    tokens: Annotated[PromptIds, Meta(description="ids of the model's vocabulary")]
+    tokens: Annotated[AllIds, Meta(description="ids of the model's vocabulary")]
     model: Annotated[str, Meta(description="served_model_name, or absent")] = ""
