@@ -316,8 +316,9 @@ def test_both_transports_describe_a_pause_and_a_full_queue_alike(keyed: LiveServ
     )
     assert over_grpc(keyed, "Detach", Case("", full, key="data")).reply
     eventually(lambda: len(keyed.client) == 24)
-    http, rpc = (
-        ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc)
+    http, rpc = (  # another key has its own share of the queue
+        ask(keyed, "GenerateBatch", Case("", batch(ITEM), key="data"))
+        for ask in (over_http, over_grpc)
     )
     assert (
         (http.code, http.message) == (rpc.code, rpc.message)
