@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ENGINES = (b"tlt_server.engine.process", b"fake_engine.py")  # in their command lines
+READER = b"tlt_server.frontend.reading_process"  # in the command line of the server's other child
 
 
 def engines(server: int) -> list[int]:
     """Return the pids of the engines that a server's process has started."""
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return [int(child) for child in children if any(name in _command(child) for name in ENGINES)]
+    commands = {int(child): _command(child) for child in children}  # empty: it has ended
+    return [pid for pid, command in commands.items() if command and READER not in command]
 
 
 def engine(server: int) -> int:
