@@ -135,6 +135,9 @@ class ErrorResponse(Response):
         super().__init__(
             msgspec.json.encode(shape(error)), error.http_status, media_type="application/json"
         )
+        # The scope keeps the error, and the frames of its traceback keep scope and body: a cycle,
+        # which would hold the body until the next garbage collection.
+        error.__traceback__ = error.__context__ = None
         self._error = error
         _say_when(self, error.retry_after_s)
         if error.http_status == 401:

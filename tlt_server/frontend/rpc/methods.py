@@ -128,10 +128,10 @@ class RpcMethod:
         method, path, query, headers, body = content
         return Arrived(method, path, query, b"".join(body), tuple(map(tuple, headers)))
 
-    def arrived(self, data: bytes) -> Arrived:
+    def arrived(self, data: bytes | memoryview) -> Arrived:
+        if not self.client_streaming:  # the message goes before its JSON is made
+            return self.operation.arrived(plain(parsed(self.takes, data)))
         message = parsed(self.takes, data)
-        if not self.client_streaming:
-            return self.operation.arrived(plain(message))
         held = message.WhichOneof("operation")
         if held is None:
             raise InvalidRequest(
@@ -141,11 +141,11 @@ class RpcMethod:
         return UPDATES[held].arrived(plain(getattr(message, held), held))
 
 
-def arrived_apart(data: bytes, name: str) -> tuple[Any, ...]:
+def arrived_apart(data: bytearray, name: str) -> tuple[Any, ...]:
     """Return what `arrived` does, with the body in pieces: a job of the reading process."""
     method = METHODS[f"/{SERVICE.full_name}/{name}"]
     weigh(data, method.takes.DESCRIPTOR)
-    method_name, path, query, body, headers = method.arrived(bytes(data))
+    method_name, path, query, body, headers = method.arrived(memoryview(data))
     return method_name, path, query, headers, [*sliced([body])]
 
 

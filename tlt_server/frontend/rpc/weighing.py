@@ -17,17 +17,22 @@ from tlt_server.errors import InvalidRequest, TooLarge
 
 MAX_PARTS = 2**19  # fields of a message, and of all messages in it
 MAX_MEMBERS = 2**16  # members of one list, without numbers in packed form
+MAX_NUMBERS = 2**22  # numbers of one list in packed form
 PART_WEIGHT = 32  # bytes that one part weighs
 DEPTH = 64  # levels of messages in messages
+_CONTINUES = bytes(range(128, 256))  # bytes of a number after which more follow
 
 
 class _Field(NamedTuple):
     name: str
     message: Descriptor | None
     weightless: bool  # its bytes are taken as they are
+    packed: bool  # a list of numbers
 
 
-def weigh(data: bytes | memoryview, about: Descriptor, enough: int | None = None) -> int:
+def weigh(
+    data: bytes | bytearray | memoryview, about: Descriptor, enough: int | None = None
+) -> int:
     """Return the weight of a message in bytes, without what is only copied. It is at least
     `enough` as soon as that is reached. `TooLarge`: it has too many parts.
     """
@@ -63,7 +68,19 @@ def weigh(data: bytes | memoryview, about: Descriptor, enough: int | None = None
                 waiting.append((start, at, field.message, depth + 1))
             elif field is None or not field.weightless:
                 weight += at - start
+                if enough is None and field is not None and field.packed:
+                    _check_numbers(field.name, view[start:at])
     return weight
+
+
+def _check_numbers(name: str, packed: memoryview) -> None:
+    """Refuse too many numbers, each of which ends with its only byte below 128."""
+    if len(packed) > MAX_NUMBERS:
+        count = len(bytes(packed).translate(None, _CONTINUES))
+        if count > MAX_NUMBERS:
+            raise TooLarge(
+                f"{name} has {count} numbers; the limit is {MAX_NUMBERS}: send several requests"
+            )
 
 
 def malformed(size: int, about: Descriptor) -> InvalidRequest:
@@ -104,7 +121,10 @@ def _varint(view: memoryview, at: int, end: int) -> tuple[int, int]:
 def _fields(about: Descriptor) -> dict[int, _Field]:
     return {
         field.number: _Field(
-            field.name, field.message_type, field.type == FieldDescriptor.TYPE_BYTES
+            field.name,
+            field.message_type,
+            field.type == FieldDescriptor.TYPE_BYTES,
+            field.is_packed,
         )
         for field in about.fields
     }

@@ -1,0 +1,80 @@
+"""Messages, right or wrong, hold a few times their size in memory, and only while they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.frontend.live_server import live_server
+from tests.frontend.test_reading_process import run
+from tests.frontend.test_rpc import raw, refused
+from tlt_client.rpc import GenerateRequest, Item
+from tlt_server.errors import TooLarge
+from tlt_server.frontend.reading import asking
+from tlt_server.frontend.reading.asking import Asker
+from tlt_server.frontend.reading.reader import Reader
+from tlt_server.frontend.rpc.methods import METHODS
+from tlt_server.frontend.rpc.weighing import MAX_NUMBERS
+
+BATCH = METHODS["/tlt.v1.RolloutService/GenerateBatch"]
+MB = 2**20
+
+
+def memory_mb(field: str, pid: int | None) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) / 1024
+
+
+def test_a_refused_message_is_freed_with_its_call(model: Path) -> None:
+    hostile = b"\xff" * (8 * MB)
+    with (
+        live_server(model, grpc_port=0) as server,
+        grpc.insecure_channel(server.grpc_address) as channel,
+    ):
+        call = raw(channel)
+        gc.disable()  # what is freed later would be held by a cycle
+        try:
+            refused(lambda: call(hostile))
+            before = memory_mb("VmRSS", os.getpid())
+            for _ in range(16):
+                refused(lambda: call(hostile))
+            assert memory_mb("VmRSS", os.getpid()) < before + 64
+        finally:
+            gc.enable()
+
+
+def test_token_ids_are_read_in_a_few_times_the_size_of_their_message(model: Path) -> None:
+    small, large = (
+        GenerateRequest(
+            requests=[Item(token_ids=[300] * 1900) for _ in range(items)]
+        ).SerializeToString()
+        for items in (16, 2048)
+    )
+
+    async def body_bytes(reader: Reader, message: bytes) -> int:
+        asking._ASKER.set(Asker(reader, "", asyncio.Event().wait))  # type: ignore[arg-type]
+        return len((await BATCH.arrive(message)).body)
+
+    async def grown(reader: Reader) -> float:
+        await body_bytes(reader, small)
+        before = memory_mb("VmHWM", reader.pid)
+        assert await body_bytes(reader, large) > 4 * 1900 * 2048
+        return memory_mb("VmHWM", reader.pid) - before
+
+    assert run(model, grown) < 64 + 4 * len(large) / MB
+
+
+def test_a_list_of_too_many_numbers_is_refused_before_it_is_parsed(model: Path) -> None:
+    message = GenerateRequest(requests=[Item(token_ids=bytes(MAX_NUMBERS + 1))]).SerializeToString()
+
+    async def arrive(reader: Reader) -> None:
+        asking._ASKER.set(Asker(reader, "", asyncio.Event().wait))  # type: ignore[arg-type]
+        await BATCH.arrive(message)
+
+    with pytest.raises(TooLarge, match=f"token_ids has {MAX_NUMBERS + 1} numbers; the limit is"):
+        run(model, arrive)
