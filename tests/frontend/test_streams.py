@@ -17,7 +17,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.loop_holds import loop_holds
 from tlt_client.rpc.rollout_pb2 import GenerateRequest, ItemResult
 from tlt_client.rpc.rollout_pb2_grpc import RolloutServiceStub
-from tlt_server.frontend.generation.generation import Generations
+from tlt_server.frontend.generation.generation import OUTPUT_BYTES, VALUE_BYTES, Generations
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.keys import EVERYBODY
@@ -256,3 +256,22 @@ def test_a_large_event_over_grpc_is_the_result_over_http(
     assert done.done.usage.completion_tokens == CHOICES * TOKENS
     assert sum(len(event.token.token_ids) for event in growing) == CHOICES * TOKENS
     assert holds.longest_s < HOLD_S
+
+
+def test_the_text_of_every_choice_that_ends_is_charged_to_the_key(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[int] = []
+
+    async def turn(share: LoopShare, owner: str, size: int) -> None:
+        charged.append(size)
+
+    monkeypatch.setattr(LoopShare, "turn", turn)
+    asked = {"token_ids": [65, 66, 67], "n": 8}
+    sampling = {"max_tokens": TOKENS, "ignore_eos": True}
+    body = {"requests": [asked], "sampling": sampling}
+    reply = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert reply.status_code == 200
+    steps = 8 * (TOKENS // 8 + 1)
+    own = steps * OUTPUT_BYTES + 8 * TOKENS * 2 * VALUE_BYTES
+    assert sum(charged) - len(reply.content) > own + 8 * (TOKENS - 8) * VALUE_BYTES

@@ -107,7 +107,7 @@ class Generation:
         async for outputs in self._submission:
             if self._keep is not None:
                 self._keep(outputs)
-            for few, size in _sliced(outputs):
+            for few, size in _sliced(outputs, self._size):
                 if self._keep is None:  # else `_resume` relies on what has been taken in
                     await self.turn(size)
                 for event in _coalesced(event for output in few for event in self._take(output)):
@@ -139,6 +139,16 @@ class Generation:
             while choice.shed(SHED_TOKENS):
                 await self.turn(SLICE_BYTES)
 
+    def _size(self, output: StepOutput) -> int:
+        """Estimate the bytes of JSON whose encoding takes as long as this output. The last one of a
+        sequence makes its whole choice, so its text is decoded.
+        """
+        best = output.top_logprobs[0].token_ids if output.top_logprobs else ()
+        values = len(output.token_ids) * (2 + 2 * len(best)) + len(output.prompt_logprobs or ())
+        if output.finish_reason is not None:
+            values += len(self._items[output.id].token_ids)
+        return OUTPUT_BYTES + VALUE_BYTES * values
+
     def _take(self, output: StepOutput) -> list[Event]:
         sequence = self._items[output.id]
         before = len(sequence.token_ids)
@@ -158,30 +168,25 @@ class Generation:
         return self._items[id].resumed()
 
 
-def _sliced(outputs: list[StepOutput]) -> Iterator[tuple[list[StepOutput], int]]:
+def _sliced(
+    outputs: list[StepOutput], size_of: Callable[[StepOutput], int]
+) -> Iterator[tuple[list[StepOutput], int]]:
     """Cut outputs into slices of about `SLICE_BYTES` of JSON, and return each with its size. Those
     of a sequence keep their order; what fills several slices is sorted by sequence, so that each
     chunk of a stream has as many tokens as possible.
     """
     few: list[StepOutput] = []
     size = 0
-    if sum(map(_size, outputs)) > SLICE_BYTES:
+    if sum(map(size_of, outputs)) > SLICE_BYTES:
         outputs = sorted(outputs, key=lambda output: output.id)
     for output in outputs:
         few.append(output)
-        size += _size(output)
+        size += size_of(output)
         if size >= SLICE_BYTES:
             yield few, size
             few, size = [], 0
     if few:
         yield few, size
-
-
-def _size(output: StepOutput) -> int:
-    """Estimate the bytes of JSON whose encoding takes as long as this output."""
-    best = output.top_logprobs[0].token_ids if output.top_logprobs else ()
-    values = len(output.token_ids) * (2 + 2 * len(best)) + len(output.prompt_logprobs or ())
-    return OUTPUT_BYTES + VALUE_BYTES * values
 
 
 def _coalesced(events: Iterable[Event]) -> list[Event]:
