@@ -43,7 +43,7 @@ if __name__ == "__main__":
     class FaultyGpuRunner(GpuRunner):
         def launch(self, batch: Batch, strategy: Strategy) -> None:
             if is_faulty(batch):
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self.stream):
                     torch.zeros(4, device="cuda")[
                         torch.full((4,), 1 << 30, device="cuda")
                     ]  # out of bounds

@@ -58,11 +58,10 @@ def test_every_error_of_the_server_has_a_class_of_its_name() -> None:
     def tree(cls: type[Any]) -> list[type[Any]]:
         return [cls, *(leaf for sub in cls.__subclasses__() for leaf in tree(sub))]
 
-    seen = {
-        cls.code: cls.__name__
-        for cls in tree(server_errors.TltError)
-        if cls is not server_errors.StartupError
-    }
+    seen: dict[str, str] = {}  # a subclass may have its parent's code: it is the same to clients
+    for cls in tree(server_errors.TltError):
+        if cls is not server_errors.StartupError:
+            seen.setdefault(cls.code, cls.__name__)
     assert seen.pop("internal") == "TltError"
     assert {
         cls.of_code: cls.__name__ for cls in tree(ServerError) if cls not in (ServerError, Internal)
