@@ -174,6 +174,38 @@ def test_slow_and_large_headers_end_the_connection(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
+    "framing",
+    [
+        b"2\r\n{}\r\n0\r\n" + b"x: y\r\n" * 10_000,
+        b"2\r\n{}\r\n0\r\nx: " + b"y" * 50_000,
+        b"2;" + b"y" * 50_000,
+        b"1\r\n{\r\n" * 10_000,
+    ],
+    ids=["trailers", "a long trailer", "a long extension", "tiny chunks"],
+)
+def test_what_stands_around_a_body_is_bounded(server: LiveServer, framing: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(head("/tokenize", transfer_encoding="chunked") + framing)
+        reply = read_all(connection)
+    assert reply.startswith(b"HTTP/1.1 400") and b"max_header_kb" in reply
+
+
+def test_small_chunks_and_trailers_are_taken(server: LiveServer) -> None:
+    body = json.dumps({"prompt": "a" * 400}).encode()
+    chunks = b"".join(b"8\r\n" + body[at : at + 8] + b"\r\n" for at in range(0, len(body) - 7, 8))
+    rest = body[len(body) // 8 * 8 :]
+    last = b"%x\r\n%s\r\n" % (len(rest), rest) if rest else b""
+    with connect(server) as connection:
+        connection.sendall(
+            head("/tokenize", transfer_encoding="chunked", connection="close")
+            + chunks
+            + last
+            + b"0\r\nhost: evil\r\n\r\n"
+        )
+        assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
     "request_",
     [
         head(content_length="-5"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
+from typing import Any
 
 import httptools
 import msgspec
@@ -21,6 +22,7 @@ from tlt_server.frontend.http.connections import CONNECTIONS, OpenConnections
 from tlt_server.frontend.http.replies import error_reply
 
 VERSIONS = ("1.0", "1.1")
+FEED_BYTES = 2**14  # parsed before the bounds are checked again
 LINE_BYTES = 12  # the rest of a request line with method and target
 
 
@@ -41,6 +43,13 @@ class BoundedProtocol(HttpToolsProtocol):
     _header_bytes = 0  # received since the request began, until its headers are complete
     _pipelined = False  # bytes followed a request that still runs
     _dropped_bytes = 0
+
+    _body_bytes = 0  # bytes of the body received so far
+    _framing_bytes = 0  # bytes around those of the body
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._parts: list[bytes] = []  # parts of the body in the bytes that are parsed now
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.arriving = None
@@ -73,17 +82,55 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # the request is answered as one that asks for no upgrade
-        except httptools.HttpParserError as error:
-            if not self._pipelined:  # else the connection belongs to the reply of that request
-                raise _refusal(error) from None
-            self._drop_bytes(len(data))
-        if self._in_headers:
-            self._header_bytes += len(data)
-            self._bound_headers(self._header_bytes)
+        view = memoryview(data)
+        for at in range(0, len(data), FEED_BYTES):
+            part = view[at : at + FEED_BYTES]
+            in_headers, body_bytes = self._in_headers, self._body_bytes
+            try:
+                self.parser.feed_data(part)
+            except httptools.HttpParserUpgrade:
+                return  # the request is answered as one that asks for no upgrade
+            except httptools.HttpParserError as error:
+                if not self._pipelined:  # else the connection belongs to the reply of that request
+                    raise _refusal(error) from None
+                self._drop_bytes(len(data) - at)
+                return
+            finally:
+                self._hand_over()
+            if self._in_headers:
+                self._header_bytes += len(part)
+                self._bound_headers(self._header_bytes)
+            elif not in_headers:
+                self._bound_framing(len(part) - (self._body_bytes - body_bytes))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # else it is a trailer, which nothing here reads
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+        self._body_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        self._hand_over()
+        super().on_message_complete()
+
+    def _hand_over(self) -> None:
+        """Give the application the body's parts as one: each would copy what it has not read."""
+        if self._parts:
+            body = b"".join(self._parts)
+            self._parts.clear()
+            super().on_body(body)
+
+    def _bound_framing(self, size: int) -> None:
+        """Refuse a body whose chunks have more bytes around them than in them, or long trailers."""
+        self._framing_bytes += size
+        if self._framing_bytes > self.max_header_bytes + self._body_bytes:
+            raise InvalidRequest(
+                f"the body of {self._body_bytes} bytes has {self._framing_bytes} bytes of chunk "
+                f"headers and trailers; the limit is its size and {self.max_header_bytes} bytes "
+                "(max_header_kb) more: send larger chunks"
+            )
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -158,6 +205,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_headers(self) -> None:
         self._in_headers, self._header_bytes = True, 0
+        self._body_bytes = self._framing_bytes = 0
         self._headers_due = self.loop.call_later(self.header_timeout_s, self.transport.abort)
 
     def _headers_arrived(self) -> None:
