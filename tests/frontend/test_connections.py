@@ -31,7 +31,7 @@ from tests.frontend.test_tls import Issuer
 from tlt_server.bench.hostile.connections import silent_connections
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http import connections, descriptors, door
+from tlt_server.frontend.http import connections, descriptors, door, limits
 from tlt_server.frontend.http.connections import OpenConnections
 from tlt_server.frontend.http.descriptors import Reserve, needed, raise_limit
 from tlt_server.frontend.rpc import server as rpc_server
@@ -264,3 +264,16 @@ def test_grpc_bounds_connections_at_accept_and_ends_silent_and_idle_ones(
             states: list[grpc.ChannelConnectivity] = []
             channel.subscribe(states.append)
             eventually(lambda: grpc.ChannelConnectivity.IDLE in states[1:])
+
+
+def test_connections_whose_rest_is_discarded_make_room_for_probes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "DISCARD_S", 60.0)
+    stalled = PROBE.replace(b"\r\n\r\n", b"\r\ncontent-length: 9\r\n\r\n")
+    with live_server(model, max_connections=1) as server, ExitStack() as stack:
+        for _ in range(connections.max_open(1)):
+            connection = stack.enter_context(connect(server))
+            connection.sendall(stalled)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        assert httpx.get(f"{server.url}/livez", timeout=10).status_code == 200

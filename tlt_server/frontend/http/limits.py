@@ -24,6 +24,7 @@ from tlt_server.frontend.http.budget import BodyBudget
 Refuse = Callable[[str, TltError], ASGIApp]  # (path, error) -> reply in the shape of the path
 
 DISCARD_S = 1.0
+RESTS = "rests"  # key in the scope's state: tells the port that only a discarded rest is to come
 
 
 class Reading:
@@ -108,6 +109,7 @@ class BodyLimits:
                 await send(message)
             else:
                 await send({**message, "more_body": True})
+                scope.get("state", {}).get(RESTS, lambda: None)()
                 await body.discard()
                 await send({"type": "http.response.body"})
 

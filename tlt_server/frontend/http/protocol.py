@@ -9,6 +9,7 @@ the size of one more request, and the connection closes after the reply.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tlt_server.config import Config
 from tlt_server.errors import InvalidRequest, WrongHttpVersion
 from tlt_server.frontend.http.connections import CONNECTIONS, OpenConnections
+from tlt_server.frontend.http.limits import RESTS
 from tlt_server.frontend.http.replies import error_reply
 
 VERSIONS = ("1.0", "1.1")
@@ -146,6 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_request()
         self._headers_arrived()
         self.scope["state"][CONNECTIONS] = self.room.asks(self)
+        self.scope["state"][RESTS] = partial(self.room.rests, self)
         super().on_headers_complete()
         if self.scope["method"] == "HEAD":
             # Its reply is complete for the client before it is for us, so a next request on this
