@@ -19,7 +19,7 @@ from tlt_server.packed import PackedIds
 MAX_SEED = 2**64 - 1
 
 
-class Sampling(Struct, frozen=True, kw_only=True):
+class Sampling(Struct, frozen=True, kw_only=True, gc=False):
     """The sampling of one sequence. Applied in this order: bias, penalties, min_tokens,
     temperature, min_p, top_k, top_p, noise.
 
@@ -46,8 +46,10 @@ class Sampling(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # alternatives per prompt token; None = not reported
 
 
-class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """One sequence to generate. `n` choices are n of these with one `group_id`."""
+class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
+    """One sequence to generate. `n` choices are n of these with one `group_id`. Requests, samplings
+    and outputs are in no cycle, so the garbage collector need not walk thousands of them.
+    """
 
     id: str
     token_ids: list[int] | PackedIds
@@ -139,7 +141,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
     logprobs: tuple[float, ...]
 
 
-class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The output of one step for one request. The last one carries `finish_reason`; all of them
     together are the whole output.
     """

@@ -112,10 +112,7 @@ class Items:
     @property
     def named(self) -> dict[str, list[str]]:
         """Ids of the sequences of each item."""
-        names: dict[str, list[str]] = {}
-        for id, (item, _) in self._owner.items():
-            names.setdefault(item.id, []).append(id)
-        return names
+        return {item.id: [request.id for request in item.requests] for item in self._items}
 
     def cached_tokens(self, item: str) -> int:
         return self._by_name[item].cached_tokens

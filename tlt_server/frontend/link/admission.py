@@ -58,7 +58,7 @@ class Demand(NamedTuple):
         )
 
 
-class _Open(Struct):
+class _Open(Struct, gc=False):
     owner: str
     prompt_tokens: int
     max_tokens: int
@@ -73,11 +73,11 @@ class _Held(Struct):
     output_tokens: int = 0
     unstarted: int = 0  # sequences without a token yet
 
-    def count(self, opened: _Open, sign: int) -> None:
-        self.sequences += sign
-        self.prompt_tokens += sign * opened.prompt_tokens
-        self.output_tokens += sign * opened.max_tokens
-        self.unstarted += 0 if opened.given else sign
+    def add(self, sequences: int, prompt_tokens: int, output_tokens: int, unstarted: int) -> None:
+        self.sequences += sequences
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+        self.unstarted += unstarted
 
 
 NOTHING = _Held()
@@ -273,12 +273,18 @@ class Admission:
     # -- opening and closing
 
     def open(self, requests: Sequence[GenerateRequest]) -> None:
-        """Count requests in, which `admit` has let in."""
+        """Count a batch of one key in, which `admit` has let in. The sums grow once, since a batch
+        of thousands holds the loop as long as this takes.
+        """
+        if not requests:
+            return
+        owner, prompt_tokens, output_tokens = requests[0].owner, 0, 0
         for request in requests:
-            opened = self._open[request.id] = _Open(
-                request.owner, len(request.token_ids), request.sampling.max_tokens
-            )
-            self._count(opened, 1)
+            prompt, output = len(request.token_ids), request.sampling.max_tokens
+            self._open[request.id] = _Open(owner, prompt, output)
+            prompt_tokens += prompt
+            output_tokens += output
+        self._add(owner, len(requests), prompt_tokens, output_tokens, len(requests))
 
     def stepped(self, cycle: Cycle, waiting: float) -> None:
         """Take a step of the engine into the forecast if the engine is full. It is full whenever a
@@ -310,15 +316,19 @@ class Admission:
 
     def close(self, id: str) -> None:
         closed = self._open.pop(id)
-        self._count(closed, -1)
+        unstarted = 0 if closed.given else -1
+        self._add(closed.owner, -1, -closed.prompt_tokens, -closed.max_tokens, unstarted)
         if not self._held[closed.owner].sequences:
             del self._held[closed.owner]
 
-    def _count(self, opened: _Open, sign: int) -> None:
-        self.prompt_tokens += sign * opened.prompt_tokens
-        self.output_tokens += sign * opened.max_tokens
-        self._unstarted += 0 if opened.given else sign
-        self._held.setdefault(opened.owner, _Held()).count(opened, sign)
+    def _add(
+        self, owner: str, sequences: int, prompt_tokens: int, output_tokens: int, unstarted: int
+    ) -> None:
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+        self._unstarted += unstarted
+        held = self._held.setdefault(owner, _Held())
+        held.add(sequences, prompt_tokens, output_tokens, unstarted)
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -333,6 +343,7 @@ class Admission:
         )
         held: dict[str, _Held] = {}
         for opened in self._open.values():
-            held.setdefault(opened.owner, _Held()).count(opened, 1)
+            each = held.setdefault(opened.owner, _Held())
+            each.add(1, opened.prompt_tokens, opened.max_tokens, 0 if opened.given else 1)
         assert held == self._held, "a key's sums leak"
         assert self._unstarted == sum(each.unstarted for each in held.values()), "starts leak"

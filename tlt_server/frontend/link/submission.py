@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tlt_server.records import GenerateRequest, StepOutput
 
@@ -53,8 +54,7 @@ class Submission:
         self._close(self)
 
 
-@dataclass
-class Route:
+class Route(Struct, gc=False):
     """The way of a sequence's outputs to its submission."""
 
     submission: Submission

@@ -33,7 +33,7 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
-from tlt_server.frontend.generation.items import FailedItem, FinishedItem
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import unexpected
 from tlt_server.frontend.rollouts.clocks import now
@@ -63,6 +63,7 @@ class Prepared(NamedTuple):
     batch: RequestBatch
     header: Header
     framed: bytes
+    items: Items
 
 
 class Rollouts:
@@ -178,6 +179,7 @@ class Rollouts:
     ) -> Prepared:
         """Make what `begin` writes down, while other requests run."""
         self._shelf.check_room(owner)
+        kept = await asyncio.to_thread(lambda: [KeptItem.of(item) for item in batch.items])
         created = now()
         header = Header(
             id=f"r-{secrets.token_hex(16)}",
@@ -190,16 +192,17 @@ class Rollouts:
             deadline_s=created.wall_s + batch.deadline_s - time.monotonic(),
             boot=created.boot,
             boot_s=created.boot_s,
-            items=[KeptItem.of(item) for item in batch.items],
+            items=kept,
         )
-        return Prepared(batch, header, await asyncio.to_thread(frame, header))
+        items = self._generations.items(batch)
+        return Prepared(batch, header, await asyncio.to_thread(frame, header), items)
 
     def begin(self, prepared: Prepared) -> KeptRollout:
         """Write down and submit a batch, or (with a typed error) neither."""
-        batch, header, framed = prepared
+        batch, header, framed, items = prepared
         self._shelf.check_room(header.owner)
         rollout = KeptRollout(header, self._directory / f"{header.id}.journal")
-        rollout.items = self._generations.items(batch)
+        rollout.items = items
         try:
             rollout.journal = Journal(rollout.path)
             self._shelf.append(rollout, framed)
