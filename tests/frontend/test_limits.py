@@ -190,6 +190,12 @@ def test_what_stands_around_a_body_is_bounded(server: LiveServer, framing: bytes
     assert reply.startswith(b"HTTP/1.1 400") and b"max_header_kb" in reply
 
 
+def test_a_connection_takes_one_large_body_after_the_other(server: LiveServer) -> None:
+    body = b'{"requests": [{"prompt": "a"}]' + b" " * 200_000 + b"}"
+    with httpx.Client(base_url=server.url) as client:
+        assert [client.post("/generate", content=body).status_code for _ in range(3)] == [200] * 3
+
+
 def test_small_chunks_and_trailers_are_taken(server: LiveServer) -> None:
     body = json.dumps({"prompt": "a" * 400}).encode()
     chunks = b"".join(b"8\r\n" + body[at : at + 8] + b"\r\n" for at in range(0, len(body) - 7, 8))

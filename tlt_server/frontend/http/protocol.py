@@ -48,6 +48,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _body_bytes = 0  # bytes of the body received so far
     _framing_bytes = 0  # bytes around those of the body
+    _begun = 0  # requests of this connection that began
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -87,7 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
         view = memoryview(data)
         for at in range(0, len(data), FEED_BYTES):
             part = view[at : at + FEED_BYTES]
-            in_headers, body_bytes = self._in_headers, self._body_bytes
+            in_headers, body_bytes, begun = self._in_headers, self._body_bytes, self._begun
             try:
                 self.parser.feed_data(part)
             except httptools.HttpParserUpgrade:
@@ -102,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._in_headers:
                 self._header_bytes += len(part)
                 self._bound_headers(self._header_bytes)
-            elif not in_headers:
+            elif not in_headers and begun == self._begun:  # this part has no headers
                 self._bound_framing(len(part) - (self._body_bytes - body_bytes))
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -140,6 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
             # This also puts `Connection: close` into a reply that has not started.
             self.cycle.keep_alive = False
             raise _Pipelined
+        self._begun += 1
         if not self._in_headers:
             self._await_headers()
         super().on_message_begin()
