@@ -57,7 +57,8 @@ def kill_engine(server: ServerProcess, number: int = signal.SIGKILL) -> int:
 
 def succeeded(server: ServerProcess, pid: int) -> bool:
     """Another engine runs in the place of that one, which is gone."""
-    return bool(engines(server.process.pid)) and pid not in engines(server.process.pid)
+    running = engines(server.process.pid)  # asked once: a killed process dies between two looks
+    return bool(running) and pid not in running
 
 
 class Load:
