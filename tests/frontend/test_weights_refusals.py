@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
@@ -132,3 +134,29 @@ def test_a_bad_rollback_never_reaches_the_engine(server: LiveServer) -> None:
         in post(server, "/weights/rollback", {"in_flight": "later"}).json()["error"]["message"]
     )
     assert not server.engine.weight_commands
+
+
+def _fields(schemas: dict[str, Any], schema: dict[str, Any]) -> set[str]:
+    """Return the names of an object's fields, and of those of all its forms."""
+    while "$ref" in schema:
+        schema = schemas[schema["$ref"].split("/")[-1]]
+    forms = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
+    return {*schema.get("properties", {})}.union(*(_fields(schemas, form) for form in forms))
+
+
+@pytest.mark.parametrize("value", ["a" * 4000, "1" * 10_000])
+def test_no_refusal_quotes_a_long_field_at_length(value: str, server: LiveServer) -> None:
+    refused = 0
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        document = client.get("/openapi.json").json()
+        for path, operations in document["paths"].items():
+            for method in {"post", "put"} & {*operations}:
+                content = operations[method].get("requestBody", {}).get("content", {})
+                body = content.get("application/json", {})
+                example = body.get("example", {})
+                for name in _fields(document["components"]["schemas"], body.get("schema", {})):
+                    answer = client.request(method, path, json={**example, name: value})
+                    assert answer.status_code != 500, (path, name)
+                    assert answer.status_code < 400 or len(answer.text) < 4500, (path, name)
+                    refused += answer.status_code >= 400
+    assert refused > 100

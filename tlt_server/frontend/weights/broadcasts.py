@@ -26,7 +26,7 @@ Address = Annotated[
     str, Meta(min_length=1, max_length=256, description="where the store is, which rank 0 hosts")
 ]
 Port = Annotated[
-    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | str,
+    Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[str, Meta(max_length=16)],
     Meta(description="its port; a string of digits will do"),
 ]
 Rank = Annotated[int, Meta(ge=0, le=65535, description="the server's rank")]

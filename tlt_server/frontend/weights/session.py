@@ -46,6 +46,7 @@ Version = Annotated[
         description="a name without slash or control characters, which every token will carry",
     ),
 ]
+Directory = Annotated[str, Meta(max_length=4096)]  # the length of a path on Linux
 
 
 log = structlog.get_logger()

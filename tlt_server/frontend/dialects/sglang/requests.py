@@ -40,7 +40,7 @@ from tlt_server.frontend.weights.broadcasts import (
     TypeNames,
     WorldSize,
 )
-from tlt_server.frontend.weights.session import Selector, Version
+from tlt_server.frontend.weights.session import Directory, Selector, Version
 from tlt_server.packed import PackedIds
 
 GROUP = "weight_update_group"  # where a trainer names none
@@ -215,7 +215,7 @@ class BeginFields(Tolerant, frozen=True, kw_only=True):
 
 class DiskFields(Tolerant, frozen=True, kw_only=True):
     model_path: Annotated[
-        str,
+        Directory,
         Meta(
             min_length=1, description="directory of safetensors, absolute or below the weight root"
         ),

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from tlt_client.arguments import MAX_VERSION
 from tlt_server.commands import InFlight
 from tlt_server.frontend.http.fields import Strict, Tolerant
 from tlt_server.frontend.weights.broadcasts import (
@@ -17,7 +18,7 @@ from tlt_server.frontend.weights.broadcasts import (
     TensorName,
     WorldSize,
 )
-from tlt_server.frontend.weights.session import Version
+from tlt_server.frontend.weights.session import Directory, Version
 
 
 class TensorFields(Strict, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class TensorFields(Strict, frozen=True, kw_only=True):
 class ManifestFields(Strict, frozen=True, kw_only=True):
     version: Version
     path: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
+        Annotated[Directory, Meta(min_length=1)] | None,
         Meta(
             description="by disk: directory of safetensors, absolute or below the weight root; by "
             "ipc: name of the socket that the engine makes in the directory `sockets` of GET "
@@ -64,7 +65,7 @@ class ManifestFields(Strict, frozen=True, kw_only=True):
         ),
     ] = "disk"
     drafter_path: Annotated[
-        str, Meta(description="by disk with role all: the drafter's directory")
+        Directory, Meta(description="by disk with role all: the drafter's directory")
     ] = ""
     tensors: Annotated[
         list[TensorFields],
@@ -105,7 +106,7 @@ class DirectoryFields(Tolerant, frozen=True, kw_only=True):
     """The form of trainers with a shared disk; other fields are ignored."""
 
     weight_dir: Annotated[
-        str,
+        Directory,
         Meta(
             description="directory of safetensors, absolute or below the weight root",
             extra_json_schema={"minLength": 1},
@@ -151,9 +152,10 @@ class RollbackFields(Strict, frozen=True, kw_only=True):
     to: Annotated[
         str,
         Meta(
+            max_length=MAX_VERSION,
             description="the previous version, of the target, the drafter or both, that is to be "
             "live after the call; makes a repeated call safe. Absent: undo the last commit, of the "
-            "models that it changed"
+            "models that it changed",
         ),
     ] = ""
     in_flight: Annotated[
