@@ -67,18 +67,23 @@ def test_the_longest_silent_connection_makes_room() -> None:
 )
 def test_a_port_never_has_more_connections_than_its_limit(calls: list[tuple[str, int]]) -> None:
     room, known = OpenConnections(4), dict[int, Line]()
+    gone = Line()  # the last one that left or was dropped; its reply may end after that
     for call, number in calls:
         line = known.get(number)
-        if call == "opened" and line is None:
+        if line is None and call == "opened":
             new = Line()
             if room.opened(new):
                 known[number] = new
+        elif line is None and call == "rests":
+            room.rests(gone)
         elif line is not None and call != "opened":
             getattr(room, call)(line)
             if call == "closed":
-                del known[number]
-        known = {number: line for number, line in known.items() if not line.dropped}
+                gone = known.pop(number)
+        for number in [number for number, line in known.items() if line.dropped]:
+            gone = known.pop(number)
         room.check()
+        assert len(room) == len(known)
 
 
 def is_open(descriptor: int) -> bool:

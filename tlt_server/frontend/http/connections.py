@@ -42,9 +42,12 @@ class OpenConnections:
         self._silent: dict[Droppable, None] = {}  # the longest silent one first
         self._asking: set[Droppable] = set()
 
+    def __len__(self) -> int:
+        return len(self._silent) + len(self._asking)
+
     def opened(self, connection: Droppable) -> bool:
         """Count a new connection. False: there is no room, since every other has a request."""
-        if len(self._silent) + len(self._asking) >= self._max_open and not self.make_room():
+        if len(self) >= self._max_open and not self.make_room():
             return False
         self._silent[connection] = None
         return True
@@ -64,9 +67,10 @@ class OpenConnections:
         return len(self._asking)
 
     def rests(self, connection: Droppable) -> None:
-        """Note that the reply is complete."""
-        self._asking.discard(connection)
-        self._silent[connection] = None
+        """Note that the reply is complete, which may also be after the client has left."""
+        if connection in self._asking:
+            self._asking.remove(connection)
+            self._silent[connection] = None
 
     def closed(self, connection: Droppable) -> None:
         self._silent.pop(connection, None)
@@ -74,7 +78,7 @@ class OpenConnections:
 
     def check(self) -> None:
         assert not self._silent.keys() & self._asking
-        assert len(self._silent) + len(self._asking) <= self._max_open
+        assert len(self) <= self._max_open
 
 
 class ConnectionLimit:
