@@ -92,6 +92,20 @@ def test_a_read_that_stalls_is_cut_only_while_others_wait() -> None:
     run(case())
 
 
+def test_no_read_is_cut_for_a_caller_that_has_left() -> None:
+    async def case() -> None:
+        messages = Messages(1)
+        slow, left = messages.start("a1"), messages.start("b1")
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0.2)
+        assert not slow.done()
+        messages.arrived["a1"].set()
+        assert await slow == "a1" and messages.reads._free == 1
+
+    run(case())
+
+
 def test_calls_that_send_no_message_keep_out_none_that_does(model: Path) -> None:
     with live_server(model, grpc_port=0, max_body_mb=1, max_bodies_mb=4) as server:
         with grpc.insecure_channel(server.grpc_address) as channel:

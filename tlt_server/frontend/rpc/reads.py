@@ -67,9 +67,19 @@ class MessageReads:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.cancelled():
+                self._leave(owner, turn)
+            else:
                 self._give_turn()
             raise
+
+    def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
+        """Wait no more, so that no read is cut for a caller that has left."""
+        turns = self._waiting.get(owner, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[owner]
 
     def _give_turn(self) -> None:
         """Pass a turn on to the owner with the fewest reads, or keep it free."""
