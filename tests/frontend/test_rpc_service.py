@@ -100,6 +100,29 @@ def test_health_and_events_follow_the_server(
     events.cancel()
 
 
+def test_streams_of_a_stranger_keep_out_no_call_and_no_other_stream(model: Path) -> None:
+    watch = health_pb2.HealthCheckRequest()
+    with (
+        live_server(model, grpc_port=0, max_connections=4) as bounded,
+        grpc.insecure_channel(bounded.grpc_address) as own,
+        grpc.insecure_channel(bounded.grpc_address, [("grpc.use_local_subchannel_pool", 1)]) as far,
+    ):
+        health = HealthStub(own).Watch(watch)
+        assert next(health).status == health_pb2.HealthCheckResponse.SERVING
+        theirs = []
+        for _ in range(8):
+            theirs.append(HealthStub(far).Watch(watch))
+            assert next(theirs[-1]).status == health_pb2.HealthCheckResponse.SERVING
+        for stream in theirs[:5]:
+            with pytest.raises(grpc.RpcError, match="this connection had most of them: close some"):
+                next(stream)
+        reflected = ProtoReflectionDescriptorDatabase(own)
+        assert "tlt.v1.RolloutService" in reflected.get_services()
+        assert RolloutServiceStub(own).GenerateBatch(SHORT, timeout=20).results
+        RolloutServiceStub(own).Pause(proto.PauseRequest(new_requests="refuse"))
+        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
 def test_a_server_that_stops_ends_every_stream_with_a_typed_error(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

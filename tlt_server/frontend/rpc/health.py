@@ -15,13 +15,14 @@ from tlt_server.frontend.dialects.events import changes
 from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.rpc.exchange import Context
 from tlt_server.frontend.rpc.methods import SERVICE
+from tlt_server.frontend.rpc.side_streams import SideStreams
 
 
 class Health(HealthServicer):
     """The health of the server and of its one service."""
 
-    def __init__(self, is_ready: Callable[[], bool], told: Changes) -> None:
-        self._is_ready, self._told = is_ready, told
+    def __init__(self, is_ready: Callable[[], bool], told: Changes, streams: SideStreams) -> None:
+        self._is_ready, self._told, self._streams = is_ready, told, streams
         self._stopping = False  # ends the streams
 
     def stop(self) -> None:
@@ -41,8 +42,12 @@ class Health(HealthServicer):
     async def Watch(
         self, request: HealthCheckRequest, context: Context
     ) -> AsyncIterator[HealthCheckResponse]:
+        async for reply in self._streams.bounded(context, self._replies(request.service)):
+            yield reply
+
+    async def _replies(self, service: str) -> AsyncIterator[HealthCheckResponse]:
         async for status in changes(
-            lambda: None if self._stopping else self._status(request.service), self._told, math.inf
+            lambda: None if self._stopping else self._status(service), self._told, math.inf
         ):
             if status is None:
                 return

@@ -7,7 +7,7 @@ is only one path through this code.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from tlt_server.frontend.rpc.health import Health
 from tlt_server.frontend.rpc.methods import METHODS, SERVICE, RpcMethod
 from tlt_server.frontend.rpc.reads import MessageReads
 from tlt_server.frontend.rpc.refusals import refuse
+from tlt_server.frontend.rpc.side_streams import SideStreams
 from tlt_server.metrics import Metrics
 
 KEEPALIVE_S = 60  # a connection that is silent this long gets a ping
@@ -61,11 +62,12 @@ class RpcServer:
         certificates: Watched[Certificates] | None = None,
     ) -> None:
         self._config, self._certificates = config, certificates
-        self._health = Health(is_ready, told)
+        streams = SideStreams(config.max_connections)
+        self._health = Health(is_ready, told, streams)
         self._server = grpc.aio.server(
-            interceptors=[_Reflection(gate)],
+            interceptors=[_Reflection(gate, streams)],
             options=_options(config),
-            maximum_concurrent_rpcs=BEYOND * config.max_connections,
+            maximum_concurrent_rpcs=(BEYOND + 1) * config.max_connections,
         )
         self._server.add_generic_rpc_handlers(
             [_Calls(app, config, metrics, secure=certificates is not None)]
@@ -158,8 +160,8 @@ class _Calls(grpc.GenericRpcHandler):
 class _Reflection(grpc.aio.ServerInterceptor):
     """Interceptor that serves reflection to callers with a key, as for `/openapi.json`."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, gate: Gate, streams: SideStreams) -> None:
+        self._gate, self._streams = gate, streams
 
     async def intercept_service(
         self,
@@ -175,7 +177,16 @@ class _Reflection(grpc.aio.ServerInterceptor):
             )
         except TltError as error:
             return grpc.stream_stream_rpc_method_handler(partial(_refused, error))
-        return handler
+
+        async def bounded(requests: Any, context: Context) -> AsyncIterator[Any]:
+            async for reply in self._streams.bounded(
+                context, handler.stream_stream(requests, context)
+            ):
+                yield reply
+
+        return grpc.stream_stream_rpc_method_handler(
+            bounded, handler.request_deserializer, handler.response_serializer
+        )
 
 
 async def _refused(error: TltError, requests: Any, context: Context) -> None:
