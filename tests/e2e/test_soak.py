@@ -174,7 +174,9 @@ class Storm:
 
     async def _as_rollout(self, items: list[Any], sampling: dict[str, Any]) -> Sequence[Any]:
         try:
-            rollout = await self._client.generate(items, sampling=sampling, detach=True)
+            rollout = await self._client.generate(
+                items, sampling=sampling, detach=True, idempotency_key=sampling["stop"][0]
+            )
             return (await rollout.result()).results
         except ServerError as error:
             assert error.code in DISTURBED, error

@@ -17,6 +17,9 @@ from tlt_server.frontend.http.protocol import bounded_protocol
 from tlt_server.frontend.http.tls import Certificates, server_context
 from tlt_server.frontend.http.watched import Watched
 
+# A silent connection may stay for longer than clients keep theirs (5 s to a minute): one that both
+# sides end at once costs the client a request of which it does not know whether it was served.
+KEEP_ALIVE_S = 75
 FLUSH_S = 5  # time that replies in progress have to go out
 POLL_S = 0.005
 
@@ -35,6 +38,7 @@ class HttpServer:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=FLUSH_S,
             )
         )
