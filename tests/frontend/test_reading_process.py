@@ -5,7 +5,9 @@ its hanging and a client's leaving do.
 import asyncio
 import os
 import random
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
@@ -16,18 +18,26 @@ import msgspec
 import pytest
 from msgspec import UNSET, Struct, UnsetType
 
+import tlt_server
+from tests.unit.hostile_values import bodies
 from tlt_server.errors import InvalidRequest, QueueFull, TltError, TooLarge, Unavailable
+from tlt_server.frontend.dialects.native import FORMS
+from tlt_server.frontend.dialects.weights.manifests import PUSH
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.tokenizing import SLICE_CHARS, encode
+from tlt_server.frontend.http.bodies import PARSED_APART
 from tlt_server.frontend.reading import asking, jobs
+from tlt_server.frontend.reading import reader as reader_module
 from tlt_server.frontend.reading.asking import Asker
+from tlt_server.frontend.reading.doubling import CALM_S, DoublingWait
 from tlt_server.frontend.reading.frames import FRAME_BYTES, sliced
 from tlt_server.frontend.reading.jobs import Job, JobQueue, Slice
-from tlt_server.frontend.reading.reader import Reader
-from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, cut
+from tlt_server.frontend.reading.reader import HANG_S, Reader
+from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, cut, name_of
 from tlt_server.packed import PackedIds, PackedText, json_ids, json_text
 
 T = TypeVar("T")
+SIZES = {"total": 1, "largest": 1}
 LARGE = 2**22  # bytes that a job says it has, so that it gets the lane for the largest
 
 
@@ -68,6 +78,24 @@ async def tokenised(reader: Reader, text: str, key: str = "", total: int = 0) ->
     return ids.list()
 
 
+def die() -> Slice:
+    """Return a slice that ends a process with `DEADLY`, once others are under way."""
+    return Slice(("die",), list)
+
+
+DEADLY = """
+import os, sys, time
+from tlt_server.frontend.reading_process import __main__, jobs
+jobs.JOBS["die"] = lambda text, payload: time.sleep(0.3) or os.abort()
+__main__.main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def _deadly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "COMMAND", (sys.executable, "-c", DEADLY))
+
+
 def test_values_come_back_from_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt_server.frontend.reading.trees.named", lambda name: CLASSES[name])
     rng = random.Random(1)
@@ -97,12 +125,6 @@ def test_a_long_text_stays_packed_and_only_some_fields_may_hold_one() -> None:
         built({"user": long})
     with pytest.raises(InvalidRequest, match="a field name of 5000 characters"):
         built({"x" * 5000: [1]})
-
-
-@pytest.mark.parametrize("at", [10**30, {"a": -(2**63) - 1}, [1, 2**64]], ids=str)
-def test_a_number_beyond_64_bits_is_refused_with_a_remedy(at: object) -> None:
-    with pytest.raises(InvalidRequest, match="beyond 64 bits; send it as a string"):
-        [*cut([[], None, {"enable_thinking": at}])]
 
 
 def test_ids_are_the_same_packed() -> None:
@@ -207,17 +229,67 @@ def test_a_process_that_cannot_be_launched_is_tried_again(
     assert not refusals
 
 
+@pytest.mark.usefixtures("_deadly")
+@pytest.mark.parametrize("leaves", [False, True])
+def test_of_several_jobs_the_one_that_ends_the_process_is_identified(
+    model: Path, leaves: bool
+) -> None:
+    async def work(reader: Reader) -> None:
+        await tokenised(reader, "x")
+        crashing = asyncio.create_task(reader.ask("greedy", [die()], total=LARGE, largest=LARGE))
+        await under_way(reader)
+        if leaves:
+            crashing.cancel()
+        while not reader._waits:
+            assert await tokenised(reader, "ab" * 2**9, "small") == [*b"ab"] * 2**9
+        assert {*reader._waits} == {"greedy"}
+        with pytest.raises(asyncio.CancelledError if leaves else TooLarge):
+            await crashing
+
+    run(model, work)
+
+
+@pytest.mark.usefixtures("_deadly")
+def test_a_key_whose_jobs_end_the_process_rests_and_no_other_waits(model: Path) -> None:
+    async def work(reader: Reader) -> None:
+        for _ in range(3):
+            with pytest.raises(TooLarge, match="more than the 777 MiB that the reading process"):
+                await reader.ask("greedy", [die()], total=LARGE, largest=LARGE)
+        rests = asyncio.create_task(tokenised(reader, "rests", "greedy", total=LARGE))
+        await asyncio.sleep(0)
+        assert await tokenised(reader, "at once", "small", total=LARGE) == [*b"at once"]
+        assert not rests.done()
+        assert await rests == [*b"rests"]
+
+    run(model, work, memory_mb=777)
+
+
+def test_waits_double_while_failures_follow_each_other() -> None:
+    now_s = 0.0
+    wait = DoublingWait(lambda: now_s)
+    assert [wait.longer() for _ in range(9)] == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    now_s = CALM_S
+    assert [wait.longer() for _ in range(2)] == [0.25, 0.5]
+
+
 def test_a_process_that_hangs_is_replaced(model: Path) -> None:
     async def work(reader: Reader) -> None:
         await tokenised(reader, "x")
         assert reader.pid is not None
         os.kill(reader.pid, signal.SIGSTOP)
         await asyncio.to_thread(os.waitid, os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
+        reader._hang_s = 1.0
+        hangs = asyncio.create_task(tokenised(reader, "y"))
+        while reader._under_way[0] is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        reader._hang_s = HANG_S
+        bystander = asyncio.create_task(tokenised(reader, "w", total=LARGE))
         with pytest.raises(Unavailable, match="send it again"):
-            await tokenised(reader, "y")
+            await hangs
+        assert await bystander == [ord("w")]
         assert await tokenised(reader, "z") == [ord("z")]
 
-    run(model, work, hang_s=1.0)
+    run(model, work)
 
 
 def test_memory_is_bounded_and_who_needs_more_is_too_large(model: Path) -> None:
@@ -268,6 +340,34 @@ def test_the_process_ends_with_the_server_and_gets_no_keys(
         assert "libtorch" not in (process / "maps").read_text()
 
     assert not Path(f"/proc/{run(model, work, secrets=('TLT_API_KEYS',))}").exists()
+
+
+def test_files_of_another_version_change_nothing_for_a_process_that_runs(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "tlt_server"
+    shutil.copytree(Path(tlt_server.__file__).parent, package, ignore=only_modules)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    kinds: list[tuple[str, tuple[str, ...] | None]]
+    kinds = [(name_of(kind), None) for kind in bodies().values()]
+    kinds += [(name_of(form.choose), form.names) for form in (FORMS, PUSH)]
+
+    async def work(reader: Reader) -> None:
+        await tokenised(reader, "x")
+        shutil.rmtree(package)
+        for kind in kinds:
+            arguments = (PARSED_APART, *kind, [8, 100, 101, 4, 4, 8])
+            with pytest.raises(InvalidRequest):
+                await reader.ask("", [Slice(("parse", *arguments), lambda: [b"[]"])], **SIZES)
+        chat = [{"role": "user", "content": "x"}]
+        await reader.ask("", [Slice(("render",), lambda: cut([chat, None, {}]))], **SIZES)
+        await reader.ask("", [Slice(("decode", True), lambda: [bytes(4)])], **SIZES)
+
+    run(model, work)
+
+
+def only_modules(folder: str, names: list[str]) -> set[str]:
+    return {name for name in names if "." in name and not name.endswith((".py", ".pyc"))}
 
 
 def test_nothing_is_taken_after_the_end(model: Path) -> None:

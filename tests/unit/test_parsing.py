@@ -63,6 +63,13 @@ def outcome(kind: Any, body: bytes) -> Any:
         return error.message
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 30, "-9223372036854775809", "18446744073709551616"])
+def test_a_number_of_more_than_64_bits_is_refused_where_any_json_may_stand(number: str) -> None:
+    fields = {"messages": [{"role": "user", "content": "a"}], "tools": [{"x": "N"}]}
+    message = outcome(ChatRequest, json.dumps(fields).replace('"N"', number).encode())
+    assert message.startswith("tools") and message.endswith("hold no number of more than 64 bits")
+
+
 def check(kind: Any, body: bytes) -> None:
     """Check what one body costs, and that what it gives survives the way to another process."""
     before_s = time.process_time()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tlt_server.errors import QueueFull
@@ -49,9 +49,10 @@ class Job:
 
 
 class JobQueue:
-    """The waiting jobs of one lane."""
+    """The waiting jobs of one lane. Those of keys in `resting` stay there."""
 
-    def __init__(self) -> None:
+    def __init__(self, resting: Container[str] = ()) -> None:
+        self._resting = resting  # call `wake` after taking a key out
         self._jobs: dict[str, deque[Job]] = {}  # by key
         self._turns = Turns(QUANTUM_S)
         self._some = asyncio.Event()
@@ -78,21 +79,27 @@ class JobQueue:
         """Let a job wait that has further slices."""
         self._jobs.setdefault(job.key, deque()).append(job)
         self._turns.wait(job.key)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again for a job that may be done."""
         self._some.set()
 
     async def next(self) -> Job:
         """Return the job whose slice is next."""
         while True:
-            while not self._jobs:
+            while (key := self._key()) is None:
                 self._some.clear()
                 await self._some.wait()
-            key = next(self._turns.order())
             job = self._jobs[key].popleft()
             if not self._jobs[key]:
                 del self._jobs[key]
                 self._turns.leave(key)
             if not job.done.done():
                 return job
+
+    def _key(self) -> str | None:
+        return next((key for key in self._turns.order() if key not in self._resting), None)
 
     def charge(self, job: Job, seconds: float) -> None:
         """Charge the key of a job with the time that a slice took."""

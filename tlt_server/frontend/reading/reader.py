@@ -1,8 +1,9 @@
 """The reading process from the outside: started, asked, watched, ended.
 
 It has one socket and one thread per lane, so a small job never waits for a large one, and each lane
-does one slice at a time. When the process dies or hangs, what was under way ends with a typed
-error, what waits goes to the next process.
+does one slice at a time. What waits when the process dies goes to the next one. Of several jobs
+under way each is then tried alone, so the one that ends the process is identified: it gets a typed
+error, and its key rests, each time twice as long, while other keys go on at once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -23,6 +25,7 @@ import msgspec
 import structlog
 
 from tlt_server.errors import TltError, TooLarge, Unavailable
+from tlt_server.frontend.reading.doubling import DoublingWait
 from tlt_server.frontend.reading.frames import Channel
 from tlt_server.frontend.reading.jobs import Job, JobQueue, Slice
 from tlt_server.frontend.reading.trees import Builder
@@ -30,8 +33,6 @@ from tlt_server.frontend.reading.trees import Builder
 LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
 MEMORY_MB = 4096  # what the process may have in addition to what it has after its start
 HANG_S = 120.0  # time of one slice; the largest takes about 15 s
-CALM_S = 60.0  # a process that lived this long is replaced at once
-MAX_WAIT_S = 30.0  # longest wait before the next start
 COMMAND = (sys.executable, "-m", "tlt_server.frontend.reading_process")
 # One thread per lane is all that it gets: the cores are the engine's.
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
@@ -57,9 +58,13 @@ class Reader:
         self._environment = {
             name: value for name, value in os.environ.items() if name not in {*secrets}
         } | ENVIRONMENT
-        self._hang_s = hang_s
-        self._lanes = [JobQueue() for _ in LANES]
+        self._hang_s, self._memory_mb = hang_s, memory_mb
+        self._resting: set[str] = set()  # keys
+        self._waits: dict[str, DoublingWait] = {}  # by key
+        self._lanes = [JobQueue(self._resting) for _ in LANES]
         self._under_way: list[Job | None] = [None for _ in LANES]
+        self._on_trial = deque[tuple[int, Job]]()  # with the lanes
+        self._hung: Job | None = None
         self._running: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.closed = False
@@ -102,18 +107,49 @@ class Reader:
             self._process.kill()
         for queue in self._lanes:
             queue.end(_closed)
+        for job in [*self._under_way, *(job for _, job in self._on_trial)]:
+            if job is not None:
+                job.fail(_closed())
 
     async def _run(self) -> None:
-        wait_s, clock = 0.0, asyncio.get_running_loop().time
+        wait = DoublingWait()
         while True:
-            began = clock()
             try:
                 status: int | str = await self._epoch()
             except OSError as error:  # no descriptor or no memory is left for a process
                 status = f"not launched: {error.strerror}"
-            wait_s = 0.0 if clock() - began > CALM_S else min(MAX_WAIT_S, 2 * wait_s or 0.25)
+            wait_s = 0.0 if self._judge(status) else wait.longer()
             log.warning("reading_process_ended", status=status, restart_in_s=wait_s)
             await asyncio.sleep(wait_s)
+
+    def _judge(self, status: int | str) -> bool:
+        """Fail the job that ended the process, if that is known, and let its key rest. Jobs that
+        may have done so are tried one at a time. Return whether any was under way.
+        """
+        ran = [(lane, job) for lane, job in enumerate(self._under_way) if job is not None]
+        self._under_way = [None for _ in LANES]
+        hung, self._hung = self._hung, None
+        if hung is None and len(ran) > 1:
+            self._on_trial.extend(ran)
+            return True
+        for lane, job in ran:
+            if hung not in (None, job):
+                self._lanes[lane].again(job)
+            else:
+                job.fail(self._gone(status, largest=lane == len(LANES) - 1))
+                self._rest(job.key)
+        return bool(ran)
+
+    def _rest(self, key: str) -> None:
+        rest_s = self._waits.setdefault(key, DoublingWait()).longer()
+        self._resting.add(key)
+        asyncio.get_running_loop().call_later(rest_s, self._rested, key)
+        log.warning("key_rests", key=key, rest_s=rest_s)
+
+    def _rested(self, key: str) -> None:
+        self._resting.discard(key)
+        for queue in self._lanes:
+            queue.wake()
 
     async def _epoch(self) -> int:
         """Serve with one process until it ends, and return its status."""
@@ -124,24 +160,25 @@ class Reader:
             channels = [await Channel.over(ours) for ours, _ in pairs]
             for channel in channels:
                 stack.callback(channel.close)
-            lanes = [asyncio.create_task(self._lane(i, c)) for i, c in enumerate(channels)]
-            try:
-                await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                process.kill()
-                for lane in lanes:
-                    lane.cancel()
-                error = _closed() if self.closed else None
-                for job in self._under_way:
-                    if job is not None and error is not None:
-                        job.fail(error)
+            await self._serve(channels)
+            process.kill()
+            return await asyncio.to_thread(process.wait)
+
+    async def _serve(self, channels: Sequence[Channel]) -> None:
+        """Do the jobs on trial one at a time, then those of all lanes, until the process is gone or
+        hangs.
+        """
+        while self._on_trial:
+            number, job = self._on_trial.popleft()
+            if not await self._slice(number, channels[number], job):
+                return
+        lanes = [asyncio.create_task(self._lane(i, c)) for i, c in enumerate(channels)]
+        try:
+            await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for lane in lanes:
+                lane.cancel()
             await asyncio.gather(*lanes, return_exceptions=True)
-            status = await asyncio.to_thread(process.wait)
-            for i, job in enumerate(self._under_way):
-                if job is not None:
-                    job.fail(_gone(status, largest=i == len(LANES) - 1))
-                self._under_way[i] = None
-            return status
 
     def _launch(self, sockets: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
         numbers = [side.fileno() for side in sockets]
@@ -170,20 +207,38 @@ class Reader:
         self._process = None
 
     async def _lane(self, number: int, channel: Channel) -> None:
-        """Do the jobs of one lane until the process is gone or hangs."""
+        while await self._slice(number, channel, await self._lanes[number].next()):
+            pass
+
+    async def _slice(self, number: int, channel: Channel, job: Job) -> bool:
+        """Do the next slice of a job. Return False if the process is gone or hangs."""
         queue, clock = self._lanes[number], asyncio.get_running_loop().time
-        while True:
-            job = self._under_way[number] = await queue.next()
-            began = clock()
-            try:
-                async with asyncio.timeout(self._hang_s):
-                    await _exchange(channel, job)
-            except (OSError, EOFError):
-                return
-            self._under_way[number] = None
-            if not job.done.done():
-                queue.again(job)
-            queue.charge(job, clock() - began)
+        self._under_way[number] = job
+        began = clock()
+        try:
+            async with asyncio.timeout(self._hang_s):
+                await _exchange(channel, job)
+        except TimeoutError:
+            self._hung = job
+            return False
+        except (OSError, EOFError):
+            return False
+        self._under_way[number] = None
+        if not job.done.done():
+            queue.again(job)
+        queue.charge(job, clock() - began)
+        return True
+
+    def _gone(self, status: int | str, *, largest: bool) -> TltError:
+        if largest and status == -signal.SIGABRT:  # how a library in Rust ends without memory
+            return TooLarge(
+                f"the request needs more than the {self._memory_mb} MiB that the reading process "
+                "may use; send it in smaller parts"
+            )
+        return Unavailable(
+            "the process that reads large requests ended while it read this one; send it again",
+            retry_after_s=1,
+        )
 
 
 async def _exchange(channel: Channel, job: Job) -> None:
@@ -207,18 +262,6 @@ async def _exchange(channel: Channel, job: Job) -> None:
         job.fail(error)
     elif not job.done.done():
         job.take(builder.value)
-
-
-def _gone(status: int, *, largest: bool) -> TltError:
-    if largest and status == -signal.SIGABRT:  # how a library in Rust ends without memory
-        return TooLarge(
-            f"the request needs more than the {MEMORY_MB} MiB that the reading process may use; "
-            "send it in smaller parts"
-        )
-    return Unavailable(
-        "the process that reads large requests ended while it read this one; send it again",
-        retry_after_s=1,
-    )
 
 
 def _closed() -> TltError:

@@ -7,7 +7,7 @@ found.
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,16 +27,7 @@ SCALARS = frozenset({int, float, bool, str, type(None)})
 SCALAR_BYTES = 9  # a number of 64 bits
 MEMBERS, NUMBERS = 32, 4096  # members of a list, or numbers, that are encoded at once
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def _encode(piece: Any) -> bytes:
-    try:
-        return _encoder.encode(piece)
-    except OverflowError:
-        raise InvalidRequest(
-            "the body has a whole number beyond 64 bits; send it as a string"
-        ) from None
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def name_of(kind: Any) -> str:
@@ -44,10 +35,12 @@ def name_of(kind: Any) -> str:
 
 
 def named(name: str) -> Any:
-    """Return the class or function of this package that has this name."""
+    """Return the class or function of this package that has this name. Its module was imported
+    when this process started, since the files may be another version's by now.
+    """
     module, _, path = name.partition(":")
     assert module.startswith("tlt_server."), f"{module} is not of this package"
-    return getattr(importlib.import_module(module), path)
+    return getattr(sys.modules[module], path)
 
 
 def cut(value: Any) -> Iterator[bytes]:

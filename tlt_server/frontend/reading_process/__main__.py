@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from tlt_server.errors import TltError, TooLarge
+from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.reading.frames import BlockingChannel
 from tlt_server.frontend.reading.trees import cut
@@ -31,6 +32,8 @@ def main(arguments: list[str]) -> None:
     settings = msgspec.json.decode(sys.stdin.buffer.readline())
     os.nice(NICENESS)
     text = Text.load(Path(settings["model"]))
+    for dialect in DIALECTS:  # with every type of a body
+        DIALECTS.resolve(dialect)
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)  # a parsed body has many objects and no cycles
     _bound_memory(settings["memory_mb"])
