@@ -59,7 +59,7 @@ class LiveServer:
         self.directory, self._engine_options = directory, engine
         self.started = threading.Event()
         self.url = self.grpc_address = self.probe_url = ""
-        self.engine: FakeEngine  # the engine of the last epoch
+        self.engines: list[FakeEngine] = []  # one per epoch
         self.said = io.StringIO()
         self.may_launch = asyncio.Event()
         self.may_launch.set()
@@ -152,8 +152,13 @@ class LiveServer:
 
     async def _launch(self, directory: Path) -> FakeProcess:
         await self.may_launch.wait()
-        self.engine = FakeEngine(directory, **self._engine_options)
+        self.engines.append(FakeEngine(directory, **self._engine_options))
         return FakeProcess(self.engine)
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The engine of the last epoch."""
+        return self.engines[-1]
 
 
 @contextmanager

@@ -183,25 +183,43 @@ def test_what_comes_while_the_reader_is_behind_is_one_event(server: LiveServer) 
         assert "".join(delta.text or "" for delta in mine) == choice.text
 
 
-def test_a_generation_that_can_resume_takes_its_outputs_in_at_once(server: LiveServer) -> None:
-    class Stuck(LoopShare):
+def test_a_generation_that_can_resume_takes_turns_and_loses_no_token_with_its_engine(
+    server: LiveServer,
+) -> None:
+    """The engine dies while outputs wait for a turn; the next one goes on after them."""
+
+    class Slow(LoopShare):
         async def turn(self, owner: str, size: int) -> None:
-            raise AssertionError("it waits for a turn")
+            if died.is_set():
+                return
+            server.engine.dies = True
+            await died.wait()
 
     async def read() -> list[Any]:
         service, kept = server.service, list[Any]()
         assert service.engine.info is not None
         asked = native()
         batch = await service.validator.batch(asked, service.engine.info, EVERYBODY)
-        shared = Generations(service.engine, service.text, service.metrics, share=Stuck())
-        generation = shared.submit(shared.items(batch), batch.deadline_s, "", kept.append)
+        shared = Generations(service.engine, service.text, service.metrics, share=Slow())
+        generation = shared.submit(shared.items(batch), batch.deadline_s, "", kept.extend)
+        epoch = server.engine
+
+        async def watch() -> None:
+            while server.engine is epoch:  # noqa: ASYNC110 (the fake engine tells nobody)
+                await asyncio.sleep(0.01)
+            died.set()
+
+        watching = asyncio.create_task(watch())
         found = [event async for event in generation.events()]
         generation.close()
-        assert kept
+        await watching
+        assert sum(len(output.token_ids) for output in kept) == CHOICES * TOKENS
         return found
 
+    died = asyncio.Event()
     [ended] = server.run(read())
-    assert [len(choice.token_ids) for choice in ended.choices] == [TOKENS] * CHOICES
+    whole = [65 + i % 3 for i in range(TOKENS)]
+    assert [choice.token_ids for choice in ended.choices] == [whole] * CHOICES
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,15 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from tlt_server.commands import Command, Submit
+from tlt_server.errors import EngineFailed
 from tlt_server.frontend.link.admission import Admission
+from tlt_server.frontend.link.chores import PIECE
 from tlt_server.frontend.link.sequences import SLICE_IDS, SLICE_REQUESTS, OpenSequences
 from tlt_server.metrics import Metrics
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.records import GenerateRequest, Sampling, StepOutput
 
 
 def requests(count: int, ids: int) -> list[GenerateRequest]:
@@ -29,8 +33,8 @@ def opened() -> tuple[OpenSequences, list[Command]]:
     return OpenSequences(admission, Metrics(), send), sent
 
 
-def submit(sequences: OpenSequences, batch: list[GenerateRequest]) -> Any:
-    return sequences.submit(batch, deadline_s=None, resume=None, accepted=False)
+def submit(sequences: OpenSequences, batch: list[GenerateRequest], *, resumes: bool = False) -> Any:
+    return sequences.submit(batch, deadline_s=None, resumes=resumes, accepted=False)
 
 
 def test_a_large_batch_goes_in_slices_with_other_requests_in_between() -> None:
@@ -60,13 +64,122 @@ def test_what_ends_between_two_slices_is_not_sent() -> None:
         batch = requests(SLICE_REQUESTS + 2, 1)
         submission = submit(sequences, batch)
         sequences.abort([batch[-1].id], "abort")
-        assert batch[-1].id not in submission.open
         await asyncio.sleep(0.01)
-        assert [r.id for r in sent[-1].requests] == [batch[-2].id]  # type: ignore[union-attr]
+        assert batch[-1].id not in submission.open
+        given = [r.id for command in sent if isinstance(command, Submit) for r in command.requests]
+        assert given == [r.id for r in batch[:-1]]
         submission.close()
+        await asyncio.sleep(0.01)
         sent.clear()
         submit(sequences, batch).close()
         await asyncio.sleep(0.01)
         assert [type(command).__name__ for command in sent] == ["Submit", "Abort"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["die", "expire", "abort", "leave"])
+def test_thousands_end_in_several_passes_of_the_loop(end: str) -> None:
+    async def main() -> None:
+        sequences, sent = opened()
+        submission = submit(sequences, requests(4 * PIECE, 1))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(sequences) == 4 * PIECE and not sequences.held_ids
+        match end:
+            case "die":
+                sequences.died([], EngineFailed("it is gone"))
+            case "expire":
+                sequences.expire(submission)
+            case "abort":
+                sequences.died([], EngineFailed("it is gone"))
+                sequences.resume()
+                sequences.abort(sequences.ids, "abort")
+            case "leave":
+                submission.close()
+        assert len(sequences) == 3 * PIECE
+        await asyncio.sleep(0)
+        assert len(sequences) == 2 * PIECE
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(sequences) == 0 and sequences.idle.is_set()
+        if end != "leave":
+            outputs = [
+                o for few, _ in [each async for each in submission.slices(size, 1)] for o in few
+            ]
+            assert {output.id for output in outputs} == {r.id for r in requests(4 * PIECE, 1)}
+            assert all(output.finish_reason == "error" for output in outputs)
+
+    asyncio.run(main())
+
+
+def size(output: StepOutput) -> int:
+    return 1
+
+
+def test_what_an_engine_is_given_again_goes_in_slices_after_what_may_have_crashed_it() -> None:
+    async def main() -> None:
+        sequences, sent = opened()
+        batch = [
+            *requests(2 * PIECE, 1),
+            GenerateRequest(id="a", token_ids=[2], sampling=Sampling(), seed=1),
+        ]
+        submission = submit(sequences, batch, resumes=True)
+        await asyncio.sleep(0.01)
+        first = batch[-1].id
+        sequences.dispatch([StepOutput(id=first, token_ids=[7, 8], logprobs=[-1.0, -1.0])])
+        sequences.died([first], EngineFailed("it is gone"))
+        sent.clear()
+        sequences.resume()
+        submit(sequences, [GenerateRequest(id="b", token_ids=[1], sampling=Sampling(), seed=1)])
+        await asyncio.sleep(0.01)
+        [tried] = sent
+        assert [(r.id, r.generated) for r in tried.requests] == [(first, [7, 8])]  # type: ignore[union-attr]
+        sequences.dispatch([StepOutput(id=first, token_ids=[9], logprobs=[-1.0])])
+        await asyncio.sleep(0.01)
+        *others, last = [c.requests for c in sent[1:] if isinstance(c, Submit)]
+        assert [r.id for few in others for r in few] == [r.id for r in batch[:-1]]
+        assert [r.id for r in last] == ["b"]
+        submission.close()
+
+    asyncio.run(main())
+
+
+def test_a_second_death_before_all_is_given_again_sends_nothing_twice() -> None:
+    async def main() -> None:
+        sequences, sent = opened()
+        batch = requests(3 * PIECE, 1)
+        submission = submit(sequences, batch, resumes=True)
+        sequences.died([], EngineFailed("it is gone"))
+        sequences.resume()
+        await asyncio.sleep(0)
+        sequences.died([], EngineFailed("it is gone again"))
+        await asyncio.sleep(0.01)
+        sent.clear()
+        sequences.resume()
+        await asyncio.sleep(0.01)
+        given = [r.id for command in sent if isinstance(command, Submit) for r in command.requests]
+        assert given == [r.id for r in batch]
+        submission.close()
+
+    asyncio.run(main())
+
+
+def test_outputs_of_a_sequence_stand_together_in_slices_of_bounded_size() -> None:
+    async def main() -> None:
+        sequences, _ = opened()
+        batch = requests(3, 1)
+        submission = submit(sequences, batch)
+        for token in range(10):
+            sequences.dispatch(
+                StepOutput(id=r.id, token_ids=[token], logprobs=[-1.0]) for r in batch
+            )
+        sequences.abort([r.id for r in batch], "abort")
+        sequences.end_all(EngineFailed("it is gone"))
+        slices = [few async for few, _ in submission.slices(size, 4)]
+        assert [len(few) for few in slices] == [4] * 8 + [1]
+        outputs = [output for few in slices for output in few]
+        assert [output.id for output in outputs] == [r.id for r in batch for _ in range(11)]
+        assert [o.token_ids for o in outputs[:11]] == [[token] for token in range(10)] + [[]]
 
     asyncio.run(main())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
@@ -24,7 +24,7 @@ from tlt_server.frontend.http.loop_share import LoopShare
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
-from tlt_server.records import GenerateRequest, StepOutput
+from tlt_server.records import StepOutput
 
 log = structlog.get_logger()
 
@@ -95,23 +95,18 @@ class Generation:
         self.turn = shared.share.of(owner)  # await it before a slice of work for the reply
         self._measured = _Measured(shared)
         self._submission = self._engine.submit(
-            items.open(),
-            deadline_s=deadline_s,
-            resume=self._resume if keep else None,
-            accepted=accepted,
+            items.open(), deadline_s=deadline_s, resumes=keep is not None, accepted=accepted
         )
         for name, ids in items.named.items():
             self._named.open(name, ids, owner)
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        async for outputs in self._submission:
+        async for few, size in self._submission.slices(self._size, SLICE_BYTES):
+            await self.turn(size)
             if self._keep is not None:
-                self._keep(outputs)
-            for few, size in _sliced(outputs, self._size):
-                if self._keep is None:  # else `_resume` relies on what has been taken in
-                    await self.turn(size)
-                for event in _coalesced(event for output in few for event in self._take(output)):
-                    yield event
+                self._keep(few)
+            for event in _coalesced(event for output in few for event in self._take(output)):
+                yield event
 
     def cached_tokens(self, id: str) -> int:
         """Return how many prompt tokens of an item the prefix index has served so far."""
@@ -160,34 +155,6 @@ class Generation:
             )
         return events
 
-    def _resume(self, id: str) -> GenerateRequest:
-        """Return the rest of a sequence. The engine client calls this between two turns of the
-        event loop, when every output of the engine before has been taken in.
-        """
-        self._measured.resumed()
-        return self._items[id].resumed()
-
-
-def _sliced(
-    outputs: list[StepOutput], size_of: Callable[[StepOutput], int]
-) -> Iterator[tuple[list[StepOutput], int]]:
-    """Cut outputs into slices of about `SLICE_BYTES` of JSON, and return each with its size. Those
-    of a sequence keep their order; what fills several slices is sorted by sequence, so that each
-    chunk of a stream has as many tokens as possible.
-    """
-    few: list[StepOutput] = []
-    size = 0
-    if sum(map(size_of, outputs)) > SLICE_BYTES:
-        outputs = sorted(outputs, key=lambda output: output.id)
-    for output in outputs:
-        few.append(output)
-        size += size_of(output)
-        if size >= SLICE_BYTES:
-            yield few, size
-            few, size = [], 0
-    if few:
-        yield few, size
-
 
 def _coalesced(events: Iterable[Event]) -> list[Event]:
     """Join the token events of each choice. They stand before the ends of items."""
@@ -218,9 +185,6 @@ class _Measured:
     @property
     def age_s(self) -> float:
         return self._clock() - self._accepted_s
-
-    def resumed(self) -> None:
-        self._metrics.resumed.inc()
 
     def take(self, output: StepOutput, sequence: GrowingChoice, before: int) -> None:
         """Count an output. `before`: tokens that the sequence had without this output."""

@@ -23,7 +23,7 @@ from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.link.link import Death, EngineLink
 from tlt_server.frontend.link.pause import PauseState
 from tlt_server.frontend.link.sequences import OpenSequences
-from tlt_server.frontend.link.submission import Resume, Submission
+from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
 from tlt_server.records import Cycle, GenerateRequest
@@ -106,9 +106,9 @@ class EngineClient:
                     f"{reason}; GET /weights says what is live once the engine is back"
                 )
             )
-        self._sequences.died(death.started, lambda: EngineFailed(reason))
+        resumable = self._sequences.died(death.started, EngineFailed(reason))
         self.changes.tell()
-        return len(self._sequences)
+        return resumable
 
     def _begin(self, info: EngineInfo) -> None:
         """Give the epoch that is ready what was set while serving, then what was cut off."""
@@ -148,9 +148,7 @@ class EngineClient:
         """Take nothing any more, and end what is open with a typed error."""
         self._stop_taking()
         self._sequences.end_all(
-            lambda: Unavailable(
-                "the server is shutting down; send the request to another replica or later"
-            )
+            Unavailable("the server is shutting down; send the request to another replica or later")
         )
 
     def _stop_taking(self) -> None:
@@ -179,19 +177,19 @@ class EngineClient:
         requests: Sequence[GenerateRequest],
         *,
         deadline_s: float | None = None,
-        resume: Resume | None = None,
+        resumes: bool = False,
         accepted: bool = False,
     ) -> Submission:
         """Hand over a batch, all of it or nothing. `Unavailable` or (unless it was `accepted`
         before) an error of `Admission` when it cannot be taken.
 
-        When the engine dies, `resume(id)` returns the rest of each sequence that is open, and the
-        next epoch gets it; its id stays. Without `resume` they end with `engine_failed`. A request
-        that may have crashed the engine ends with `poisoned`.
+        When the engine dies, sequences that are open end with `engine_failed`, or with `resumes`
+        the next epoch continues them, by the same ids. A request that may have crashed the engine
+        ends with `poisoned`.
         """
         self.check_available()
         return self._sequences.submit(
-            requests, deadline_s=deadline_s, resume=resume, accepted=accepted
+            requests, deadline_s=deadline_s, resumes=resumes, accepted=accepted
         )
 
     @property

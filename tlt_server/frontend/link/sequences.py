@@ -18,7 +18,8 @@ import structlog
 from tlt_server.commands import Abort, Command, Submit
 from tlt_server.errors import DeadlineExceeded, Poisoned, TltError
 from tlt_server.frontend.link.admission import Admission, Demand
-from tlt_server.frontend.link.submission import Resume, Route, Submission
+from tlt_server.frontend.link.chores import Chores
+from tlt_server.frontend.link.submission import Route, Submission
 from tlt_server.frontend.link.suspects import KEPT_S, Suspects
 from tlt_server.metrics import Metrics
 from tlt_server.records import GenerateRequest, StepOutput
@@ -35,7 +36,7 @@ class OpenSequences:
         self, admission: Admission, metrics: Metrics, send: Callable[[Command], bool]
     ) -> None:
         self._admission, self._metrics, self._send = admission, metrics, send
-        self._suspects = Suspects()
+        self._suspects, self._chores = Suspects(), Chores()
         self._routes: dict[str, Route] = {}  # in order of arrival
         self._queue: deque[tuple[list[GenerateRequest], bool]] = (
             deque()
@@ -63,7 +64,7 @@ class OpenSequences:
         requests: Sequence[GenerateRequest],
         *,
         deadline_s: float | None,
-        resume: Resume | None,
+        resumes: bool,
         accepted: bool,
     ) -> Submission:
         """Admit a batch and hand it to the engine, all of it or (with an error of `Admission`)
@@ -71,17 +72,23 @@ class OpenSequences:
         """
         if not accepted:
             self._admission.admit(Demand.of(requests))
-        submission = Submission([request.id for request in requests], self._abandon, resume)
+        submission = Submission(
+            [request.id for request in requests], self._abandon, resumes=resumes
+        )
         self._admission.open(requests)
         self._routes.update(
             (request.id, Route(submission, request, held=True)) for request in requests
         )
         self._count()
-        free, suspect, refused = self._suspects.sort(requests, time.monotonic())
-        self._refuse(refused)
-        self._queue.append((free, False))
-        self._queue += [([request], True) for request in suspect]
-        self._advance()
+        tried: list[GenerateRequest] = []
+
+        def hand_over(few: list[GenerateRequest]) -> None:
+            free, suspect = self._sort(few)
+            self._queue.append((free, False))
+            tried.extend(suspect)
+            self._advance()
+
+        self._chores.add(requests, hand_over, lambda: self._try(tried))
         if submission.open and deadline_s is not None:
             submission.expire_at(deadline_s, lambda: self.expire(submission))
         return submission
@@ -94,20 +101,23 @@ class OpenSequences:
         """Ask the engine to end these; their last outputs carry `finish_reason`."""
         live = [id for id in ids if id in self._routes]
         for id in live:
-            if self._routes[id].held:
-                self._finish(id, finish_reason)
-            else:
-                self._routes[id].ending = finish_reason
-        if live:
-            self._send(Abort(ids=live, finish_reason=finish_reason))
+            self._routes[id].ending = finish_reason
 
-    def end_all(self, error: Callable[[], TltError]) -> None:
+        def end(few: list[str]) -> None:
+            for id in few:
+                if id in self._routes and self._routes[id].held:
+                    self._finish(id, finish_reason)
+            self._send(Abort(ids=few, finish_reason=finish_reason))
+
+        self._chores.add(live, end)
+
+    def end_all(self, error: TltError) -> None:
         for id in self.ids:
-            self._end(id, error())
+            self._end(id, error)
 
-    def died(self, started: Iterable[str], error: Callable[[], TltError]) -> None:
-        """End what cannot resume, and hold the rest until `resume`. `started`: ids of the sequences
-        that ran when the engine died.
+    def died(self, started: Iterable[str], error: TltError) -> int:
+        """End what cannot resume, hold the rest until `resume`, and return the number of the rest.
+        `started`: ids of the sequences that ran when the engine died.
         """
         running = [self._routes[id] for id in started if id in self._routes]
         tried = next(
@@ -121,54 +131,74 @@ class OpenSequences:
         self._suspects.crashed(
             [(route.request, route.tokens) for route in running], tried, time.monotonic()
         )
+        self._clear_queue()
+        for route in self._routes.values():
+            route.held = True
+
+        def end(few: list[str]) -> None:
+            for id in few:
+                route = self._routes.get(id)
+                if route is not None and not route.submission.resumes:
+                    self._end(id, error)
+                elif route is not None and route.ending:
+                    self._finish(id, route.ending)
+
+        self._chores.add(self.ids, end, self._clear_queue)
+        return sum(route.submission.resumes for route in self._routes.values())
+
+    def _clear_queue(self) -> None:
         self._queue.clear()
         self._on_trial = ""
-        for id, route in list(self._routes.items()):
-            if route.submission.resume is None:
-                self._end(id, error())
-            elif route.ending:
-                self._finish(id, route.ending)
-            route.held = True
 
     def resume(self) -> None:
         """Submit again what was cut off: everything that is open, since nothing new was taken
         before. What ran when the engine died goes first and one by one, each after the one before
         has completed a step, so the request that crashes the engine is identified.
         """
-        free, suspect, refused = self._suspects.sort(
-            [route.request for route in self._routes.values()], time.monotonic()
-        )
-        self._refuse(refused)
-        self._queue += [([rest], True) for request in suspect for rest in self._rest(request.id)]
-        batches: dict[Submission, list[GenerateRequest]] = {}
-        for request in free:
-            batches.setdefault(self._routes[request.id].submission, []).extend(
-                self._rest(request.id)
+        tried: list[GenerateRequest] = []
+        others: list[GenerateRequest] = []
+
+        def sort(few: list[str]) -> None:
+            free, suspect = self._sort(
+                [self._routes[id].request for id in few if id in self._routes]
             )
-        self._queue += [(batch, False) for batch in batches.values()]
-        self._advance()
+            self._metrics.resumed.inc(len(free) + len(suspect))
+            tried.extend(suspect)
+            others.extend(free)
+
+        def end() -> None:
+            self._try(tried)
+            self._queue.append((others, False))
+            self._advance()
+
+        self._chores.add(self.ids, sort, end)
 
     def expire(self, submission: Submission) -> None:
-        ids = list(submission.open)
-        self._send(Abort(ids=ids))
-        for id in ids:
-            self._end(
-                id,
-                DeadlineExceeded(
-                    "the deadline (timeout_s) passed before the sequence ended; ask for fewer "
-                    "tokens or more time"
-                ),
-            )
+        error = DeadlineExceeded(
+            "the deadline (timeout_s) passed before the sequence ended; ask for fewer tokens or "
+            "more time"
+        )
 
-    def _rest(self, id: str) -> list[GenerateRequest]:
-        """Return what is left of a sequence that was cut off; nothing when it has to end."""
-        resume = self._routes[id].submission.resume
-        assert resume is not None
-        try:
-            return [resume(id)]
-        except TltError as error:
-            self._end(id, error)
-            return []
+        def end(few: list[str]) -> None:
+            live = [id for id in few if id in self._routes]
+            if live:
+                self._send(Abort(ids=live))
+            for id in live:
+                self._end(id, error)
+
+        self._chores.add([*submission.open], end)
+
+    def _sort(
+        self, requests: list[GenerateRequest]
+    ) -> tuple[list[GenerateRequest], list[GenerateRequest]]:
+        """Refuse those that crash the engine, and return those that do not, and those that may."""
+        free, suspect, refused = self._suspects.sort(requests, time.monotonic())
+        self._refuse(refused)
+        return free, suspect
+
+    def _try(self, requests: list[GenerateRequest]) -> None:
+        self._queue += [([request], True) for request in requests]
+        self._advance()
 
     def _refuse(self, requests: Iterable[GenerateRequest]) -> None:
         for request in requests:
@@ -188,17 +218,31 @@ class OpenSequences:
         """
         while self._queue and not self._on_trial and self._pause is None:
             batch, trial = self._queue.popleft()
-            batch, rest = _slice(batch)
+            batch, rest = self._slice(batch)
             if rest:
                 self._queue.appendleft((rest, False))
                 self._pause = asyncio.get_running_loop().call_soon(self._go_on)
-            left = [request for request in batch if request.id in self._routes]
+            left = [route for each in batch if (route := self._routes.get(each.id)) is not None]
+            left = [route for route in left if route.is_open and not route.ending]
             if left:
-                self._on_trial = left[0].id if trial else ""
-                self._trial_tokens = self._suspects.trial(left[0]) if trial else 0
-                for request in left:
-                    self._routes[request.id].held = False
-                self._send(Submit(left))
+                first = left[0].request
+                self._on_trial = first.id if trial else ""
+                self._trial_tokens = self._suspects.trial(first) if trial else 0
+                sent = self._send(Submit([route.rest() for route in left]))
+                for route in left:
+                    route.held = not sent
+
+    def _slice(
+        self, batch: list[GenerateRequest]
+    ) -> tuple[list[GenerateRequest], list[GenerateRequest]]:
+        """Return the part of a batch that is sent at once, and the rest."""
+        ids = 0
+        for i, request in enumerate(batch):
+            route = self._routes.get(request.id)
+            ids += len(request.token_ids) + (len(route.generated) if route is not None else 0)
+            if i and (i == SLICE_REQUESTS or ids > SLICE_IDS):
+                return batch[:i], batch[i:]
+        return batch, []
 
     def _go_on(self) -> None:
         self._pause = None
@@ -222,7 +266,7 @@ class OpenSequences:
         route = self._routes.get(output.id)
         if route is None:
             return  # ended here before the engine knew: aborted, expired, or past its stop string
-        route.tokens += len(output.token_ids)
+        route.take(output)
         self._admission.take(output)
         if output.finish_reason is not None:
             del self._routes[output.id]
@@ -234,15 +278,19 @@ class OpenSequences:
 
     def _abandon(self, submission: Submission) -> None:
         ids = list(submission.open)
-        if ids:
-            self._send(Abort(ids=ids))
-            for id in ids:
+        submission.open.clear()
+        if not ids:
+            return
+        self._send(Abort(ids=ids))
+        self._metrics.sequences.labels("abandoned").inc(len(ids))
+
+        def drop(few: list[str]) -> None:
+            for id in few:
                 if self._routes.pop(id, None) is not None:
                     self._admission.close(id)
                 self._tried(id)
-            submission.open.clear()
-            self._metrics.sequences.labels("abandoned").inc(len(ids))
-            self._count()
+
+        self._chores.add(ids, drop, self._count)
 
     def _count(self) -> None:
         self._metrics.open_sequences.set(len(self._routes))
@@ -250,13 +298,3 @@ class OpenSequences:
             self.idle.clear()
         else:
             self.idle.set()
-
-
-def _slice(batch: list[GenerateRequest]) -> tuple[list[GenerateRequest], list[GenerateRequest]]:
-    """Return the part of a batch that is sent at once, and the rest."""
-    ids = 0
-    for i, request in enumerate(batch):
-        ids += len(request.token_ids)
-        if i and (i == SLICE_REQUESTS or ids > SLICE_IDS):
-            return batch[:i], batch[i:]
-    return batch, []

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from tlt_server.records import GenerateRequest, StepOutput
 
-Resume = Callable[[str], GenerateRequest]  # id -> the rest of that sequence
-
 
 class Submission:
-    """Iterate for the outputs that have come since, in order of arrival, until each sequence has
-    ended.
-    """
+    """The outputs that have come and were not taken yet, by sequence."""
 
     def __init__(
-        self, ids: Sequence[str], close: Callable[[Submission], None], resume: Resume | None = None
+        self, ids: Sequence[str], close: Callable[[Submission], None], *, resumes: bool = False
     ) -> None:
+        """`resumes`: the sequences go on after a death of the engine."""
         self.open = set(ids)
-        self.resume = resume
-        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        self.resumes = resumes
+        self._outputs: OrderedDict[str, list[StepOutput]] = OrderedDict()
+        self._some = asyncio.Event()
         self._close = close
         self._timer: asyncio.TimerHandle | None = None
 
@@ -33,19 +33,36 @@ class Submission:
                 self.open.discard(output.id)
                 if not self.open and self._timer is not None:
                     self._timer.cancel()
-            self._outputs.put_nowait(output)
+            self._outputs.setdefault(output.id, []).append(output)
+            self._some.set()
 
     def expire_at(self, when: float, expire: Callable[[], None]) -> None:
         self._timer = asyncio.get_running_loop().call_later(
             max(0.0, when - time.monotonic()), expire
         )
 
-    async def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
-        while self.open or not self._outputs.empty():
-            outputs = [await self._outputs.get()]
-            while not self._outputs.empty():
-                outputs.append(self._outputs.get_nowait())
-            yield outputs
+    async def slices(
+        self, size_of: Callable[[StepOutput], int], limit: int
+    ) -> AsyncIterator[tuple[list[StepOutput], int]]:
+        """Yield what has come since, in slices that end when their size reaches `limit`, each with
+        its size, until every sequence has ended. The outputs of a sequence keep their order and
+        stand together, so that each chunk of a stream has as many tokens as possible.
+        """
+        while self.open or self._outputs:
+            await self._some.wait()
+            few: list[StepOutput] = []
+            size = 0
+            while self._outputs:
+                _, outputs = self._outputs.popitem(last=False)
+                for output in outputs:
+                    few.append(output)
+                    size += size_of(output)
+                    if size >= limit:
+                        yield few, size
+                        few, size = [], 0
+            self._some.clear()
+            if few:
+                yield few, size
 
     def close(self) -> None:
         """Abort what has not ended; the engine's answers to that are dropped."""
@@ -60,5 +77,23 @@ class Route(Struct, gc=False):
     submission: Submission
     request: GenerateRequest
     tokens: int = 0  # tokens given so far
+    generated: list[int] = []  # these tokens, of a sequence that can resume
     held: bool = False  # the sequence waits here, and the engine does not know it
     ending: str = ""  # the finish reason that an abort asked for
+
+    @property
+    def is_open(self) -> bool:
+        """False once the client has left."""
+        return self.request.id in self.submission.open
+
+    def take(self, output: StepOutput) -> None:
+        """Count an output in."""
+        self.tokens += len(output.token_ids)
+        if self.submission.resumes:
+            self.generated += output.token_ids
+
+    def rest(self) -> GenerateRequest:
+        """Return the request by which an engine begins or continues the sequence."""
+        if not self.generated:
+            return self.request
+        return msgspec.structs.replace(self.request, generated=self.generated, begin_by_s=None)
