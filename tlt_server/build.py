@@ -48,6 +48,7 @@ from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
+from tlt_server.garbage import collect_while_few
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed
@@ -113,6 +114,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 serving_grpc(app, service, gate, certificates)
             )
             stack.push_async_callback(_cancel, asyncio.create_task(watch_turns(metrics)))
+            stack.push_async_callback(_cancel, asyncio.create_task(collect_while_few()))
             server = HttpServer(app, config, certificates)
             await server.start(listener, probes)
             stack.push_async_callback(_finish, server)

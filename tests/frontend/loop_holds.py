@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.frontend.live_server import LiveServer
+from tlt_server.garbage import NEVER
 
 
 class LoopHolds:
@@ -35,14 +36,16 @@ class LoopHolds:
 @contextmanager
 def loop_holds(server: LiveServer) -> Iterator[LoopHolds]:
     """Watch the loop. What the tests hold is kept from garbage collection, as the server does with
-    what it has loaded.
+    what it has loaded, and nothing but `garbage` collects the oldest generation.
     """
-    holds = LoopHolds()
+    holds, thresholds = LoopHolds(), gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*thresholds[:2], NEVER)
     server.call(holds.watch)
     try:
         yield holds
     finally:
         server.call(holds.stop)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
