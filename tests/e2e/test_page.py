@@ -344,14 +344,16 @@ def test_new_weights_are_marked_in_the_charts_and_in_a_response(
 
 
 @pytest.mark.parametrize(
-    ("failing", "state"),
-    [(("startupz",), "starting"), (("livez",), "restarting"), ((), "not ready")],
+    ("failing", "reason", "state"),
+    [
+        (("startupz",), "reason, limit and remedy", "starting"),
+        ((), "the engine is gone and is being restarted: status 9", "restarting"),
+        ((), "reason, limit and remedy", "not ready"),
+    ],
 )
 def test_the_state_is_what_the_probes_say(
-    open_page: Open, server: ServerProcess, failing: tuple[str, ...], state: str
+    open_page: Open, server: ServerProcess, failing: tuple[str, ...], reason: str, state: str
 ) -> None:
-    reason = "reason, limit and remedy"
-
     def probes(page: Page) -> None:
         for name in ("readyz", *failing):
             page.route(

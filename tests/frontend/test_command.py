@@ -302,7 +302,7 @@ def test_a_signal_while_the_engine_is_gone_ends_the_server_at_once(model: Path) 
     with served("starts once", model) as server:
         server.wait_ready()
         generate(server, {"token_ids": [DIES]})[0].join(30)
-        assert httpx.get(f"{server.url}/livez").status_code == 503
+        assert httpx.get(f"{server.url}/readyz").status_code == 503
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert (

@@ -1,8 +1,9 @@
 """Routes for operators and orchestrators: probes, metrics and server info.
 
-`/livez`: this process works, and its engine runs or will be restarted. `/startupz`: the engine has
-been ready. `/readyz`: a request sent now would be taken. `/health`: it would, or only a pause or a
-sleep that a client asked for prevents it.
+`/livez`: this process works, and its engine runs, starts or will be restarted, so killing the
+server would only lose what can resume. `/startupz`: the engine has been ready. `/readyz`: a request
+sent now would be taken. `/health`: it would, or only a pause or a sleep that a client asked for
+prevents it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ class Answers(Generic[Report]):
         answer = self._awaited[command.id] = asyncio.get_running_loop().create_future()
         try:
             if not self._send(command):
-                raise Unavailable("the engine does not take commands; poll /livez", retry_after_s=2)
+                raise Unavailable(
+                    "the engine does not take commands; poll /readyz", retry_after_s=2
+                )
             return await answer
         finally:
             del self._awaited[command.id]

@@ -53,6 +53,7 @@ class EngineClient:
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
         self.phases: list[Phase] = []
         self.failure = ""  # why there is no engine, from a death until the next epoch is ready
+        self._over = False  # there will be none any more
         self._again_s = 0.0  # time in which there may be one again
         self.draining = False
 
@@ -97,6 +98,7 @@ class EngineClient:
         reason = death.error.message
         restart = "will not be" if restart_in_s is None else "is being"
         self.failure = f"the engine is gone and {restart} restarted: {reason}"
+        self._over = restart_in_s is None
         self._again_s = (restart_in_s or 0.0) + start_s
         self._metrics.engine_gone()
         self._unanswered |= bool(self._weight_answers)
@@ -225,7 +227,8 @@ class EngineClient:
                 "the server is draining before it stops; send the request to another replica",
                 retry_after_s=5,
             )
-        self.check_alive()
+        if self.failure:
+            raise Unavailable(self.failure, retry_after_s=self._again_s)
         if self.info is None:
             raise Unavailable(
                 f"the engine is starting ({len(self.phases)} phases done); poll /readyz",
@@ -233,8 +236,8 @@ class EngineClient:
             )
 
     def check_alive(self) -> None:
-        """`Unavailable` while the engine is gone, but not before it was ready once."""
-        if self.failure:
+        """`Unavailable` when the engine is gone and will not be restarted."""
+        if self._over:
             raise Unavailable(self.failure, retry_after_s=self._again_s)
 
     def check_room(self, demand: Demand) -> None:
