@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tlt_client.rpc.rollout_pb2_grpc import RolloutServiceStub
 from tlt_server.frontend.generation.generation import OUTPUT_BYTES, VALUE_BYTES, Generations
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
+from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.keys import EVERYBODY
 from tlt_server.frontend.http.loop_share import LoopShare
 from tlt_server.frontend.rpc.messages import fill
@@ -293,3 +294,34 @@ def test_the_text_of_every_choice_that_ends_is_charged_to_the_key(
     steps = 8 * (TOKENS // 8 + 1)
     own = steps * OUTPUT_BYTES + 8 * TOKENS * 2 * VALUE_BYTES
     assert sum(charged) - len(reply.content) > own + 8 * (TOKENS - 8) * VALUE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [65], "sampling_params": {"skip_special_tokens": False}}),
+        ("/v1/completions", {"prompt": [65]}),
+    ],
+)
+def test_few_choices_are_decoded_in_one_turn(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    decoded = [0]  # tokens, in each turn
+    decode = Text.decode
+
+    async def turn(share: LoopShare, owner: str, size: int) -> None:
+        decoded.append(0)
+
+    def counted(text: Text, token_ids: Sequence[int], *, special: bool = False) -> str:
+        decoded[-1] += len(token_ids)
+        return decode(text, token_ids, special=special)
+
+    monkeypatch.setattr(LoopShare, "turn", turn)
+    monkeypatch.setattr(Text, "decode", counted)
+    asked = {"n": 16, "max_tokens": TOKENS, "max_new_tokens": TOKENS, "ignore_eos": True}
+    params = body.get("sampling_params", {}) | asked
+    reply = httpx.post(
+        server.url + path, json=body | asked | {"sampling_params": params}, timeout=60
+    )
+    assert reply.status_code == 200
+    assert sum(decoded) >= 16 * TOKENS and max(decoded) <= 4 * TOKENS

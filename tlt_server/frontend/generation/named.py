@@ -1,5 +1,5 @@
-"""The sequences of each name that a client gave its request, with the key that asked, so that they
-can be aborted by that name.
+"""The names that clients give their requests, and the sequences of each with the key that asked, so
+that they can be aborted by that name.
 """
 
 from __future__ import annotations
@@ -7,6 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tlt_server.frontend.http.keys import Caller
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that comes a second time, or None."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 class Named:

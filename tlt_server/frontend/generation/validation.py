@@ -20,6 +20,7 @@ from tlt_server.errors import Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import NATIVE, RequestBatch, RequestItem, Words
+from tlt_server.frontend.generation.named import repeated
 from tlt_server.frontend.generation.requests import PROMPTS, ItemFields, NativeRequest
 from tlt_server.frontend.generation.samplings import DEFAULTS, Samplings
 from tlt_server.frontend.generation.text import Text
@@ -103,7 +104,12 @@ class Validator:
                     ],
                 )
             )
-        _check_distinct([item.id for item in items])
+        twice = repeated(item.id for item in items)
+        if twice is not None:
+            raise InvalidRequest(
+                f"the id {shown(twice)} is used twice in requests; ids of one batch must differ "
+                "(or leave them out)"
+            )
         return RequestBatch(items, request.stream, deadline_s)
 
     async def _samplings(
@@ -281,14 +287,3 @@ def _check_priority(priority: int, caller: Caller) -> None:
             f"the priority is {abs(priority)} ahead of the default, and the key {caller.name} "
             "lacks the scope operate, which that needs: leave it out, or ask to come later"
         )
-
-
-def _check_distinct(ids: list[str]) -> None:
-    seen: set[str] = set()
-    for id in ids:
-        if id in seen:
-            raise InvalidRequest(
-                f"the id {shown(id)} is used twice in requests; ids of one batch must differ (or "
-                "leave them out)"
-            )
-        seen.add(id)

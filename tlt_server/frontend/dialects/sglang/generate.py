@@ -29,6 +29,7 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.replies import error_reply, sliced_response, unexpected
+from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.service import Service
 
 WORDS = Words("prompt {i}", "sampling_params.", "sampling_params.")
@@ -51,12 +52,10 @@ async def _whole(phrase: Phrase, generation: Generation) -> Response:
         if isinstance(event, FailedItem):
             raise event.error
         if isinstance(event, FinishedItem):
-            found |= {
-                phrase.index_of(event.id, choice.index): phrase.whole(
-                    event.id, choice, event.cached_tokens
-                )
-                for choice in event.choices
-            }
+            for choice in event.choices:
+                await generation.turn(SLICE_BYTES)  # its text may be decoded again
+                index = phrase.index_of(event.id, choice.index)
+                found[index] = phrase.whole(event.id, choice, event.cached_tokens)
     ended = [found[index] for index in sorted(found)]
     return sliced_response(ended if phrase.asked.several else ended[0], generation.turn)
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.frontend.generation.named import repeated
 from tlt_server.frontend.generation.requests import (
     MAX_NAME,
     NAMES,
@@ -136,8 +137,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
                     f"rid has {len(self.rid)} names and there are {count} prompts; give each "
                     "prompt one, or leave rid out"
                 )
-            if len({*self.rid}) < count:
-                twice = next(name for i, name in enumerate(self.rid) if name in self.rid[:i])
+            if (twice := repeated(self.rid)) is not None:
                 raise InvalidRequest(f"rid has {shown(twice)} twice; give each prompt its own name")
             return [*self.rid]
         if self.rid is None or count == 1:
