@@ -37,7 +37,7 @@ Dimensions = Annotated[
 ]
 
 
-MAX_TENSORS = 2**18  # limit on the tensors of one call
+MAX_TENSORS = 2**16  # limit on the tensors of one call, which the engine gets in one message
 TensorNames = Annotated[list[TensorName], Meta(max_length=MAX_TENSORS)]
 TypeNames = Annotated[list[str], Meta(max_length=MAX_TENSORS)]
 Shapes = Annotated[list[Dimensions], Meta(max_length=MAX_TENSORS)]

@@ -7,6 +7,7 @@ differ.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
@@ -62,6 +63,9 @@ class WeightChecker:
                 "call with action reset first"
             )
         sums = await self._sums()
-        return sorted(
-            name for name in sums.keys() | expected.keys() if sums.get(name) != expected.get(name)
-        )
+        return await asyncio.to_thread(_differing, sums, expected)
+
+
+def _differing(sums: dict[str, str], expected: dict[str, str]) -> list[str]:
+    names = sums.keys() | expected.keys()
+    return sorted(name for name in names if sums.get(name) != expected.get(name))

@@ -7,6 +7,7 @@ NCCL communicator whose id is in the store or comes with the call.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Annotated, Literal
 
@@ -173,11 +174,14 @@ class Transfer:
         """Take all tensors that are announced, and return the last report."""
         infos = asked.update_info if isinstance(asked.update_info, list) else [asked.update_info]
         async with self._broadcasts.announced(GROUP):
-            pushes = [
-                (info.entries(), info.packing(self._packing)) for info in infos
-            ]  # all are checked before the first push
-        for entries, packing in pushes:
+            # All are checked before the first push, in a thread, since they may be many.
+            pushes = await asyncio.to_thread(lambda: [info.entries() for info in infos])
+        for info, entries in zip(infos, pushes, strict=True):
             report = await self._broadcasts.push(
-                update, GROUP, entries, packing, version=asked.weight_version or ""
+                update,
+                GROUP,
+                entries,
+                info.packing(self._packing),
+                version=asked.weight_version or "",
             )
         return report

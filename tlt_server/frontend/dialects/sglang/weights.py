@@ -177,7 +177,7 @@ async def from_distributed(service: Service, request: Request) -> Response:
         group = (await read(service, GroupOf, request)).group_name
         async with service.broadcasts.announced(group):
             asked = await read(service, DistributedFields, request)
-            tensors = described(asked.names, asked.dtypes, asked.shapes)
+            tensors = await asyncio.to_thread(described, asked.names, asked.dtypes, asked.shapes)
         report = await service.broadcasts.push(
             update,
             asked.group_name,

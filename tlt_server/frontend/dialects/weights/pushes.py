@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from msgspec import Meta
@@ -84,10 +85,10 @@ async def push(service: Service, request: Request) -> Response:
         announced = await service.bodies.read(ANNOUNCED, body)
         async with service.broadcasts.announced(announced.group):
             asked = await service.bodies.read(PUSH, body)
-            manifest = None if isinstance(asked, UpdateFields) else manifest_of(asked, update.role)
+            if not isinstance(asked, UpdateFields):
+                manifest = await asyncio.to_thread(manifest_of, asked, update.role)
         if isinstance(asked, UpdateFields):
             return outcome(await service.transfer.push(update, asked))
-        assert manifest is not None
         if manifest.channel == "http" and service.uploads is not None:
             return outcome(await _upload(update, manifest, service.uploads))
         # The engine refuses a push by a channel that is closed.
