@@ -48,7 +48,7 @@ class Turns:
 
     def charge(self, owner: str, cost: float) -> None:
         """Charge a service. It is free while no other owner waits: it takes from none."""
-        if cost > 0 and self._waiting - {owner}:
+        if cost > 0 and len(self._waiting) > (owner in self._waiting):
             self._credit[owner] = self._credit.get(owner, self._quantum) - cost
 
     def _advance(self) -> None:
