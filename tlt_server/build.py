@@ -51,6 +51,7 @@ from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.garbage import collect_while_few
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
+from tlt_server.private import write_no_core_files
 from tlt_server.seeds import SeedSource, choice_seed
 from tlt_server.shared_settings import SharedSettings
 
@@ -63,6 +64,7 @@ def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None
     """
     write_logs(config.log_level, config.log_format)
     raise_limit(config)
+    write_no_core_files()
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
 

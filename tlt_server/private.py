@@ -1,4 +1,4 @@
-"""Files and directories that only the server's user may open, under any umask.
+"""Files and directories that only the server's user may open, under any umask, and no core files.
 
 The umask of the shell that starts the server could open them to others, or lock the server out.
 Everything below the state directory and the server's temporary directories is made here.
@@ -7,9 +7,17 @@ Everything below the state directory and the server's temporary directories is m
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 DIRECTORY, FILE = 0o700, 0o600
+
+
+def write_no_core_files() -> None:
+    """Keep this process, and those that it starts, from writing core files: they would hold prompts
+    and keys. `prlimit --core=unlimited --pid` allows them again.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def private_directory(path: Path, *, parents: bool = False, exist_ok: bool = False) -> Path:

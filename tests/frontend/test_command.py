@@ -5,6 +5,7 @@ after the end.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -296,6 +297,21 @@ def test_a_crash_loop_ends_the_server_with_status_1_and_one_line(model: Path) ->
             and "status 1" in said[-1]
             and not any("Traceback" in line for line in server.lines)
         )
+
+
+def test_no_process_of_the_server_writes_a_core_file(model: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))  # as in a container
+    try:
+        with served("plain", model) as server:
+            server.wait_ready()
+            pid = server.process.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            limits = [Path(f"/proc/{each}/limits").read_text() for each in [pid, *children]]
+            assert len(limits) == 3, "the engine, and the process that reads what is large"
+            assert all(re.search(r"Max core file size +0 ", each) for each in limits)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
 def test_a_signal_while_the_engine_is_gone_ends_the_server_at_once(model: Path) -> None:

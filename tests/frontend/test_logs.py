@@ -301,6 +301,22 @@ def test_an_exception_that_nobody_awaits_is_logged_without_its_message(stream: i
     ) and PROMPT not in stream.getvalue()
 
 
+def test_a_callback_that_fails_is_logged_without_its_arguments(stream: io.StringIO) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(left_behind)
+        loop.call_soon(int, "prompt")
+        loop.call_soon("prompt".index, "x")
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert [line["what"] for line in lines(stream)] == [
+        "Exception in callback int",
+        "Exception in callback str.index",
+    ]
+    assert "prompt" not in stream.getvalue()
+
+
 def test_the_form_is_chosen_by_name(stream: io.StringIO) -> None:
     for form in ("console", "json", None):
         out = io.StringIO()

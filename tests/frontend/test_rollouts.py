@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.frontend.fake_engine import FAILS, HANGS
@@ -18,6 +19,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_server.frontend.http.keys import EVERYBODY
+from tlt_server.packed import PackedIds
 
 ITEMS: list[Any] = [{"id": "b", "prompt": "xyz", "n": 2}, {"id": "a", "prompt": "hello world"}]
 FIELDS: dict[str, Any] = {"max_tokens": 40, "logprobs": 1, "prompt_logprobs": 0, "stop": ["ld"]}
@@ -43,6 +45,35 @@ def test_a_detached_batch_has_the_reply_of_one_that_was_waited_for(client: Clien
     rollout = client.generate(items, sampling=FIELDS, detach=True)
     assert rollout.result(30) == waited
     assert rollout.result(30) == waited  # from the journal: it is no longer in memory
+
+
+def test_only_the_journal_of_a_rollout_holds_its_prompt_on_disk(
+    model: Path, tmp_path: Path
+) -> None:
+    canary: dict[str, Any] = {"token_ids": [*b"a canary sings"], "id": "a"}
+    held = (
+        bytes(PackedIds.of(canary["token_ids"]).packed),
+        msgspec.msgpack.encode(canary["token_ids"]),
+    )
+
+    def found(server: LiveServer) -> list[Path]:
+        files = [file for root in (tmp_path, server.directory) for file in root.rglob("*")]
+        return [
+            file
+            for file in files
+            if file.is_file()
+            and any(form in file.read_bytes() for form in (*held, b"canary sings"))
+        ]
+
+    with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
+        client.generate([canary])
+        assert found(server) == []
+        rollout = client.generate([canary], detach=True)
+        rollout.result(30)
+        (journal,) = found(server)
+        assert stat.S_IMODE(journal.stat().st_mode) == 0o600
+        rollout.delete()
+        assert found(server) == []
 
 
 def test_results_come_as_items_end_and_progress_says_how_far_it_is(slow: LiveServer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 import traceback
 from typing import Any, Literal, TextIO
@@ -76,8 +77,9 @@ def frames(error: BaseException) -> list[str]:
 
 
 def left_behind(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an exception that no task awaited. The loop's own handler would print its message."""
+    """Log an exception that no task awaited. The loop's own handler would print its message, and
+    the arguments of a callback.
+    """
     error = context.get("exception")
-    log.error(
-        "left_behind", what=context["message"], **({"exc_info": error} if error is not None else {})
-    )
+    what = re.split(r"[<(]", context["message"])[0].strip()
+    log.error("left_behind", what=what, **({"exc_info": error} if error is not None else {}))

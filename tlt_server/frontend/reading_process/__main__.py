@@ -48,7 +48,6 @@ def _bound_memory(memory_mb: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold prompts
 
 
 def _serve(channel: BlockingChannel, text: Text) -> None:
