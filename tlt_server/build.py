@@ -55,7 +55,7 @@ from tlt_server.private import write_no_core_files
 from tlt_server.seeds import SeedSource, choice_seed
 from tlt_server.shared_settings import SharedSettings
 
-ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
+ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
 
 
 def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:

@@ -24,6 +24,9 @@ from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.test_limits import eventually
 from tests.processes import engine
 from tlt_client import Client
+from tlt_server import build
+from tlt_server.doctor import command as doctor
+from tlt_server.frontend.reading import reader
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 ROOT = FAKE_SERVER.parents[2]
@@ -297,6 +300,14 @@ def test_a_crash_loop_ends_the_server_with_status_1_and_one_line(model: Path) ->
             and "status 1" in said[-1]
             and not any("Traceback" in line for line in server.lines)
         )
+
+
+@pytest.mark.parametrize("command", [build.ENGINE, reader.COMMAND, doctor.CHILD], ids=str)
+def test_no_process_imports_from_the_current_directory(command: tuple[str, ...]) -> None:
+    *python, flag, module = command
+    assert flag == "-m" and module.startswith("tlt_server.")
+    asked = [*python, "-c", "import sys; print('' in sys.path)"]
+    assert subprocess.run(asked, capture_output=True, check=True, text=True).stdout == "False\n"
 
 
 def test_no_process_of_the_server_writes_a_core_file(model: Path) -> None:

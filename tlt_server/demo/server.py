@@ -19,7 +19,7 @@ from types import TracebackType
 from tlt_client import Client
 from tlt_server.errors import StartupError
 
-COMMAND = (sys.executable, "-m", "tlt_server", "serve", "--port", "0")
+COMMAND = (sys.executable, "-P", "-m", "tlt_server", "serve", "--port", "0")
 POLL_S = 0.05
 STOP_S = 20.0  # after SIGTERM; then it is killed, and its engine leaves with it
 

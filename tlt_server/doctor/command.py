@@ -25,7 +25,7 @@ from tlt_server.doctor.checks import Check, chosen
 from tlt_server.doctor.finding import Finding, examine, ok
 from tlt_server.models.environment import library_environment
 
-CHILD = (sys.executable, "-m", "tlt_server.doctor.child")
+CHILD = (sys.executable, "-P", "-m", "tlt_server.doctor.child")
 CHILD_S = 300.0  # in which the child must be through; the self-test of a large model takes a minute
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

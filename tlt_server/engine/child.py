@@ -33,7 +33,7 @@ def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[
     """
     environment = {**os.environ, **library_environment(settings.numerics)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tlt_server.engine.process", str(directory)],
+        [sys.executable, "-P", "-m", "tlt_server.engine.process", str(directory)],
         stdin=subprocess.PIPE,
         env=environment,
     )

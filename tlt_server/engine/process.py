@@ -1,7 +1,7 @@
 """The engine process: settings as one line on stdin, commands and events over two ZeroMQ sockets,
 one loop.
 
-Started by `build.py` as `python -m tlt_server.engine.process DIR`; the environment that strict
+Started by `build.py` as `python -P -m tlt_server.engine.process DIR`; the environment that strict
 numerics needs was set by the parent, before torch is imported here. Ends after `Stop`, when its
 parent is gone, or with one `Failed` event. After a fault it ends at once: freeing what lies on a
 GPU whose context is lost may hang or abort.

@@ -33,7 +33,8 @@ from tlt_server.frontend.reading.trees import Builder
 LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
 MEMORY_MB = 4096  # what the process may have in addition to what it has after its start
 HANG_S = 120.0  # time of one slice; the largest takes about 15 s
-COMMAND = (sys.executable, "-m", "tlt_server.frontend.reading_process")
+# -P: a module in the current directory is none of ours.
+COMMAND = (sys.executable, "-P", "-m", "tlt_server.frontend.reading_process")
 # One thread per lane is all that it gets: the cores are the engine's.
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
