@@ -8,15 +8,22 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
 from tests.frontend.board import BOARD
+from tests.frontend.fake_engine import DIES
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
+from tlt_client import Client
 from tlt_server.__main__ import _parse
 from tlt_server.settings import settings
 
@@ -130,12 +137,25 @@ def test_it_runs_on_a_read_only_file_system_without_rights() -> None:
     assert f"--read-only --tmpfs /tmp --cap-drop ALL -v tlt:{volume} tlt-server" in documented
 
 
-def test_the_health_check_asks_an_open_route() -> None:
+def test_healthy_is_a_server_that_has_started_and_works_or_recovers(model: Path) -> None:
     (check,) = all_of("HEALTHCHECK")
-    command = json.loads(check.partition("CMD ")[2])
-    compile(command[2], "healthcheck", "exec")
-    (path,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", command[2])
-    assert path == "/readyz" and all_of("EXPOSE") == ["8000"]
+    python, flag, code = json.loads(check.partition("CMD ")[2])
+    assert (python, flag, all_of("EXPOSE")) == ("python", "-c", ["8000"])
+
+    def status(server: LiveServer) -> int:
+        assert "//127.0.0.1:8000/" in code
+        asked = code.replace("http://127.0.0.1:8000", server.url)
+        return subprocess.run([sys.executable, "-c", asked], capture_output=True).returncode
+
+    with live_server(model, max_restarts=1) as server, Client(server.url, timeout_s=30) as client:
+        assert status(server) == 0
+        server.call(server.may_launch.clear)
+        client.generate([{"token_ids": [65, DIES]}])
+        assert httpx.get(f"{server.url}/readyz").status_code == 503 and status(server) == 0
+        server.call(server.may_launch.set)
+        eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+        client.generate([{"token_ids": [66, DIES]}])
+        assert status(server) == 1
 
 
 def test_commands_are_taken_by_the_command_line() -> None:
