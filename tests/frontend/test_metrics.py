@@ -282,8 +282,8 @@ def test_ready_is_what_readyz_says(model: Path) -> None:
 
 
 def test_an_engine_step_costs_the_frontend_little() -> None:
-    """A step of 64 decoding requests with every gauge of the real engine; generous, as other
-    processes share this machine.
+    """A step of 64 decoding requests with every gauge of the real engine takes little of the
+    processor's time.
     """
     metrics = Metrics()
     gauges = dict.fromkeys(
@@ -301,8 +301,8 @@ def test_an_engine_step_costs_the_frontend_little() -> None:
     message = Outputs([], gauges, cycle(EAGLE, [i % 8 for i in range(64)], drafted=960))
     best = float("inf")
     for _ in range(20):
-        started = time.perf_counter()
+        started_s = time.thread_time()
         for _ in range(20):
             metrics.engine_outputs(message)
-        best = min(best, (time.perf_counter() - started) / 20)
+        best = min(best, (time.thread_time() - started_s) / 20)
     assert best < 0.0005, f"{best * 1e6:.0f} us per step"

@@ -20,8 +20,8 @@ from tlt_server.frontend.rpc import reads
 from tlt_server.frontend.rpc.reads import MessageReads
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "OTHERS_S", 0.05)
     monkeypatch.setattr(reads, "OWN_S", 0.2)
     monkeypatch.setattr(reads, "CHECK_S", 0.01)
@@ -72,6 +72,7 @@ def test_only_a_few_messages_are_read_at_once_and_a_free_turn_goes_to_who_reads_
     run(case())
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_read_that_stalls_is_cut_only_while_others_wait() -> None:
     async def case() -> None:
         messages = Messages(2)
@@ -92,6 +93,7 @@ def test_a_read_that_stalls_is_cut_only_while_others_wait() -> None:
     run(case())
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_no_read_is_cut_for_a_caller_that_has_left() -> None:
     async def case() -> None:
         messages = Messages(1)
@@ -106,6 +108,7 @@ def test_no_read_is_cut_for_a_caller_that_has_left() -> None:
     run(case())
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_calls_that_send_no_message_keep_out_none_that_does(model: Path) -> None:
     with live_server(model, grpc_port=0, max_body_mb=1, max_bodies_mb=4) as server:
         with grpc.insecure_channel(server.grpc_address) as channel:
