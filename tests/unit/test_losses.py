@@ -71,14 +71,6 @@ def test_total_variation_is_one_minus_the_overlap():
     )
 
 
-def test_feature_regression_is_smooth_l1():
-    predicted, target = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
-    torch.testing.assert_close(
-        losses.feature_regression(predicted, target, torch.ones(1)),
-        torch.tensor((0.5 * 0.25 + 2.5) / 2),
-    )
-
-
 def test_steps_are_weighted_by_decay():
     torch.testing.assert_close(
         losses.over_steps([torch.tensor(1.0), torch.tensor(4.0)], decay=0.5), torch.tensor(2.0)

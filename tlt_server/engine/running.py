@@ -37,10 +37,6 @@ class RunningSet:
     def full(self) -> bool:
         return not self._free_slots
 
-    @property
-    def youngest(self) -> Sequence:
-        return self._sequences[-1]
-
     def add(self, sequence: Sequence, cached: list[int]) -> None:
         """Give the sequence a batch slot, the cached pages of its prefix, which are held already,
         and pages for the rest of its tokens, which must be available.

@@ -30,7 +30,6 @@ from tlt_server.models.rope import rotary_table
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 VOCABULARY_MAP = {"d2t", "t2d"}
-CALIBRATION_SHAPES = {"survival": (2, 8, 16), "gap_edges": (15,)}
 
 
 def feature_layers(directory: str | Path, target: ModelConfig) -> tuple[int, ...]:
@@ -214,10 +213,6 @@ class Eagle3:
         )
         self.head = Projection(hidden, {"lm_head": draft_vocab_size}, bias=False, numerics=numerics)
         self.target_ids = torch.arange(draft_vocab_size)  # int64 [C], draft id -> target id
-        self.survival: Tensor | None = (
-            None  # float32 [2, 8, 16]: calibrated chance that a node is on the path
-        )
-        self.gap_edges: Tensor | None = None  # float32 [15]: bounds of the gap's bins
 
     @classmethod
     def load(cls, directory: str | Path, target: Decoder) -> Eagle3:
@@ -227,7 +222,6 @@ class Eagle3:
         directory = Path(directory)
         drafter = cls.empty(directory, target)
         fill_drafter(drafter, directory)
-        drafter._load_calibration(directory / "calibration.safetensors")
         return drafter
 
     @classmethod
@@ -261,13 +255,6 @@ class Eagle3:
         names them in errors.
         """
         self.target_ids = target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
-
-    def _load_calibration(self, path: Path) -> None:
-        if not path.exists():
-            return
-        for name, tensor in read_tensors(path, CALIBRATION_SHAPES):
-            check_tensor(name, tensor, torch.empty(CALIBRATION_SHAPES[name]), path)
-            setattr(self, name, tensor.float())
 
     def fuse(self, features_RF: Tensor) -> Tensor:
         """The target's features of position p - 1 as the drafter's g: [R, H]."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 
 class Pairs(NamedTuple):
@@ -95,15 +94,6 @@ def total_variation(
 ) -> torch.Tensor:
     """1/2 sum_v |p_v - q_v|: one minus the best chance that a single draft is right."""
     return _mean(0.5 * (teacher - draft_logits.float().softmax(-1)).abs().sum(-1), weights)
-
-
-def feature_regression(
-    predicted: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Smooth-L1 between features [..., H], averaged over H (EAGLE-1/2)."""
-    return _mean(
-        F.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1), weights
-    )
 
 
 def over_steps(losses: Sequence[torch.Tensor], decay: float = 0.8) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tlt_kernels.gpu.growth import draft_limit
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
-MAX_MATCH, MIN_MATCH = 16, 2  # tokens in common; a single one is no occurrence
+MAX_MATCH = 16  # tokens in common that count at most; a single one is no occurrence
 # No node is surer than this: below it, rounding cannot lift a survival above the parent's.
 CERTAIN = tl.constexpr(0.999)
 BLOCK = 2048  # positions that a scanning program compares at once
