@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import write_eagle, write_target
+from tests.engine.weight_cases import serving
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
 from tlt_server.records import GenerateRequest, Sampling
@@ -35,16 +37,19 @@ def write_parts(root: Path) -> Path:
     return root
 
 
-def gathered_settings(root: Path) -> EngineSettings:
-    return EngineSettings(
-        model=str(root / "base"),
-        device="cpu",
-        drafter=str(root / "drafter"),
-        policy="off",
-        kv_memory_mb=16,
-        weight_root=str(root),
-        weight_channels="disk,broadcast",
-    )
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parts(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return replace(serving(root), weight_channels="disk,broadcast")
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
 
 
 def part(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.engine.pushing import Pushable
@@ -18,6 +19,16 @@ def speculating(settings: EngineSettings) -> Pushable:
     engine = Pushable(settings)
     engine.engine.send(EAGLE)
     return engine
+
+
+@pytest.fixture(scope="module")
+def expected(settings: EngineSettings) -> dict[str, tuple[list[int], list[float]]]:
+    return Pushable(settings).run(*(request(i) for i in range(3)))
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return speculating(settings)
 
 
 def send(engine: Pushable, command: ControlCommand) -> ControlReport | None:

@@ -31,18 +31,13 @@ class Oracle:
         """Know the answers of the weights before."""
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
-        request, parent, token, depth = [], [], [], []
+        chains = []
         for b, name in enumerate(batch.ids):
             done = len(batch.tokens[b]) - int(batch.prompt_len_B[b])
             length = min(strategy.depth, int(batch.max_depth_B[b]))
-            for level, answer in enumerate(self.answers.get(name, [])[done : done + length]):
-                parent.append(len(token) - 1 if level else -1)
-                request.append(b)
-                token.append(answer)
-                depth.append(level + 1)
-        self.proposed += len(token)
-        arrays = (np.array(values, np.int32) for values in (request, parent, token, depth))
-        return Candidates(*arrays, np.zeros(len(token), np.int32), np.ones(len(token), np.float32))
+            chains.append(self.answers.get(name, [])[done : done + length])
+        self.proposed += sum(map(len, chains))
+        return chained(chains)
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
         self.accepted += int((np.asarray(accepted_N) == 1).sum())
@@ -54,3 +49,18 @@ class Oracle:
 
     def gauges(self) -> Mapping[str, float]:
         return {"oracle_proposed": float(self.proposed), "oracle_accepted": float(self.accepted)}
+
+
+def chained(chains: Sequence[Sequence[int]]) -> Candidates:
+    """Return one chain of drafts for each request."""
+    nodes = [
+        (request, level, token)
+        for request, chain in enumerate(chains)
+        for level, token in enumerate(chain)
+    ]
+    request = [request for request, _, _ in nodes]
+    parent = [at - 1 if level else -1 for at, (_, level, _) in enumerate(nodes)]
+    token = [token for _, _, token in nodes]
+    depth = [level + 1 for _, level, _ in nodes]
+    arrays = (np.array(values, np.int32) for values in (request, parent, token, depth))
+    return Candidates(*arrays, np.zeros(len(nodes), np.int32), np.ones(len(nodes), np.float32))

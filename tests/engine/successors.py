@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.engine.oracle import chained
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_files, fill
 from tlt_server.records import Strategy
@@ -100,18 +101,14 @@ class Successors:
         self.network = weights.network
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
-        request, parent, token, depth = [], [], [], []
+        chains = []
         for b, tokens in enumerate(batch.tokens):
-            last = int(tokens[-1])
-            for level in range(min(strategy.depth, int(batch.max_depth_B[b]))):
-                last = int(self.network.successor_V[last])
-                parent.append(len(token) - 1 if level else -1)
-                request.append(b)
-                token.append(last)
-                depth.append(level + 1)
-        self.proposed += len(token)
-        arrays = (np.array(values, np.int32) for values in (request, parent, token, depth))
-        return Candidates(*arrays, np.zeros(len(token), np.int32), np.ones(len(token), np.float32))
+            chain = [int(tokens[-1])]
+            for _ in range(min(strategy.depth, int(batch.max_depth_B[b]))):
+                chain.append(int(self.network.successor_V[chain[-1]]))
+            chains.append(chain[1:])
+        self.proposed += sum(map(len, chains))
+        return chained(chains)
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
         self.accepted += int((np.asarray(accepted_N) == 1).sum())

@@ -10,20 +10,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable
-from tests.engine.weight_cases import checkpoints, fresh, request, serving
+from tests.engine.weight_cases import fresh, request, root, settings
 from tlt_server.commands import SetPolicy
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import Strategy
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return serving(root)
+__all__ = ["root", "settings"]  # fixtures
 
 
 @pytest.fixture

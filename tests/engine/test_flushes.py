@@ -6,31 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.halting import bits, done, send, speculating, started
+from tests.engine.halting import bits, done, engine, expected, send, started
 from tests.engine.pushing import Pushable
-from tests.engine.weight_cases import checkpoints, request, serving
+from tests.engine.weight_cases import request, root, settings
 from tlt_server.commands import ClearCache, Pause, Resume
 from tlt_server.engine.settings import EngineSettings
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return serving(root)
-
-
-@pytest.fixture(scope="module")
-def expected(settings: EngineSettings) -> dict[str, tuple[list[int], list[float]]]:
-    return Pushable(settings).run(*(request(i) for i in range(3)))
-
-
-@pytest.fixture
-def engine(settings: EngineSettings) -> Pushable:
-    return speculating(settings)
+__all__ = ["engine", "expected", "root", "settings"]  # fixtures
 
 
 def test_cached_prefixes_are_forgotten_on_demand(engine: Pushable) -> None:

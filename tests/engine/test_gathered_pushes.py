@@ -14,15 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.gathered import (
-    PARTS,
-    gathered_settings,
-    live_as,
-    part,
-    results,
-    speak,
-    write_parts,
-)
+from tests.engine.gathered import PARTS, engine, live_as, part, results, root, settings, speak
 from tests.engine.pushing import Pushable
 from tlt_server.commands import Pause, Resume
 from tlt_server.engine.gate import Reason
@@ -30,20 +22,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
 from tlt_server.records import GenerateRequest, Sampling
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_parts(tmp_path_factory.mktemp("parts"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return gathered_settings(root)
-
-
-@pytest.fixture
-def engine(settings: EngineSettings) -> Pushable:
-    return Pushable(settings)
+__all__ = ["engine", "root", "settings"]  # fixtures
 
 
 def test_the_part_that_completes_it_makes_it_live(

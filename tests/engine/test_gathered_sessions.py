@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.engine.gathered import PARTS, gathered_settings, live_as, part, results, write_parts
+from tests.engine.gathered import PARTS, engine, live_as, part, results, root, settings
 from tests.engine.pushing import Pushable
 from tlt_server.commands import (
     AbortWeights,
@@ -23,20 +22,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
 from tlt_server.records import GenerateRequest, Sampling
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_parts(tmp_path_factory.mktemp("parts"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return gathered_settings(root)
-
-
-@pytest.fixture
-def engine(settings: EngineSettings) -> Pushable:
-    return Pushable(settings)
+__all__ = ["engine", "root", "settings"]  # fixtures
 
 
 def test_parts_of_two_sessions_never_meet(

@@ -11,34 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.halting import bits, disk_full, done, out_of_memory, send, speculating, started
+from tests.engine.halting import (
+    bits,
+    disk_full,
+    done,
+    engine,
+    expected,
+    out_of_memory,
+    send,
+    speculating,
+    started,
+)
 from tests.engine.pushing import Pushable
-from tests.engine.weight_cases import checkpoints, request, serving
+from tests.engine.weight_cases import request, root, settings
 from tlt_server.commands import ControlCommand, Pause, Resume, Sleep, WakeUp
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.halt import Pages
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import ControlReport
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return serving(root)
-
-
-@pytest.fixture(scope="module")
-def expected(settings: EngineSettings) -> dict[str, tuple[list[int], list[float]]]:
-    return Pushable(settings).run(*(request(i) for i in range(3)))
-
-
-@pytest.fixture
-def engine(settings: EngineSettings) -> Pushable:
-    return speculating(settings)
+__all__ = ["engine", "expected", "root", "settings"]  # fixtures
 
 
 @pytest.fixture(scope="module")

@@ -13,33 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.halting import bits, done, send, speculating, started
+from tests.engine.halting import bits, done, engine, expected, send, started
 from tests.engine.pushing import Pushable
-from tests.engine.weight_cases import checkpoints, request, serving
+from tests.engine.weight_cases import root, settings
 from tlt_server.commands import CommitWeights, NameWeights, ReadWeights, Sleep
 from tlt_server.engine import weight_reads
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return serving(root)
-
-
-@pytest.fixture(scope="module")
-def expected(settings: EngineSettings) -> dict[str, tuple[list[int], list[float]]]:
-    return Pushable(settings).run(*(request(i) for i in range(3)))
-
-
-@pytest.fixture
-def engine(settings: EngineSettings) -> Pushable:
-    return speculating(settings)
+__all__ = ["engine", "expected", "root", "settings"]  # fixtures
 
 
 def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:

@@ -14,22 +14,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
-from tests.engine.weight_cases import checkpoints, request, serving
+from tests.engine.weight_cases import request, root, settings
 from tlt_client.channels import checkpoint
 from tlt_server.commands import CommitWeights
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.weights.checksums import checksum
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return serving(root)
+__all__ = ["root", "settings"]  # fixtures
 
 
 @pytest.fixture

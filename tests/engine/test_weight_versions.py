@@ -12,22 +12,14 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.engine.pushing import Pushable
-from tests.engine.weight_cases import checkpoints, request, serving
+from tests.engine.weight_cases import request, root, settings
 from tlt_server.commands import LookAtWeights, NameWeights, Pause, Sleep
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.decoder import Decoder
 from tlt_server.threads import Errands
 from tlt_server.weights.checksums import checksum
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return serving(root)
+__all__ = ["root", "settings"]  # fixtures
 
 
 @pytest.fixture

@@ -8,20 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.engine.pushing import Pushable
-from tests.engine.weight_cases import check_spans, checkpoints, continued, fresh, request, serving
+from tests.engine.weight_cases import check_spans, continued, fresh, request, root, settings
 from tlt_server.commands import Pause, Resume
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.settings import EngineSettings
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def settings(root: Path) -> EngineSettings:
-    return serving(root)
+__all__ = ["root", "settings"]  # fixtures
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
@@ -32,6 +33,16 @@ def serving(root: Path) -> EngineSettings:
         kv_memory_mb=16,
         weight_root=str(root),
     )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return serving(root)
 
 
 def request(i: int = 0, max_tokens: int = 40, **fields: object) -> GenerateRequest:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
+from tlt_server.commands import InFlight
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.generation.named import repeated
 from tlt_server.frontend.generation.requests import (
@@ -213,19 +214,9 @@ class BeginFields(Tolerant, frozen=True, kw_only=True):
     selector: Annotated[Selector, Meta(description="the model whose weights are pushed")] = "target"
 
 
-class DiskFields(Tolerant, frozen=True, kw_only=True):
-    model_path: Annotated[
-        Directory,
-        Meta(
-            min_length=1, description="directory of safetensors, absolute or below the weight root"
-        ),
-    ]
-    load_format: Annotated[
-        Literal["auto", "safetensors"], Meta(description="both mean safetensors")
-    ] = "auto"
-    weight_version: Annotated[
-        Version | None, Meta(description="absent: the directory's name and digest")
-    ] = None
+class PushFields(Tolerant, frozen=True, kw_only=True):
+    """The fields that the pushes by all channels share."""
+
     abort_all_requests: Annotated[
         bool,
         Meta(
@@ -240,6 +231,25 @@ class DiskFields(Tolerant, frozen=True, kw_only=True):
             "request"
         ),
     ] = True
+
+    @property
+    def in_flight(self) -> InFlight:
+        return "abort" if self.abort_all_requests else "continue"
+
+
+class DiskFields(PushFields, frozen=True, kw_only=True):
+    model_path: Annotated[
+        Directory,
+        Meta(
+            min_length=1, description="directory of safetensors, absolute or below the weight root"
+        ),
+    ]
+    load_format: Annotated[
+        Literal["auto", "safetensors"], Meta(description="both mean safetensors")
+    ] = "auto"
+    weight_version: Annotated[
+        Version | None, Meta(description="absent: the directory's name and digest")
+    ] = None
 
 
 class SglangGroup(Tolerant, frozen=True, kw_only=True):
@@ -263,7 +273,7 @@ class GroupOf(Tolerant, frozen=True, kw_only=True):
     group_name: Any = GROUP
 
 
-class DistributedFields(Tolerant, frozen=True, kw_only=True):
+class DistributedFields(PushFields, frozen=True, kw_only=True):
     names: Annotated[
         TensorNames,
         Meta(
@@ -285,20 +295,6 @@ class DistributedFields(Tolerant, frozen=True, kw_only=True):
         Selector | None,
         Meta(description="whose weights these are; absent: those of POST /begin_weight_update"),
     ] = None
-    abort_all_requests: Annotated[
-        bool,
-        Meta(
-            description="end running sequences with what they have; else they continue under the "
-            "new weights"
-        ),
-    ] = False
-    flush_cache: Annotated[
-        bool,
-        Meta(
-            description="accepted and without effect: KV of another version never serves a new "
-            "request"
-        ),
-    ] = True
 
     @property
     def packing(self) -> Packing:

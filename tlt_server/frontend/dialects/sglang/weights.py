@@ -11,7 +11,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.commands import InFlight, Manifest, ReadWeights
+from tlt_server.commands import Manifest, ReadWeights
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -90,13 +90,12 @@ async def from_disk(service: Service, request: Request) -> Response:
     """
     with service.session.pushing() as update:
         asked = await read(service, DiskFields, request)
-        in_flight: InFlight = "abort" if asked.abort_all_requests else "continue"
         report = await update.push(
             Manifest(
                 role=update.role,
                 version=asked.weight_version or "",
                 path=asked.model_path,
-                in_flight=in_flight,
+                in_flight=asked.in_flight,
             )
         )
     return json_response(
@@ -185,7 +184,7 @@ async def from_distributed(service: Service, request: Request) -> Response:
             asked.packing,
             selector=asked.selector,
             version=asked.weight_version or "",
-            in_flight="abort" if asked.abort_all_requests else "continue",
+            in_flight=asked.in_flight,
         )
     return json_response(
         Outcome(
