@@ -5,12 +5,15 @@ They travel as msgpack, in the order in which the engine sends them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from tlt_server.records import Cycle, StepOutput
+
+MAX_OUTPUTS = 256  # in one event; on a slow core the frontend takes 2 ms to take them in
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -92,11 +95,23 @@ class Heartbeat(Struct, frozen=True, tag="heartbeat"):
 
 
 class Outputs(Struct, frozen=True, tag="outputs"):
-    """Everything one step produced, and the gauges after it."""
+    """What one step produced, or a part of it, and the gauges after it. `cycle` comes with the last
+    part.
+    """
 
     outputs: list[StepOutput]
     gauges: dict[str, float]
     cycle: Cycle | None = None
+
+
+def of_step(
+    outputs: list[StepOutput], gauges: dict[str, float], cycle: Cycle | None
+) -> Iterator[Outputs]:
+    """Yield what one step produced in parts, since thousands of sequences may end in one step."""
+    last = max(0, len(outputs) - 1) // MAX_OUTPUTS * MAX_OUTPUTS
+    for at in range(0, last, MAX_OUTPUTS):
+        yield Outputs(outputs[at : at + MAX_OUTPUTS], gauges)
+    yield Outputs(outputs[last:], gauges, cycle)
 
 
 class WeightState(Struct, frozen=True, kw_only=True):

@@ -48,11 +48,11 @@ from tlt_server.events import (
     EngineInfo,
     Failed,
     Heartbeat,
-    Outputs,
     Phase,
     Ready,
     WeightReport,
     WeightState,
+    of_step,
 )
 from tlt_server.records import (
     OFF,
@@ -385,7 +385,8 @@ class FakeEngine:
                 step_s=self.step_s,
             )
             gauges = {"running": float(len(self.running)), "pages_free": 60.0, "odd_gauge": 1.0}
-            await self._events.send(encode(Outputs(outputs, gauges, cycle)))
+            for event in of_step(outputs, gauges, cycle):
+                await self._events.send(encode(event))
 
 
 def main() -> int:

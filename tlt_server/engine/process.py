@@ -23,7 +23,7 @@ from tlt_server.commands import decode_command
 from tlt_server.engine.faults import describe, trace
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
-from tlt_server.events import Event, Failed, Heartbeat, Outputs, Phase, PhaseProgress, Ready
+from tlt_server.events import Event, Failed, Heartbeat, Phase, PhaseProgress, Ready, of_step
 from tlt_server.records import encode
 from tlt_server.started import StartedFile
 
@@ -68,7 +68,7 @@ def serve(
         # A command can change gauges without a step.
         if outputs or engine.last_cycle or gauges != reported:
             reported = gauges
-            events.append(Outputs(outputs, gauges, engine.last_cycle))
+            events += of_step(outputs, gauges, engine.last_cycle)
         # After the ends, and the gauges, that the commands brought about.
         events += engine.control_reports()
         if not events and time.monotonic() - last_event_s >= HEARTBEAT_S:

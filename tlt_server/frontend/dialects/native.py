@@ -152,16 +152,15 @@ async def _answer(
 ) -> Response:
     assert service.engine.info is not None
     caller = caller_of(request)
-    batch, owner = (await service.validator.batch(asked, service.engine.info, caller), caller.name)
+    making = service.validator.batch(asked, service.engine.info, caller)
     if asked.detach or key:
-        prepared = await service.rollouts.prepare(
-            batch, owner=owner, key=key, digest=digest, detached=asked.detach
+        rollout = await service.rollouts.begin(
+            await making, owner=caller.name, key=key, digest=digest, detached=asked.detach
         )
-        # The same request may have started while this one was prepared.
-        rollout = service.rollouts.keyed(owner, key, digest) or service.rollouts.begin(prepared)
         return await _attached(service, request, rollout)
+    batch = await making
     # A batch that is not admitted is an HTTP error, so it starts before any stream.
-    generation = await service.start(batch, owner)
+    generation = await service.start(batch, caller.name)
     if batch.stream:
         return EventStream(_frames(service, batch, generation), generation)
     return await reply(request, _collect(service, batch, generation), generation)
@@ -178,8 +177,8 @@ async def _attached(service: Service, request: Request, rollout: KeptRollout) ->
 
 async def _done(service: Service, rollout: KeptRollout) -> Response:
     await rollout.wait()
-    ended = EndedItems(await service.rollouts.results(rollout))
     turn = service.generations.share.of(rollout.header.owner)
+    ended = await EndedItems.of(await service.rollouts.results(rollout), turn)
     return ended.whole(service, ended.by_id, turn)
 
 

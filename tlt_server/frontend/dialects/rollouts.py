@@ -80,7 +80,8 @@ async def fetch(service: Service, request: Request) -> Response:
     async def when_done() -> Response:
         if wait_s and rollout.done_s is None:
             await rollout.wait(wait_s)
-        ended = EndedItems(await service.rollouts.results(rollout))
+        turn = service.generations.share.of(caller.name)
+        ended = await EndedItems.of(await service.rollouts.results(rollout), turn)
         results = ended.content(service, ended.by_id)
         return sliced_response(
             {
@@ -89,7 +90,7 @@ async def fetch(service: Service, request: Request) -> Response:
                 "progress": _progress(rollout),
                 **results,
             },
-            service.generations.share.of(caller.name),
+            turn,
         )
 
     return await while_connected(request, when_done())

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tlt_server.errors import Cancelled
+from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.http.loop_share import Turn
 from tlt_server.frontend.http.replies import TAKE_CONTENT, TakeContent, in_turns
@@ -53,7 +53,6 @@ class EventStream(StreamingResponse):
             self._frames(events),
             media_type="text/event-stream",
             headers={"cache-control": "no-store"},
-            background=BackgroundTask(generation.release),
         )
         self._generation = generation
         self._take: TakeContent | None = None
@@ -62,6 +61,7 @@ class EventStream(StreamingResponse):
         self._take = scope.get("state", {}).get(TAKE_CONTENT)
         with closing(self._generation):
             await super().__call__(scope, receive, send)
+        await self._generation.release()
 
     async def _frames(self, events: AsyncIterator[bytes | LargeEvent]) -> AsyncIterator[bytes]:
         async for event in events:
@@ -78,8 +78,12 @@ async def reply(
     request: Request, work: Coroutine[Any, Any, Response], generation: Generation
 ) -> Response:
     """Run `work`, but cancel it (which aborts its sequences) as soon as the client hangs up."""
-    with closing(generation):
-        response = await while_connected(request, work)
+    try:
+        with closing(generation):
+            response = await while_connected(request, work)
+    except TltError:
+        await generation.release()
+        raise
     response.background = BackgroundTask(generation.release)
     return response
 

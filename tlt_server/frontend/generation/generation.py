@@ -20,7 +20,7 @@ from tlt_server.frontend.generation.choice import Delta, GrowingChoice, joined
 from tlt_server.frontend.generation.items import Event, FailedItem, Items, TokenEvent
 from tlt_server.frontend.generation.named import Named
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.http.loop_share import LoopShare
+from tlt_server.frontend.http.loop_share import FREED, LoopShare
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
@@ -133,6 +133,12 @@ class Generation:
         for choice in self._items.growing:
             while choice.shed(SHED_TOKENS):
                 await self.turn(SLICE_BYTES)
+        await self.release_items()
+
+    async def release_items(self) -> None:
+        """Free the items, but not their results."""
+        while self._items.shed(FREED):
+            await self.turn(SLICE_BYTES)
 
     def _size(self, output: StepOutput) -> int:
         """Estimate the bytes of JSON whose encoding takes as long as this output. The last one of a

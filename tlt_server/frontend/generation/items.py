@@ -145,6 +145,18 @@ class Items:
                 events.append(item.result())
         return events
 
+    def shed(self, sequences: int) -> bool:
+        """Free items with about this number of sequences; their results stay with who holds them.
+        Return whether there are more.
+        """
+        while self._items and sequences > 0:
+            item = self._items.pop()
+            sequences -= len(item.requests)
+            del self._by_name[item.id]
+            for request in item.requests:
+                del self._owner[request.id]
+        return bool(self._items)
+
     @property
     def growing(self) -> list[GrowingChoice]:
         """Return the choices that have had an output."""

@@ -62,6 +62,7 @@ class Validator:
     async def batch(
         self, request: NativeRequest, info: EngineInfo, caller: Caller, words: Words = NATIVE
     ) -> RequestBatch:
+        """Return the batch of a request, whose items are freed."""
         _check_priority(request.priority, caller)
         begin_by_s, deadline_s = self._deadlines(request)
         for i, item in enumerate(request.requests):
@@ -110,6 +111,9 @@ class Validator:
                 f"the id {shown(twice)} is used twice in requests; ids of one batch must differ "
                 "(or leave them out)"
             )
+        while request.requests:
+            del request.requests[-BREATH:]
+            await asyncio.sleep(0)
         return RequestBatch(items, request.stream, deadline_s)
 
     async def _samplings(

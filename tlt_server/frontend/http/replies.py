@@ -21,8 +21,8 @@ from starlette.types import Receive, Scope, Send
 from tlt_client.wire import WireError
 from tlt_server.errors import TltError
 from tlt_server.frontend.http.logs import frames
-from tlt_server.frontend.http.loop_share import Turn
-from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices
+from tlt_server.frontend.http.loop_share import Turn, emptied
+from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices, members
 
 log = structlog.get_logger()
 
@@ -61,7 +61,8 @@ def sliced_response(
     content: Any, turn: Turn, status: int = 200, *, retry_after_s: float | None = None
 ) -> Response:
     """Return a reply that may be large. It is encoded a slice at a time while it is sent, each
-    slice after its turn; `content` may hold iterators, as `json_slices` allows.
+    slice after its turn, and its lists are then emptied; `content` may hold iterators, as
+    `json_slices` allows.
     """
     slices = json_slices(content)
     first, second = next(slices), next(slices, None)
@@ -83,13 +84,20 @@ class SlicedResponse(StreamingResponse):
         take: TakeContent | None = scope.get("state", {}).get(TAKE_CONTENT)
         if take is None:
             await super().__call__(scope, receive, send)
+        else:
+            await take(self._content, self._turn)
+            headers = self.raw_headers
+            status = self.status_code
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            if self.background is not None:
+                await self.background()
+        if isinstance(self._content, list):
+            await emptied(self._content, self._turn)
             return
-        await take(self._content, self._turn)
-        headers = self.raw_headers
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-        if self.background is not None:
-            await self.background()
+        for _, member in members(self._content):
+            if isinstance(member, list):
+                await emptied(member, self._turn)
 
 
 async def in_turns(slices: Iterator[bytes], turn: Turn) -> AsyncIterator[bytes]:

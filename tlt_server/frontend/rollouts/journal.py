@@ -198,7 +198,7 @@ class Journal:
             self._file = private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.ftruncate(self._file, length)
 
-    def append(self, framed: bytes) -> None:
+    def append(self, framed: bytes | memoryview) -> None:
         with _storage(self.path):
             left = memoryview(framed)
             while left:

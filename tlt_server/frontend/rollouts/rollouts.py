@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
@@ -33,9 +32,11 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
-from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.http.keys import Caller
+from tlt_server.frontend.http.loop_share import FREED
 from tlt_server.frontend.http.replies import unexpected
+from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.rollouts.clocks import now
 from tlt_server.frontend.rollouts.journal import (
     Grown,
@@ -53,17 +54,9 @@ from tlt_server.metrics import Metrics
 from tlt_server.private import private_directory, private_file
 
 RETRY_S = 0.2  # between two tries to submit a rollout of an earlier process
+WRITTEN_BYTES = 2**20  # written to a journal at once, in about 1 ms on a slow core
 
 log = structlog.get_logger()
-
-
-class Prepared(NamedTuple):
-    """A batch that is not written down yet, and the first record of its journal."""
-
-    batch: RequestBatch
-    header: Header
-    framed: bytes
-    items: Items
 
 
 class Rollouts:
@@ -174,10 +167,12 @@ class Rollouts:
             )
         return rollout
 
-    async def prepare(
+    async def begin(
         self, batch: RequestBatch, *, owner: str, key: str, digest: str, detached: bool
-    ) -> Prepared:
-        """Make what `begin` writes down, while other requests run."""
+    ) -> KeptRollout:
+        """Write down and submit a batch, or (with a typed error) neither. If the same request has
+        begun meanwhile, return its rollout.
+        """
         self._shelf.check_room(owner)
         kept = await asyncio.to_thread(lambda: [KeptItem.of(item) for item in batch.items])
         created = now()
@@ -194,20 +189,18 @@ class Rollouts:
             boot_s=created.boot_s,
             items=kept,
         )
-        items = self._generations.items(batch)
-        return Prepared(batch, header, await asyncio.to_thread(frame, header), items)
-
-    def begin(self, prepared: Prepared) -> KeptRollout:
-        """Write down and submit a batch, or (with a typed error) neither."""
-        batch, header, framed, items = prepared
-        self._shelf.check_room(header.owner)
         rollout = KeptRollout(header, self._directory / f"{header.id}.journal")
-        rollout.items = items
         try:
+            rollout.items = self._generations.items(batch)
             rollout.journal = Journal(rollout.path)
-            self._shelf.append(rollout, framed)
+            await self._write(rollout, await asyncio.to_thread(frame, header))
+            same = self.keyed(owner, key, digest)
+            if same is not None:
+                self._shelf.remove_file(rollout)
+                return same
+            self._shelf.check_room(owner)
             self._run(rollout, batch.deadline_s)
-        except TltError:
+        except BaseException:
             self._shelf.remove_file(rollout)
             raise
         self._metrics.prompt.inc(
@@ -215,6 +208,13 @@ class Rollouts:
         )
         self._shelf.keep(rollout)
         return rollout
+
+    async def _write(self, rollout: KeptRollout, framed: bytes) -> None:
+        """Write a large record to the journal while other requests run."""
+        view = memoryview(framed)
+        for at in range(0, len(view), WRITTEN_BYTES):
+            self._shelf.append(rollout, view[at : at + WRITTEN_BYTES])
+            await asyncio.sleep(0)
 
     async def results(self, rollout: KeptRollout) -> list[FinishedItem | FailedItem]:
         """Return the items that have ended, in order. Mark a rollout that is done as fetched."""
@@ -228,6 +228,9 @@ class Rollouts:
             async with self._replaying:  # one at a time: each holds a whole rollout
                 replayed = await asyncio.to_thread(rollout.replayed, self._generations.items)
                 ended, done = replayed.ended, replayed.done
+                turn = self._generations.share.of(rollout.header.owner)
+                while replayed.items.shed(FREED):
+                    await turn(SLICE_BYTES)
             if rollout.done_s is not None and not done:
                 raise StorageFailed(
                     f"the journal of the rollout {rollout.header.id} was written by another "
@@ -327,6 +330,7 @@ class Rollouts:
             except Exception as cause:
                 error = cause if isinstance(cause, TltError) else unexpected(cause)
         self._finish(rollout, error)
+        await generation.release_items()
 
     def _finish(self, rollout: KeptRollout, error: TltError | None) -> None:
         """Settle a rollout that is done. With an error, so end the items that have not ended."""

@@ -60,8 +60,8 @@ class Shelf:
             self._by_key[rollout.header.owner, rollout.header.key] = rollout
         self.measure()
 
-    def append(self, rollout: KeptRollout, framed: bytes) -> None:
-        """Write a record to the rollout's journal, or raise `StorageFailed`."""
+    def append(self, rollout: KeptRollout, framed: bytes | memoryview) -> None:
+        """Write a record, or a part of one, to the rollout's journal, or raise `StorageFailed`."""
         while self._bytes + len(framed) > self._max_bytes:
             held = Counter[str]()
             for kept in self:
