@@ -22,6 +22,7 @@ from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.reading.frames import BlockingChannel
 from tlt_server.frontend.reading.trees import cut
 from tlt_server.frontend.reading_process.jobs import JOBS, Payload
+from tlt_server.frontend.rpc import methods  # noqa: F401 (large messages name its function)
 
 NICENESS = 7  # the engine's is lower, so it goes first
 _libc = ctypes.CDLL(None)
