@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         how = ("-m", "soak", "-n", asked.n, "--durations=0", f"--junitxml={report}")
-        how += ("-o", "junit_family=xunit1")  # which has properties of tests
+        how += ("-o", "junit_family=xunit1")  # the form with properties of tests
         status = subprocess.run([sys.executable, "-m", "pytest", *how, *asked.files]).returncode
         if report.exists():
             write_entry(RECORD, entry | {"figures": figures(report)})
