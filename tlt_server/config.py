@@ -158,7 +158,7 @@ class Config(BaseModel, ServerSettings):
             raise StartupError("weight_staging is disk, but there is no state_dir for it; name one")
 
     def _check_speculation(self) -> None:
-        if self.policy in ("fixed", "beg") and self.drafter == "none":
+        if self.policy not in (None, "off") and self.drafter == "none":
             raise StartupError(
                 f"policy is {self.policy} but drafter is none; name a drafter, or use policy off"
             )

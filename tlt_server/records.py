@@ -74,13 +74,18 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
 
 class Strategy(Struct, frozen=True, order=True):
     """One arm. `rows` is verify rows per request, the root row included: OFF is one row and no
-    drafter.
+    drafter. `budget`, if any, is the draft rows of the whole batch, and `rows` about their mean.
     """
 
     drafter: str = ""
     depth: int = 0
     width: int = 0
     rows: int = 1
+    budget: int = 0
+
+    def draft_rows(self, requests: int) -> int:
+        """Return the draft rows of a batch of this size."""
+        return self.budget or (self.rows - 1) * requests
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 AUTO = "auto"
-PolicyName = Literal["off", "fixed", "beg"]
+PolicyName = Literal["off", "fixed", "beg", "goodput"]
 
 
 @dataclass(frozen=True)

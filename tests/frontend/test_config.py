@@ -67,7 +67,7 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
             "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number, "
             "from 0.1 to 3600 (s)",
         ),
-        ({"policy": "bge"}, "it must be 'auto', 'off', 'fixed' or 'beg'"),
+        ({"policy": "bge"}, "it must be 'auto', 'off', 'fixed', 'beg' or 'goodput'"),
         ({"port": "eighty"}, "it must be a whole number, from 0 to 65535 (TCP port). Port to bind"),
         ({"threads": "many"}, "it must be a whole number or 'auto', from 1 to 1024 (threads)"),
         ({"header_timeout_s": "soon"}, "it must be a number, from 0.1 to 3600 (s)"),

@@ -8,11 +8,13 @@ import pytest
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.drafters import DRAFTERS
-from tlt_server.speculation.policies import POLICIES
+from tlt_server.speculation.knowledge import Knowledge
+from tlt_server.speculation.policies import POLICIES, Setup
 from tlt_server.speculation.policies.arms import CPU_ROWS, affordable, ladder
 from tlt_server.speculation.policies.beg import Beg, BegSettings
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
+from tlt_server.speculation.policies.off import Off
 from tlt_server.speculation.policies.rewards import Rewards
 
 ARMS = ladder(["eagle", "history"]).arms
@@ -107,7 +109,7 @@ def cpu_step_s(row_cost):
 
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_every_policy_keeps_the_protocol(name):
-    policy = POLICIES.resolve(name)(ARMS)
+    policy = POLICIES.resolve(name).make(Setup(ARMS, CPU_ROWS, Knowledge(("eagle", "history"))))
     world = World(cpu_step_s(0.1), lambda arm: 0.6)
     rng = random.Random(1)
     world.run(policy, [rng.choice([1, 3, 8, 50, 300]) for _ in range(400)], prefill_every=5)
@@ -118,7 +120,7 @@ def test_every_policy_keeps_the_protocol(name):
 
 
 def test_off_stays_off():
-    policy = POLICIES.resolve("off")(ARMS)
+    policy = Off()
     assert policy.choose(context(1)) == OFF
 
 

@@ -44,19 +44,19 @@ class Arm(NamedTuple):
 
 
 PLAIN = {"off": Arm("strict", SetPolicy("off")), "off, fast": Arm("fast", SetPolicy("off"))}
-BEG = {"beg": Arm("strict", SetPolicy("beg"))}
+ADAPTIVE = {name: Arm("strict", SetPolicy(name)) for name in ("beg", "goodput")}
 ARMS = {
     "cpu": {
         **PLAIN,
         "eagle": Arm("strict", SetPolicy("fixed", EAGLE)),
         "history": Arm("strict", SetPolicy("fixed", HISTORY)),
-        **BEG,
+        **ADAPTIVE,
     },
     "cuda": {
         **PLAIN,
         "eagle": Arm("strict", SetPolicy("fixed", EAGLE)),
         "eagle tree": Arm("strict", SetPolicy("fixed", TREE)),
-        **BEG,
+        **ADAPTIVE,
     },
 }
 GPU_KV_MB, GPU_MODEL_LEN = 16384, 4096  # each of the two engines
@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from tlt_server.demo.workload import problems_as_requests
 
-    base, arms = replace(settings_of(args), max_running=RUNNING), ARMS[args.device]
+    base = replace(settings_of(args), max_running=RUNNING, policy="goodput")
+    arms = ARMS[args.device]
     if args.numerics != "strict":
         raise StartupError(
             "--numerics is fast; a rollout is timed in both strict and fast numerics: "

@@ -22,6 +22,7 @@ from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
+from tlt_server.engine.profiling import profile
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sampling import SamplingState
@@ -36,7 +37,8 @@ from tlt_server.models.loader import own_dtype
 from tlt_server.records import GenerateRequest, Sampling
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.policies import POLICIES, Policy
+from tlt_server.speculation.knowledge import Knowledge
+from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import Ladder, ladder
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
@@ -47,6 +49,8 @@ from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import Storage
 from tlt_server.weights.transaction import Transaction
+
+PROFILE_S = 2.0  # time for the steps that are measured at start
 
 OnPhase = Callable[[str, float, str], None]
 OnProgress = Callable[[str, int, int], None]
@@ -126,6 +130,12 @@ def assemble(
         if device.warms_up:
             _warm_up(engine, rungs, live.target.network.vocab_size, max_model_len)
         engine.policy = policy
+    if device.warms_up and settings.policy == "goodput":
+        with phase("measure steps") as detail:
+            vocab_size = live.target.network.vocab_size
+            measured = profile(engine, settings.device, vocab_size, max_model_len, PROFILE_S)
+            engine.knowledge.cost.profile(measured)
+            detail.append(f"{len(measured)} steps")
     info = _describe(
         choice, gpu, device, live, rungs, memory, equipped, max_model_len, phase.seconds, lost
     )
@@ -188,11 +198,13 @@ def _connect(
     def install(live: Live, changed: Changed) -> None:
         equipped.install(live, changed)
         canary.renewed()
+        knowledge.forget()
 
     in_flight = partial(settle, scheduler, equipped.runner)
     transaction = Transaction(live, options, parse_calibration)
     pushes = WeightPushes(gate, transaction, scheduler, install, in_flight)
-    make_policy = partial(_make_policy, rungs, settings.sd_max_batch)
+    knowledge = Knowledge(rungs.drafters, settings.device)
+    make_policy = partial(_make_policy, rungs, settings.sd_max_batch, knowledge)
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     return Engine(
         gate,
@@ -200,6 +212,7 @@ def _connect(
         equipped.runner,
         make_policy(SetPolicy(settings.policy, settings.strategy)),
         canary,
+        knowledge,
         make_policy,
         make_sequence,
         pushes,
@@ -270,7 +283,7 @@ def _unexpected(content: bytes, source: str) -> object:
     raise AssertionError("a calibration table for a server without a drafter's network")
 
 
-def _make_policy(rungs: Ladder, max_batch: int, command: SetPolicy) -> Policy:
+def _make_policy(rungs: Ladder, max_batch: int, knowledge: Knowledge, command: SetPolicy) -> Policy:
     """Return the policy that a command asks for, which speculates up to `max_batch` sequences."""
     strategy = command.strategy or rungs.arms[-1]
     if strategy.drafter and strategy.drafter not in rungs.drafters:
@@ -278,9 +291,9 @@ def _make_policy(rungs: Ladder, max_batch: int, command: SetPolicy) -> Policy:
             f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: "
             f"{', '.join(rungs.drafters) or 'none'}"
         )
-    policy: Policy = POLICIES.resolve(command.policy)(
-        (strategy,) if command.policy == "fixed" else rungs.arms, rows=rungs.rows
-    )
+    arms = (strategy,) if command.policy == "fixed" else rungs.arms
+    setup = Setup(arms, rungs.rows, knowledge)
+    policy: Policy = POLICIES.resolve(command.policy).make(setup)
     return Capped(policy, max_batch) if max_batch else policy
 
 

@@ -24,11 +24,14 @@ from tlt_server.errors import TltError
 from tlt_server.events import ControlReport, WeightReport
 from tlt_server.records import Cycle, GenerateRequest, StepOutput, Strategy
 from tlt_server.speculation.canary import Canary
+from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import Policy
 
 
 class Runner(Protocol):
     """Computes batches in order. One that works ahead may keep its newest result while `busy`."""
+
+    learns: bool  # drafters learn from what is accepted
 
     @property
     def in_flight(self) -> int:
@@ -49,13 +52,14 @@ class Engine:
         runner: Runner,
         policy: Policy,
         canary: Canary,
+        knowledge: Knowledge,
         make_policy: Callable[[SetPolicy], Policy],
         make_sequence: Callable[[GenerateRequest], Sequence],
         pushes: WeightPushes,
         halt: Halt,
     ) -> None:
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
-        self.pushes, self.halt = pushes, halt
+        self.pushes, self.halt, self.knowledge = pushes, halt, knowledge
         self._canary, self._make_policy = canary, make_policy
         self._commands = Commands(gate, scheduler, pushes, halt, make_sequence, self._set_policy)
         self.last_cycle: Cycle | None = None  # if the last step finished a batch
@@ -85,6 +89,7 @@ class Engine:
         self.last_cycle = msgspec.structs.replace(
             finished.cycle, emitted=emitted, step_s=self._last_end - started
         )
+        self.knowledge.observe(self.last_cycle, finished.drafted)
         self.policy.observe(self.last_cycle)
         if news := self._canary.observe(self.last_cycle):
             print(f"tlt: {news}", file=sys.stderr)
@@ -115,6 +120,7 @@ class Engine:
         return {
             **self.scheduler.gauges(),
             **self.policy.gauges(),
+            **self.knowledge.gauges(),
             **self._canary.gauges(),
             **self.runner.gauges(),
         }

@@ -28,6 +28,7 @@ from tlt_server.records import Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.drafters.cpu import CpuDrafter
+from tlt_server.speculation.knowledge import Drafted
 from tlt_server.speculation.tree import select
 
 NOT_FINITE = (
@@ -40,6 +41,7 @@ class Finished(NamedTuple):
     batch: Batch
     emissions: list[Emission]
     cycle: Cycle
+    drafted: Drafted | None = None  # the trees of this step, if it had any
 
 
 class CpuRunner:
@@ -56,7 +58,7 @@ class CpuRunner:
             drafters,
             page_table_SP,
         )
-        self.sample = sample
+        self.sample, self.learns = sample, True
         self._finished: Finished | None = None
 
     @property
@@ -98,7 +100,8 @@ class CpuRunner:
         self._add_prompt_logprobs(batch, step, forward, emissions)
         accepted_R = np.zeros(len(step.rows), np.int8)
         accepted_R[walk.row_A] = 1
-        drafts.observe(accepted_R[step.layout.parent_R >= 0])
+        if self.learns:
+            drafts.observe(accepted_R[step.layout.parent_R >= 0])
         cycle = Cycle(
             context=batch.context,
             strategy=strategy,
@@ -110,7 +113,7 @@ class CpuRunner:
             ),
             drafted=len(drafts.chosen_N),
         )
-        self._finished = Finished(batch, emissions, cycle)
+        self._finished = Finished(batch, emissions, cycle, drafts.drafted)
 
     def _sample(self, batch: Batch, step: LaidOut, forward: Forward) -> tuple[Sampled, Walk]:
         layout = step.layout
@@ -175,6 +178,7 @@ class _Drafts(NamedTuple):
     parent_N: NDArray[np.int32]
     chunk_N: NDArray[np.int32]
     learn: Callable[[NDArray[np.int8]], None]  # by candidate: accepted 1, rejected 0, not chosen -1
+    drafted: Drafted | None = None
 
     def observe(self, accepted_N: NDArray[np.int8]) -> None:
         """Pass on, for every chosen node in order, whether it is on its request's path."""
@@ -200,11 +204,16 @@ def _draft(
     drafter = drafters[strategy.drafter]
     seen = draft_batch([batch.chunks[w] for w in chunks], page_table_SP)
     candidates = drafter.propose(seen, strategy)
-    budget = min((strategy.rows - 1) * len(chunks), scratch)
+    budget = min(strategy.draft_rows(len(chunks)), scratch)
     chosen_N, parent_N, _ = select(candidates, len(chunks), budget)
     chunk_N = np.array(chunks, np.int32)[candidates.request_N[chosen_N]]
     return _Drafts(
-        candidates, chosen_N, parent_N, chunk_N, partial(drafter.observe, seen, candidates)
+        candidates,
+        chosen_N,
+        parent_N,
+        chunk_N,
+        partial(drafter.observe, seen, candidates),
+        Drafted(candidates, len(chunks), float(candidates.survival_N[chosen_N].sum())),
     )
 
 

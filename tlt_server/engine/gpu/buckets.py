@@ -107,7 +107,7 @@ def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
 
 def decode_rows(batch: int, strategy: Strategy) -> int:
     """Rows of a bucket's decode requests, drafts included."""
-    return max(batch, min(batch * strategy.rows, MAX_VERIFIED))
+    return max(batch, min(batch + strategy.draft_rows(batch), MAX_VERIFIED))
 
 
 def sampled_rows(max_running: int) -> int:

@@ -80,6 +80,7 @@ class GpuRunner:
         self.state, self.graphs, self.shapes = state, graphs, shapes
         self.stream, self._attention, self._drafters = stream, attention, drafters
         self._page_hint_PH = page_hint_PH
+        self.learns = True
         pinned = state.upload_U.device.type == "cuda"
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
         entries = shapes.max_running + state.layout.chunks
@@ -179,7 +180,7 @@ class GpuRunner:
             by_host = sample_by_host(extend, hosted, prompts)
         else:
             self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
-        if drafted:
+        if drafted and self.learns:
             self._drafters[strategy.drafter].observe(
                 extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows
             )

@@ -21,6 +21,9 @@ class Half(NamedTuple):
     implementation: str  # "module:Class": a `cpu.CpuDrafter`, or an `engine.gpu.drafts.GpuDrafter`
     rungs: tuple[Rung, ...]  # default strategies, from the fewest rows to the most
     loader: str = ""  # "module:Class" of a drafter with weights: a `loading.Loader`
+    # What the policy goodput chooses from: lengths of draft paths, and children per node.
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
+    widths: tuple[int, ...] = (1,)
 
 
 class Declaration(NamedTuple):

@@ -184,7 +184,7 @@ class Eagle:
         if depth <= 0 or width <= 0:
             return Candidates.empty()
         pick_width = min(width, self.max_rows // (requests * (depth - 1))) if depth > 1 else 0
-        budget = requests * (strategy.rows - 1)
+        budget = strategy.draft_rows(requests)
         buffer, path_length = self.buffer, depth - 1
         buffer.reserve_path(requests * pick_width * path_length)
         node_BCI, survival_BC = self._nodes(requests, width + (depth - 1) * pick_width * width)

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.speculation.policies import Setup
 from tlt_server.speculation.policies.arms import CPU_ROWS, Rows, affordable
 from tlt_server.speculation.policies.rewards import Rewards
 
@@ -131,6 +132,10 @@ class Beg:
         self._explored_s = self._lost_s = self._decode_s = 0.0
         self._trials = self._switches = 0
         self._shown = OFF
+
+    @classmethod
+    def make(cls, setup: Setup) -> Beg:
+        return cls(setup.arms, rows=setup.rows)
 
     def choose(self, context: StepContext) -> Strategy:
         if not context.decoding or not context.speculable:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
-from tlt_server.speculation.policies.arms import CPU_ROWS, Rows
+from tlt_server.speculation.policies import Setup
 
 
 class Fixed:
-    def __init__(self, arms: Sequence[Strategy], rows: Rows = CPU_ROWS) -> None:
+    def __init__(self, arms: Sequence[Strategy]) -> None:
         """The first arm that speculates; OFF if there is none."""
         self.strategy = next((arm for arm in arms if arm != OFF), OFF)
+
+    @classmethod
+    def make(cls, setup: Setup) -> Fixed:
+        return cls(setup.arms)
 
     def choose(self, context: StepContext) -> Strategy:
         return self.strategy if context.speculable else OFF

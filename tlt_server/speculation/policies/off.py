@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
-from tlt_server.speculation.policies.arms import CPU_ROWS, Rows
+from tlt_server.speculation.policies import Setup
 
 
 class Off:
-    def __init__(self, arms: Sequence[Strategy] = (), rows: Rows = CPU_ROWS) -> None:
-        pass
+    @classmethod
+    def make(cls, setup: Setup) -> Off:
+        return cls()
 
     def choose(self, context: StepContext) -> Strategy:
         return OFF

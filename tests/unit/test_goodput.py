@@ -1,0 +1,285 @@
+"""The cost model, the outlook of a drafter, and the policy that weighs one against the other, in
+simulated worlds whose truth is known.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.cost import CostModel, Measured, StepLoad
+from tlt_server.speculation.knowledge import Drafted, Knowledge
+from tlt_server.speculation.outlook import POINTS, Outlook
+from tlt_server.speculation.policies.goodput import Goodput
+from tlt_server.speculation.tree import select
+
+CONTEXT = 300.0
+
+
+def gpu_seconds(load: StepLoad) -> float:
+    """A step that is bound by memory up to about 100 rows, and then by the rows."""
+    target = 3.6e-3 + 1.6e-5 * load.read + 2e-5 * max(0, load.read - 100)
+    draft = load.depth * (1.5e-4 + 1e-6 * load.batch * load.width) if load.drafter else 0.0
+    return target + draft + 2e-9 * load.read * load.context
+
+
+def cpu_seconds(load: StepLoad) -> float:
+    """A step whose time is in its rows from the start."""
+    draft = load.depth * (8e-5 + 1e-5 * load.batch * load.width) if load.drafter else 0.0
+    return 8e-4 + 2e-4 * load.read + draft + 2e-9 * load.read * load.context
+
+
+WORLDS = {"gpu": gpu_seconds, "cpu": cpu_seconds}
+PROFILED = [
+    StepLoad(drafter, depth, int(bool(depth)), batch, batch * rows, 0, context)
+    for batch in (1, 8, 24, 64)
+    for context in (12.0, 260.0)
+    for drafter, depth, rows in (("", 0, 1), ("eagle", 1, 2), ("eagle", 7, 2), ("eagle", 7, 8))
+]
+
+
+def trees(rng: np.random.Generator, requests: int, depth: int, survival: float) -> Candidates:
+    """Return chains; the survival of each link is a random number around the given mean."""
+    link_BD = rng.beta(4 * survival, 4 * (1 - survival), (requests, depth))
+    depth_N = np.tile(np.arange(1, depth + 1), requests).astype(np.int32)
+    index_N = np.arange(requests * depth, dtype=np.int32)
+    return Candidates(
+        np.repeat(np.arange(requests), depth).astype(np.int32),
+        np.where(depth_N == 1, -1, index_N - 1).astype(np.int32),
+        index_N,
+        depth_N,
+        np.zeros(requests * depth, np.int32),
+        np.cumprod(link_BD, 1).reshape(-1).astype(np.float32),
+    )
+
+
+class World:
+    """A decode loop whose step times, and survivals by drafter, are known."""
+
+    def __init__(self, seconds: Callable[[StepLoad], float], seed: int = 0) -> None:
+        self.seconds, self.survival = seconds, 0.8
+        self.rng, self.noise = np.random.default_rng(seed), random.Random(seed)
+        self.knowledge = Knowledge(("eagle",))
+        self.knowledge.cost.profile(
+            Measured(load, seconds(load) * self.noise.uniform(0.95, 1.05)) for load in PROFILED
+        )
+        self.used: list[Strategy] = []
+
+    def rate(self, strategy: Strategy, requests: int) -> float:
+        """Return the true expected tokens per second."""
+        gain = 0.0
+        if strategy.drafter:
+            drafted = trees(np.random.default_rng(7), 2048, strategy.depth, self.survival)
+            share = strategy.draft_rows(requests) / requests
+            kept = np.sort(drafted.survival_N)[::-1][: int(share * 2048)]
+            gain = float(kept.sum()) / 2048
+        return requests * (1 + gain) / self.seconds(load_under(strategy, requests))
+
+    def best(self, requests: int) -> float:
+        """Return the rate of the best strategy there is."""
+        chains = [
+            Strategy("eagle", depth, 1, 1 + depth, max(1, round(point * requests)))
+            for depth in range(1, 8)
+            for point in POINTS[1:]
+            if point <= depth and point * requests >= 1
+        ]
+        return max(self.rate(strategy, requests) for strategy in (OFF, *chains))
+
+    def step(self, policy: Goodput, requests: int, prompt_rows: int = 0) -> Strategy:
+        context = StepContext(requests, prompt_rows, CONTEXT, requests)
+        strategy = policy.choose(context)
+        drafted, accepted, rows = None, (0,) * requests, requests
+        if strategy.drafter:
+            candidates = trees(self.rng, requests, strategy.depth, self.survival)
+            chosen, _, count = select(candidates, requests, strategy.draft_rows(requests))
+            survival = candidates.survival_N[chosen]
+            drafted = Drafted(candidates, requests, float(survival.sum()))
+            accepted = tuple(self._accepted(candidates, chosen, requests))
+            rows += int(count.sum())
+        load = load_under(strategy, requests)._replace(rows=rows, prompt_rows=prompt_rows)
+        stalled = 10 if self.noise.random() < 0.003 else 1
+        cycle = Cycle(
+            context=context,
+            strategy=strategy,
+            rows=rows + prompt_rows,
+            emitted=requests + sum(accepted),
+            accepted=accepted,
+            drafted=rows - requests,
+            step_s=self.seconds(load) * self.noise.uniform(0.95, 1.05) * stalled,
+        )
+        self.knowledge.observe(cycle, drafted)
+        policy.observe(cycle)
+        self.used.append(strategy)
+        return strategy
+
+    def _accepted(self, drafted: Candidates, chosen: np.ndarray, requests: int) -> list[int]:
+        """Draw one uniform number per request: a node is on the path if its survival is above it,
+        so survivals are true and paths are closed.
+        """
+        drawn_B = self.rng.random(requests)
+        on_path = drafted.survival_N[chosen] > drawn_B[drafted.request_N[chosen]]
+        return np.bincount(drafted.request_N[chosen][on_path], minlength=requests).tolist()
+
+
+def load_under(strategy: Strategy, requests: int) -> StepLoad:
+    rows = requests + (strategy.draft_rows(requests) if strategy.drafter else 0)
+    return StepLoad(strategy.drafter, strategy.depth, strategy.width, requests, rows, 0, CONTEXT)
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
+def test_a_profile_predicts_steps_that_it_did_not_measure(world: str) -> None:
+    seconds = WORLDS[world]
+    model = CostModel()
+    model.profile(Measured(load, seconds(load)) for load in PROFILED)
+    for batch in (1, 2, 5, 12, 40, 64):
+        for depth, rows in ((0, 1), (2, 2), (3, 4), (5, 6), (7, 8)):
+            load = StepLoad("eagle" if depth else "", depth, 1, batch, batch * rows, 0, 150.0)
+            assert model.predict(load) == pytest.approx(seconds(load), rel=0.25), load
+    assert not np.isnan(model.predict(StepLoad("", 0, 0, 0, 0, 4096, 0.0)))
+
+
+def test_measured_steps_correct_a_wrong_profile() -> None:
+    model = CostModel()
+    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    load = StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT)
+    plain = StepLoad("", 0, 0, 16, 16, 0, CONTEXT)
+    before = model.predict(plain)
+    for _ in range(300):
+        model.observe(load, 2 * gpu_seconds(load))
+        model.observe(plain, gpu_seconds(plain))
+    assert model.predict(load) == pytest.approx(2 * gpu_seconds(load), rel=0.1)
+    assert model.predict(plain) == pytest.approx(before, rel=0.1)
+
+
+def test_a_slower_machine_does_not_change_what_is_better() -> None:
+    model = CostModel()
+    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    used, other = (
+        StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT),
+        StepLoad("", 0, 0, 16, 16, 0, CONTEXT),
+    )
+    before = model.predict(used) / model.predict(other)
+    for _ in range(40):
+        model.observe(used, 1.5 * gpu_seconds(used))
+    assert model.predict(used) == pytest.approx(1.5 * gpu_seconds(used), rel=0.1)
+    assert model.predict(used) / model.predict(other) < 1.2 * before
+
+
+def test_a_stalled_step_says_little() -> None:
+    model = CostModel()
+    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    load = PROFILED[0]
+    before = model.predict(load)
+    model.observe(load, 1000 * before)
+    assert model.predict(load) < 1.2 * before
+
+
+def test_a_model_without_a_profile_learns_from_the_first_steps() -> None:
+    model = CostModel()
+    model.observe(StepLoad("", 0, 0, 0, 0, 64, 0.0), 2e-3)  # a step of prompts alone
+    for _ in range(200):
+        for batch in (1, 4, 16, 64):
+            load = StepLoad("", 0, 0, batch, batch, 0, CONTEXT)
+            model.observe(load, cpu_seconds(load))
+    load = StepLoad("", 0, 0, 16, 16, 0, CONTEXT)
+    assert model.predict(load) == pytest.approx(cpu_seconds(load), rel=0.2)
+
+
+def test_a_deep_tree_says_what_shallower_and_smaller_ones_accept() -> None:
+    rng = np.random.default_rng(3)
+    outlook = Outlook(tuple(range(1, 8)), (1,))
+    drafted = trees(rng, 64, 7, 0.7)
+    for _ in range(20):
+        outlook.see(drafted, 64)
+    for depth in (1, 3, 7):
+        inside = drafted.survival_N[drafted.depth_N <= depth]
+        for nodes in (0.5, 1.0, 3.0):
+            best = np.sort(inside)[::-1][: int(nodes * 64)].sum() / 64
+            assert outlook.gain(depth, 1, np.array([nodes]))[0] == pytest.approx(best, rel=0.01)
+
+
+def test_a_shallow_tree_is_continued() -> None:
+    rng = np.random.default_rng(4)
+    outlook = Outlook(tuple(range(1, 8)), (1,))
+    for _ in range(20):
+        outlook.see(trees(rng, 64, 2, 0.7), 64)
+    true = sum(0.7**k for k in range(1, 8))
+    assert outlook.gain(7, 1, np.array([7.0]))[0] == pytest.approx(true, rel=0.1)
+
+
+def test_predictions_follow_what_is_accepted() -> None:
+    outlook = Outlook((1, 2), (1,))
+    before = outlook.gain(2, 1, np.array([2.0]))[0]
+    for _ in range(400):
+        outlook.verified(40.0, 30.0)
+    assert outlook.gain(2, 1, np.array([2.0]))[0] == pytest.approx(0.75 * before, rel=0.02)
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
+@pytest.mark.parametrize("survival", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("requests", [1, 6, 48, 200])
+def test_it_is_close_to_the_best_from_the_first_steps_on(
+    world: str, survival: float, requests: int
+) -> None:
+    simulated = World(WORLDS[world], seed=requests)
+    simulated.survival = survival
+    policy = Goodput(simulated.knowledge)
+    best = simulated.best(requests)
+    needed = lost = 0.0
+    for _ in range(150):
+        rate = simulated.rate(simulated.step(policy, requests), requests)
+        needed, lost = needed + 1 / best, lost + 1 / rate - 1 / best
+    assert lost < 0.07 * needed, [strategy.name for strategy in simulated.used[::30]]
+
+
+def test_speculation_stops_and_comes_back_as_the_load_changes() -> None:
+    simulated = World(cpu_seconds)
+    simulated.survival = 0.75
+    policy = Goodput(simulated.knowledge)
+    seen = [{simulated.step(policy, requests) for _ in range(60)} for requests in (2, 256, 2)]
+    assert OFF not in list(seen[0])[5:] and any(s != OFF for s in seen[0])
+    assert simulated.used[119] == OFF
+    assert simulated.used[179] != OFF
+
+
+def test_a_drafter_that_a_push_made_worse_is_left_and_tried_again_after_the_next() -> None:
+    simulated = World(cpu_seconds)
+    policy = Goodput(simulated.knowledge)
+    for _ in range(50):
+        simulated.step(policy, 4)
+    assert simulated.used[-1] != OFF
+    simulated.survival = 0.02
+    simulated.knowledge.forget()
+    for _ in range(100):
+        simulated.step(policy, 4)
+    assert simulated.used[-1] == OFF
+    simulated.survival = 0.8
+    simulated.knowledge.forget()
+    for _ in range(300):
+        simulated.step(policy, 4)
+    assert simulated.used[-1] != OFF
+
+
+def test_the_choice_does_not_flap() -> None:
+    simulated = World(gpu_seconds)
+    policy = Goodput(simulated.knowledge)
+    for _ in range(500):
+        simulated.step(policy, 32)
+    assert policy.gauges()["goodput_switches"] < 25
+
+
+def test_a_choice_takes_little_time() -> None:
+    simulated = World(gpu_seconds)
+    policy = Goodput(simulated.knowledge)
+    context = StepContext(64, 0, CONTEXT, 64)
+    policy.choose(context)
+    began = time.thread_time()
+    for _ in range(200):
+        policy.choose(context)
+    assert (time.thread_time() - began) / 200 < 5e-4  # the promise is 1e-4 on a quiet machine

@@ -1,0 +1,102 @@
+"""Measures the time of steps before requests come, for the cost model.
+
+The engine itself runs them: batches of a few sizes, each without drafts and under a short and a
+long strategy of every drafter, at two contexts. Nothing is learnt of the drafts, which follow
+meaningless prompts. A profile ends when its time is up; what is then missing is interpolated, and
+corrected by the steps that serve.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from tlt_server.commands import Submit
+from tlt_server.engine.loop import Engine
+from tlt_server.records import OFF, GenerateRequest, Sampling, Strategy
+from tlt_server.speculation.cost import Measured, load_of
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.knowledge import Knowledge
+from tlt_server.speculation.policies.fixed import Fixed
+
+SIZES = (8, 64, 1, 24)  # requests of a batch
+CONTEXTS = (8, 256)  # tokens
+MEASURED = 2  # steps of each kind, after one that does not count
+LONGEST = 96  # tokens that a request may generate meanwhile
+
+
+def profile(
+    engine: Engine, device: str, vocab_size: int, max_model_len: int, seconds: float
+) -> list[Measured]:
+    """Return the steps measured within this time."""
+    until = time.perf_counter() + seconds
+    policy, knowledge = engine.policy, engine.knowledge
+    engine.knowledge, engine.runner.learns = Knowledge(()), False
+    measured: list[Measured] = []
+    strategies = [OFF, *_strategies(tuple(knowledge.outlooks), device)]
+    try:
+        for context in CONTEXTS:
+            for size in _sizes(engine, max_model_len):
+                if time.perf_counter() < until and context + LONGEST <= max_model_len:
+                    measured += _measure(engine, strategies, size, context, vocab_size, until)
+    finally:
+        engine.policy, engine.knowledge, engine.runner.learns = policy, knowledge, True
+        engine.scheduler.pool.clear_index()
+    return measured
+
+
+def _strategies(drafters: tuple[str, ...], device: str) -> Iterator[Strategy]:
+    for name in drafters:
+        half = DRAFTERS[name].half(device)
+        for width in half.widths:
+            for depth in (half.depths[0], half.depths[-1]):
+                yield Strategy(name, depth, width, 2)
+            yield Strategy(name, half.depths[-1], width, half.depths[-1] + 1)
+
+
+def _sizes(engine: Engine, max_model_len: int) -> list[int]:
+    running = engine.scheduler.running
+    most = min(running.max_running, running.pool.pages * running.pool.page_size // max_model_len)
+    fit = min(running.max_running, running.pool.available // 40)
+    return list(dict.fromkeys(min(size, max(1, most, fit)) for size in SIZES))
+
+
+def _measure(
+    engine: Engine,
+    strategies: list[Strategy],
+    size: int,
+    context: int,
+    vocab_size: int,
+    until: float,
+) -> Iterator[Measured]:
+    """Run one batch under each strategy in turn."""
+    sampling = Sampling(max_tokens=LONGEST, ignore_eos=True)
+    engine.policy = Fixed([OFF])
+    engine.send(
+        Submit(
+            [
+                GenerateRequest(
+                    id=f"profile-{size}-{context}-{i}",
+                    token_ids=[(31 * i + 7 * t) % vocab_size for t in range(context)],
+                    seed=i,
+                    sampling=sampling,
+                )
+                for i in range(size)
+            ]
+        )
+    )
+    engine.step()
+    while not engine.idle and (cycle := engine.last_cycle) and cycle.context.decoding < size:
+        engine.step()
+    for strategy in strategies:
+        engine.policy = Fixed([strategy])
+        for turn in range(1 + MEASURED):
+            if engine.idle or time.perf_counter() > until:
+                break
+            engine.step()
+            cycle = engine.last_cycle
+            if turn and cycle is not None and cycle.strategy == strategy:
+                yield Measured(load_of(cycle), cycle.step_s)
+    engine.scheduler.abort([], all=True)
+    while engine.runner.in_flight:
+        engine.step()

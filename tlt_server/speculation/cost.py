@@ -1,0 +1,201 @@
+"""The time of a step as a function of its shape, profiled at start and corrected by every step.
+
+A step's time is modelled as a sum of parts, each a piecewise-linear function of a number of rows:
+
+    seconds = speed * (extend(R) + depth * draft(M) + attend * R * context)
+
+R: rows that the target reads (roots, drafts and prompt rows); M: rows of one level of the draft
+pass (requests times children); the draft function is one per drafter. The values at the knots are
+the model's parameters. A profile fits them by least squares, and every step corrects them by a
+normalised least-mean-squares rule. `speed` is what slows all steps alike, such as a busy machine;
+it follows fast, the knots follow slowly, so a moment of load does not make the strategy in use look
+worse than those that are not in use.
+
+No torch. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.records import Cycle
+
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # rows
+ATTENDED = 2**14  # unit of the attention's part: rows times tokens of context
+DRAFT_SHARE = 0.1  # a level of drafting over a pass of the target, until it is measured
+
+
+class StepLoad(NamedTuple):
+    """The shape of a step."""
+
+    drafter: str  # empty: nothing is drafted
+    depth: int
+    width: int
+    batch: int  # requests that sample
+    rows: int  # rows of these, drafts and roots
+    prompt_rows: int
+    context: float  # mean context of the requests that sample, in tokens
+
+    @property
+    def read(self) -> int:
+        """Rows that the target reads."""
+        return self.rows + self.prompt_rows
+
+
+# A function's values at the knots, the knots that a step lies between with their weights, and a
+# factor.
+Part = tuple[NDArray[np.float64], Sequence[tuple[int, float]], float]
+
+
+class Measured(NamedTuple):
+    load: StepLoad
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CostSettings:
+    rate: float = 0.1  # share of a step's error that its knots take up
+    speed_rate: float = 0.15  # the same for `speed`
+    largest_error: float = 0.5  # relative; the rest of a larger one, such as a stall, is cut
+    stiffness: float = 0.02  # weight of a bend against a relative error, in fitting a profile
+
+
+def load_of(cycle: Cycle) -> StepLoad:
+    """Return the shape of a step that has run."""
+    context, strategy = cycle.context, cycle.strategy
+    return StepLoad(
+        strategy.drafter,
+        strategy.depth,
+        strategy.width,
+        context.decoding,
+        cycle.rows - context.prefill_rows,
+        context.prefill_rows,
+        context.mean_context,
+    )
+
+
+class CostModel:
+    """Predicts seconds of steps. `trained` once a profile or a step was seen."""
+
+    def __init__(self, settings: CostSettings = CostSettings()) -> None:
+        self._settings = settings
+        self._knot_K = np.array(KNOTS, np.float64)
+        self._extend_K = np.zeros(len(KNOTS))
+        self._draft_K: dict[str, NDArray[np.float64]] = {}
+        self._context_1 = np.zeros(1)
+        self.speed = 1.0
+        self.error = 0.0  # mean relative error of predictions, of the recent past
+        self.trained = False
+
+    def seconds(
+        self,
+        drafter: str,
+        depth: NDArray[np.int64] | int,
+        width: NDArray[np.int64] | int,
+        batch: int,
+        rows: NDArray[np.int64] | int,
+        prompt_rows: int = 0,
+        context: float = 0.0,
+    ) -> NDArray[np.float64]:
+        """Predict the time of steps; arguments as in `StepLoad`, arrays of one shape or numbers."""
+        read = np.asarray(rows) + prompt_rows
+        found = self._at(self._extend_K, read) + self._context_1[0] * read * context / ATTENDED
+        if drafter:
+            found = found + np.asarray(depth) * self._at(
+                self._drafting(drafter), batch * np.asarray(width)
+            )
+        return self.speed * found
+
+    def predict(self, load: StepLoad) -> float:
+        return float(self.seconds(*load))
+
+    def profile(self, measured: Iterable[Measured]) -> None:
+        """Fit the model to steps that were measured at start, by least squares of relative errors.
+        Between the measured sizes and beyond them its functions are as straight as they can be.
+        """
+        steps = [step for step in measured if step.seconds > 0]
+        if not steps:
+            return
+        drafters = sorted({step.load.drafter for step in steps} - {""})
+        self._extend_K = np.zeros(len(KNOTS))
+        self._draft_K = {name: np.zeros(len(KNOTS)) for name in drafters}
+        functions = [self._extend_K, *self._draft_K.values()]
+        first = {id(values_K): i * len(KNOTS) for i, values_K in enumerate(functions)}
+        first[id(self._context_1)] = len(functions) * len(KNOTS)
+        equations = np.zeros((len(steps), len(functions) * len(KNOTS) + 1))
+        for row, step in zip(equations, steps, strict=True):
+            for values_K, knots, scale in self._parts(step.load):
+                for at, weight in knots:
+                    row[first[id(values_K)] + at] += scale * weight / step.seconds
+        bends = np.zeros((len(KNOTS) - 2, len(KNOTS)))
+        width_K = np.diff(self._knot_K)
+        for k, row in enumerate(bends):
+            row[k : k + 3] = 1, -1 - width_K[k] / width_K[k + 1], width_K[k] / width_K[k + 1]
+        bends *= self._settings.stiffness / min(step.seconds for step in steps)
+        straight = np.kron(np.eye(len(functions)), bends)
+        free = np.zeros((len(straight), 1))
+        found = np.linalg.lstsq(
+            np.vstack((equations, np.hstack((straight, free)))),
+            np.concatenate((np.ones(len(steps)), np.zeros(len(straight)))),
+            rcond=None,
+        )[0]
+        for values_K in (*functions, self._context_1):
+            at = first[id(values_K)]
+            values_K[:] = np.maximum(0.0, found[at : at + len(values_K)])
+        self.speed, self.trained = 1.0, True
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """Correct the model by a step that has run."""
+        if seconds <= 0 or not load.read:
+            return
+        if not self.trained:
+            self.profile([Measured(load._replace(drafter="", depth=0, width=0), seconds)])
+        expected = self.predict(load)
+        limit = self._settings.largest_error * expected
+        missed = min(max(seconds - expected, -limit), limit)
+        self.error += 0.05 * (abs(missed) / expected - self.error)
+        self.speed *= 1 + self._settings.speed_rate * missed / expected
+        self._correct(load, missed * (1 - self._settings.speed_rate))
+
+    def _correct(self, load: StepLoad, missed: float) -> None:
+        """Move the parameters of this shape so that `rate` of the error is gone."""
+        parts = self._parts(load)
+        norm = sum((scale * weight) ** 2 for _, knots, scale in parts for _, weight in knots)
+        step = self._settings.rate * missed / self.speed / norm
+        for values_K, knots, scale in parts:
+            for at, weight in knots:
+                values_K[at] = max(0.0, values_K[at] + step * scale * weight)
+
+    def _parts(self, load: StepLoad) -> list[Part]:
+        """Return the functions that the time of a step is the sum of."""
+        parts: list[Part] = [
+            (self._extend_K, self._weights(load.read), 1.0),
+            (self._context_1, ((0, 1.0),), load.read * load.context / ATTENDED),
+        ]
+        if load.drafter:
+            level = self._weights(load.batch * load.width)
+            parts.append((self._drafting(load.drafter), level, float(load.depth)))
+        return parts
+
+    def _drafting(self, drafter: str) -> NDArray[np.float64]:
+        if drafter not in self._draft_K:
+            self._draft_K[drafter] = DRAFT_SHARE * self._extend_K
+        return self._draft_K[drafter]
+
+    def _at(self, values_K: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Interpolate between the knots; more rows never take less time."""
+        return np.interp(rows, self._knot_K, np.maximum.accumulate(values_K))
+
+    def _weights(self, rows: int) -> Sequence[tuple[int, float]]:
+        """Return the knots around a number of rows, each with its weight."""
+        rows = min(max(rows, KNOTS[0]), KNOTS[-1])
+        at = int(np.searchsorted(self._knot_K, rows, "right")) - 1
+        if at == len(KNOTS) - 1:
+            return ((at, 1.0),)
+        share = (rows - KNOTS[at]) / (KNOTS[at + 1] - KNOTS[at])
+        return ((at, 1 - share), (at + 1, share))

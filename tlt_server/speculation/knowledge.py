@@ -1,0 +1,65 @@
+"""The knowledge that an engine has of its own steps: their time, and the worth of its drafts.
+
+It belongs to the engine, not to a policy, so a change of policy loses nothing; every step adds to
+it, whichever policy chose that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tlt_server.records import Cycle
+from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.cost import CostModel, load_of
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.outlook import Outlook
+
+RETURN = 3  # steps within which a drafter that comes back has little to catch up with
+
+
+class Drafted(NamedTuple):
+    """The trees that were drafted for a step."""
+
+    candidates: Candidates
+    requests: int
+    predicted: float  # sum of the survivals of the nodes that were verified
+
+
+class Knowledge:
+    def __init__(self, drafters: tuple[str, ...], device: str = "cpu") -> None:
+        self.cost = CostModel()
+        self.outlooks = {
+            name: Outlook(half.depths, half.widths)
+            for name in drafters
+            for half in (DRAFTERS[name].half(device),)
+        }
+        self._step = 0
+        self._last_used: dict[str, int] = {}  # the step that last used a drafter
+
+    def observe(self, cycle: Cycle, drafted: Drafted | None) -> None:
+        self._step += 1
+        drafter = cycle.strategy.drafter
+        settled = not drafter or self._step - self._last_used.get(drafter, -RETURN) < RETURN
+        if drafter:
+            self._last_used[drafter] = self._step
+        if settled:  # else the drafter had to catch up first
+            self.cost.observe(load_of(cycle), cycle.step_s)
+        for name, outlook in self.outlooks.items():
+            if name != drafter or drafted is None:
+                outlook.unseen()
+                continue
+            outlook.see(drafted.candidates, drafted.requests)
+            outlook.verified(drafted.predicted, float(sum(cycle.accepted)))
+
+    def forget(self) -> None:
+        """Doubt what is known of the drafters, as weights have changed."""
+        for outlook in self.outlooks.values():
+            outlook.forget()
+
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "cost_error": self.cost.error,
+            "cost_speed": self.cost.speed,
+            **{f"outlook_ratio_{name}": known.ratio for name, known in self.outlooks.items()},
+        }

@@ -1,0 +1,140 @@
+"""Expected numbers of accepted draft tokens, also under strategies that did not run.
+
+Every node of a drafted tree carries its calibrated survival (`survival`): the probability that it
+is on the path of the target's tokens. The expected number of accepted tokens of any set of nodes is
+the sum of their survivals, so one tree of depth 7 says what every shallower, narrower or smaller
+tree would have brought, and nothing needs to be tried out. What a tree lacks, because it was cut or
+is shallower, is continued from its leaves with the drafter's mean survival from level to level.
+
+The builder verifies the R best nodes of a batch, so the gain of R rows is the sum of the R largest
+survivals. It is kept as a curve over nodes per request, for each depth and width, of the trees of
+the recent past. Predicted gains are compared with what was accepted, and scaled by the ratio.
+
+No torch. Legend: N nodes, D depths, W widths, X points of a curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.speculation.batch import Candidates
+
+POINTS = (0.0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 9, 12, 15, 20, 26, 31, 48, 63)
+
+
+@dataclass(frozen=True)
+class OutlookSettings:
+    # Survival from level to level before a tree was seen: hopeful, so that one is drafted.
+    prior: float = 0.9
+    memory: float = 96.0  # trees of one request that a curve is the mean of, older ones fading
+    fade: float = 0.02  # share of the ratio that a step replaces
+    doubt: int = 256  # steps without a tree after which half of what was seen is doubted
+
+
+class Outlook:
+    """The expected gains of one drafter."""
+
+    def __init__(
+        self,
+        depths: Sequence[int],
+        widths: Sequence[int],
+        settings: OutlookSettings = OutlookSettings(),
+    ) -> None:
+        self.depths, self.widths, self._settings = tuple(depths), tuple(widths), settings
+        self._prior_DWX = self._prior()
+        self._seen_DWX = self.curve_DWX = self._prior_DWX
+        self._requests = 0.0  # trees of one request that were seen, older ones fading
+        self._rate = settings.prior  # mean survival of best children
+        self._unseen = 0  # steps since the last tree
+        self.ratio = 1.0  # accepted over predicted
+
+    def gain(self, depth: int, width: int, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the expected accepted draft tokens per request, by draft rows per request."""
+        d, w = self.depths.index(depth), self.widths.index(width)
+        return self.ratio * np.interp(nodes, POINTS, self.curve_DWX[d, w])
+
+    def see(self, drafted: Candidates, requests: int) -> None:
+        """Take in the trees that were drafted for a step."""
+        if not len(drafted) or not requests:
+            return
+        fresh = requests / (self._requests + requests)
+        self._requests = min(self._requests + requests, self._settings.memory)
+        trees = _Trees(drafted)
+        self._rate += fresh * (trees.rate - self._rate)
+        self._seen_DWX = self._seen_DWX + fresh * (self._curves(trees, requests) - self._seen_DWX)
+        self.curve_DWX, self._unseen = self._seen_DWX, 0
+
+    def verified(self, predicted: float, accepted: float) -> None:
+        """Compare the sum of the verified nodes' survivals with the accepted tokens."""
+        if predicted > 0:
+            weight = self._settings.fade * min(1.0, predicted / 4)
+            self.ratio += weight * (min(2.0, accepted / predicted) - self.ratio)
+
+    def unseen(self) -> None:
+        """A step has run without this drafter: what is known of it grows old."""
+        self._unseen += 1
+        if self._requests and self._unseen % 16 == 0:
+            known = 0.5 ** (self._unseen / self._settings.doubt)
+            hope_DWX = np.maximum(self._prior_DWX, self._seen_DWX)
+            self.curve_DWX = known * self._seen_DWX + (1 - known) * hope_DWX
+
+    def forget(self) -> None:
+        """Doubt what was seen, as weights have changed; the next trees count for more."""
+        self._requests, self.ratio = self._requests / 8, 1.0
+
+    def _prior(self) -> NDArray[np.float64]:
+        curve_DWX = np.zeros((len(self.depths), len(self.widths), len(POINTS)))
+        for d, depth in enumerate(self.depths):
+            chain = np.cumsum(self._settings.prior ** np.arange(1, depth + 1))
+            curve_DWX[d] = np.interp(POINTS, np.arange(depth + 1), np.array([0.0, *chain]))
+        return curve_DWX
+
+    def _curves(self, trees: _Trees, requests: int) -> NDArray[np.float64]:
+        curve_DWX = np.zeros((len(self.depths), len(self.widths), len(POINTS)))
+        for w, width in enumerate(self.widths):
+            for d, depth in enumerate(self.depths):
+                survival_N = np.sort(trees.within(depth, width, self._rate))[::-1]
+                total_N = np.concatenate(([0.0], np.cumsum(survival_N)))
+                at_X = np.array(POINTS) * requests
+                curve_DWX[d, w] = np.interp(at_X, np.arange(len(total_N)), total_N) / requests
+        return curve_DWX
+
+
+class _Trees:
+    """The draft trees of one step."""
+
+    def __init__(self, drafted: Candidates) -> None:
+        self.survival_N = np.clip(drafted.survival_N, 0.0, 1.0)
+        self.depth_N, self.widest_N = drafted.depth_N, _widest(drafted)
+        leaf_N = drafted.rank_N == 0
+        leaf_N[drafted.parent_N[drafted.parent_N >= 0]] = False
+        self.leaf_N = leaf_N
+        best_N = self.widest_N == 0
+        parent_N = drafted.parent_N[best_N]
+        above = np.where(parent_N >= 0, self.survival_N[parent_N], 1.0).sum()
+        self.rate = min(0.99, float(self.survival_N[best_N].sum() / max(above, 1e-9)))
+
+    def within(self, depth: int, width: int, rate: float) -> NDArray[np.float32]:
+        """Return the survivals of the nodes of the trees as of this depth and width."""
+        inside_N = (self.depth_N <= depth) & (self.widest_N < width)
+        found = [self.survival_N[inside_N]]
+        leaf_N = inside_N & self.leaf_N
+        more, deep = self.survival_N[leaf_N], self.depth_N[leaf_N]
+        while (goes_on := deep < depth).any():
+            more, deep = more[goes_on] * rate, deep[goes_on] + 1
+            found.append(more)
+        return np.concatenate(found)
+
+
+def _widest(drafted: Candidates) -> NDArray[np.int32]:
+    """Return the largest rank on each node's path."""
+    widest_N = drafted.rank_N.copy()
+    if widest_N.any():
+        for depth in range(2, int(drafted.depth_N.max()) + 1):
+            at = np.flatnonzero(drafted.depth_N == depth)
+            widest_N[at] = np.maximum(widest_N[at], widest_N[drafted.parent_N[at]])
+    return widest_N
