@@ -95,8 +95,8 @@ class Heartbeat(Struct, frozen=True, tag="heartbeat"):
 
 
 class Outputs(Struct, frozen=True, tag="outputs"):
-    """What one step produced, or a part of it, and the gauges after it. `cycle` comes with the last
-    part.
+    """The outputs of one step, or a part of them, and the gauges after it. `cycle` comes with the
+    last part.
     """
 
     outputs: list[StepOutput]

@@ -206,7 +206,7 @@ def test_a_generation_that_can_resume_takes_turns_and_loses_no_token_with_its_en
         epoch = server.engine
 
         async def watch() -> None:
-            while server.engine is epoch:  # noqa: ASYNC110 (the fake engine tells nobody)
+            while server.engine is epoch:  # noqa: ASYNC110 (the fake engine does not tell)
                 await asyncio.sleep(0.01)
             died.set()
 
