@@ -364,7 +364,7 @@ def _framing(rng: random.Random) -> Attempt:
             ),
             lambda: head + b"Expect: 100-continue\r\n" + length + b"\r\n" + text,
             lambda: (
-                head.replace(b"Connection: close", b"Connection: Upgrade\r\nUpgrade: websocket")
+                head.replace(b"close", b"close, Upgrade\r\nUpgrade: websocket")
                 + length
                 + b"\r\n"
                 + text
