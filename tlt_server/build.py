@@ -72,11 +72,11 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
     text, metrics, progress = Text.load(config.model), Metrics(), ProgressLines()
     gate, certificates = (
         Gate(config, metrics),
-        watched_certificates(config, partial(metrics.file_read, "certificates")),
+        watched_certificates(config, partial(metrics.exchanges.file_read, "certificates")),
     )
     asyncio.get_running_loop().set_exception_handler(left_behind)
     if config.state_dir is not None:
-        metrics.watch_disk(config.state_dir)
+        metrics.disk.watch(config.state_dir)
     client = EngineClient(admission(config), metrics)
     with (
         listening(config) as listener,

@@ -21,8 +21,8 @@ from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidd
 from tlt_server import errors
 from tlt_server.events import Outputs, WeightReport, WeightState
 from tlt_server.metrics import Metrics
+from tlt_server.metrics.steps import POSITIONS, STRATEGIES
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
-from tlt_server.step_metrics import POSITIONS, STRATEGIES
 
 EAGLE = Strategy("eagle", 7, 4, 16)
 
@@ -41,7 +41,7 @@ def cycle(strategy: Strategy, accepted: Sequence[int], drafted: int = 0) -> Cycl
 def step(
     metrics: Metrics, strategy: Strategy, accepted: Sequence[int], drafted: int = 0, **gauges: float
 ) -> None:
-    metrics.engine_outputs(Outputs([], gauges, cycle(strategy, accepted, drafted)))
+    metrics.engine.took(Outputs([], gauges, cycle(strategy, accepted, drafted)))
 
 
 def series(text: str) -> dict[str, dict[tuple[str, ...], float]]:
@@ -128,7 +128,7 @@ def test_a_drafter_falls_behind_with_every_change_of_the_target() -> None:
         ("v3", "d2"),
         ("v4", "d2"),
     ):
-        metrics.weights_reported(
+        metrics.weights.reported(
             WeightReport(
                 id="w",
                 state=WeightState(target=target, drafter=drafter),
@@ -147,7 +147,7 @@ def test_processes_and_disk(tmp_path: Path) -> None:
         and shown(metrics)["process_resident_memory_bytes"][()] > 1e6
     )
     metrics.engine_ready(msgspec.structs.replace(INFO, pid=os.getppid()))
-    metrics.watch_disk(tmp_path / "not" / "made")
+    metrics.disk.watch(tmp_path / "not" / "made")
     found = shown(metrics)
     assert (
         found["tlt_engine_process_resident_memory_bytes"][()] > 1e5
@@ -303,6 +303,6 @@ def test_an_engine_step_costs_the_frontend_little() -> None:
     for _ in range(20):
         started_s = time.thread_time()
         for _ in range(20):
-            metrics.engine_outputs(message)
+            metrics.engine.took(message)
         best = min(best, (time.thread_time() - started_s) / 20)
     assert best < 0.0005, f"{best * 1e6:.0f} us per step"

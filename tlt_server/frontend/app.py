@@ -56,7 +56,7 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
         exception_handlers=refusals.handlers(),
     )
     app.state.service = service
-    service.metrics.watch_ready(lambda: service.ready)
+    service.metrics.exchanges.ready.set_function(lambda: service.ready)
     return Access(app, service.metrics, table.template)
 
 

@@ -126,4 +126,4 @@ class Service:
 
     def rejected(self, error: TltError) -> None:
         if not isinstance(error, Cancelled):
-            self.metrics.rejected.labels(error.code).inc()
+            self.metrics.exchanges.rejected.labels(error.code).inc()

@@ -56,7 +56,7 @@ class Generations:
         items = self.items(batch)
         await asyncio.sleep(0)  # other requests run, since both halves of a large batch take long
         generation = self.submit(items, batch.deadline_s, owner)
-        self.metrics.prompt.inc(
+        self.metrics.sequences.prompt.inc(
             sum(len(request.token_ids) for item in batch.items for request in item.requests)
         )
         return generation
@@ -184,7 +184,11 @@ class _Measured:
     """The metrics of one generation."""
 
     def __init__(self, shared: Generations) -> None:
-        self._metrics, self._clock, self._engine = shared.metrics, shared.clock, shared.engine
+        self._metrics, self._clock, self._engine = (
+            shared.metrics.sequences,
+            shared.clock,
+            shared.engine,
+        )
         self._accepted_s = self._clock()
         self._last_token_s: dict[str, float] = {}
 
@@ -206,7 +210,7 @@ class _Measured:
                 metrics.first_token_s.observe(now - self._accepted_s)
         if output.finish_reason is not None:
             error = output.error[0] if output.error else output.finish_reason
-            metrics.sequences.labels(sequence.finish_reason or error).inc()
+            metrics.ended.labels(sequence.finish_reason or error).inc()
             metrics.end_to_end_s.observe(now - self._accepted_s)
             metrics.stale.inc(self._stale_tokens(sequence))
 

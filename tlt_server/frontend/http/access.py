@@ -55,8 +55,8 @@ class Access:
     def _keep(self, scope: Scope, request: _Request, seconds: float) -> None:
         status, route = request.status, self._template(scope["path"])
         method = scope["method"] if scope["method"] in METHODS else "other"
-        self._metrics.http_requests.labels(method, route, str(status)).inc()
-        self._metrics.http_s.labels(route).observe(seconds)
+        self._metrics.exchanges.http.labels(method, route, str(status)).inc()
+        self._metrics.exchanges.http_s.labels(route).observe(seconds)
         quiet = route in QUIET or (method == "GET" and route in POLLED)
         probe_says_no = route in QUIET and status == 503
         answered = 0 < status < 400 or probe_says_no

@@ -43,7 +43,7 @@ class Gate:
 
     def __init__(self, config: Config, metrics: Metrics) -> None:
         self._keys, self._metrics = (
-            watched_keys(config, partial(metrics.file_read, "api_keys")),
+            watched_keys(config, partial(metrics.exchanges.file_read, "api_keys")),
             metrics,
         )
 
@@ -76,7 +76,7 @@ class Gate:
         return caller
 
     def refused(self, reason: str) -> None:
-        self._metrics.auth_refusals.labels(reason).inc()
+        self._metrics.exchanges.auth_refusals.labels(reason).inc()
 
 
 class Authentication:

@@ -22,7 +22,7 @@ async def watch_turns(metrics: Metrics) -> NoReturn:
         due_s = time.perf_counter() + EVERY_S
         await asyncio.sleep(EVERY_S)
         held_s = max(0.0, time.perf_counter() - due_s)
-        metrics.loop_held_s.observe(held_s)
+        metrics.exchanges.loop_held_s.observe(held_s)
         if held_s > longest_s:
             longest_s = held_s
-            metrics.loop_held_longest_s.set(held_s)
+            metrics.exchanges.loop_held_longest_s.set(held_s)

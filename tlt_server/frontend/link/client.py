@@ -34,9 +34,9 @@ log = structlog.get_logger()
 class EngineClient:
     def __init__(self, admission: Admission, metrics: Metrics) -> None:
         self.admission, self._metrics = admission, metrics
-        metrics.open_tokens.set_function(lambda: admission.tokens)
-        metrics.forecast_pages.set_function(lambda: admission.pages)
-        metrics.forecast_wait_s.set_function(admission.wait_s)
+        metrics.sequences.open_tokens.set_function(lambda: admission.tokens)
+        metrics.sequences.forecast_pages.set_function(lambda: admission.pages)
+        metrics.sequences.forecast_wait_s.set_function(admission.wait_s)
         self._link: EngineLink | None = None
         self._sequences = OpenSequences(admission, metrics, self._send)
         self._weight_answers = Answers[WeightReport](self._send)
@@ -128,7 +128,7 @@ class EngineClient:
         self._started.set()
 
     def _dispatch(self, message: Outputs) -> None:
-        self._metrics.engine_outputs(message)
+        self._metrics.engine.took(message)
         self.gauges = message.gauges
         if message.cycle is not None:
             self.last_cycle = message.cycle
@@ -270,7 +270,7 @@ class EngineClient:
             self.info = msgspec.structs.replace(
                 self.info, weight_version=report.state.target, drafter_version=report.state.drafter
             )
-        self._metrics.weights_reported(report)
+        self._metrics.weights.reported(report)
         waiting = bool(self.versions.lost)
         self.versions.reported(report)
         if waiting and not self.versions.lost:

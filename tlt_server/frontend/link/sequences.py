@@ -162,7 +162,7 @@ class OpenSequences:
             free, suspect = self._sort(
                 [self._routes[id].request for id in few if id in self._routes]
             )
-            self._metrics.resumed.inc(len(free) + len(suspect))
+            self._metrics.rollouts.resumed.inc(len(free) + len(suspect))
             tried.extend(suspect)
             others.extend(free)
 
@@ -282,7 +282,7 @@ class OpenSequences:
         if not ids:
             return
         self._send(Abort(ids=ids))
-        self._metrics.sequences.labels("abandoned").inc(len(ids))
+        self._metrics.sequences.ended.labels("abandoned").inc(len(ids))
 
         def drop(few: list[str]) -> None:
             for id in few:
@@ -293,7 +293,7 @@ class OpenSequences:
         self._chores.add(ids, drop, self._count)
 
     def _count(self) -> None:
-        self._metrics.open_sequences.set(len(self._routes))
+        self._metrics.sequences.open.set(len(self._routes))
         if self._routes:
             self.idle.clear()
         else:

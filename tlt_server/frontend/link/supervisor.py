@@ -140,7 +140,7 @@ class Supervisor:
         waiting = self._client.died(death, delay_s, self._start_s)
         if delay_s is not None:
             self._progress.died(death.described, delay_s, waiting)
-            self._metrics.restarts.labels(death.ending).inc()
+            self._metrics.engine.restarts.labels(death.ending).inc()
 
     def _give_up(self, death: Death) -> EngineFailed:
         reason = (

@@ -203,7 +203,7 @@ class Rollouts:
         except BaseException:
             self._shelf.remove_file(rollout)
             raise
-        self._metrics.prompt.inc(
+        self._metrics.sequences.prompt.inc(
             sum(len(item.token_ids) * len(item.requests) for item in header.items)
         )
         self._shelf.keep(rollout)
@@ -301,7 +301,7 @@ class Rollouts:
                 )
             try:
                 self._run(rollout, rollout.deadline_s, accepted=True)
-                self._metrics.resumed.inc(resumed)
+                self._metrics.rollouts.resumed.inc(resumed)
                 return
             except TltError as error:
                 if not error.retryable:

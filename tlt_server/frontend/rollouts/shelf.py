@@ -78,7 +78,7 @@ class Shelf:
         assert rollout.journal is not None
         rollout.journal.append(framed)
         self.count(rollout, len(framed))
-        self._metrics.rollout_bytes.set(self._bytes)
+        self._metrics.rollouts.bytes.set(self._bytes)
 
     def count(self, rollout: KeptRollout, size: int) -> None:
         """Add bytes of the rollout's journal to the sum."""
@@ -111,10 +111,10 @@ class Shelf:
 
     def measure(self) -> None:
         for status in ("running", "done"):
-            self._metrics.rollouts.labels(status).set(
+            self._metrics.rollouts.kept.labels(status).set(
                 sum(rollout.status == status for rollout in self._by_id.values())
             )
-        self._metrics.rollout_bytes.set(self._bytes)
+        self._metrics.rollouts.bytes.set(self._bytes)
 
     def _make_room(
         self, held: Counter[str], greedy: str | None, growing: KeptRollout | None = None

@@ -133,7 +133,7 @@ class _Calls(grpc.GenericRpcHandler):
                 await refuse(context, error, metadata)
         finally:
             self._open -= 1
-            self._metrics.grpc_calls.labels(method.name, code).inc()
+            self._metrics.exchanges.grpc_calls.labels(method.name, code).inc()
 
     async def _call(
         self, method: RpcMethod, context: Context

@@ -1,12 +1,13 @@
-"""Metrics of the engine's steps, by strategy. `metrics.Metrics` passes every cycle in."""
+"""Metrics of the engine's steps, by strategy."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
+from tlt_server.metrics.kinds import Kinds
 from tlt_server.records import Cycle
 
 STEP_S = (
@@ -33,56 +34,38 @@ POSITIONS = 16  # label values; deeper positions count in tlt_sd_accepted_tokens
 class StepMetrics:
     """Counts the steps; every series of a strategy is looked up once."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._step_s = Histogram(
-            "tlt_step_seconds", "Wall time of an engine step.", buckets=STEP_S, registry=registry
+    def __init__(self, kinds: Kinds) -> None:
+        self._step_s = kinds.histogram("tlt_step_seconds", "Wall time of an engine step.", STEP_S)
+        self._cycles = kinds.counter("tlt_cycles", "Engine steps, by strategy.", "strategy")
+        self._decodes = kinds.counter(
+            "tlt_decodes", "Decoding requests summed over engine steps, by strategy.", "strategy"
         )
-        self._cycles = Counter(
-            "tlt_cycles", "Engine steps, by strategy.", ("strategy",), registry=registry
+        self._sd_drafted = kinds.counter(
+            "tlt_sd_drafted_tokens", "Draft rows verified, by strategy.", "strategy"
         )
-        self._decodes = Counter(
-            "tlt_decodes",
-            "Decoding requests summed over engine steps, by strategy.",
-            ("strategy",),
-            registry=registry,
+        self._sd_accepted = kinds.counter(
+            "tlt_sd_accepted_tokens", "Draft tokens accepted, by strategy.", "strategy"
         )
-        self._sd_drafted = Counter(
-            "tlt_sd_drafted_tokens",
-            "Draft rows verified, by strategy.",
-            ("strategy",),
-            registry=registry,
-        )
-        self._sd_accepted = Counter(
-            "tlt_sd_accepted_tokens",
-            "Draft tokens accepted, by strategy.",
-            ("strategy",),
-            registry=registry,
-        )
-        self._sd_position = Counter(
+        self._sd_position = kinds.counter(
             "tlt_sd_accepted_position",
             "Draft tokens accepted, by strategy and position in the draft; 1 is the first.",
-            ("strategy", "position"),
-            registry=registry,
+            "strategy",
+            "position",
         )
-        self._accept_length = Gauge(
+        self._accept_length = kinds.gauge(
             "tlt_accept_length",
             "Mean tokens per request and step, last step of the strategy.",
-            ("strategy",),
-            registry=registry,
+            "strategy",
         )
-        self._strategy = Gauge(
-            "tlt_strategy_in_force",
-            "1 for the strategy of the last step.",
-            ("strategy",),
-            registry=registry,
+        self._strategy = kinds.gauge(
+            "tlt_strategy_in_force", "1 for the strategy of the last step.", "strategy"
         )
-        self._switches = Counter(
+        self._switches = kinds.counter(
             "tlt_strategy_switches",
             "Steps whose strategy was another than that of the step before.",
-            registry=registry,
         )
-        self._prefilled = Counter(
-            "tlt_prefill_tokens", "Prompt rows that the target computed.", registry=registry
+        self._prefilled = kinds.counter(
+            "tlt_prefill_tokens", "Prompt rows that the target computed."
         )
         self._arms: dict[str, _Arm] = {}
         self._in_force = ""

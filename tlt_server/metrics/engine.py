@@ -1,0 +1,107 @@
+"""Metrics of the engine. Its figures arrive as `Outputs.gauges` and `Outputs.cycle`; a name that
+`GAUGES` and `TOTALS` do not list still shows, as `tlt_engine_figure{name=...}`.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from prometheus_client import Gauge
+
+from tlt_server import __version__
+from tlt_server.events import Ending, EngineInfo, Outputs
+from tlt_server.metrics.kinds import Kinds
+from tlt_server.metrics.steps import StepMetrics
+
+GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
+    "running": ("tlt_running_sequences", "Sequences that decode."),
+    "waiting": ("tlt_waiting_sequences", "Sequences admitted and waiting for a batch slot."),
+    "pages_free": ("tlt_pages_free", "KV pages that can be handed out now, cached ones included."),
+    "pages": ("tlt_pages", "KV pages in all."),
+    "spanning": (
+        "tlt_spanning_sequences",
+        "Sequences whose KV is of more than one weight version.",
+    ),
+    "drafters_resting": (
+        "tlt_drafters_resting",
+        "Drafters that rest because acceptance collapsed after a change of weights.",
+    ),
+    "pages_cached": (
+        "tlt_pages_cached",
+        "KV pages without a user that the prefix index could still serve.",
+    ),
+}
+TOTALS = {  # likewise, counted by the engine since it started
+    "drafter_collapses": (
+        "tlt_drafter_collapses",
+        "Times that acceptance collapsed after a change of weights.",
+    ),
+    "preemptions": (
+        "tlt_preemptions",
+        "Sequences preempted: their pages were taken for older ones.",
+    ),
+}
+NONE_WITHOUT_ENGINE = ("running", "waiting", "spanning", "pages_free", "pages_cached")
+
+
+class EngineMetrics:
+    def __init__(self, kinds: Kinds) -> None:
+        self._steps = StepMetrics(kinds)
+        self._build = kinds.gauge(
+            "tlt_build_info",
+            "Always 1; what runs.",
+            "version",
+            "model",
+            "numerics",
+            "drafter",
+            "device",
+        )
+        self._up = kinds.gauge(
+            "tlt_engine_up", "1 while an engine is ready, 0 before and between two epochs of it."
+        )
+        self.restarts = kinds.counter(
+            "tlt_engine_restarts", "Restarts of the engine, by how it ended.", "reason"
+        )
+        for reason in get_args(Ending):
+            self.restarts.labels(reason)
+        self._gauges = {name: kinds.gauge(*metric) for name, metric in GAUGES.items()}
+        self._totals = {name: kinds.counter(*metric) for name, metric in TOTALS.items()}
+        self._counted = dict.fromkeys(TOTALS, 0.0)
+        self._other = kinds.gauge(
+            "tlt_engine_figure", "Further figures of the engine, by name.", "name"
+        )
+        self._others: dict[str, Gauge] = {}
+        self.pid = 0
+
+    def ready(self, info: EngineInfo) -> None:
+        self.pid = info.pid
+        self._build.clear()
+        self._build.labels(__version__, info.model, info.numerics, info.drafter, info.device).set(1)
+        self._gauges["pages"].set(info.pages)
+        self._gauges["pages_free"].set(info.pages)
+        self._up.set(1)
+
+    def gone(self) -> None:
+        self._up.set(0)
+        for name in NONE_WITHOUT_ENGINE:
+            self._gauges[name].set(0)
+
+    def took(self, message: Outputs) -> None:
+        """Take in the figures that came with outputs."""
+        for name, value in message.gauges.items():
+            if name in self._gauges:
+                self._gauges[name].set(value)
+            elif name in self._totals:
+                before, self._counted[name] = self._counted[name], value
+                self._totals[name].inc(
+                    value - before if value >= before else value
+                )  # a new engine counts from 0
+            else:
+                if name not in self._others:
+                    self._others[name] = self._other.labels(name)
+                self._others[name].set(value)
+        for name in [name for name in self._others if name not in message.gauges]:
+            self._other.remove(name)  # the policy that reported it is no longer in force
+            del self._others[name]
+        if message.cycle is not None:
+            self._steps.count(message.cycle)

@@ -1,0 +1,25 @@
+"""The kinds of metrics, each made on one registry."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+class Kinds:
+    """Makes metrics from a name, a sentence and the names of labels."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, sentence: str, *labels: str) -> Counter:
+        return Counter(name, sentence, labels, registry=self._registry)
+
+    def gauge(self, name: str, sentence: str, *labels: str) -> Gauge:
+        return Gauge(name, sentence, labels, registry=self._registry)
+
+    def histogram(
+        self, name: str, sentence: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(name, sentence, labels, buckets=buckets, registry=self._registry)

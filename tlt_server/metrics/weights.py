@@ -1,0 +1,88 @@
+"""Metrics of weights: which versions are live, and what became of pushes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from tlt_server.events import WeightReport
+from tlt_server.metrics.kinds import Kinds
+
+PUSH_S = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+PUSH_RESULTS = (
+    "committed",
+    "staged",
+    "gathering",
+    "unchanged",
+    "aborted",
+    "named",
+    "rolled_back",  # and the codes of errors that end one
+    "invalid_request",
+    "forbidden",
+    "not_found",
+    "model",
+    "weights_refused",
+    "channel_broken",
+    "conflict",
+    "push_failed",
+)
+
+
+class WeightMetrics:
+    def __init__(self, kinds: Kinds) -> None:
+        self._target = kinds.gauge(
+            "tlt_weight_version_info", "1 for the version that new tokens come from.", "version"
+        )
+        self._drafter = kinds.gauge(
+            "tlt_drafter_version_info", "1 for the drafter version in use.", "version"
+        )
+        self._age_s = kinds.gauge("tlt_weight_age_seconds", "Since the weights in use went live.")
+        self._drafter_behind = kinds.gauge(
+            "tlt_drafter_behind_commits",
+            "Changes of the target since the drafter in use went live.",
+        )
+        self._quarantined = kinds.gauge(
+            "tlt_weights_quarantined",
+            "1 while a push that wrote over the weights in use has failed: nothing is served.",
+        )
+        self._pushes = kinds.counter(
+            "tlt_weight_pushes",
+            "Pushes and rollbacks, by role and result or error code.",
+            "role",
+            "result",
+        )
+        self._push_s = kinds.histogram(
+            "tlt_weight_push_seconds",
+            "Phases of pushes; commit is what the loop waits for.",
+            PUSH_S,
+            "phase",
+        )
+        for role, result in itertools.product(("target", "drafter", "all", "none"), PUSH_RESULTS):
+            self._pushes.labels(role, result)
+        self._live = ("", "")  # target's and drafter's version
+
+    def reported(self, report: WeightReport) -> None:
+        self._quarantined.set(bool(report.state.quarantined))
+        self.live(report.state.target, report.state.drafter)
+        if report.result not in ("looked", "joined", "left"):
+            self._pushes.labels(report.role or "none", report.result).inc()
+        for phase, seconds in report.phases.items():
+            self._push_s.labels(phase).observe(seconds)
+
+    def engine_gone(self) -> None:
+        self._quarantined.set(0)  # the next epoch loads whole versions
+
+    def live(self, target: str, drafter: str) -> None:
+        """Show the versions that are live, and since when if they are other ones."""
+        if (target, drafter) == self._live:
+            return
+        since, before, self._live = time.monotonic(), self._live, (target, drafter)
+        if drafter and drafter == before[1]:
+            self._drafter_behind.inc()
+        else:
+            self._drafter_behind.set(0)
+        self._age_s.set_function(lambda: time.monotonic() - since)
+        for info, version in ((self._target, target), (self._drafter, drafter)):
+            info.clear()
+            if version:
+                info.labels(version).set(1)
