@@ -1,8 +1,8 @@
-"""Renew `docs/images/page-*.png`: the shipped pair serves some steps of a small rollout, with new
-weights before each but the first.
+"""Renew `docs/images/page-*.png`: the shipped pair serves a few steps of a small rollout, with new
+weights before each step but the first.
 
-`make screenshots` runs it; about a minute and a half. The font is the machine's: Inter where it is
-installed (Debian: fonts-inter).
+`make screenshots` runs it, in about 90 s. The font is Inter where the machine has it (Debian:
+fonts-inter).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 STEPS = 6
 PROBLEMS, RESPONSES, MAX_TOKENS = 20, 4, 1200
-FIRST = 436  # evaluation problem; of the next twenty some take long, so that each step has a tail
+FIRST = 436  # evaluation problem; some of those after it take long, so each step has a tail
 
 
 def rollout(url: str, step: int) -> None:
@@ -40,7 +40,7 @@ def rollout(url: str, step: int) -> None:
 
 
 def watch(page: Page, work: Future[None]) -> None:
-    """The page runs on while this waits."""
+    """Wait for the work while the page runs on."""
     while not work.done():
         page.wait_for_timeout(100)
     work.result()

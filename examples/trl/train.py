@@ -1,10 +1,10 @@
-"""Train the demo's target with TRL's GRPOTrainer: the shipped pair serves, every step's weights are
-pushed, one line of progress per step.
+"""Train the demo's target with TRL's GRPOTrainer. The shipped pair serves, each step pushes its
+weights, and a line shows the progress of each step.
 
     python -m examples.trl.train --steps 20
 
-Needs `tlt-client[trl]`. On two CPU cores a step takes some seconds; `--url` takes a server that
-runs already, with http among its `--weight-channels` and the demo's target.
+Needs `tlt-client[trl]`. On two CPU cores a step takes a few seconds. `--url` names a running server
+of the demo's target that has http among its `--weight-channels`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 
 
 def solved(completions: list[Any], number: list[int], **_: Any) -> list[float]:
-    """Return 1 for a right answer, and a little for any answer."""
+    """Return 1 for a right answer, plus 0.1 for any answer."""
     texts = [completion[0]["content"] for completion in completions]
     return [
         reward(problem(i), text) + 0.1 * ("answer:" in text)
@@ -37,6 +37,8 @@ def solved(completions: list[Any], number: list[int], **_: Any) -> list[float]:
 
 
 class Progress(TrainerCallback):
+    """Prints a line for each step."""
+
     def __init__(self, client: Client) -> None:
         self._client = client
 

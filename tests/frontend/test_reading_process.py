@@ -34,6 +34,7 @@ from tlt_server.frontend.reading.frames import FRAME_BYTES, sliced
 from tlt_server.frontend.reading.jobs import Job, JobQueue, Slice
 from tlt_server.frontend.reading.reader import HANG_S, Reader
 from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, cut, name_of
+from tlt_server.frontend.rpc.methods import ARRIVED_APART
 from tlt_server.packed import PackedIds, PackedText, json_ids, json_text
 
 T = TypeVar("T")
@@ -359,6 +360,9 @@ def test_files_of_another_version_change_nothing_for_a_process_that_runs(
             arguments = (PARSED_APART, *kind, [8, 100, 101, 4, 4, 8])
             with pytest.raises(InvalidRequest):
                 await reader.ask("", [Slice(("parse", *arguments), lambda: [b"[]"])], **SIZES)
+        message = Slice(("parse", ARRIVED_APART, "Generate"), lambda: [b"\xff"])
+        with pytest.raises(InvalidRequest):
+            await reader.ask("", [message], **SIZES)
         chat = [{"role": "user", "content": "x"}]
         await reader.ask("", [Slice(("render",), lambda: cut([chat, None, {}]))], **SIZES)
         await reader.ask("", [Slice(("decode", True), lambda: [bytes(4)])], **SIZES)
