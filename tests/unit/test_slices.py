@@ -21,7 +21,9 @@ class Node(Struct, kw_only=True, rename="camel"):
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False)
-leaves = scalars | st.text(max_size=20) | st.builds(TokenLogprobs, st.just((1,)), st.just((-0.5,)))
+texts = st.text(max_size=20)
+long_texts = st.builds(lambda text, times: text * times, texts, st.integers(0, 10_000))
+leaves = scalars | texts | long_texts | st.builds(TokenLogprobs, st.just((1,)), st.just((-0.5,)))
 contents = st.recursive(
     leaves,
     lambda inner: (
@@ -51,10 +53,16 @@ def test_slices_join_to_the_encoding_in_one_piece(content: Any) -> None:
         {"results": [{"a": 1}, {"a": [[-1 / 3] * 20] * 5000}, {"a": 1}]},
         [Node(long_name=1), Node(long_name=[{"a": -1 / 3}] * 50_000), Node(long_name=1)],
         [None, *[TokenLogprobs((*range(20),), (-1 / 3,) * 20)] * 5000],
+        {"choices": [Node(long_name="a text " * 200_000)] * 2},
     ],
 )
 def test_no_slice_of_a_large_content_is_large(content: Any) -> None:
     assert max(map(len, json_slices(content))) < 4 * SLICE_BYTES
+
+
+@pytest.mark.parametrize("content", ["é\n" * 50_000, {"text": "a" * 20_000}, ["b" * 20_000, 1]])
+def test_a_long_text_stays_a_text(content: Any) -> None:
+    assert msgspec.json.decode(b"".join(json_slices(content))) == content
 
 
 def test_iterators_stand_for_lists_and_are_read_as_late_as_possible() -> None:

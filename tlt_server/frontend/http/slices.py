@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
+from tlt_server.packed import json_text
 from tlt_server.records import TokenLogprobs
 
 SLICE_BYTES = 32 * 1024  # about 1 ms of encoding on a slow core
@@ -21,7 +22,7 @@ CALL_VALUES = 1024  # numbers, at most, that one call of the encoder takes
 
 def json_slices(content: Any, *, head: bytes = b"", tail: bytes = b"") -> Iterator[bytes]:
     """Yield the JSON of a content between `head` and `tail`, the same bytes as in one piece. All
-    slices but the last have at least `SLICE_BYTES`. No string and no small member is cut.
+    slices but the last have at least `SLICE_BYTES`. No small member is cut.
     """
     parts: list[bytes] = []
     size = 0
@@ -38,6 +39,8 @@ def json_slices(content: Any, *, head: bytes = b"", tail: bytes = b"") -> Iterat
 def _parts(content: Any) -> Iterator[bytes]:
     if values(content) <= CALL_VALUES:
         yield msgspec.json.encode(content)
+    elif isinstance(content, str):
+        yield from json_text(content)
     elif isinstance(content, dict | Struct):
         yield from _object(members(content))
     else:
