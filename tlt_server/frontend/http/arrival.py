@@ -43,8 +43,7 @@ class Arrival:
             await self.app(scope, receive, send)
             return
         try:
-            data = (await receive()).get("body", b"")
-            arrived = await arrive(data)
+            arrived = await arrive((await receive()).get("body", b""))
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
             return

@@ -6,8 +6,9 @@ service in `clients/proto/rollout.proto`.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
@@ -21,10 +22,11 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.events import MAX_WAIT_S
 from tlt_server.frontend.http.arrival import Arrived
 from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.slices import json_slices
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
 from tlt_server.frontend.reading.jobs import Slice
-from tlt_server.frontend.rpc.messages import parsed, plain
+from tlt_server.frontend.rpc.messages import parsed, plain, read
 from tlt_server.frontend.rpc.weighing import weigh
 
 SERVICE = DESCRIPTOR.services_by_name["RolloutService"]
@@ -39,8 +41,8 @@ class Operation(NamedTuple):
     fixed: Mapping[str, Any] = NOTHING  # what the gRPC method implies; its message has no field
     in_query: bool = False  # the content goes into the query, not into the body
 
-    def arrived(self, content: dict[str, Any]) -> Arrived:
-        """Return the parts of the same request over HTTP."""
+    def arrived(self, content: dict[str, Any]) -> tuple[Arrived, Iterable[bytes]]:
+        """Return the parts of the same request over HTTP, and its body in slices."""
         content |= self.fixed
         path = re.sub(
             r"{(\w+)}", lambda match: _segment(match[1], content.pop(match[1], "")), self.path
@@ -49,12 +51,12 @@ class Operation(NamedTuple):
         if self.method == "PUT":
             return _part(path, **content)
         if not self.in_query:
-            return Arrived(self.method, path, body=msgspec.json.encode(content))
+            return Arrived(self.method, path), json_slices(content)
         query = {
             name: msgspec.json.encode(value).decode() if not isinstance(value, str) else value
             for name, value in content.items()
         }
-        return Arrived(self.method, path, query=urlencode(query, quote_via=quote))
+        return Arrived(self.method, path, query=urlencode(query, quote_via=quote)), ()
 
 
 def _segment(name: str, value: str) -> str:
@@ -66,14 +68,16 @@ def _segment(name: str, value: str) -> str:
     return value
 
 
-def _part(path: str, start: int = 0, total: int | None = None, data: bytes = b"") -> Arrived:
+def _part(
+    path: str, start: int = 0, total: int | None = None, data: bytes = b""
+) -> tuple[Arrived, Iterable[bytes]]:
     """Return a range of a file; a header holds its place."""
     total = start + len(data) if total is None else total
     headers = (
         ("content-length", str(len(data))),
         ("content-range", f"bytes {start}-{start + len(data) - 1}/{total}"),
     )
-    return Arrived("PUT", path, body=data, headers=headers)
+    return Arrived("PUT", path, headers=headers), sliced([data])
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -122,15 +126,17 @@ class RpcMethod:
     async def arrive(self, data: bytes) -> Arrived:
         """Return what a message asks for. `TltError`: it has too many parts, or is no message."""
         if weigh(data, self.takes.DESCRIPTOR, enough=INLINE_WEIGHT) < INLINE_WEIGHT:
-            return self.arrived(data)
+            arrived, body = self.arrived(data)
+            return arrived._replace(body=b"".join(body))
         slices = [Slice(("parse", ARRIVED_APART, self.name), lambda: sliced([data]))]
         [content] = await ask(slices, total=len(data), largest=len(data))
         method, path, query, headers, body = content
-        return Arrived(method, path, query, b"".join(body), tuple(map(tuple, headers)))
+        whole = await asyncio.to_thread(b"".join, body)  # it lets the loop run meanwhile
+        return Arrived(method, path, query, whole, tuple(map(tuple, headers)))
 
-    def arrived(self, data: bytes | memoryview) -> Arrived:
-        if not self.client_streaming:  # the message goes before its JSON is made
-            return self.operation.arrived(plain(parsed(self.takes, data)))
+    def arrived(self, data: bytes | memoryview) -> tuple[Arrived, Iterable[bytes]]:
+        if not self.client_streaming:
+            return self.operation.arrived(read(self.takes, data))
         message = parsed(self.takes, data)
         held = message.WhichOneof("operation")
         if held is None:
@@ -145,8 +151,8 @@ def arrived_apart(data: bytearray, name: str) -> tuple[Any, ...]:
     """Return what `arrived` does, with the body in pieces: a job of the reading process."""
     method = METHODS[f"/{SERVICE.full_name}/{name}"]
     weigh(data, method.takes.DESCRIPTOR)
-    method_name, path, query, body, headers = method.arrived(memoryview(data))
-    return method_name, path, query, headers, [*sliced([body])]
+    arrived, body = method.arrived(memoryview(data))
+    return arrived.method, arrived.path, arrived.query, arrived.headers, [*sliced(body)]
 
 
 METHODS = {f"/{SERVICE.full_name}/{name}": RpcMethod(name) for name in SERVICE.methods_by_name}

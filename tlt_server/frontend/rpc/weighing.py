@@ -28,6 +28,15 @@ class _Field(NamedTuple):
     message: Descriptor | None
     weightless: bool  # its bytes are taken as they are
     packed: bool  # a list of numbers
+    about: FieldDescriptor
+
+    @property
+    def lists_messages(self) -> bool:
+        return (
+            self.message is not None
+            and self.about.is_repeated
+            and not self.message.GetOptions().map_entry
+        )
 
 
 def weigh(
@@ -71,6 +80,28 @@ def weigh(
                 if enough is None and field is not None and field.packed:
                     _check_numbers(field.name, view[start:at])
     return weight
+
+
+def members_apart(
+    data: bytes | bytearray | memoryview, about: Descriptor
+) -> tuple[bytes, dict[FieldDescriptor, list[memoryview]]]:
+    """Return the bytes of a message, which was weighed, without its lists of messages, and the
+    bytes of each member of those lists.
+    """
+    view, fields = memoryview(data), _fields(about)
+    rest: list[memoryview] = []
+    members: dict[FieldDescriptor, list[memoryview]] = {}
+    at = 0
+    while at < len(view):
+        begin = at
+        tag, at = _varint(view, at, len(view))
+        start, at = _value(view, at, len(view), tag & 7)
+        field = fields.get(tag >> 3)
+        if field is not None and field.lists_messages and tag & 7 == 2:
+            members.setdefault(field.about, []).append(view[start:at])
+        else:
+            rest.append(view[begin:at])
+    return b"".join(rest), members
 
 
 def _check_numbers(name: str, packed: memoryview) -> None:
@@ -125,6 +156,7 @@ def _fields(about: Descriptor) -> dict[int, _Field]:
             field.message_type,
             field.type == FieldDescriptor.TYPE_BYTES,
             field.is_packed,
+            field,
         )
         for field in about.fields
     }
