@@ -268,7 +268,7 @@ def test_the_start_of_a_reply_is_not_cut_off() -> None:
 
     async def called() -> Exchange:
         exchange = Exchange(context, method.operation, MessageReads(1), 0.05, secure=False)  # type: ignore[arg-type]
-        await exchange.run(app, method, open_calls=0)  # type: ignore[arg-type]
+        await exchange.run(app, method)  # type: ignore[arg-type]
         await exchange.answer()
         return exchange
 

@@ -8,9 +8,11 @@ import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -20,6 +22,7 @@ from tests.frontend.test_auth import HEADERS, LINES, keyed
 from tests.frontend.test_limits import eventually
 from tests.frontend.test_logs import lines, stream
 from tlt_client import Client, ServerError
+from tlt_client.rpc import GetInfoRequest, RolloutServiceStub, WatchEventsRequest
 
 __all__ = ["keyed", "stream"]  # fixtures
 
@@ -62,6 +65,40 @@ def test_a_key_sees_its_own_rollouts_and_operate_sees_all(model: Path, tmp_path:
         assert [rollout.id for rollout in clients["root"].rollouts()] == [b.id]
         for client in clients.values():
             client.close()
+
+
+def test_a_key_with_many_requests_in_progress_keeps_no_other_out(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text(TENANTS)
+    with live_server(
+        model, api_key_file=tmp_path / "keys", max_connections=6, grpc_port=0
+    ) as server:
+        greedy, small = ({"authorization": f"Bearer {key}"} for key in "ab")
+        with ExitStack() as stack:
+            for _ in range(6):
+                waiting = httpx.stream("GET", f"{server.url}/events?wait_s=900", headers=greedy)
+                assert stack.enter_context(waiting).status_code == 200
+            refused = httpx.get(f"{server.url}/server_info", headers=greedy)
+            assert refused.status_code == 503 and "7 requests are in progress" in refused.text
+            for _ in range(3):
+                waiting = httpx.stream("GET", f"{server.url}/events?wait_s=900", headers=small)
+                assert stack.enter_context(waiting).status_code == 200
+            refused = httpx.get(f"{server.url}/server_info", headers=small)
+            assert (
+                refused.status_code == 503 and "10 requests are in progress, 4 of" in refused.text
+            )
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            stub, watch = RolloutServiceStub(channel), WatchEventsRequest()
+            watches = []
+            for _ in range(6):
+                watches.append(stub.WatchEvents(watch, metadata=[*greedy.items()]))
+                assert next(watches[-1]).state.ready
+            with pytest.raises(grpc.RpcError, match="7 requests are in progress"):
+                stub.GetInfo(GetInfoRequest(), metadata=[*greedy.items()])
+            assert stub.GetInfo(GetInfoRequest(), metadata=[*small.items()]).ready
+            for each in watches:
+                each.cancel()
 
 
 def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path, tmp_path: Path) -> None:

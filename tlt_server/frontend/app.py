@@ -25,10 +25,11 @@ from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival
 from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
 from tlt_server.frontend.http.budget import BodyBudget
-from tlt_server.frontend.http.connections import ConnectionLimit
+from tlt_server.frontend.http.connections import ProbesOnly
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.limits import BodyLimits
 from tlt_server.frontend.http.openapi import document
+from tlt_server.frontend.http.places import PlaceLimit
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
 from tlt_server.frontend.reading.asking import Asking
 from tlt_server.frontend.service import Service
@@ -145,9 +146,7 @@ def _middleware(
     config, refuse = service.config, partial(refusals, close=True)
     budget = BodyBudget(config.max_bodies_mb * 2**20)
     return [
-        Middleware(
-            ConnectionLimit, max_connections=config.max_connections, budget=budget, refuse=refuse
-        ),
+        Middleware(ProbesOnly, refuse=refuse),
         Middleware(Authentication, gate=gate, terms=table.terms, refuse=refuse),
         Middleware(
             BodyLimits,
@@ -156,6 +155,9 @@ def _middleware(
             body_timeout_s=config.body_timeout_s,
             reading=service.reading,
             refuse=refuse,
+        ),
+        Middleware(
+            PlaceLimit, max_connections=config.max_connections, budget=budget, refuse=refuse
         ),
         Middleware(Asking, reader=lambda: service.reader, key_of=key_of),
         Middleware(Arrival, refuse=refuse),

@@ -1,4 +1,4 @@
-"""The open connections of one port, bounded in number, and the bound on those with a request.
+"""The open connections of one port, bounded in number.
 
 A connection has a request from the last byte of its headers to the last byte of the reply; before
 and after, it is silent. Silence costs no other client: when a port is full, its longest silent
@@ -11,14 +11,11 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tlt_server.errors import NotFound, TltError, Unavailable
+from tlt_server.errors import NotFound
 from tlt_server.frontend.http.access import QUIET
-from tlt_server.frontend.http.budget import BodyBudget
 from tlt_server.frontend.http.limits import Refuse
 
-# Keys in the scope's state: how many connections had a request when this one's headers had come,
-# itself included; and whether its port is the one for probes.
-CONNECTIONS, PROBES_ONLY = "connections", "probes_only"
+PROBES_ONLY = "probes_only"  # key in the scope's state: whether its port is the one for probes
 PROBES = 64  # connections for probes, in addition to all others
 
 
@@ -60,11 +57,10 @@ class OpenConnections:
             return True
         return False
 
-    def asks(self, connection: Droppable) -> int:
-        """Note that the headers have come, and return how many connections have a request."""
+    def asks(self, connection: Droppable) -> None:
+        """Note that the headers have come."""
         self._silent.pop(connection, None)
         self._asking.add(connection)
-        return len(self._asking)
 
     def rests(self, connection: Droppable) -> None:
         """Note that the reply is complete, which may also be after the client has left."""
@@ -81,38 +77,19 @@ class OpenConnections:
         assert len(self) <= self._max_open
 
 
-class ConnectionLimit:
-    """Middleware that answers requests above the limit with 503 and closes their connections,
-    unless one whose body has stalled makes place. Probes and scrapes are always answered, and
-    nothing else is on a port of their own.
-    """
+class ProbesOnly:
+    """Middleware that answers probes and scrapes only on a port of their own."""
 
-    def __init__(
-        self, app: ASGIApp, *, max_connections: int, budget: BodyBudget, refuse: Refuse
-    ) -> None:
-        self.app, self.max_connections, self.refuse = app, max_connections, refuse
-        self.budget = budget
+    def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
+        self.app, self.refuse = app, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state, path = scope.get("state", {}), scope.get("path", "")
-        connections = state.get(CONNECTIONS, 0)
-        error: TltError | None = None
-        if path not in QUIET and state.get(PROBES_ONLY, False):
-            error = NotFound(
-                f"there is no {path[:200]} on the port for probes (probe_port), which answers "
-                f"{', '.join(sorted(QUIET))}; ask the server's other port"
-            )
-        elif (
-            path not in QUIET
-            and connections > self.max_connections
-            and not self.budget.make_place()
-        ):
-            error = Unavailable(
-                f"{connections} requests are in progress; the limit is {self.max_connections} "
-                "(max_connections): send fewer at once",
-                retry_after_s=1,
-            )
-        if error is not None:
-            await self.refuse(path, error)(scope, receive, send)
-        else:
+        path = scope.get("path", "")
+        if path in QUIET or not scope.get("state", {}).get(PROBES_ONLY, False):
             await self.app(scope, receive, send)
+            return
+        error = NotFound(
+            f"there is no {path[:200]} on the port for probes (probe_port), which answers "
+            f"{', '.join(sorted(QUIET))}; ask the server's other port"
+        )
+        await self.refuse(path, error)(scope, receive, send)

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tlt_server.config import Config
 from tlt_server.errors import InvalidRequest, WrongHttpVersion
-from tlt_server.frontend.http.connections import CONNECTIONS, OpenConnections
+from tlt_server.frontend.http.connections import OpenConnections
 from tlt_server.frontend.http.limits import RESTS
 from tlt_server.frontend.http.replies import error_reply
 
@@ -149,7 +149,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._check_request()
         self._headers_arrived()
-        self.scope["state"][CONNECTIONS] = self.room.asks(self)
+        self.room.asks(self)
         self.scope["state"][RESTS] = partial(self.room.rests, self)
         super().on_headers_complete()
         if self.scope["method"] == "HEAD":

@@ -8,6 +8,7 @@ deadline passes, or if it leaves a message unread for `send_timeout_s`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -20,8 +21,8 @@ from starlette.types import ASGIApp, Message, Scope
 from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.http.arrival import ARRIVE
 from tlt_server.frontend.http.auth import key_of
-from tlt_server.frontend.http.connections import CONNECTIONS
 from tlt_server.frontend.http.loop_share import Turn
+from tlt_server.frontend.http.places import REPLIED
 from tlt_server.frontend.http.replies import REFUSED, TAKE_CONTENT
 from tlt_server.frontend.rpc.messages import fill
 from tlt_server.frontend.rpc.methods import Operation, RpcMethod
@@ -57,7 +58,7 @@ class Exchange:
         self.metadata: list[tuple[str, str]] = []  # metadata of the reply
         self._gives: type[Protobuf]
 
-    async def run(self, app: ASGIApp, method: RpcMethod, *, open_calls: int) -> None:
+    async def run(self, app: ASGIApp, method: RpcMethod) -> None:
         """Run the application until it has answered.
 
         If this is cancelled, the application sees the client leave, and this waits for its end.
@@ -65,7 +66,7 @@ class Exchange:
         self._gives = method.gives
         self._state |= {
             ARRIVE: method.arrive,
-            CONNECTIONS: open_calls,
+            REPLIED: contextlib.ExitStack(),
             TAKE_CONTENT: self.take_content,
         }
         running = asyncio.ensure_future(app(self._scope, self.receive, self.send))
@@ -90,6 +91,11 @@ class Exchange:
                 "(send_timeout_s); read faster"
             )
         return self._state.get(REFUSED)
+
+    def close(self) -> None:
+        """Give the request's place back."""
+        replied: contextlib.ExitStack = self._state[REPLIED]
+        replied.close()
 
     async def answer(self) -> None:
         """Send the reply, unless it was streamed."""

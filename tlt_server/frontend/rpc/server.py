@@ -7,6 +7,7 @@ is only one path through this code.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -67,7 +68,7 @@ class RpcServer:
         self._server = grpc.aio.server(
             interceptors=[_Reflection(gate, streams)],
             options=_options(config),
-            maximum_concurrent_rpcs=(BEYOND + 1) * config.max_connections,
+            maximum_concurrent_rpcs=(BEYOND + 2) * config.max_connections,
         )
         self._server.add_generic_rpc_handlers(
             [_Calls(app, config, metrics, secure=certificates is not None)]
@@ -107,7 +108,6 @@ class _Calls(grpc.GenericRpcHandler):
 
     def __init__(self, app: ASGIApp, config: Config, metrics: Metrics, *, secure: bool) -> None:
         self._app, self._config, self._metrics, self._secure = app, config, metrics, secure
-        self._open = 0
         largest_mb = BEYOND * config.max_body_mb
         self._reads = MessageReads(max(1, config.max_bodies_mb // largest_mb))
 
@@ -122,7 +122,6 @@ class _Calls(grpc.GenericRpcHandler):
         )
 
     async def _counted(self, method: RpcMethod, requests: Any, context: Context) -> None:
-        self._open += 1
         code = "CANCELLED"
         try:
             # Every log line about this call has the method's name.
@@ -132,7 +131,6 @@ class _Calls(grpc.GenericRpcHandler):
             if error is not None:
                 await refuse(context, error, metadata)
         finally:
-            self._open -= 1
             self._metrics.exchanges.grpc_calls.labels(method.name, code).inc()
 
     async def _call(
@@ -147,12 +145,13 @@ class _Calls(grpc.GenericRpcHandler):
                 self._config.send_timeout_s,
                 secure=self._secure,
             )
-            await exchange.run(self._app, method, open_calls=self._open)
-            if exchange.error is None and (
-                not method.client_streaming or exchange.path == method.operation.path
-            ):
-                await exchange.answer()
-                return exchange.error, exchange.metadata  # the answer may have been left unread
+            with contextlib.closing(exchange):
+                await exchange.run(self._app, method)
+                if exchange.error is None and (
+                    not method.client_streaming or exchange.path == method.operation.path
+                ):
+                    await exchange.answer()
+                    return exchange.error, exchange.metadata  # the answer may have been left unread
             if exchange.error is not None:
                 return exchange.error, exchange.metadata
 
