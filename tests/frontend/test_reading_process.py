@@ -88,6 +88,7 @@ DEADLY = """
 import os, sys, time
 from tlt_server.frontend.reading_process import __main__, jobs
 jobs.JOBS["die"] = lambda text, payload: time.sleep(0.3) or os.abort()
+jobs.JOBS["hang"] = lambda text, payload: time.sleep(600)
 __main__.main(sys.argv[1:])
 """
 
@@ -263,6 +264,26 @@ def test_a_key_whose_jobs_end_the_process_rests_and_no_other_waits(model: Path) 
         assert await rests == [*b"rests"]
 
     run(model, work, memory_mb=777)
+
+
+@pytest.mark.usefixtures("_deadly")
+def test_a_job_that_hangs_on_trial_holds_the_others_for_a_short_time_only(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "TRIAL_S", 0.5)
+
+    async def work(reader: Reader) -> None:
+        await tokenised(reader, "x")
+        hangs = asyncio.create_task(reader.ask("a", [Slice(("hang",), list)], **SIZES))
+        crashes = asyncio.create_task(reader.ask("a", [die()], total=LARGE, largest=LARGE))
+        await under_way(reader)
+        with pytest.raises(Unavailable):
+            await hangs
+        with pytest.raises(TooLarge):
+            await crashes
+        assert await tokenised(reader, "y", "b") == [ord("y")]
+
+    run(model, work)
 
 
 def test_waits_double_while_failures_follow_each_other() -> None:

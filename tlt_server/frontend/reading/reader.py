@@ -33,6 +33,7 @@ from tlt_server.frontend.reading.trees import Builder
 LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
 MEMORY_MB = 4096  # what the process may have in addition to what it has after its start
 HANG_S = 120.0  # time of one slice; the largest takes about 15 s
+TRIAL_S = 30.0  # likewise of a job on trial, for which all others wait
 # -P: a module in the current directory is none of ours.
 COMMAND = (sys.executable, "-P", "-m", "tlt_server.frontend.reading_process")
 # One thread per lane is all that it gets: the cores are the engine's.
@@ -124,8 +125,8 @@ class Reader:
             await asyncio.sleep(wait_s)
 
     def _judge(self, status: int | str) -> bool:
-        """Fail the job that ended the process, if that is known, and let its key rest. Jobs that
-        may have done so are tried one at a time. Return whether any was under way.
+        """Fail the job that ended the process, if that is known, and let its key rest; the others
+        are free. Else those that may have done so are on trial. Return whether any was under way.
         """
         ran = [(lane, job) for lane, job in enumerate(self._under_way) if job is not None]
         self._under_way = [None for _ in LANES]
@@ -134,12 +135,16 @@ class Reader:
             self._on_trial.extend(ran)
             return True
         for lane, job in ran:
-            if hung not in (None, job):
-                self._lanes[lane].again(job)
-            else:
+            if hung in (None, job):
                 job.fail(self._gone(status, largest=lane == len(LANES) - 1))
                 self._rest(job.key)
-        return bool(ran)
+        if not ran:
+            return False
+        for lane, job in [*self._on_trial, *ran]:
+            if not job.done.done():
+                self._lanes[lane].again(job)
+        self._on_trial.clear()
+        return True
 
     def _rest(self, key: str) -> None:
         rest_s = self._waits.setdefault(key, DoublingWait()).longer()
@@ -171,7 +176,7 @@ class Reader:
         """
         while self._on_trial:
             number, job = self._on_trial.popleft()
-            if not await self._slice(number, channels[number], job):
+            if not await self._slice(number, channels[number], job, min(self._hang_s, TRIAL_S)):
                 return
         lanes = [asyncio.create_task(self._lane(i, c)) for i, c in enumerate(channels)]
         try:
@@ -208,16 +213,17 @@ class Reader:
         self._process = None
 
     async def _lane(self, number: int, channel: Channel) -> None:
-        while await self._slice(number, channel, await self._lanes[number].next()):
+        queue = self._lanes[number]
+        while await self._slice(number, channel, await queue.next(), self._hang_s):
             pass
 
-    async def _slice(self, number: int, channel: Channel, job: Job) -> bool:
-        """Do the next slice of a job. Return False if the process is gone or hangs."""
+    async def _slice(self, number: int, channel: Channel, job: Job, limit_s: float) -> bool:
+        """Do the next slice of a job. Return False if the process is gone, or hangs that long."""
         queue, clock = self._lanes[number], asyncio.get_running_loop().time
         self._under_way[number] = job
         began = clock()
         try:
-            async with asyncio.timeout(self._hang_s):
+            async with asyncio.timeout(limit_s):
                 await _exchange(channel, job)
         except TimeoutError:
             self._hung = job
