@@ -41,7 +41,7 @@ class Finished(NamedTuple):
     batch: Batch
     emissions: list[Emission]
     cycle: Cycle
-    drafted: Drafted | None = None  # the trees of this step, if it had any
+    drafted: Drafted | None = None  # the trees of this step, if they are known
 
 
 class CpuRunner:

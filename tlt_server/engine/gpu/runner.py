@@ -29,6 +29,7 @@ from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.reports import Reporter, Reports
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.engine.gpu.tree_samples import TreeSample, TreeSampler, read
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import EngineFailed
@@ -48,6 +49,7 @@ class Flight(NamedTuple):
     outcome: PinnedBuffer
     reports: Reports | None
     by_host: dict[int, HostSampling]  # entry -> what the host adds to the token
+    trees: TreeSample | None
 
 
 class Held(NamedTuple):
@@ -85,6 +87,7 @@ class GpuRunner:
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
         entries = shapes.max_running + state.layout.chunks
         self._outcomes = PinnedRing(RING, entries * fields(state.depth), pinned=pinned)
+        self._trees = TreeSampler(RING, pinned=pinned)
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
@@ -129,7 +132,9 @@ class GpuRunner:
             accepted=tuple(int(a) for a in outcome.accepted_E[: len(flight.decoding)]),
             drafted=verified,
         )
-        return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.chunks], cycle)
+        trees = read(flight.trees, verified) if flight.trees else None
+        answers = [emissions[id(work)] for work in flight.batch.chunks]
+        return Finished(flight.batch, answers, cycle, trees)
 
     def prepare(self, keys: list[DraftKey | ExtendKey], on_key: Callable[[int, int], None]) -> None:
         """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)`
@@ -166,10 +171,12 @@ class GpuRunner:
         )
         extend = self._extend(key)
         drafted: DraftPass | None = None
+        trees: TreeSample | None = None
         if name:
             drafted = self._draft(name)
             self.graphs.run(name, self._work(drafted), keep=True)
             extend.select(drafted.nodes)
+            trees = self._trees.launch(drafted.nodes, len(decoding))
         entries = self._entries(decoding, prompts, key.batch)
         hosted = {e: work for e, work in entries if work.sequence.by_host and work.samples}
         by_host: dict[int, HostSampling] = {}
@@ -191,7 +198,7 @@ class GpuRunner:
         reports = self._reporter.launch(extend, entries)
         outcome.mark()
         self._flights.append(
-            Flight(batch, strategy, key, decoding, prompts, outcome, reports, by_host)
+            Flight(batch, strategy, key, decoding, prompts, outcome, reports, by_host, trees)
         )
 
     @staticmethod
