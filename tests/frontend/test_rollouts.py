@@ -313,6 +313,18 @@ def test_a_rollout_is_not_streamed(
     )
 
 
+def test_a_key_that_would_not_keep_a_request_from_running_twice_is_refused(
+    server: LiveServer,
+) -> None:
+    body = {"text": "ab", "sampling_params": {"max_new_tokens": 1}}
+    replies = [
+        httpx.post(f"{server.url}/generate", json=body, headers=headers)
+        for headers in ({}, {"idempotency-key": "k"})
+    ]
+    assert [reply.status_code for reply in replies] == [200, 400]
+    assert "leave the header out" in replies[1].json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "id",
     ["x", "..%2f..%2fetc%2fpasswd", "r-" + "0" * 32, "%00", "é" * 300, "lock", "*", "x" * 5000],

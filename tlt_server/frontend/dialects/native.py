@@ -138,6 +138,11 @@ async def generate(service: Service, request: Request) -> Response:
     service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     asked = await service.bodies.read(FORMS, body)
     if isinstance(asked, GenerateFields):
+        if key:
+            raise InvalidRequest(
+                f"the header Idempotency-Key is {shown(key)} and the body has SGLang's form, which "
+                "runs again each time that it is sent: leave the header out, or send requests"
+            )
         return await sglang(service, request, asked)
     if asked.stream and (asked.detach or key):
         raise InvalidRequest(
