@@ -17,7 +17,7 @@ from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.knowledge import Drafted
 
 EVERY = 8  # the trees of one in 8 steps with drafts are copied
-MAX_NODES = 4096  # of one copy; of larger batches the first requests
+MAX_NODES = 4096  # limit of one copy, which has the first requests of a larger batch
 
 
 class TreeSample(NamedTuple):
