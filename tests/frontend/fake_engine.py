@@ -389,12 +389,16 @@ class FakeEngine:
                 await self._events.send(encode(event))
 
 
+STEPS_S = {"slow": 0.02}  # time of a step by name of the behaviour
+
+
 def main() -> int:
-    """Run as a process: the arguments are the directory and the behaviour; the configuration is
-    one line on standard input.
+    """Run as a process: the arguments are the directory and the behaviour, by name or as options;
+    the configuration is one line on standard input, empty for a test's.
     """
     directory, mode = Path(sys.argv[-1]), sys.argv[1]
-    json.loads(sys.stdin.readline())
+    json.loads(sys.stdin.readline() or "{}")
+    options = json.loads(mode) if mode.startswith("{") else {"step_s": STEPS_S.get(mode, 0.001)}
     if mode == "exits":
         return 3
     if mode == "starts once" and directory.name != "1":
@@ -409,7 +413,7 @@ def main() -> int:
             )
             await asyncio.sleep(1)
             return 2
-        return await FakeEngine(directory, step_s=0.02 if mode == "slow" else 0.001).run()
+        return await FakeEngine(directory, **options).run()
 
     return asyncio.run(run())
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -29,12 +31,15 @@ from tlt_server.frontend.http.auth import Gate
 from tlt_server.frontend.http.server import HttpServer
 from tlt_server.frontend.http.tls import watched_certificates
 from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.link import EngineProcess
 from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
 
 class FakeProcess:
@@ -53,10 +58,17 @@ class FakeProcess:
 
 class LiveServer:
     def __init__(
-        self, model: Path, directory: Path, engine: dict[str, Any], settings: dict[str, Any]
+        self,
+        model: Path,
+        directory: Path,
+        engine: dict[str, Any],
+        settings: dict[str, Any],
+        *,
+        apart: bool = False,
     ) -> None:
+        """`apart`: the engine is a process, so that the loop is the server's alone."""
         self.config = Config(model=model, port=0, **settings).checked().resolved()
-        self.directory, self._engine_options = directory, engine
+        self.directory, self._engine_options, self._apart = directory, engine, apart
         self.started = threading.Event()
         self.url = self.grpc_address = self.probe_url = ""
         self.engines: list[FakeEngine] = []  # one per epoch
@@ -150,8 +162,13 @@ class LiveServer:
             with suppress(asyncio.CancelledError):
                 await supervised  # a bug of the supervisor fails the test
 
-    async def _launch(self, directory: Path) -> FakeProcess:
+    async def _launch(self, directory: Path) -> EngineProcess:
         await self.may_launch.wait()
+        if self._apart:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, FAKE_ENGINE, json.dumps(self._engine_options), directory),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
         self.engines.append(FakeEngine(directory, **self._engine_options))
         return FakeProcess(self.engine)
 
@@ -163,10 +180,10 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    model: Path, *, engine: dict[str, Any] | None = None, **settings: Any
+    model: Path, *, engine: dict[str, Any] | None = None, apart: bool = False, **settings: Any
 ) -> Iterator[LiveServer]:
     with TemporaryDirectory(prefix="tlt-") as directory:
-        server = LiveServer(model, Path(directory), engine or {}, settings)
+        server = LiveServer(model, Path(directory), engine or {}, settings, apart=apart)
         server.start()
         try:
             yield server

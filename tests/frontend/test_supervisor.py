@@ -297,9 +297,8 @@ def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_kill
             == {f"b{i}" for i in range(5)}
         )
     )
-    assert times_sent(server, "k") == 2 and all(
-        not output.error for output in batch.outputs if output.id != "k"
-    )
+    eventually(lambda: times_sent(server, "k") == 2)
+    assert all(not output.error for output in batch.outputs if output.id != "k")
     new = Collected(server, request("new"))
     assert new.ends() == {"new": ("length", None)}
     server.call(lambda: server.client.abort([f"b{i}" for i in range(5)]))
