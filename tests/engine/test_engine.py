@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.engine.slow_rows import slow_rows
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.commands import Abort, Pause, Resume, SetPolicy, Submit
 from tlt_server.engine import assembly
@@ -147,6 +148,27 @@ CHANGES: dict[str, dict[str, object]] = {
     },
     "one thread": {"threads": 1},
 }
+
+
+@pytest.mark.parametrize("strategy", [Strategy(), Strategy("eagle", 4, 3, 9)])
+def test_steps_that_leave_sequences_out_change_no_bit(
+    base: EngineSettings, reference: dict[str, tuple[object, ...]], strategy: Strategy
+) -> None:
+    engine, _ = assemble(base)
+    engine.policy = Fixed([strategy])
+    left_out = slow_rows(engine.scheduler)
+    owned = [
+        msgspec.structs.replace(each, owner="many" if i else "few")
+        for i, each in enumerate(requests())
+    ]
+    engine.send(Submit(owned))
+    said: Said = {each.id: [] for each in owned}
+    while not engine.idle:
+        for output in engine.step():
+            said[output.id].append(output)
+        engine.scheduler.check()
+    assert len(set().union(*left_out)) > 4, "they take turns"
+    assert bits(said) == reference
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from tests.engine.gpu_engine import (
     request,
 )
 from tests.engine.pushing import Pushable
+from tests.engine.slow_rows import slow_rows
 from tlt_server.commands import Abort
 from tlt_server.engine.settings import EngineSettings
 
@@ -52,6 +54,22 @@ def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step
     )
     assert_agree(engine, cpu, ["r1"])
     assert engine.engine.gauges()["pages_free"] == 2
+
+
+def test_sequences_left_out_of_steps_go_on_where_they_were(settings: EngineSettings) -> None:
+    tree = drafting(settings, "eagle", 2, 2, 4)
+    owned = [
+        msgspec.structs.replace(request(i, 5 + i, max_tokens=9), owner=owner)
+        for i, owner in enumerate(["many", "few", "many"])
+    ]
+    shared, unshared = Pushable(tree), Pushable(tree)
+    left_out = slow_rows(shared.engine.scheduler)
+    for engine in (shared, unshared):
+        engine.submit(*owned)
+        engine.finish()
+    assert {"r0", "r2"} <= set().union(*left_out), "they take turns"
+    ids = [each.id for each in owned]
+    assert bits(shared, ids) == bits(unshared, ids)
 
 
 def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(

@@ -45,6 +45,7 @@ from tlt_server.records import StepOutput
     flushes=st.sets(st.integers(1, 30), max_size=3),
     owners=st.integers(1, 4),
     priorities=st.integers(1, 3),
+    row_ms=st.sampled_from([0.0, 0.1, 5.0]),
 )
 def test_every_sequence_ends_as_if_alone(
     pages: int,
@@ -59,11 +60,12 @@ def test_every_sequence_ends_as_if_alone(
     flushes: set[int],
     owners: int,
     priorities: int,
+    row_ms: float,
 ) -> None:
     """Weight pushes come in between: the fake model is the same in all versions, so only wrong KV
     could change a token. The device delivers its results `late` steps later and may pad batches,
     and there are flushes while steps are in flight. Several owners share it, so that sequences
-    are preempted for others' shares, too.
+    are preempted for others' shares, and left out of steps where rows take time (`row_ms`).
     """
     shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), chunks=2, grain=4))
     gate = StepGate()
@@ -98,6 +100,7 @@ def test_every_sequence_ends_as_if_alone(
     def land() -> None:
         batch, emissions = flying.pop(0)
         outputs = scheduler.commit(batch, emissions)
+        scheduler.observe(batch, 1 + row_ms * sum(w.end - w.start for w in batch.chunks))
         for output in outputs:
             versions[output.id] += [batch.weight_version] * len(output.token_ids)
         collect(outputs, seen)

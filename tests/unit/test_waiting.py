@@ -138,6 +138,6 @@ def test_prompt_rows_are_divided_between_owners() -> None:
     batch = scheduler.next_batch()
     assert batch is not None
     assert [(chunk.sequence.id, chunk.end - chunk.start) for chunk in batch.chunks] == [
-        ("r0", 13),
+        ("r0", 61),
         ("r20", 3),
     ]

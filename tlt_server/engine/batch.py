@@ -59,6 +59,7 @@ class Chunk:
 class Batch:
     chunks: list[Chunk]
     weight_version: str = ""  # the version that computes it
+    owners: tuple[str, ...] = ()  # owners of all that runs, in this step or not
 
     @cached_property
     def context(self) -> StepContext:

@@ -89,6 +89,7 @@ class Engine:
         self.last_cycle = msgspec.structs.replace(
             finished.cycle, emitted=emitted, step_s=self._last_end - started
         )
+        self.scheduler.observe(finished.batch, 1e3 * self.last_cycle.step_s)
         self.knowledge.observe(self.last_cycle, finished.drafted)
         self.policy.observe(self.last_cycle)
         if news := self._canary.observe(self.last_cycle):

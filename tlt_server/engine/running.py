@@ -5,7 +5,7 @@ The scheduler decides who is added and who leaves; this keeps slots, pages and t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,6 +21,7 @@ class RunningSet:
         self.page_table_SP: NDArray[np.int32] = np.zeros(
             (max_running, max_pages_per_sequence), np.int32
         )
+        self.owners = Counter[str]()  # batch slots, by owner
         self._sequences: list[Sequence] = []  # in order of admission
         # The slot that has been free for longest is taken first: on a GPU the text of the sequence
         # that left it may still be drafted from.
@@ -34,6 +35,11 @@ class RunningSet:
         return len(self._sequences)
 
     @property
+    def free(self) -> int:
+        """Batch slots without a sequence."""
+        return len(self._free_slots)
+
+    @property
     def full(self) -> bool:
         return not self._free_slots
 
@@ -42,6 +48,7 @@ class RunningSet:
         and pages for the rest of its tokens, which must be available.
         """
         self._sequences.append(sequence)
+        self.owners[sequence.owner] += 1
         sequence.batch_slot = self._free_slots.popleft()
         sequence.pages, sequence.published = cached, len(cached)
         sequence.computed = sequence.launched = len(cached) * self.pool.page_size
@@ -64,6 +71,9 @@ class RunningSet:
     def remove(self, sequence: Sequence) -> None:
         """Take back the slot and the pages; what is in flight for the sequence is void."""
         self._sequences.remove(sequence)
+        self.owners[sequence.owner] -= 1
+        if not self.owners[sequence.owner]:
+            del self.owners[sequence.owner]
         self._free_slots.append(sequence.batch_slot)
         self.pool.release(sequence.pages)
         sequence.leave()
@@ -74,6 +84,7 @@ class RunningSet:
         assert sorted([*self._free_slots, *(s.batch_slot for s in self)]) == list(
             range(self.max_running)
         ), "batch slots leak"
+        assert self.owners == Counter(s.owner for s in self), "an owner's slots leak"
         for s in self:
             assert self.page_table_SP[s.batch_slot, : len(s.pages)].tolist() == s.pages, (
                 f"{s.id}: page table differs"

@@ -2,6 +2,8 @@
 
 Decoding sequences come first (one row each), then prompt rows in order of arrival while the token
 budget lasts, then new sequences while pages and batch slots last; `waiting` decides which is next.
+Where owners share the engine, the sequences of one that asks for more than its share of the time
+take turns (`time_shares`).
 A sequence that finds no page for its next row preempts the youngest, and so does one whose owner
 has less than its share while another has more (`shares`). Every submitted sequence ends in exactly
 one output with a `finish_reason`.
@@ -22,11 +24,11 @@ from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sequence import SavedKV, Sequence
 from tlt_server.engine.shares import PromptRows, Shares
 from tlt_server.engine.starts import Starts
+from tlt_server.engine.step_cost import StepCost
+from tlt_server.engine.time_shares import TimeShares
 from tlt_server.engine.waiting import WaitingSequences
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
 from tlt_server.records import StepOutput
-
-SHARED = 4  # a step that several owners share reads one in 4 of its prompt rows
 
 
 def unpadded(decoding: int, max_rows: int) -> int:
@@ -49,6 +51,7 @@ class Scheduler:
         save: Callable[[list[int]], object] = lambda pages: None,
         restore: Callable[[Any, list[int]], None] = lambda saved, pages: None,
         clock: Callable[[], float] = time.monotonic,
+        cost: StepCost | None = None,
     ) -> None:
         """`prompt_budget(decoding, max_rows)` is the device's, which may pad. `on_start` gets the
         ids of all that runs, before a step that starts a sequence.
@@ -60,9 +63,14 @@ class Scheduler:
         self._prompt_budget, self._on_start, self._on_end = prompt_budget, on_start, on_end
         self._save, self._clock = save, clock
         self._waiting = WaitingSequences()
-        self._starts = Starts(gate, running, self._waiting, self._preempt, restore, clock)
         self._by_id: dict[str, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
+        self._time_shares = TimeShares(
+            running, self._waiting, cost or StepCost(), max_rows=max_rows
+        )
+        self._starts = Starts(
+            gate, running, self._waiting, self._preempt, restore, clock, self._time_shares.expected
+        )
 
     # -- submit and end ----------------------------------------------------------------------------
 
@@ -157,14 +165,19 @@ class Scheduler:
         """Return the rows of the next step, with pages reserved; None when nothing can run."""
         if self._gate.closed:
             return None
+        cuts = self._time_shares.cuts()
         chunks = [
             chunk
-            for sequence in self.running
-            if sequence.unlaunched <= 1 and (chunk := self._decode_chunk(sequence))
+            for sequence in self._time_shares.in_turn(cuts)
+            if (chunk := self._decode_chunk(sequence))
         ]
         reading = [sequence for sequence in self.running if sequence.unlaunched > 1]
         owners = len(self._waiting.owners.union(sequence.owner for sequence in reading))
-        rows = PromptRows(self._prompt_budget(len(chunks), self._max_rows(len(chunks))), owners)
+        rows = PromptRows(
+            self._prompt_budget(len(chunks), self.max_rows),
+            owners,
+            {owner: cut.prompt for owner, cut in cuts.items()},
+        )
         for sequence in reading:
             rows.give(sequence)
         started = self._start(rows)
@@ -179,15 +192,10 @@ class Scheduler:
             if count
         ]
         chunks = [chunk for chunk in chunks if chunk.sequence.batch_slot >= 0 and not chunk.void]
-        return Batch(chunks, self.weight_version) if chunks else None
-
-    def _max_rows(self, decoding: int) -> int:
-        """Return the rows of a step at most. Where several owners share it, it reads a quarter of
-        the prompt rows, so that the prompts of one do not slow the tokens of the others.
-        """
-        if len(self._waiting.owners.union(sequence.owner for sequence in self.running)) < 2:
-            return self.max_rows
-        return min(self.max_rows, decoding + max(1, self.max_rows // SHARED))
+        self._time_shares.settled(cuts)
+        if not chunks:
+            return None
+        return Batch(chunks, self.weight_version, tuple(self.running.owners))
 
     def _start(self, rows: PromptRows) -> bool:
         """Start what can start while there are rows for it. Return whether anything did."""
@@ -204,8 +212,6 @@ class Scheduler:
             chunk.launch(depth)
 
     def _decode_chunk(self, sequence: Sequence) -> Chunk | None:
-        if sequence.sure and (sequence.sure >= sequence.remaining or sequence.by_host):
-            return None  # what is in flight ends it, or has to be seen first
         end = sequence.length + sequence.remaining
         while sequence.batch_slot >= 0:
             root_end = sequence.length + sequence.ahead
@@ -251,6 +257,10 @@ class Scheduler:
             for chunk, emission in zip(batch.chunks, emissions, strict=True)
             if not chunk.void and (said := self._apply(chunk, emission, batch.weight_version))
         ]
+
+    def observe(self, batch: Batch, ms: float) -> None:
+        """Take in how long a step has taken."""
+        self._time_shares.observe(batch, ms)
 
     def _apply(self, chunk: Chunk, emission: Emission, version: str) -> StepOutput | None:
         sequence = chunk.sequence

@@ -47,6 +47,7 @@ class Sequence:
         self.published = 0  # leading pages offered to the prefix index
         self.batch_slot = -1  # row of the page table while running
         self.preemptions = 0
+        self.turn = 0  # the last one that it had among its owner's sequences, where they take turns
         self.mixed_version = False  # its KV is of more than one weight version
         self.private = False  # some of its KV is older than a flush
         # KV of a preempted sequence, if it cannot be computed again.
@@ -93,6 +94,13 @@ class Sequence:
     def unlaunched(self) -> int:
         """Known positions that no step computes yet, with the root of the next decoding step."""
         return self.length - self.launched
+
+    @property
+    def due(self) -> bool:
+        """Tell whether a decoding step may follow what is in flight, which neither ends it for
+        certain nor has to be seen first.
+        """
+        return not self.sure or not (self.sure >= self.remaining or self.by_host)
 
     @property
     def by_host(self) -> bool:

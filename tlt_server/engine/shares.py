@@ -8,6 +8,7 @@ as no other needs it. With one owner nothing here changes anything.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sequence import Sequence
@@ -57,18 +58,20 @@ class Shares:
 
 class PromptRows:
     """The prompt rows of one step: every owner has an equal part first, and what is left goes to
-    the sequences in their order.
+    the sequences in their order, up to the rows that some owners have at most.
     """
 
-    def __init__(self, budget: int, owners: int) -> None:
+    def __init__(self, budget: int, owners: int, most: Mapping[str, int]) -> None:
         self.left = budget
+        self._most = most
         self.by_sequence: dict[Sequence, int] = {}
         self._part = -(-budget // max(1, owners))
         self._given = Counter[str]()  # rows, by owner
 
     def part(self, owner: str) -> int:
         """Return how many rows an owner may still have."""
-        return min(self.left, self._part - self._given[owner])
+        part = min(self._part, self._most.get(owner, self._part))
+        return min(self.left, part - self._given[owner])
 
     def give(self, sequence: Sequence) -> None:
         """Give a sequence the rows that it needs, of its owner's part."""

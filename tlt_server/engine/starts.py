@@ -27,10 +27,12 @@ class Starts:
         preempt: Callable[[Sequence], None],
         restore: Callable[[Any, list[int]], None],
         clock: Callable[[], float],
+        expected: Callable[[], int],
     ) -> None:
+        """`expected()`: the owners that run nothing and soon may."""
         self._gate, self._running, self._pool = gate, running, running.pool
         self._waiting, self._preempt = waiting, preempt
-        self._restore, self._clock = restore, clock
+        self._restore, self._clock, self._expected = restore, clock, expected
         self.count = 0
 
     def next(self, rows: Callable[[str], int]) -> Sequence | None:
@@ -46,13 +48,25 @@ class Starts:
         if self._running.full:
             return None
         draining, pending = self._gate.state == "draining", self._pending_keys()
+        most = self._most()
         for sequence in self._waiting.order():
             if (draining and not sequence.has_started) or not rows(sequence.owner):
+                continue
+            if self._running.owners[sequence.owner] >= most:
                 continue
             pages = self._cached(sequence, pending)
             if pages is not None:
                 return self._start(sequence, pages)
         return None
+
+    def _most(self) -> int:
+        """Return how many batch slots an owner may have now: all, unless as few are free as other
+        owners are expected to need; then its share.
+        """
+        running, expected = self._running, self._expected()
+        if expected < running.free or not running.owners:
+            return running.max_running
+        return max(1, running.max_running // (len(running.owners) + expected))
 
     def _claimed(self, rows: Callable[[str], int]) -> Sequence | None:
         """Start a sequence that keeps its owner well within its share. Those of owners that hold

@@ -65,6 +65,16 @@ class WaitingSequences:
         """Owners of sequences that have not run yet."""
         return {owner for each in self._classes.values() for owner in each.queues}
 
+    def firsts(self) -> dict[str, Sequence]:
+        """Return the sequence of each owner that is the next of its own to start; none that has
+        run.
+        """
+        return {
+            owner: next(iter(queue.values()))
+            for priority in sorted(self._classes, reverse=True)
+            for owner, queue in self._classes[priority].queues.items()
+        }
+
     def add(self, sequence: Sequence) -> None:
         self._ids[sequence.id] = sequence
         self._classes.setdefault(sequence.request.priority, _Class()).add(sequence)

@@ -1,0 +1,108 @@
+"""The level of a step against its promise, counted row by row, and the fit of a step's time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt_server.engine.levels import LEAST, SLOWER, Levels, OwnerRows
+from tlt_server.engine.step_cost import StepCost
+
+ROWS = st.builds(OwnerRows, st.integers(0, 40), st.integers(0, 90)).filter(
+    lambda rows: rows.total > 0
+)
+
+
+class Linear(StepCost):
+    def __init__(self, fixed: float, per_row: float) -> None:
+        super().__init__()
+        self._ms = (per_row, per_row, fixed)
+
+
+def time_ms(cost: StepCost, wanted: list[OwnerRows], level: int) -> float:
+    cut = [rows.cut(level) if rows.total > level else rows for rows in wanted]
+    return cost.ms(sum(rows.decoding for rows in cut), sum(rows.prompt for rows in cut))
+
+
+@given(
+    st.lists(st.tuples(ROWS, st.floats(0, 1)), min_size=2, max_size=7),
+    st.floats(0, 20),
+    st.floats(0.01, 1),
+)
+def test_owners_below_the_level_are_slowed_down_by_no_more_than_promised(
+    owners: list[tuple[OwnerRows, float]], fixed: float, per_row: float
+) -> None:
+    wanted, cost = [rows for rows, _ in owners], Linear(fixed, per_row)
+    level = Levels(wanted, [used for _, used in owners], cost).fair()
+    if level is None:
+        below = [rows for rows in wanted if rows.total < max(rows.total for rows in wanted)]
+        without = time_ms(cost, below, 10**6)
+        slower = max(SLOWER, len(wanted) / max(1, len(below)))
+        assert not below or time_ms(cost, wanted, 10**6) <= 1.001 * slower * without
+        return
+    below = [rows for rows in wanted if rows.total <= level]
+    assert below, "an owner has all its rows"
+    used = min(1.0, sum(used for rows, used in owners if rows.total <= level))
+    slower = max(LEAST, used * max(SLOWER, len(wanted) / len(below)))
+    limit_ms = 1.001 * slower * time_ms(cost, below, level)
+    largest = max(rows.total for rows in below)
+    assert time_ms(cost, wanted, level) <= limit_ms or level == largest
+    assert time_ms(cost, wanted, level + 1) > limit_ms / 1.002, "it is no lower than it must be"
+
+
+@given(ROWS, st.integers(1, 100))
+def test_a_cut_leaves_the_level_and_some_of_both_kinds(rows: OwnerRows, level: int) -> None:
+    cut = rows.cut(level)
+    assert cut.total == min(level, rows.total)
+    assert 0 <= cut.decoding <= rows.decoding and 0 <= cut.prompt <= rows.prompt
+    if level > 1:
+        assert (cut.decoding > 0) == (rows.decoding > 0) and (cut.prompt > 0) == (rows.prompt > 0)
+
+
+@given(ROWS, st.integers(2, 6), st.floats(0, 20), st.floats(0, 1))
+def test_owners_that_want_the_same_are_not_cut(
+    rows: OwnerRows, owners: int, fixed: float, used: float
+) -> None:
+    assert Levels([rows] * owners, [used] * owners, Linear(fixed, 1.0)).fair() is None
+
+
+def test_an_owner_that_always_has_work_gets_half_of_a_step_and_one_that_seldom_has_more() -> None:
+    wanted, cost = [OwnerRows(1, 0), OwnerRows(64, 0)], Linear(2.8, 0.2)
+    assert Levels(wanted, [1.0, 1.0], cost).fair() == 15  # 6 ms: twice those of one row
+    assert Levels(wanted, [0.1, 1.0], cost).fair() == 3
+    assert Levels(wanted, [1.0, 1.0], Linear(3.85, 0.013)).fair() is None
+
+
+@pytest.mark.parametrize("parts", [(0.18, 0.2, 2.8), (0.013, 0.02, 3.85), (0.5, 0.1, 0.0)])
+def test_the_time_of_a_step_is_learned_from_steps(parts: tuple[float, float, float]) -> None:
+    cost, draw = StepCost(), random.Random(3)
+    for _ in range(400):
+        decoding, prompt = draw.randint(0, 64), draw.choice([0, 0, draw.randint(0, 512)])
+        ms = parts[0] * decoding + parts[1] * prompt + parts[2]
+        cost.observe(decoding, prompt, ms * draw.uniform(0.9, 1.1))
+    for decoding, prompt in [(1, 0), (8, 0), (64, 0), (1, 20), (0, 400), (30, 300)]:
+        ms = parts[0] * decoding + parts[1] * prompt + parts[2]
+        assert cost.ms(decoding, prompt) == pytest.approx(ms, rel=0.2)
+
+
+def test_what_is_measured_once_is_rows_until_small_steps_tell_more() -> None:
+    cost = StepCost()
+    assert cost.ms(1, 0) == 0.0
+    cost.observe(0, 256, 48.9)
+    assert cost.ms(1, 0) < 1.0, "so that steps are cut and their fixed part is seen"
+    cost.observe(2, 0, 3.16)
+    assert cost.ms(1, 0) == pytest.approx(2.98, rel=0.05)
+
+
+def test_one_slow_step_changes_little_and_a_slower_machine_is_seen() -> None:
+    cost = StepCost()
+    for rows in [1, 64] * 40:
+        cost.observe(rows, 0, 3 + 0.2 * rows)
+    cost.observe(1, 0, 1000.0)
+    assert cost.ms(1, 0) < 1.4 * 3.2
+    for rows in [1, 64] * 40:
+        cost.observe(rows, 0, 2 * (3 + 0.2 * rows))
+    assert cost.ms(1, 0) == pytest.approx(6.4, rel=0.05)
