@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET, Struct, UnsetType
 
 from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices
+from tlt_server.packed import PackedIds, PackedText
 from tlt_server.records import TokenLogprobs
 
 
@@ -63,6 +64,16 @@ def test_no_slice_of_a_large_content_is_large(content: Any) -> None:
 @pytest.mark.parametrize("content", ["é\n" * 50_000, {"text": "a" * 20_000}, ["b" * 20_000, 1]])
 def test_a_long_text_stays_a_text(content: Any) -> None:
     assert msgspec.json.decode(b"".join(json_slices(content))) == content
+
+
+@pytest.mark.parametrize("count", [0, 1, 100_000])
+def test_packed_ids_and_texts_are_lists_and_texts(count: int) -> None:
+    ids, text = [*range(count)], "é\n" * count
+    content = {"ids": PackedIds.of(ids), "n": count, "texts": [PackedText.of(text), None]}
+    slices = [*json_slices(content)]
+    whole = {"ids": ids, "n": count, "texts": [text, None]}
+    assert b"".join(slices) == msgspec.json.encode(whole)
+    assert max(map(len, slices)) < 4 * SLICE_BYTES
 
 
 def test_iterators_stand_for_lists_and_are_read_as_late_as_possible() -> None:

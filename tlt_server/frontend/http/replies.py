@@ -6,9 +6,8 @@ as `error_shape`.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import chain
 from typing import Annotated, Any, Protocol
 
@@ -44,17 +43,6 @@ def json_response(
     response = Response(msgspec.json.encode(content), status, media_type="application/json")
     _say_when(response, retry_after_s)
     return response
-
-
-def json_pieces(pieces: Iterable[bytes]) -> Response:
-    """Return a JSON reply that is too large to be made at once."""
-
-    async def breathing() -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
-            await asyncio.sleep(0)
-
-    return StreamingResponse(breathing(), media_type="application/json")
 
 
 def sliced_response(

@@ -1,6 +1,6 @@
 """JSON in slices: a large content is encoded a bounded part at a time, so that other requests run
-in between. A content may hold iterators in place of lists, whose parts are then made as late as
-they are encoded.
+in between. A content may hold packed ids and texts, and iterators in place of lists, whose parts
+are then made as late as they are encoded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from tlt_server.packed import json_text
+from tlt_server.packed import PackedIds, PackedText, json_ids, json_text
 from tlt_server.records import TokenLogprobs
 
 SLICE_BYTES = 32 * 1024  # about 1 ms of encoding on a slow core
@@ -39,8 +39,10 @@ def json_slices(content: Any, *, head: bytes = b"", tail: bytes = b"") -> Iterat
 def _parts(content: Any) -> Iterator[bytes]:
     if values(content) <= CALL_VALUES:
         yield msgspec.json.encode(content)
-    elif isinstance(content, str):
+    elif isinstance(content, str | PackedText):
         yield from json_text(content)
+    elif isinstance(content, PackedIds):
+        yield from json_ids(content)
     elif isinstance(content, dict | Struct):
         yield from _object(members(content))
     else:
@@ -112,8 +114,8 @@ def values(content: Any, limit: float = CALL_VALUES) -> float:
         return 1 + len(content) // 16
     if isinstance(content, TokenLogprobs):
         return 2 * len(content.token_ids)
-    if isinstance(content, Iterator):
-        return math.inf
+    if isinstance(content, Iterator | PackedIds | PackedText):
+        return math.inf  # the encoder does not know it
     if isinstance(content, list | tuple):
         if len(content) > limit or are_numbers(content):
             return 1 + len(content)

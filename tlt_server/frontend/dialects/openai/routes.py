@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
-from itertools import chain
 from typing import Any, Literal
 
 from msgspec import UNSET
@@ -51,11 +50,11 @@ from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.replies import json_pieces, json_response, sliced_response, unexpected
+from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
-from tlt_server.packed import PART_IDS, PackedIds, json_ids, json_text
+from tlt_server.packed import PackedIds
 
 Phrase = CompletionPhrase | ChatPhrase
 
@@ -148,10 +147,10 @@ async def tokenize(service: Service, request: Request) -> Response:
         [tokens] = await service.validator.encode(
             ["prompt"], [asked.prompt], info, special=asked.add_special_tokens is not False
         )
-    if len(tokens) <= PART_IDS:
-        return json_response(Tokens(tokens.list(), len(tokens), info.max_model_len))
-    rest = f',"count":{len(tokens)},"max_model_len":{info.max_model_len}}}'.encode()
-    return json_pieces(chain([b'{"tokens":'], json_ids(tokens), [rest]))
+    return sliced_response(
+        {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len},
+        service.generations.share.of(caller_of(request).name),
+    )
 
 
 @ROUTES.post(
@@ -176,9 +175,8 @@ async def detokenize(service: Service, request: Request) -> Response:
             f"{info.vocab_size - 1}: tokenise with the served model's tokenizer"
         )
     text = await tokenizing.decode(service.text, asked.tokens, special=True)
-    if isinstance(text, str):
-        return json_response(Detokenized(text))
-    return json_pieces(chain([b'{"prompt":'], json_text(text), [b"}"]))
+    turn = service.generations.share.of(caller_of(request).name)
+    return sliced_response({"prompt": text}, turn)
 
 
 async def _answer(
