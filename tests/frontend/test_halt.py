@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
 from tlt_server.commands import ClearCache, Pause, Resume, Sleep, WakeUp
 
 LONG = {
@@ -44,18 +45,11 @@ def post(server: LiveServer, path: str, body: object = None) -> httpx.Response:
     )
 
 
-def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
-
-
 def begun(
     server: LiveServer, pool: ThreadPoolExecutor, body: object = LONG
 ) -> Future[httpx.Response]:
     asked = pool.submit(post, server, "/generate", body)
-    until(lambda: any(running.sent > 2 for running in list(server.engine.running.values())))
+    eventually(lambda: any(running.sent > 2 for running in list(server.engine.running.values())))
     return asked
 
 
@@ -124,7 +118,7 @@ def test_what_comes_in_a_pause_that_takes_it_waits(
     asked = pool.submit(
         post, server, "/generate", {"input_ids": [65], "sampling_params": {"max_new_tokens": 2}}
     )
-    until(lambda: len(server.engine.running) == 1)
+    eventually(lambda: len(server.engine.running) == 1)
     time.sleep(0.1)
     assert not asked.done() and httpx.get(f"{server.url}/readyz").status_code == 200
     assert post(server, resume).status_code == 200
@@ -136,7 +130,7 @@ def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(
 ) -> None:
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
     paused = pool.submit(post, server, "/pause?mode=wait")
-    until(lambda: httpx.get(f"{server.url}/is_paused").json()["is_paused"])
+    eventually(lambda: httpx.get(f"{server.url}/is_paused").json()["is_paused"])
     refused = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert (
         refused.status_code == 503
@@ -163,12 +157,12 @@ def test_what_a_client_asks_for_and_does_not_wait_for_is_done(
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}{path}", timeout=httpx.Timeout(30, read=0.05))
-    until(lambda: httpx.get(f"{server.url}{said}").json() == {said[1:]: True})
+    eventually(lambda: httpx.get(f"{server.url}{said}").json() == {said[1:]: True})
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 503
     assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "length", (
         "what runs has ended first"
     )
-    until(lambda: server.engine.paused or bool(server.engine.asleep))
+    eventually(lambda: server.engine.paused or bool(server.engine.asleep))
     assert httpx.get(f"{server.url}{said}").json() == {said[1:]: True}
     assert post(server, back).status_code == 200
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
@@ -276,13 +270,13 @@ def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(
     killed = pool.submit(post, server, "/generate", {"input_ids": [DIES]})
     first = server.engine
     assert killed.result(30).status_code == 500
-    until(lambda: server.engine is not first and server.engine.paused)
+    eventually(lambda: server.engine is not first and server.engine.paused)
     assert [type(command) for command in server.engine.controls] == [Pause]
     post(server, "/resume")
     post(server, "/sleep?level=2")
     second = server.engine
     second.dies = True
-    until(lambda: server.engine is not second and bool(server.engine.controls))
+    eventually(lambda: server.engine is not second and bool(server.engine.controls))
     [told] = server.engine.controls
     assert isinstance(told, Sleep) and told.memory == ["kv_cache", "weights"]
     assert httpx.get(f"{server.url}/is_sleeping").json() == {"is_sleeping": True}
@@ -292,12 +286,12 @@ def test_a_command_that_an_engine_dies_of_changes_nothing(
     server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     hung = pool.submit(post, server, "/generate", {"input_ids": [HANGS]})
-    until(lambda: len(server.engine.running) == 1)
+    eventually(lambda: len(server.engine.running) == 1)
     paused = pool.submit(post, server, "/pause?mode=wait")
-    until(lambda: bool(server.engine.draining))
+    eventually(lambda: bool(server.engine.draining))
     server.engine.dies = True
     assert paused.result(30).status_code == 500 and hung.result(30).status_code == 500
-    until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+    eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
     assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}
 
 
@@ -449,12 +443,12 @@ def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(
 ) -> None:
     server.engine.deaf = True
     asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
-    until(lambda: len(server.client) == 1)
+    eventually(lambda: len(server.client) == 1)
     halted = pool.submit(post, server, path, body)
     made_no_token(asked.result(30), remedy(path))
     server.engine.deaf = False
     assert halted.result(30).status_code == 200
-    until(lambda: server.engine.aborted == [made.id for made in server.engine.submitted])
+    eventually(lambda: server.engine.aborted == [made.id for made in server.engine.submitted])
     assert len(server.client) == 0, "nothing is left of it"
 
 
@@ -463,7 +457,7 @@ def test_a_health_generate_that_is_aborted_made_no_token(
 ) -> None:
     server.engine.deaf = True
     asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
-    until(lambda: len(server.client) == 1)
+    eventually(lambda: len(server.client) == 1)
     assert post(server, "/abort_request", {"abort_all": True}).status_code == 200
     server.engine.deaf = False
     made_no_token(asked.result(30), "ask again")

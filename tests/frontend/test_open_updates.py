@@ -7,8 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import selectors
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import structlog
 
 from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
 from tests.frontend.test_weight_updates import Story
 from tlt_client import AsyncClient, Client, Retries, errors
 from tlt_client.errors import NotLive
@@ -110,7 +110,7 @@ def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(
     with live_server(model, weight_update_ttl_s=3.0) as server, Client(server.url) as client:
         post(server, "/begin_weight_update")
         client.update_weights("p", "v1", commit=False)
-        until(lambda: client.weights()["update"] is None)
+        eventually(lambda: client.weights()["update"] is None)
         with pytest.raises(errors.Conflict, match="ended by itself"):
             client.update_weights("p", "v2")  # perhaps another trainer's, who asks again
         named = httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v1"})
@@ -136,13 +136,6 @@ def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(
         and said["pushes"] == 1
         and "weight_update_ttl_s" in said["remedy"]
     )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
 
 
 class Jumping(selectors.DefaultSelector):

@@ -4,14 +4,14 @@ choice and remedy.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
 from tlt_client import Client, ServerError
 from tlt_server.commands import SetPolicy
 from tlt_server.records import Strategy
@@ -22,13 +22,6 @@ from tlt_server.speculation.policies.arms import ladder
 def server(model: Path) -> Iterator[LiveServer]:
     with live_server(model, engine={"drafter": "eagle+history"}) as running:
         yield running
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
 
 
 def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> None:
@@ -49,7 +42,7 @@ def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: Liv
     assert client.set_strategy("fixed", "eagle:7x4x16")["strategy"] == "eagle:7x4x16"
     assert client.set_strategy("off")["policy"] == "off"
     assert client.set_strategy("beg")["strategy"] is None
-    until(lambda: len(server.engine.policies) == 3)
+    eventually(lambda: len(server.engine.policies) == 3)
     assert server.engine.policies == [
         SetPolicy("fixed", Strategy("eagle", 7, 4, 16)),
         SetPolicy("off"),

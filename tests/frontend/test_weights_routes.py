@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES
 from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_client.arguments import VERSION_MUST
 from tlt_server.commands import (
@@ -40,13 +40,6 @@ def post(server: LiveServer, path: str, body: object = None) -> httpx.Response:
 
 def metric(client: Client, line: str) -> bool:
     return line in client.metrics().splitlines()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
 
 
 def test_a_manifest_reaches_the_engine_and_the_reply_describes_the_outcome(
@@ -281,12 +274,14 @@ def test_an_engine_that_dies_during_a_push_is_a_typed_error(
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(post, server, "/update_weights", {"version": "v", "path": "hangs"})
-        until(lambda: bool(server.engine.weight_commands))
+        eventually(lambda: bool(server.engine.weight_commands))
         client.generate([{"token_ids": [DIES]}])
         answer = pushed.result(30)
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "engine_failed" and answer.json()["error"]["retryable"]
-    until(lambda: post(server, "/update_weights", {"version": "v", "path": "p"}).status_code == 200)
+    eventually(
+        lambda: post(server, "/update_weights", {"version": "v", "path": "p"}).status_code == 200
+    )
 
 
 def test_weight_routes_need_the_key(model: Path, tmp_path: Path) -> None:
