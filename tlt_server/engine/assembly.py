@@ -5,6 +5,7 @@ policy. The device makes what computes.
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +16,16 @@ from pathlib import Path
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
+from tlt_server import __version__
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.devices import Device, Equipped, Memory, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
+from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
-from tlt_server.engine.profiling import profile
+from tlt_server.engine.profiling import nothing_learnt, profile
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sampling import SamplingState
@@ -123,19 +126,31 @@ def assemble(
         described = (f"drafters: {', '.join(rungs.drafters) or 'none'}", matmuls, equipped.detail)
         detail.append("; ".join(part for part in described if part))
     engine = _connect(
-        settings, live, rungs, running, memory, equipped, options, parse_calibration, on_start
+        settings,
+        live,
+        rungs,
+        running,
+        memory,
+        equipped,
+        options,
+        parse_calibration,
+        on_start,
+        _made_by(settings, gpu, device, live, rungs),
     )
     with phase("warm up"):
-        policy = engine.policy
         if device.warms_up:
-            _warm_up(engine, rungs, live.target.network.vocab_size, max_model_len)
-        engine.policy = policy
+            with nothing_learnt(engine):
+                _warm_up(engine, rungs, live.target.network.vocab_size, max_model_len)
     if device.warms_up and settings.policy == "goodput":
         with phase("measure steps") as detail:
-            vocab_size = live.target.network.vocab_size
-            measured = profile(engine, settings.device, vocab_size, max_model_len, PROFILE_S)
-            engine.knowledge.cost.profile(measured)
-            detail.append(f"{len(measured)} steps")
+            if known := engine.knowledge_file.load(engine.knowledge):
+                detail.append(f"known from {known}")
+            else:
+                vocab_size = live.target.network.vocab_size
+                measured = profile(engine, settings.device, vocab_size, max_model_len, PROFILE_S)
+                engine.knowledge.cost.profile(measured)
+                engine.knowledge_file.save(engine.knowledge)
+                detail.append(f"{len(measured)} steps")
     info = _describe(
         choice, gpu, device, live, rungs, memory, equipped, max_model_len, phase.seconds, lost
     )
@@ -169,6 +184,7 @@ def _connect(
     options: Options,
     parse_calibration: Callable[[bytes, str], object],
     on_start: Callable[[list[str]], None],
+    made_by: dict[str, str],
 ) -> Engine:
     """Make what decides about steps, pushes and pauses, around the runner."""
     model = live.target.network
@@ -213,11 +229,30 @@ def _connect(
         make_policy(SetPolicy(settings.policy, settings.strategy)),
         canary,
         knowledge,
+        KnowledgeFile(Path(settings.state_dir) if settings.state_dir else None, made_by),
         make_policy,
         make_sequence,
         pushes,
         Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
     )
+
+
+def _made_by(
+    settings: DecidedSettings, gpu: Gpu, device: Device, live: Live, rungs: Ladder
+) -> dict[str, str]:
+    """Return all that the times of steps depend on, in the words of a message."""
+    config = live.target.network.config
+    return {
+        "version": __version__,
+        "processor": gpu.description if device.name == "cuda" else platform.machine(),
+        "threads": str(settings.threads),
+        "model": f"{config.layers} layers, hidden {config.hidden_size}, vocab {config.vocab_size}",
+        "dtype": settings.dtype,
+        "numerics": device.numerics,
+        "attention": settings.attention,
+        "drafters": "+".join(rungs.drafters),
+        "max_running": str(settings.max_running),
+    }
 
 
 def _describe(
@@ -322,4 +357,3 @@ def _warm_up(engine: Engine, rungs: Ladder, vocab_size: int, max_model_len: int)
         )
         while not engine.idle:
             engine.step()
-    engine.scheduler.pool.clear_index()

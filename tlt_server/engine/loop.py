@@ -16,6 +16,7 @@ from tlt_server.engine.batch import Batch
 from tlt_server.engine.commands import Commands
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.halt import Halt
+from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Scheduler
@@ -53,13 +54,15 @@ class Engine:
         policy: Policy,
         canary: Canary,
         knowledge: Knowledge,
+        knowledge_file: KnowledgeFile,
         make_policy: Callable[[SetPolicy], Policy],
         make_sequence: Callable[[GenerateRequest], Sequence],
         pushes: WeightPushes,
         halt: Halt,
     ) -> None:
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
-        self.pushes, self.halt, self.knowledge = pushes, halt, knowledge
+        self.pushes, self.halt = pushes, halt
+        self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self._canary, self._make_policy = canary, make_policy
         self._commands = Commands(gate, scheduler, pushes, halt, make_sequence, self._set_policy)
         self.last_cycle: Cycle | None = None  # if the last step finished a batch

@@ -58,6 +58,8 @@ def serve(
     reported: dict[str, float] = {}
     last_event_s = time.monotonic()
     while not engine.finished and os.getppid() == settings.parent:
+        if engine.idle:
+            engine.knowledge_file.save_now_and_then(engine.knowledge)
         timeout_ms = (STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS) if engine.idle else 0
         while commands.poll(timeout_ms):
             engine.send(decode_command(commands.recv()))
@@ -76,6 +78,7 @@ def serve(
         for event in events:
             send(event)
             last_event_s = time.monotonic()
+    engine.knowledge_file.save(engine.knowledge)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tlt_server.commands import Submit
 from tlt_server.engine.loop import Engine
@@ -30,19 +31,26 @@ def profile(
 ) -> list[Measured]:
     """Return the steps measured within this time."""
     until = time.perf_counter() + seconds
-    policy, knowledge = engine.policy, engine.knowledge
-    engine.knowledge, engine.runner.learns = Knowledge(()), False
     measured: list[Measured] = []
-    strategies = [OFF, *_strategies(tuple(knowledge.outlooks), device)]
-    try:
+    strategies = [OFF, *_strategies(tuple(engine.knowledge.outlooks), device)]
+    with nothing_learnt(engine):
         for context in CONTEXTS:
             for size in _sizes(engine, max_model_len):
                 if time.perf_counter() < until and context + LONGEST <= max_model_len:
                     measured += _measure(engine, strategies, size, context, vocab_size, until)
+    return measured
+
+
+@contextmanager
+def nothing_learnt(engine: Engine) -> Iterator[None]:
+    """Run steps of meaningless prompts, under any policy, without consequences."""
+    policy, knowledge = engine.policy, engine.knowledge
+    engine.knowledge, engine.runner.learns = Knowledge(()), False
+    try:
+        yield
     finally:
         engine.policy, engine.knowledge, engine.runner.learns = policy, knowledge, True
         engine.scheduler.pool.clear_index()
-    return measured
 
 
 def _strategies(drafters: tuple[str, ...], device: str) -> Iterator[Strategy]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from tlt_server.records import Cycle
@@ -77,6 +78,14 @@ def load_of(cycle: Cycle) -> StepLoad:
         context.prefill_rows,
         context.mean_context,
     )
+
+
+class CostRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """The parameters of a model: seconds at the knots, and per `ATTENDED`."""
+
+    extend: list[float]
+    draft: dict[str, list[float]]
+    attend: float
 
 
 class CostModel:
@@ -139,14 +148,13 @@ class CostModel:
         bends *= self._settings.stiffness / min(step.seconds for step in steps)
         straight = np.kron(np.eye(len(functions)), bends)
         free = np.zeros((len(straight), 1))
-        found = np.linalg.lstsq(
+        found = _not_negative(
             np.vstack((equations, np.hstack((straight, free)))),
             np.concatenate((np.ones(len(steps)), np.zeros(len(straight)))),
-            rcond=None,
-        )[0]
+        )
         for values_K in (*functions, self._context_1):
             at = first[id(values_K)]
-            values_K[:] = np.maximum(0.0, found[at : at + len(values_K)])
+            values_K[:] = found[at : at + len(values_K)]
         self.speed, self.trained = 1.0, True
 
     def observe(self, load: StepLoad, seconds: float) -> None:
@@ -161,6 +169,20 @@ class CostModel:
         self.error += 0.05 * (abs(missed) / expected - self.error)
         self.speed *= 1 + self._settings.speed_rate * missed / expected
         self._correct(load, missed * (1 - self._settings.speed_rate))
+
+    def record(self) -> CostRecord:
+        draft = {name: values_K.tolist() for name, values_K in self._draft_K.items()}
+        return CostRecord(self._extend_K.tolist(), draft, float(self._context_1[0]))
+
+    def restore(self, record: CostRecord) -> None:
+        """Take over the parameters of another model. `ValueError` if they are not of this form."""
+        for values in (record.extend, *record.draft.values(), [record.attend] * len(KNOTS)):
+            if len(values) != len(KNOTS) or not all(0 <= value < 1e4 for value in values):
+                raise ValueError(f"the time of steps must be {len(KNOTS)} numbers of seconds")
+        self._extend_K = np.array(record.extend)
+        self._draft_K = {name: np.array(values) for name, values in record.draft.items()}
+        self._context_1 = np.array([record.attend])
+        self.speed, self.trained = 1.0, True
 
     def _correct(self, load: StepLoad, missed: float) -> None:
         """Move the parameters of this shape so that `rate` of the error is gone."""
@@ -199,3 +221,18 @@ class CostModel:
             return ((at, 1.0),)
         share = (rows - KNOTS[at]) / (KNOTS[at + 1] - KNOTS[at])
         return ((at, 1 - share), (at + 1, share))
+
+
+def _not_negative(
+    equations: NDArray[np.float64], right: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Solve by least squares, without the unknowns that would be negative."""
+    found = np.zeros(equations.shape[1])
+    used = np.arange(equations.shape[1])
+    while len(used):
+        solved = np.linalg.lstsq(equations[:, used], right, rcond=None)[0]
+        if (solved >= 0).all():
+            found[used] = solved
+            break
+        used = used[solved > 0]
+    return found

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from tlt_server.records import Cycle
 from tlt_server.speculation.batch import Candidates
-from tlt_server.speculation.cost import CostModel, load_of
+from tlt_server.speculation.cost import CostModel, CostRecord, load_of
 from tlt_server.speculation.drafters import DRAFTERS
-from tlt_server.speculation.outlook import Outlook
+from tlt_server.speculation.outlook import Outlook, OutlookRecord
 
 RETURN = 3  # steps within which a drafter that comes back has little to catch up with
 
@@ -24,6 +26,13 @@ class Drafted(NamedTuple):
     candidates: Candidates
     requests: int
     predicted: float  # sum of the survivals of the nodes that were verified
+
+
+class KnowledgeRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """Knowledge as a file keeps it."""
+
+    cost: CostRecord
+    outlooks: dict[str, OutlookRecord]
 
 
 class Knowledge:
@@ -56,6 +65,24 @@ class Knowledge:
         """Doubt what is known of the drafters, as weights have changed."""
         for outlook in self.outlooks.values():
             outlook.forget()
+
+    def record(self) -> KnowledgeRecord:
+        return KnowledgeRecord(
+            self.cost.record(), {name: known.record() for name, known in self.outlooks.items()}
+        )
+
+    def restore(self, record: KnowledgeRecord) -> None:
+        """Take over what another engine has learnt, of the drafters that both have. `ValueError`
+        and no change if it is not of this form.
+        """
+        cost = CostModel()
+        cost.restore(record.cost)
+        both = [name for name in self.outlooks if name in record.outlooks]
+        for name in both:
+            self.outlooks[name].check(record.outlooks[name])
+        self.cost = cost
+        for name in both:
+            self.outlooks[name].restore(record.outlooks[name])
 
     def gauges(self) -> Mapping[str, float]:
         return {

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from tlt_server.speculation.batch import Candidates
@@ -33,6 +34,15 @@ class OutlookSettings:
     memory: float = 96.0  # trees of one request that a curve is the mean of, older ones fading
     fade: float = 0.02  # share of the ratio that a step replaces
     doubt: int = 256  # steps without a tree after which half of what was seen is doubted
+
+
+class OutlookRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    depths: list[int]
+    widths: list[int]
+    curves: list[float]
+    requests: float
+    rate: float
+    ratio: float
 
 
 class Outlook:
@@ -85,6 +95,31 @@ class Outlook:
     def forget(self) -> None:
         """Doubt what was seen, as weights have changed; the next trees count for more."""
         self._requests, self.ratio = self._requests / 8, 1.0
+
+    def record(self) -> OutlookRecord:
+        return OutlookRecord(
+            [*self.depths],
+            [*self.widths],
+            self._seen_DWX.reshape(-1).tolist(),
+            self._requests,
+            self._rate,
+            self.ratio,
+        )
+
+    def check(self, record: OutlookRecord) -> None:
+        """`ValueError` unless it is of this outlook's form."""
+        numbers = (*record.curves, record.requests, record.rate, record.ratio)
+        if (
+            tuple(record.depths) != self.depths
+            or tuple(record.widths) != self.widths
+            or len(record.curves) != self._prior_DWX.size
+            or not all(0 <= number < 1e4 for number in numbers)
+        ):
+            raise ValueError("the outlook of a drafter is not of the form that this version has")
+
+    def restore(self, record: OutlookRecord) -> None:
+        self._seen_DWX = self.curve_DWX = np.array(record.curves).reshape(self._prior_DWX.shape)
+        self._requests, self._rate, self.ratio = record.requests, record.rate, record.ratio
 
     def _prior(self) -> NDArray[np.float64]:
         curve_DWX = np.zeros((len(self.depths), len(self.widths), len(POINTS)))

@@ -1,0 +1,83 @@
+"""The file in the state directory with the knowledge of steps and drafts, so that a restarted
+engine neither measures nor learns again.
+
+It is written after the measuring at start, when the engine has nothing to do, and at its end. A
+file of another machine, model or number format is not used, and neither is a damaged one; the
+start-up report says which and why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from tlt_server.private import private_file
+from tlt_server.speculation.knowledge import Knowledge, KnowledgeRecord
+
+NAME = "knowledge.json"
+MAX_BYTES = 2**20
+EVERY_S = 60.0  # between two writes while the engine serves
+
+
+class _Content(Struct, frozen=True, forbid_unknown_fields=True):
+    made_by: dict[str, str]
+    knowledge: KnowledgeRecord
+
+
+class KnowledgeFile:
+    def __init__(
+        self,
+        directory: Path | None,
+        made_by: dict[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`made_by`: all that the times of steps depend on. Without a directory nothing is kept."""
+        self._path = directory / NAME if directory is not None else None
+        self._made_by, self._clock = made_by, clock
+        self._written_s = clock()
+
+    def load(self, knowledge: Knowledge) -> str:
+        """Restore what the file has, and return where it comes from; empty where there is none that
+        fits.
+        """
+        if self._path is None or not self._path.exists():
+            return ""
+        try:
+            with self._path.open("rb") as file:
+                content = msgspec.json.decode(file.read(MAX_BYTES), type=_Content)
+            other = [
+                f"{name} {content.made_by.get(name, 'unknown')!r}, now {value!r}"
+                for name, value in self._made_by.items()
+                if content.made_by.get(name) != value
+            ]
+            if other:
+                raise ValueError(f"it was made with {'; '.join(other)[:300]}")
+            knowledge.restore(content.knowledge)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            print(f"tlt: {self._path} is not used, and made again: {error}", file=sys.stderr)
+            return ""
+        return str(self._path)
+
+    def save(self, knowledge: Knowledge) -> None:
+        """Write the file. A full disk costs the knowledge, not the engine."""
+        self._written_s = self._clock()
+        if self._path is None or not knowledge.cost.trained:
+            return
+        content = msgspec.json.encode(_Content(self._made_by, knowledge.record()))
+        draft = self._path.with_suffix(".new")
+        try:
+            with open(draft, "wb", opener=private_file) as file:
+                file.write(content)
+            os.replace(draft, self._path)
+        except OSError as error:
+            print(f"tlt: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def save_now_and_then(self, knowledge: Knowledge) -> None:
+        if self._clock() - self._written_s >= EVERY_S:
+            self.save(knowledge)
