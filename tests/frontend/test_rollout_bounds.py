@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -14,8 +17,12 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tests.frontend.test_rollouts import post
 from tlt_client import Client
+from tlt_server.config import load
 from tlt_server.errors import StorageFailed
 from tlt_server.frontend.rollouts.journal import Journal
+from tlt_server.frontend.rollouts.rollout import KeptRollout
+from tlt_server.frontend.rollouts.shelf import FORGOTTEN, Shelf
+from tlt_server.metrics import Metrics
 
 
 def test_no_more_rollouts_are_kept_than_the_limit_and_fetched_ones_make_room(model: Path) -> None:
@@ -175,3 +182,43 @@ def test_a_key_within_its_share_gets_in_where_all_others_run(model: Path, tmp_pa
             for key in "aaabb"
         ]
         assert statuses == [202, 202, 429, 202, 429]
+
+
+def test_a_new_rollout_makes_a_few_old_ones_go_and_waits_for_no_more(model: Path) -> None:
+    config = load({"model": str(model), "max_rollouts": "100"})
+    shelf = Shelf(config, Metrics())
+    for i in range(180):  # others' rollouts ran when these were taken
+        header = SimpleNamespace(id=str(i), owner="greedy", key="")
+        shelf._by_id[str(i)] = cast(
+            KeptRollout,
+            SimpleNamespace(
+                header=header,
+                done_s=1.0,
+                fetched=True,
+                status="done",
+                task=None,
+                expiry=None,
+                journal=None,
+                path=model / "gone",
+                bytes=0,
+            ),
+        )
+    counts = []
+    while len([*shelf]) >= 100:
+        shelf.check_room("other")
+        counts.append(len([*shelf]))
+    assert counts[0] == 180 - FORGOTTEN and counts[-1] == 99
+    assert len(counts) == -(-81 // FORGOTTEN)
+
+
+def test_a_journal_that_cannot_begin_keeps_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(file: int, length: int) -> None:
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(os, "ftruncate", fails)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageFailed):
+        Journal(tmp_path / "a.journal")
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -24,7 +24,7 @@ LEAST = 1.25  # likewise, where those have enough of the time for themselves
 
 
 class OwnerRows(NamedTuple):
-    """OwnerRows of one owner in a step: sequences that decode, and rows of prompts."""
+    """The rows of one owner in a step: sequences that decode, and rows of prompts."""
 
     decoding: int
     prompt: int

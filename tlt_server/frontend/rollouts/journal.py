@@ -196,7 +196,11 @@ class Journal:
         self.path, self.bytes = path, length
         with _storage(path):
             self._file = private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.ftruncate(self._file, length)
+            try:
+                os.ftruncate(self._file, length)
+            except OSError:
+                os.close(self._file)
+                raise
 
     def append(self, framed: bytes | memoryview) -> None:
         with _storage(self.path):

@@ -20,6 +20,10 @@ from tlt_server.frontend.rollouts.clocks import elapsed_s
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.metrics import Metrics
 
+# Rollouts that make way for one new one, at most: above the bound their number falls from one to
+# the next, and no request waits until thousands are forgotten.
+FORGOTTEN = 4
+
 
 class Shelf:
     def __init__(self, config: Config, metrics: Metrics) -> None:
@@ -40,10 +44,14 @@ class Shelf:
 
     def check_room(self, owner: str) -> None:
         """Make room for one more rollout of this key, or raise `QueueFull`."""
+        forgotten = 0
         while len(self._by_id) >= self._max:
+            if forgotten == FORGOTTEN:
+                return
             held = Counter(rollout.header.owner for rollout in self)
             greedy = over_share(held, owner, 1, self._max)
             if self._make_room(held, greedy):
+                forgotten += 1
                 continue
             if greedy is not None and len(self._by_id) < 2 * self._max:
                 return
