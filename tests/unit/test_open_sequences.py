@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from tlt_server.commands import Command, Submit
@@ -140,6 +141,27 @@ def test_what_an_engine_is_given_again_goes_in_slices_after_what_may_have_crashe
         *others, last = [c.requests for c in sent[1:] if isinstance(c, Submit)]
         assert [r.id for few in others for r in few] == [r.id for r in batch[:-1]]
         assert [r.id for r in last] == ["b"]
+        submission.close()
+
+    asyncio.run(main())
+
+
+def test_what_an_earlier_server_generated_is_given_to_each_engine_again() -> None:
+    async def main() -> None:
+        sequences, sent = opened()
+        [fresh] = requests(1, 1)
+        request = msgspec.structs.replace(fresh, generated=[5, 6])
+        submission = submit(sequences, [request], resumes=True)
+        for token in (7, 8):
+            sequences.dispatch([StepOutput(id=request.id, token_ids=[token], logprobs=[-1.0])])
+            sequences.died([], EngineFailed("it is gone"))
+            sequences.resume()
+        submits = [command for command in sent if isinstance(command, Submit)]
+        assert [r.generated for few in submits for r in few.requests] == [
+            [5, 6],
+            [5, 6, 7],
+            [5, 6, 7, 8],
+        ]
         submission.close()
 
     asyncio.run(main())

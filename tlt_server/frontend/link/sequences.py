@@ -239,7 +239,8 @@ class OpenSequences:
         ids = 0
         for i, request in enumerate(batch):
             route = self._routes.get(request.id)
-            ids += len(request.token_ids) + (len(route.generated) if route is not None else 0)
+            ids += len(request.token_ids) + len(request.generated)
+            ids += len(route.generated) if route is not None else 0
             if i and (i == SLICE_REQUESTS or ids > SLICE_IDS):
                 return batch[:i], batch[i:]
         return batch, []

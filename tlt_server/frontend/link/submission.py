@@ -77,7 +77,7 @@ class Route(Struct, gc=False):
     submission: Submission
     request: GenerateRequest
     tokens: int = 0  # tokens given so far
-    generated: list[int] = []  # these tokens, of a sequence that can resume
+    generated: list[int] = []  # these tokens, of a sequence that can resume; not the request's own
     held: bool = False  # the sequence waits here, and the engine does not know it
     ending: str = ""  # the finish reason that an abort asked for
 
@@ -96,4 +96,5 @@ class Route(Struct, gc=False):
         """Return the request by which an engine begins or continues the sequence."""
         if not self.generated:
             return self.request
-        return msgspec.structs.replace(self.request, generated=self.generated, begin_by_s=None)
+        generated = [*self.request.generated, *self.generated]
+        return msgspec.structs.replace(self.request, generated=generated, begin_by_s=None)
