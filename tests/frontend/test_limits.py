@@ -592,7 +592,9 @@ def test_a_body_makes_place_only_when_it_has_stalled_and_its_owner_has_most() ->
     assert not budget.make_place()
     now_s = 2.0
     budget.take("b", bodies[1], 10)
+    assert not budget.make_place("c")
     assert budget.make_place() and [body.was_cut for body in bodies] == [False, False, True]
+    assert budget.make_place("a") and bodies[0].was_cut
 
 
 def test_requests_whose_bodies_stall_do_not_take_the_places_of_others(

@@ -16,6 +16,7 @@ import pytest
 from tests.frontend.fake_engine import HANGS, LATE
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import LONG, connect, eventually, head, read_all
+from tlt_server.frontend.http import budget
 from tlt_server.records import OFF, Cycle, StepContext
 
 
@@ -50,6 +51,20 @@ def test_a_request_too_many_is_answered_with_a_typed_503_and_closed(
         assert httpx.get(f"{server.url}/livez").status_code == 200
         second.close()
         eventually(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
+
+
+def test_a_refused_request_makes_no_place_by_the_body_that_it_still_sends(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live_server(model, max_connections=1) as server, connect(server) as first:
+        body = json.dumps(LONG).encode()
+        first.sendall(head(content_length=len(body)) + body)
+        eventually(lambda: len(server.client) == 1)
+        with connect(server) as refused:
+            refused.sendall(head(content_length=2) + b"{")
+            assert b" 503 " in refused.recv(65536)
+            monkeypatch.setattr(budget, "STALLED_S", 0.0)
+            assert httpx.get(f"{server.url}/server_info").status_code == 503
 
 
 def full(server: LiveServer, *, tokens_per_s: float = 100.0) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_server.frontend.http.places import OVER, Places
+from tlt_server.errors import TltError
+from tlt_server.frontend.http import budget as budget_module
+from tlt_server.frontend.http.arrival import ARRIVE
+from tlt_server.frontend.http.auth import ADMITTED, Admitted
+from tlt_server.frontend.http.budget import BodyBudget
+from tlt_server.frontend.http.keys import Caller
+from tlt_server.frontend.http.places import OVER, PlaceLimit, Places
 
 LIMIT = 6
 
@@ -39,3 +48,44 @@ def test_the_refusal_tells_a_key_what_it_holds_of_all() -> None:
     assert places.full("greedy").message.startswith("3 requests are in progress; the limit is 2 ")
     places.take("small")
     assert "4 requests are in progress, 3 of them this key's; " in places.full("greedy").message
+
+
+class Body:
+    was_cut = False
+
+    def cut(self, error: TltError) -> None:
+        self.was_cut = True
+
+
+@pytest.mark.parametrize(
+    ("owner", "transport", "served"),
+    [("slow", {}, True), ("new", {}, True), ("greedy", {}, False), ("new", {ARRIVE: None}, False)],
+)
+def test_whose_stalled_bodies_make_place(
+    monkeypatch: pytest.MonkeyPatch, owner: str, transport: dict[str, Any], served: bool
+) -> None:
+    """A key beyond its share has only its own; a gRPC call has none."""
+    monkeypatch.setattr(budget_module, "STALLED_S", 0.0)
+    answered: list[str] = []
+
+    def app(what: str) -> Any:
+        async def answer(*_: object) -> None:
+            answered.append(what)
+
+        return answer
+
+    budget, body = BodyBudget(100), Body()
+    limit = PlaceLimit(
+        app("served"), max_connections=LIMIT, budget=budget, refuse=lambda *_: app("refused")
+    )
+    for places in (limit.http, limit.rpc):
+        for holder in ["greedy", "slow"] * LIMIT:
+            places.take(holder)
+    budget.take("slow", body, 10)
+    scope: dict[str, Any] = {
+        "type": "http",
+        "path": "/generate",
+        "state": {ADMITTED: Admitted(Caller(owner, frozenset()), None), **transport},
+    }
+    asyncio.run(limit(scope, None, None))  # type: ignore[arg-type]
+    assert (answered, body.was_cut) == ((["served"], True) if served else (["refused"], False))

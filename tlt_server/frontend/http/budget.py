@@ -2,8 +2,9 @@
 progress.
 
 When memory is short, the owner whose bodies hold most loses the one that has gone longest without a
-byte. When places are, so does the owner with most bodies, if that one has stalled. So a caller who
-sends many bodies and ends none makes room for the others.
+byte. When places are, so does the owner with most bodies, if that one has stalled; for an owner
+beyond its share of the places only a body of its own makes room. So a caller who sends many bodies
+and ends none makes room for the others.
 """
 
 from __future__ import annotations
@@ -51,11 +52,14 @@ class BodyBudget:
                 f"bodies on their way hold {self._max_bytes} bytes, the limit (max_bodies_mb)",
             )
 
-    def make_place(self) -> bool:
-        """Cut one body that has stalled, and return whether there was one."""
-        if not self._held:
+    def make_place(self, owner: str | None = None) -> bool:
+        """Cut one body that has stalled, of this owner or else of the one with most, and return
+        whether there was one.
+        """
+        owners = self._held.keys() if owner is None else self._held.keys() & {owner}
+        if not owners:
             return False
-        owner = max(self._held, key=lambda owner: len(self._held[owner]))
+        owner = max(owners, key=lambda owner: len(self._held[owner]))
         longest = next(iter(self._held[owner].values()))
         if self._clock() - longest.since_s < STALLED_S:
             return False

@@ -110,6 +110,7 @@ class BodyLimits:
             else:
                 await send({**message, "more_body": True})
                 scope.get("state", {}).get(RESTS, lambda: None)()
+                body.release()  # a request that was refused has no place to lose
                 await body.discard()
                 await send({"type": "http.response.body"})
 
@@ -122,7 +123,7 @@ class BodyLimits:
             await self.refuse(scope["path"], error)(scope, body.receive, closing_send)
         else:
             try:
-                body.count(0)  # from now on it has a place, and may lose it
+                body.count(0)  # from now on it may lose its place
                 await self.app(scope, body.receive, closing_send)
             finally:
                 body.release()

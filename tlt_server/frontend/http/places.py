@@ -32,9 +32,12 @@ class Places:
 
     def fits(self, owner: str) -> bool:
         """Tell whether a key may have one more place."""
-        taken, owners = self._held.total(), len(self._held.keys() | {owner})
-        within = self._held[owner] < self._limit // owners and taken < OVER * self._limit
-        return taken < self._limit or within
+        taken = self._held.total()
+        return taken < self._limit or (taken < OVER * self._limit and self.is_due(owner))
+
+    def is_due(self, owner: str) -> bool:
+        """Tell whether one more place is within a key's share."""
+        return self._held[owner] < self._limit // len(self._held.keys() | {owner})
 
     def take(self, owner: str) -> None:
         self._held[owner] += 1
@@ -78,10 +81,17 @@ class PlaceLimit:
             return
         places = self.rpc if ARRIVE in scope["state"] else self.http
         owner = key_of(scope)
-        if not places.fits(owner) and not self.budget.make_place():
+        if not places.fits(owner) and not self._make_place(places, owner):
             await self.refuse(scope["path"], places.full(owner))(scope, receive, send)
             return
         places.take(owner)
         with contextlib.ExitStack() as ended:
             scope["state"].get(REPLIED, ended).callback(places.leave, owner)
             await self.app(scope, receive, send)
+
+    def _make_place(self, places: Places, owner: str) -> bool:
+        """Cut a body that has stalled and has a place among these. A gRPC call has none: its
+        message was complete before.
+        """
+        of = None if places.is_due(owner) else owner
+        return places is self.http and self.budget.make_place(of)
