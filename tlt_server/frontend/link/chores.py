@@ -47,8 +47,10 @@ class Chores:
                 if few:
                     work(few)
                 if not members:
-                    end()
-                    self._chores.popleft()
+                    try:
+                        end()
+                    finally:  # what fails is not tried again for ever
+                        self._chores.popleft()
         finally:
             if self._chores:
                 asyncio.get_running_loop().call_soon(self._go_on)

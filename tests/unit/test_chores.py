@@ -1,0 +1,30 @@
+"""Chores: work in pieces, one chore after the other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tlt_server.frontend.link.chores import PIECE, Chores
+
+
+def test_a_chore_that_fails_keeps_no_other_waiting_and_is_not_tried_again() -> None:
+    async def main() -> None:
+        failures: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
+        chores, done = Chores(), list[int]()
+
+        def fail() -> None:
+            raise RuntimeError("the end")
+
+        with pytest.raises(RuntimeError, match="the end"):
+            chores.add([1], done.extend, fail)
+        chores.add(range(PIECE + 1), lambda few: None, fail)
+        chores.add([2], done.extend)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (done, failures) == ([1, 2], ["the end"])
+
+    asyncio.run(main())
