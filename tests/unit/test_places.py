@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tlt_server.errors import TltError
 from tlt_server.frontend.http import budget as budget_module
-from tlt_server.frontend.http.arrival import ARRIVE
 from tlt_server.frontend.http.auth import ADMITTED, Admitted
 from tlt_server.frontend.http.budget import BodyBudget
 from tlt_server.frontend.http.keys import Caller
@@ -57,14 +56,11 @@ class Body:
         self.was_cut = True
 
 
-@pytest.mark.parametrize(
-    ("owner", "transport", "served"),
-    [("slow", {}, True), ("new", {}, True), ("greedy", {}, False), ("new", {ARRIVE: None}, False)],
-)
+@pytest.mark.parametrize(("owner", "served"), [("slow", True), ("new", True), ("greedy", False)])
 def test_whose_stalled_bodies_make_place(
-    monkeypatch: pytest.MonkeyPatch, owner: str, transport: dict[str, Any], served: bool
+    monkeypatch: pytest.MonkeyPatch, owner: str, served: bool
 ) -> None:
-    """A key beyond its share has only its own; a gRPC call has none."""
+    """A key beyond its share has only its own."""
     monkeypatch.setattr(budget_module, "STALLED_S", 0.0)
     answered: list[str] = []
 
@@ -78,14 +74,13 @@ def test_whose_stalled_bodies_make_place(
     limit = PlaceLimit(
         app("served"), max_connections=LIMIT, budget=budget, refuse=lambda *_: app("refused")
     )
-    for places in (limit.http, limit.rpc):
-        for holder in ["greedy", "slow"] * LIMIT:
-            places.take(holder)
+    for holder in ["greedy", "slow"] * LIMIT:
+        limit.http.take(holder)
     budget.take("slow", body, 10)
     scope: dict[str, Any] = {
         "type": "http",
         "path": "/generate",
-        "state": {ADMITTED: Admitted(Caller(owner, frozenset()), None), **transport},
+        "state": {ADMITTED: Admitted(Caller(owner, frozenset()), None)},
     }
     asyncio.run(limit(scope, None, None))  # type: ignore[arg-type]
     assert (answered, body.was_cut) == ((["served"], True) if served else (["refused"], False))

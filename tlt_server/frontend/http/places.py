@@ -81,17 +81,11 @@ class PlaceLimit:
             return
         places = self.rpc if ARRIVE in scope["state"] else self.http
         owner = key_of(scope)
-        if not places.fits(owner) and not self._make_place(places, owner):
+        of = None if places.is_due(owner) else owner  # beyond its share, a key has only its own
+        if not places.fits(owner) and not self.budget.make_place(of):
             await self.refuse(scope["path"], places.full(owner))(scope, receive, send)
             return
         places.take(owner)
         with contextlib.ExitStack() as ended:
             scope["state"].get(REPLIED, ended).callback(places.leave, owner)
             await self.app(scope, receive, send)
-
-    def _make_place(self, places: Places, owner: str) -> bool:
-        """Cut a body that has stalled and has a place among these. A gRPC call has none: its
-        message was complete before.
-        """
-        of = None if places.is_due(owner) else owner
-        return places is self.http and self.budget.make_place(of)
