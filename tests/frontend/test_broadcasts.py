@@ -455,9 +455,8 @@ def test_a_push_without_a_version_can_be_aborted(server: LiveServer) -> None:
     assert post(server, "/weights/abort")["state"] == "aborted"
     Client(server.url).abort_weights()
     assert [(command.version, command.session) for command in commands(server)] == [("", "")] * 2
-    assert OPERATIONS["AbortWeights"].arrived({}).path == "/weights/abort", (
-        "over gRPC: an empty version"
-    )
+    arrived, _ = OPERATIONS["AbortWeights"].arrived({})
+    assert arrived.path == "/weights/abort", "over gRPC: an empty version"
 
 
 def test_an_end_that_follows_a_push_outside_a_session_is_not_the_last_sessions(
