@@ -275,6 +275,34 @@ def test_the_start_of_a_reply_is_not_cut_off() -> None:
     assert asyncio.run(called()).error is None and context.sent == ["metadata", b""]
 
 
+class Left(SlowToBegin):
+    """The call of a client that has left, which gRPC has not cancelled yet."""
+
+    async def write(self, data: bytes) -> None:
+        await super().write(data)
+        raise grpc.aio.InternalError("a send failed")
+
+
+def test_a_client_that_leaves_during_a_write_is_no_error_of_the_server() -> None:
+    context, method = Left(), METHODS["/tlt.v1.RolloutService/WatchEvents"]
+
+    async def app(
+        scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]
+    ) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(2):
+            await send({"type": "http.response.body", "body": b"event: state\ndata: {}"})
+
+    async def called() -> None:
+        exchange = Exchange(context, method.operation, MessageReads(1), 5.0, secure=False)  # type: ignore[arg-type]
+        await exchange.run(app, method)  # type: ignore[arg-type]
+        assert exchange.error is None
+
+    asyncio.run(called())
+    assert len(context.sent) == 2, "nothing is written after a send that failed"
+
+
 def test_a_key_is_required_before_the_message_is_read(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with (

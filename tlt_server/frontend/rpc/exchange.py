@@ -155,16 +155,18 @@ class Exchange:
     async def _write(self, data: bytes) -> None:
         if self._gone.is_set():
             return
-        if not self._answered:
-            # This waits for no reader, so it is outside the timeout. If it were cut off halfway,
-            # gRPC would send it a second time, and no status could follow.
-            self._answered = True
-            await self._context.send_initial_metadata(self.metadata)
         try:
+            if not self._answered:
+                # This waits for no reader, so it is outside the timeout. If it were cut off
+                # halfway, gRPC would send it a second time, and no status could follow.
+                self._answered = True
+                await self._context.send_initial_metadata(self.metadata)
             async with asyncio.timeout(self._send_timeout_s):
                 await self._context.write(data)
         except TimeoutError:
             self._unread = True
+            self._gone.set()
+        except grpc.aio.InternalError:  # the client has left, and gRPC has not yet cancelled this
             self._gone.set()
 
     def _message(self, body: bytes | bytearray) -> bytes:
