@@ -21,6 +21,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from tlt_server.machine import processor
+
 PACKAGES = ("torch", "triton", "transformers", "numba", "numpy")
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -87,7 +89,7 @@ def machine(*, on_gpu: bool) -> str:
     """GPUs only where they were used."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    host = f"{cores} cores of {_processor()}, {memory:.0f} GiB, {platform.system()}"
+    host = f"{cores} cores of {processor()}, {memory:.0f} GiB, {platform.system()}"
     return f"{_gpus()}; {host}" if on_gpu else host
 
 
@@ -123,14 +125,6 @@ def commit_here() -> str:
         ]
     )
     return name + "+" * bool(changed) if name else "unknown"
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def _gpus() -> str:

@@ -5,7 +5,6 @@ policy. The device makes what computes.
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.engine.sizing import served_length
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
+from tlt_server.machine import processor
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import own_dtype
 from tlt_server.records import GenerateRequest, Sampling
@@ -244,7 +244,7 @@ def _made_by(
     config = live.target.network.config
     return {
         "version": __version__,
-        "processor": gpu.description if device.name == "cuda" else platform.machine(),
+        "processor": gpu.description if device.name == "cuda" else processor(),
         "threads": str(settings.threads),
         "model": f"{config.layers} layers, hidden {config.hidden_size}, vocab {config.vocab_size}",
         "dtype": settings.dtype,
