@@ -141,11 +141,11 @@ def assemble(
         if device.warms_up:
             with nothing_learnt(engine):
                 _warm_up(engine, rungs, live.target.network.vocab_size, max_model_len)
-    if device.warms_up and settings.policy == "goodput":
+    if settings.policy == "goodput":
         with phase("measure steps") as detail:
             if known := engine.knowledge_file.load(engine.knowledge):
                 detail.append(f"known from {known}")
-            else:
+            elif device.warms_up:
                 vocab_size = live.target.network.vocab_size
                 measured = profile(engine, settings.device, vocab_size, max_model_len, PROFILE_S)
                 engine.knowledge.cost.profile(measured)
@@ -229,7 +229,12 @@ def _connect(
         make_policy(SetPolicy(settings.policy, settings.strategy)),
         canary,
         knowledge,
-        KnowledgeFile(Path(settings.state_dir) if settings.state_dir else None, made_by),
+        KnowledgeFile(
+            Path(settings.state_dir)
+            if settings.state_dir and settings.policy == "goodput"
+            else None,
+            made_by,
+        ),
         make_policy,
         make_sequence,
         pushes,

@@ -55,11 +55,13 @@ class Knowledge:
         if settled:  # else the drafter had to catch up first
             self.cost.observe(load_of(cycle), cycle.step_s)
         for name, outlook in self.outlooks.items():
-            if name != drafter or drafted is None:
+            found = drafted if name == drafter else None
+            if found is not None:
+                outlook.verified(found.predicted, float(sum(cycle.accepted)))
+            if found is not None and outlook.due:
+                outlook.see(found.candidates, found.requests)
+            else:
                 outlook.unseen()
-                continue
-            outlook.see(drafted.candidates, drafted.requests)
-            outlook.verified(drafted.predicted, float(sum(cycle.accepted)))
 
     def forget(self) -> None:
         """Doubt what is known of the drafters, as weights have changed."""

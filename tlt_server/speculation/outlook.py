@@ -32,6 +32,7 @@ class OutlookSettings:
     # Survival from level to level before a tree was seen: hopeful, so that one is drafted.
     prior: float = 0.9
     memory: float = 96.0  # trees of one request that a curve is the mean of, older ones fading
+    every: int = 8  # steps of which the trees of one are looked at
     fade: float = 0.02  # share of the ratio that a step replaces
     doubt: int = 256  # steps without a tree after which half of what was seen is doubted
 
@@ -84,8 +85,15 @@ class Outlook:
             weight = self._settings.fade * min(1.0, predicted / 4)
             self.ratio += weight * (min(2.0, accepted / predicted) - self.ratio)
 
+    @property
+    def due(self) -> bool:
+        """Tell whether to look at the trees of a step: a curve takes 0.1 ms, so once it is the mean
+        of enough trees, one step in `every` will do.
+        """
+        return self._requests < self._settings.memory or self._unseen >= self._settings.every - 1
+
     def unseen(self) -> None:
-        """A step has run without this drafter: what is known of it grows old."""
+        """A step has run whose trees were not looked at: what is known of them grows old."""
         self._unseen += 1
         if self._requests and self._unseen % 16 == 0:
             known = 0.5 ** (self._unseen / self._settings.doubt)
