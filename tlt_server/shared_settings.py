@@ -49,7 +49,7 @@ class SharedSettings:
         PolicyName | None,
         Doc(
             "name",
-            "Which strategy each step uses; auto is beg with a drafter, off without.",
+            "Which strategy each step uses; auto is goodput with a drafter, off without.",
             auto=True,
         ),
     ] = None
@@ -252,4 +252,4 @@ def available_processors() -> int:
 
 def suited_policy(drafter: str) -> PolicyName:
     """Return the policy where none is asked for."""
-    return "off" if drafter == "none" else "beg"
+    return "off" if drafter == "none" else "goodput"

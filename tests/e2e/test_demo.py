@@ -44,7 +44,7 @@ def test_the_quick_demo_prints_its_table_and_every_round_has_the_same_tokens(
         "identical",
         "eagle",
         "history",
-        "beg",
+        "goodput",
         "p50/p90/p99/max",
         "curl -sN",
     ):
@@ -57,7 +57,7 @@ def test_the_quick_demo_prints_its_table_and_every_round_has_the_same_tokens(
         and push["pause_ms"] < 1000
         and "step-1 [" in done.stdout
     )
-    assert [turn["name"] for turn in rounds] == ["off", "eagle", "history", "beg"]
+    assert [turn["name"] for turn in rounds] == ["off", "eagle", "history", "goodput"]
     assert all(
         turn["responses_differing"] == 0 and turn["reward"] == rounds[0]["reward"]
         for turn in rounds

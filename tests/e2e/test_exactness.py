@@ -83,6 +83,7 @@ POLICIES = [
     ("fixed", "history:8x2x9"),
     ("fixed", "eagle:10x6x32"),
     ("beg", None),
+    ("goodput", None),
 ]
 
 

@@ -79,7 +79,8 @@ def test_it_says_what_it_runs_on(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "strategy"), [("fixed", "eagle:7x4x16"), ("fixed", "history:8x2x9"), ("beg", None)]
+    ("policy", "strategy"),
+    [("fixed", "eagle:7x4x16"), ("fixed", "history:8x2x9"), ("beg", None), ("goodput", None)],
 )
 def test_speculation_changes_neither_a_token_nor_a_logprob(
     client: Client, plain: list[Any], policy: str, strategy: str | None

@@ -85,7 +85,7 @@ def test_it_says_what_is_served(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url))
     expect(page.locator("#model")).to_have_text("target")
     expect(page.locator("#fact-numerics")).to_have_text("strict")
-    expect(page.locator("#fact-policy")).to_have_text("beg")
+    expect(page.locator("#fact-policy")).to_have_text("goodput")
     expect(page.locator("#fact-weights")).to_have_text(re.compile(r"initial, live for \d+ (s|min)"))
     expect(page.locator("#fact-drafter")).to_have_text("eagle+history, initial")
     expect(page.locator("#banner")).to_be_hidden()

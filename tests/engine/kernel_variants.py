@@ -22,13 +22,14 @@ from tlt_kernels.gpu import gemm, gemm_stream
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.interpreter import Interpreted
-from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
+from tlt_server.engine.gpu.buckets import CAPTURED, Shapes, StepShape
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.reports import MIN_BEST
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.speculation.policies.arms import Ladder, affordable, ladder
+from tlt_server.records import OFF
+from tlt_server.speculation.policies import Policy
 
 MAX_ROWS = 4096  # per step, as on a GPU
 PROMPT_ROWS = (1, 60, 120, 250, 380, 500, 700, 1000, 1800, 2600, 4000)
@@ -56,21 +57,31 @@ class Pretended(Interpreted):
     prompts = CAPTURED
 
 
-def reachable(shapes: Shapes, rungs: Ladder) -> Iterator[ExtendKey | DraftKey]:
-    """Yield the keys of the launches of default strategies: steps without prompts, with one, and
+def reachable(shapes: Shapes, policy: Policy) -> Iterator[ExtendKey | DraftKey]:
+    """Yield the keys of the launches of a policy's strategies: steps without prompts, with one, and
     with more than a captured step has.
     """
-    for decoding, chunks, rows in product(
-        range(shapes.max_running + 1), (0, 1, shapes.prompts.chunks + 1), PROMPT_ROWS
+    for decoding, chunks in product(
+        range(shapes.max_running + 1), (0, 1, shapes.prompts.chunks + 1)
     ):
         if not 0 < decoding + chunks <= shapes.max_running:
             continue
-        most = [rows for start, rows in rungs.rows if start <= max(1, decoding)][-1]
-        for strategy, filtered in product(affordable(rungs.arms, most), (False, True)):
+        strategies = {
+            key: strategy
+            for strategy in (policy.strategies(decoding, prompts=chunks > 0) if decoding else [OFF])
+            for key in keys(shapes.step(decoding, strategy, chunks, chunks))
+        }
+        for strategy, rows, filtered in product(
+            dict.fromkeys(strategies.values()), PROMPT_ROWS if chunks else (0,), (False, True)
+        ):
             shape = shapes.step(
                 decoding, strategy, max(chunks, rows) if chunks else 0, chunks, filtered=filtered
             )
-            yield from (key for key in (shape.draft, shape.extend) if key)
+            yield from keys(shape)
+
+
+def keys(shape: StepShape) -> list[ExtendKey | DraftKey]:
+    return [shape.extend, *([shape.draft] if shape.draft else [])]
 
 
 def main(drafter: str, max_running: int, dtype: str) -> None:
@@ -96,14 +107,12 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
         kv_memory_mb=64,
     )
     engine, _ = assemble(settings, make_device=Pretended)
-    runner, rungs = engine.runner, ladder(settings.drafters, "cuda")
+    runner, policy = engine.runner, engine.policy
     assert isinstance(runner, GpuRunner)
     with torch.inference_mode():
-        runner.prepare(
-            runner.shapes.at_start(MAX_ROWS, rungs.arms, rungs.rows), lambda done, of: None
-        )
+        runner.prepare(runner.shapes.at_start(MAX_ROWS, policy.strategies), lambda done, of: None)
         at_start = len(found)
-        for key in dict.fromkeys(reachable(runner.shapes, rungs)):
+        for key in dict.fromkeys(reachable(runner.shapes, policy)):
             if isinstance(key, DraftKey):
                 runner._work(runner._draft(key))()
                 continue

@@ -70,8 +70,8 @@ def test_history_saves_passes(plain: Run) -> None:
     assert run.passes <= 0.85 * plain.passes and run.accept_length > 1.2
 
 
-def test_beg_saves_passes(plain: Run) -> None:
-    run = rollout("beg")
+def test_goodput_saves_passes(plain: Run) -> None:
+    run = rollout("goodput")
     assert run.tokens == plain.tokens
     assert run.passes <= 0.9 * plain.passes
     assert run.seconds <= 3 * plain.seconds  # processor time: the machine may be busy

@@ -136,6 +136,7 @@ CHANGES: dict[str, dict[str, object]] = {
     },
     "history": {"policy": "fixed", "sd_strategy": Strategy("history", 6, 3, 12).name},
     "beg": {"policy": "beg"},
+    "goodput": {"policy": "goodput"},
     "page of 1": {
         "page_size": 1,
         "policy": "fixed",
@@ -155,7 +156,7 @@ def test_steps_that_leave_sequences_out_change_no_bit(
     base: EngineSettings, reference: dict[str, tuple[object, ...]], strategy: Strategy
 ) -> None:
     engine, _ = assemble(base)
-    engine.policy = Fixed([strategy])
+    engine.policy = Fixed(strategy)
     left_out = slow_rows(engine.scheduler)
     owned = [
         msgspec.structs.replace(each, owner="many" if i else "few")
@@ -242,7 +243,7 @@ def test_a_step_reports_the_very_context_that_its_strategy_was_chosen_for(
             seen.append(context)
             return super().choose(context)
 
-    engine.policy = Watching([Strategy("eagle", 4, 1, 5)])
+    engine.policy = Watching(Strategy("eagle", 4, 1, 5))
     engine.send(Submit(requests(3)))
     while not engine.idle:
         engine.step()

@@ -26,7 +26,6 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.gpu.matmuls import FEW_ROWS
 from tlt_server.records import GenerateRequest, Sampling, Strategy
-from tlt_server.speculation.policies.arms import ladder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,7 +57,7 @@ def settings(root: Path) -> EngineSettings:
     return EngineSettings(
         model=str(root / "base"),
         drafter=str(DRAFTER),
-        policy="off",
+        policy="goodput",
         device="cuda",
         dtype="bfloat16",
         attention="triton",
@@ -130,8 +129,8 @@ def test_what_policies_reach_is_captured_within_its_memory(engine: Pushable, pla
     """`plain` has run: keys of mixed steps are there already, and nothing of these was captured
     twice.
     """
-    graphs, rungs = engine.engine.runner.graphs, ladder(("eagle", "history"), "cuda")
-    keys = engine.engine.runner.shapes.captured(rungs.arms, rungs.rows)
+    runner = engine.engine.runner
+    graphs, keys = runner.graphs, runner.shapes.captured(engine.engine.policy.strategies)
     assert all(key in graphs for key in keys)
     assert [key for key in graphs.bytes if key in set(keys)] == keys, (
         "from the largest to the smallest"
@@ -140,14 +139,12 @@ def test_what_policies_reach_is_captured_within_its_memory(engine: Pushable, pla
 
 
 @pytest.mark.parametrize(
-    "arm", ["eagle 7 4 32", "eagle 7 1 8", "eagle 7 4 16", "history 12 2 16", "beg"]
+    "arm", ["eagle 7 4 32", "eagle 7 1 8", "eagle 7 4 16", "history 12 2 16", "beg", "goodput"]
 )
 @pytest.mark.parametrize("batch", [64, 7, 1])
 def test_speculation_changes_no_bit(arm: str, batch: int, engine: Pushable, plain: Bits) -> None:
     drafter, *numbers = arm.split()
-    policy, strategy = (
-        ("fixed", Strategy(drafter, *map(int, numbers))) if numbers else ("beg", None)
-    )
+    policy, strategy = ("fixed", Strategy(drafter, *map(int, numbers))) if numbers else (arm, None)
     assert_same(
         bits(engine, requests()[:batch] if batch > 1 else requests()[5:6], policy, strategy), plain
     )

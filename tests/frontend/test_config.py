@@ -199,7 +199,7 @@ def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
     assert (resolved.max_model_len, resolved.max_prompt_tokens, resolved.policy) == (
         512,
         511,
-        "beg",
+        "goodput",
     )
     assert resolved.served_model_name == model.name and isinstance(resolved.threads, int)
     with pytest.raises(Exception, match="frozen"):

@@ -30,7 +30,7 @@ def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> Non
         Client(server.url) as client,
     ):
         state = client.strategy()
-        assert (state["policy"], state["strategy"], state["in_force"]) == ("beg", None, None)
+        assert (state["policy"], state["strategy"], state["in_force"]) == ("goodput", None, None)
         assert state["drafters"] == ["history"] and state["arms"] == [
             arm.name for arm in ladder(["history"]).arms
         ]

@@ -4,10 +4,9 @@ must and ends where tiles do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_kernels.gpu.gemm_tiles import Kind, stream_tile
@@ -15,6 +14,7 @@ from tlt_kernels.gpu.growth import columns
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.engine.gpu.buckets import (
     BATCHES,
+    DECODE_ROWS,
     MAX_DRAFTED,
     MAX_VERIFIED,
     MAX_WIDTH,
@@ -33,12 +33,19 @@ from tlt_server.engine.gpu.buckets import (
 )
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.records import OFF, StepContext, Strategy
-from tlt_server.speculation.policies.arms import GPU_ROWS, Rows, ladder
-from tlt_server.speculation.policies.beg import Beg
-from tlt_server.speculation.policies.fixed import Fixed
+from tlt_server.records import OFF, Strategy
+from tlt_server.speculation.knowledge import Knowledge
+from tlt_server.speculation.policies import POLICIES, Policy, Setup
+from tlt_server.speculation.policies.arms import ladder
 
 LADDER = ladder(("eagle", "history"), "cuda")
+DEEPEST = 14
+
+
+def policy_of(name: str, shapes: Shapes) -> Policy:
+    knowledge = Knowledge(("eagle", "history"), "cuda")
+    made: Policy = POLICIES.resolve(name).make(Setup(LADDER, LADDER.arms[2], knowledge, shapes))
+    return made
 
 
 SHAPES = [PromptShape(), PromptShape(sizes=(2, 4), chunks=2, grain=4)]
@@ -57,74 +64,40 @@ def keys_of(shapes: Shapes, batch: int, strategy: Strategy) -> set[DraftKey | Ex
     return {shape.extend, *([shape.draft] if shape.draft else [])}
 
 
-def used_by_beg(shapes: Shapes, arms: Sequence[Strategy], rows: Rows) -> set[DraftKey | ExtendKey]:
+def used_by(policy: Policy, shapes: Shapes) -> set[DraftKey | ExtendKey]:
     """Return the keys of steps of pure decoding, and of steps with prompts worth a graph."""
-    beg = Beg(arms, rows=rows)
     used: set[DraftKey | ExtendKey] = set()
     for decoding in range(shapes.max_running + 1):
-        bucket = beg.buckets[
-            beg._index(
-                StepContext(
-                    decoding=decoding, prefill_rows=0, mean_context=100.0, speculable=decoding
-                )
-            )
-        ]
-        for arm in (
-            bucket.arms if decoding else [OFF]
-        ):  # every leader and every trial is one of these
-            if decoding:
-                used |= keys_of(shapes, decoding, arm)
+        if decoding:
+            for strategy in policy.strategies(decoding, prompts=False):
+                used |= keys_of(shapes, decoding, strategy)
+        mixed = {
+            (arm.drafter, arm.depth, arm.width, shapes.step(decoding, arm).extend): arm
+            for arm in (policy.strategies(decoding, prompts=True) if decoding else [OFF])
+        }
+        for arm in mixed.values():
             for prompt_rows in range(1, 2 * PROMPT_SIZES[-1], 48):
                 shape = shapes.step(decoding, arm, prompt_rows, 1)
-                used |= (
-                    {shape.extend, *([shape.draft] if shape.draft else [])}
-                    if shapes.keeps(shape.extend)
-                    else set()
-                )
+                if shapes.keeps(shape.extend):
+                    used |= {shape.extend, *([shape.draft] if shape.draft else [])}
     return used
 
 
-@pytest.mark.parametrize("max_running", [1, 3, 16, 64, 100, 256, 512])
-def test_whatever_beg_can_choose_is_captured_and_nothing_that_nobody_can_reach(
-    max_running: int,
+@pytest.mark.parametrize("max_running", [1, 20])
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_whatever_a_policy_can_choose_is_captured_and_nothing_else(
+    name: str, max_running: int
 ) -> None:
-    shapes = Shapes(max_running, MIN_DEPTH)
-    captured = shapes.captured(LADDER.arms, LADDER.rows)
-    assert set(captured) == used_by_beg(shapes, LADDER.arms, LADDER.rows)
+    shapes = Shapes(max_running, DEEPEST)
+    policy = policy_of(name, shapes)
+    captured = shapes.captured(policy.strategies)
+    assert set(captured) == used_by(policy, shapes)
     assert len(captured) == len(set(captured))
 
 
-@given(
-    st.integers(1, 300),
-    st.lists(STRATEGIES, min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(2, 300), st.integers(1, 200))),
-    st.integers(1, 200),
-)
-@example(
-    256, [Strategy("eagle", 7, 4, 32)], [], 32
-)  # rows are afforded at every batch, columns of so wide a tree only at small ones
-def test_of_every_ladder_what_beg_can_choose_is_captured(
-    max_running: int, arms: list[Strategy], later: list[tuple[int, int]], first: int
-) -> None:
-    rows = ((1, first), *sorted(dict(later).items()))
-    shapes = Shapes(max_running, max(MIN_DEPTH, *(arm.depth for arm in arms)))
-    captured = set(shapes.captured((OFF, *arms), rows))
-    assert captured == used_by_beg(shapes, (OFF, *arms), rows)
-
-
-def test_a_fixed_strategy_within_what_a_batch_affords_is_captured() -> None:
-    arm, shapes = Strategy("eagle", 5, 2, 6), Shapes(64, MIN_DEPTH)
-    captured = set(shapes.captured(LADDER.with_arm(arm).arms, LADDER.rows))
-    fixed = Fixed([arm])
-    for batch in range(
-        1, 17
-    ):  # 17 and more afford fewer rows: such keys are captured after their first run
-        assert keys_of(shapes, batch, fixed.choose(StepContext(batch, 0, 100.0, batch))) <= captured
-    assert all(shapes.keeps(key) for key in keys_of(shapes, 40, arm) if isinstance(key, ExtendKey))
-
-
 def test_captures_are_a_sum_not_a_product() -> None:
-    keys = Shapes(256, MIN_DEPTH).captured(LADDER.arms, LADDER.rows)
+    shapes = Shapes(256, DEEPEST)
+    keys = shapes.captured(policy_of("goodput", shapes).strategies)
     for batch in batch_buckets(256):
         extends = [
             key
@@ -132,20 +105,30 @@ def test_captures_are_a_sum_not_a_product() -> None:
             if isinstance(key, ExtendKey) and key.batch == batch and not key.prompt_rows
         ]
         drafts = [key for key in keys if isinstance(key, DraftKey) and key.batch == batch]
-        sizes = {arm.rows for arm in LADDER.arms}
-        shapes = {(arm.drafter, arm.depth, arm.width) for arm in LADDER.arms if arm != OFF}
-        assert len(extends) <= len(sizes) and len(drafts) <= len(shapes)
-    mixed = [key for key in keys if isinstance(key, ExtendKey) and key.chunks]
-    assert (
-        len({(key.batch, key.decode_rows) for key in mixed})
-        <= 3 * len(batch_buckets(256, WITH_PROMPTS))
-        and len(keys) < 200
-    )
+        assert len(extends) <= len(DECODE_ROWS) and len(drafts) <= 7 * 3 + 3
+    assert len(keys) < 400
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("max_running", [1, 7, 64, 256, 1000])
+def test_decode_rows_are_those_that_a_step_then_has(max_running: int, prompts: bool) -> None:
+    shapes = Shapes(max_running, DEEPEST)
+    for decoding in {1, -(-max_running // 3), max_running}:
+        plain, *others = shapes.decode_rows(decoding, prompts=prompts).tolist()
+        batch = shapes.batch(decoding, prompts=prompts)
+        assert plain == batch == shapes.step(decoding, OFF, 1, int(prompts)).extend.decode_rows
+        for rows in others:
+            arm = Strategy("eagle", 3, 1, 2, rows - batch)
+            key = shapes.step(decoding, arm, 40, int(prompts)).extend
+            assert key.decode_rows == rows
+            computed = shapes.computed(np.array([rows]), 40 * prompts)
+            assert computed[0] == key.decode_rows + key.prompt_rows
 
 
 def test_larger_keys_come_first() -> None:
     """Graphs share one pool, which the first of them sizes."""
-    keys = Shapes(64, MIN_DEPTH).captured(LADDER.arms, LADDER.rows)
+    shapes = Shapes(64, DEEPEST)
+    keys = shapes.captured(policy_of("goodput", shapes).strategies)
     extends = [key.decode_rows + key.prompt_rows for key in keys if isinstance(key, ExtendKey)]
     assert extends == sorted(extends, reverse=True)
 
@@ -276,8 +259,9 @@ def rounds(rows: int) -> int:
 
 @pytest.mark.parametrize("max_running", [*BATCHES, 100])
 def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
-    shapes = Shapes(max_running, MIN_DEPTH)
-    prepared = [*shapes.captured(LADDER.arms, LADDER.rows), *shapes.rehearsed(4096)]
+    shapes = Shapes(max_running, DEEPEST)
+    policy = policy_of("goodput", shapes)
+    prepared = [*shapes.captured(policy.strategies), *shapes.rehearsed(4096)]
     keys = [key for key in prepared if isinstance(key, ExtendKey) and key.chunks]
     for decoding in batch_buckets(max_running, WITH_PROMPTS):
         full = shapes.step(decoding, OFF, shapes.room(decoding, 4096), 1).extend
@@ -286,7 +270,9 @@ def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
             full,
             *(
                 shapes.step(decoding, arm, rows, 1).extend
-                for arm in LADDER.arms
+                for arm in (
+                    [*policy.strategies(decoding, prompts=True)][:12] if decoding else [OFF]
+                )
                 for rows in (1, 30, 100, 300, 2048)
             ),
         ]
@@ -314,8 +300,3 @@ def test_the_largest_prompts_are_rehearsed_but_not_kept_and_variants_of_their_ow
     assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
     assert shapes.rehearsed(PROMPT_SIZES[-1]) == [many_short, filters]
     assert Shapes(PROMPT_CHUNKS, MIN_DEPTH).rehearsed(PROMPT_SIZES[-1]) == [filters]
-
-
-def test_ceilings_never_grow_with_the_batch() -> None:
-    """`Shapes.captured` takes a bucket's ceiling from the smallest batch in it."""
-    assert [rows for _, rows in GPU_ROWS] == sorted((rows for _, rows in GPU_ROWS), reverse=True)

@@ -7,16 +7,15 @@ One engine at a time: drop the one before, then `release`, then the next finds t
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, Quiet, make_device
-from tlt_server.engine.settings import DecidedSettings, EngineSettings
+from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
-from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Changed, Live
 
 
@@ -36,22 +35,16 @@ class LoadedOnce:
         self.live: Live | None = None
 
     def device(self, settings: DecidedSettings) -> Device:
-        return _Shared(make_device(settings), settings, self)
+        return _Shared(make_device(settings), self)
 
 
 class _Shared:
-    """A device whose weights may be there already, and which prepares for the strategies in use,
-    not for all there are.
-    """
+    """A device whose weights may be there already."""
 
-    def __init__(self, device: Device, settings: DecidedSettings, source: LoadedOnce) -> None:
-        self._device, self._settings, self._source = device, settings, source
-        self.name, self.warms_up, self.device, self.free = (
-            device.name,
-            device.warms_up,
-            device.device,
-            device.free,
-        )
+    def __init__(self, device: Device, source: LoadedOnce) -> None:
+        self._device, self._source = device, source
+        self.name, self.warms_up, self.device = device.name, device.warms_up, device.device
+        self.sizes, self.free = device.sizes, device.free
 
     @property
     def numerics(self) -> str:
@@ -69,26 +62,14 @@ class _Shared:
         self,
         live: Live,
         memory: Memory,
-        ladder: Ladder,
+        reach: Reach,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
     ) -> Equipped:
-        arms = reachable(ladder, self._settings)
-        equipped = self._device.equip(live, memory, arms, page_table_SP, on_progress, quiet)
+        equipped = self._device.equip(live, memory, reach, page_table_SP, on_progress, quiet)
         return equipped._replace(install=_refuse)
 
 
 def _refuse(live: Live, changed: Changed) -> None:
     raise AssertionError("weights that engines share do not change")
-
-
-def reachable(ladder: Ladder, settings: EngineSettings) -> Ladder:
-    """The arms that this policy may choose, a fixed one at every batch size."""
-    if settings.policy == "off":
-        return replace(ladder, arms=ladder.arms[:1])
-    if settings.policy == "fixed" and settings.strategy is not None:
-        return replace(
-            ladder, arms=(ladder.arms[0], settings.strategy), rows=((1, settings.strategy.rows),)
-        )
-    return ladder

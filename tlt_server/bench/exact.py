@@ -62,6 +62,7 @@ ON_CPU: Arms = {
     "eagle large": ("fixed", Strategy("eagle", 10, 6, 48)),
     "history": ("fixed", Strategy("history", 8, 3, 12)),
     "beg": ("beg", None),
+    "goodput": ("goodput", None),
 }
 ON_GPU: Arms = {
     "off": ("off", None),
@@ -70,6 +71,7 @@ ON_GPU: Arms = {
     "eagle large": ("fixed", Strategy("eagle", 10, 8, 64)),
     "history": ("fixed", Strategy("history", 12, 2, 16)),
     "beg": ("beg", None),
+    "goodput": ("goodput", None),
 }
 PLANS = {
     "cpu": Plan(

@@ -33,7 +33,7 @@ ROUNDS = (
     Round("off", "off"),
     Round("eagle", "fixed", "eagle:7x4x16", "eagle"),
     Round("history", "fixed", "history:8x2x9", "history"),
-    Round("beg", "beg"),
+    Round("goodput", "goodput"),
 )
 
 

@@ -42,7 +42,7 @@ from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import POLICIES, Policy, Setup
-from tlt_server.speculation.policies.arms import Ladder, ladder
+from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.weights.dormant import Dormant
@@ -103,9 +103,9 @@ def assemble(
             f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to "
             f"{max_model_len}"
         )
-    rungs = ladder(settings.drafters, settings.device)
-    if settings.strategy is not None:
-        rungs = rungs.with_arm(settings.strategy)
+    knowledge = Knowledge(settings.drafters, settings.device)
+    make_policy = partial(_make_policy, settings, knowledge, device)
+    policy = make_policy(SetPolicy(settings.policy, settings.strategy))
 
     running = RunningSet(
         PagePool(memory.pages, settings.page_size, on_reuse=memory.on_reuse),
@@ -117,42 +117,48 @@ def assemble(
         equipped = device.equip(
             live,
             memory,
-            rungs,
+            policy.strategies,
             running.page_table_SP,
             lambda done, of: on_progress("prepare runner", done, of),
             lambda: not options.intake.groups.hold_gpu,
         )
         matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""
-        described = (f"drafters: {', '.join(rungs.drafters) or 'none'}", matmuls, equipped.detail)
+        described = (
+            f"drafters: {', '.join(settings.drafters) or 'none'}",
+            matmuls,
+            equipped.detail,
+        )
         detail.append("; ".join(part for part in described if part))
     engine = _connect(
         settings,
         live,
-        rungs,
+        knowledge,
+        policy,
+        make_policy,
         running,
         memory,
         equipped,
         options,
         parse_calibration,
         on_start,
-        _made_by(settings, gpu, device, live, rungs),
+        _made_by(settings, gpu, device, live),
     )
     with phase("warm up"):
         if device.warms_up:
             with nothing_learnt(engine):
-                _warm_up(engine, rungs, live.target.network.vocab_size, max_model_len)
-    if settings.policy == "goodput":
+                _warm_up(engine, settings, live.target.network.vocab_size, max_model_len)
+    if policy.measures:
         with phase("measure steps") as detail:
             if known := engine.knowledge_file.load(engine.knowledge):
                 detail.append(f"known from {known}")
             elif device.warms_up:
                 vocab_size = live.target.network.vocab_size
-                measured = profile(engine, settings.device, vocab_size, max_model_len, PROFILE_S)
+                measured = profile(engine, vocab_size, max_model_len, PROFILE_S)
                 engine.knowledge.cost.profile(measured)
                 engine.knowledge_file.save(engine.knowledge)
                 detail.append(f"{len(measured)} steps")
     info = _describe(
-        choice, gpu, device, live, rungs, memory, equipped, max_model_len, phase.seconds, lost
+        choice, gpu, device, live, memory, equipped, max_model_len, phase.seconds, lost
     )
     return engine, info
 
@@ -177,7 +183,9 @@ class Phases:
 def _connect(
     settings: DecidedSettings,
     live: Live,
-    rungs: Ladder,
+    knowledge: Knowledge,
+    policy: Policy,
+    make_policy: Callable[[SetPolicy], Policy],
     running: RunningSet,
     memory: Memory,
     equipped: Equipped,
@@ -201,7 +209,7 @@ def _connect(
         gate,
         running,
         max_rows=settings.max_rows,
-        lookahead=max(arm.depth for arm in rungs.arms),
+        lookahead=settings.deepest,
         weight_version=live.target.version,
         prompt_budget=equipped.room,
         on_start=on_start,
@@ -209,7 +217,7 @@ def _connect(
         save=memory.save,
         restore=memory.restore,
     )
-    canary = Canary(rungs.arms, settings.sd_canary)
+    canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
 
     def install(live: Live, changed: Changed) -> None:
         equipped.install(live, changed)
@@ -219,21 +227,16 @@ def _connect(
     in_flight = partial(settle, scheduler, equipped.runner)
     transaction = Transaction(live, options, parse_calibration)
     pushes = WeightPushes(gate, transaction, scheduler, install, in_flight)
-    knowledge = Knowledge(rungs.drafters, settings.device)
-    make_policy = partial(_make_policy, rungs, settings.sd_max_batch, knowledge)
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     return Engine(
         gate,
         scheduler,
         equipped.runner,
-        make_policy(SetPolicy(settings.policy, settings.strategy)),
+        policy,
         canary,
         knowledge,
         KnowledgeFile(
-            Path(settings.state_dir)
-            if settings.state_dir and settings.policy == "goodput"
-            else None,
-            made_by,
+            Path(settings.state_dir) if settings.state_dir and policy.measures else None, made_by
         ),
         make_policy,
         make_sequence,
@@ -242,9 +245,7 @@ def _connect(
     )
 
 
-def _made_by(
-    settings: DecidedSettings, gpu: Gpu, device: Device, live: Live, rungs: Ladder
-) -> dict[str, str]:
+def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) -> dict[str, str]:
     """Return all that the times of steps depend on, in the words of a message."""
     config = live.target.network.config
     return {
@@ -255,7 +256,7 @@ def _made_by(
         "dtype": settings.dtype,
         "numerics": device.numerics,
         "attention": settings.attention,
-        "drafters": "+".join(rungs.drafters),
+        "drafters": "+".join(settings.drafters),
         "max_running": str(settings.max_running),
     }
 
@@ -265,7 +266,6 @@ def _describe(
     gpu: Gpu,
     device: Device,
     live: Live,
-    rungs: Ladder,
     memory: Memory,
     equipped: Equipped,
     max_model_len: int,
@@ -283,7 +283,7 @@ def _describe(
         pages=memory.pages,
         page_size=settings.page_size,
         max_running=settings.max_running,
-        drafter="+".join(rungs.drafters) or "none",
+        drafter="+".join(settings.drafters) or "none",
         policy=settings.policy,
         numerics=device.numerics,
         max_rows=settings.max_rows,
@@ -323,31 +323,34 @@ def _unexpected(content: bytes, source: str) -> object:
     raise AssertionError("a calibration table for a server without a drafter's network")
 
 
-def _make_policy(rungs: Ladder, max_batch: int, knowledge: Knowledge, command: SetPolicy) -> Policy:
-    """Return the policy that a command asks for, which speculates up to `max_batch` sequences."""
-    strategy = command.strategy or rungs.arms[-1]
-    if strategy.drafter and strategy.drafter not in rungs.drafters:
+def _make_policy(
+    settings: DecidedSettings, knowledge: Knowledge, device: Device, command: SetPolicy
+) -> Policy:
+    """Return the policy that a command asks for."""
+    arms = ladder(settings.drafters, settings.device)
+    strategy = command.strategy or arms.arms[-1]
+    if strategy.drafter and strategy.drafter not in settings.drafters:
         raise InvalidRequest(
             f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: "
-            f"{', '.join(rungs.drafters) or 'none'}"
+            f"{', '.join(settings.drafters) or 'none'}"
         )
-    arms = (strategy,) if command.policy == "fixed" else rungs.arms
-    setup = Setup(arms, rungs.rows, knowledge)
+    setup = Setup(arms, strategy, knowledge, device.sizes)
     policy: Policy = POLICIES.resolve(command.policy).make(setup)
-    return Capped(policy, max_batch) if max_batch else policy
+    return Capped(policy, settings.sd_max_batch) if settings.sd_max_batch else policy
 
 
-def _warm_up(engine: Engine, rungs: Ladder, vocab_size: int, max_model_len: int) -> None:
-    """Run a short rollout without drafts, then with each drafter's largest strategy, so that no
-    request waits for a compiler.
+def _warm_up(
+    engine: Engine, settings: DecidedSettings, vocab_size: int, max_model_len: int
+) -> None:
+    """Run a short rollout without drafts, then with a strategy of each drafter, so that no request
+    waits for a compiler.
     """
     length = max(1, min(8, max_model_len - 8))
-    largest = (
-        max((arm for arm in rungs.arms if arm.drafter == name), key=lambda arm: arm.rows)
-        for name in rungs.drafters
-    )
-    for i, arm in enumerate((rungs.arms[0], *largest)):
-        engine.policy = Fixed([arm])
+    known = ladder(settings.drafters, settings.device).arms
+    reached = engine.policy.strategies(1, prompts=False)
+    by_drafter = {strategy.drafter: strategy for strategy in (*known, *reached)}
+    for i, strategy in enumerate(by_drafter.values()):
+        engine.policy = Fixed(strategy)
         engine.send(
             Submit(
                 [

@@ -15,7 +15,7 @@ import msgspec
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy, parse_strategy
 from tlt_server.shared_settings import PolicyName, SharedSettings, open_channels
-from tlt_server.speculation.drafters import to_load, weights_directory
+from tlt_server.speculation.drafters import DRAFTERS, to_load, weights_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,13 @@ class EngineSettings(SharedSettings):
     def drafters(self) -> tuple[str, ...]:
         """Names of the drafters to load."""
         return to_load(self.drafter)
+
+    @property
+    def deepest(self) -> int:
+        """The length of the longest draft path."""
+        halves = (DRAFTERS[name].half(self.device or "cuda") for name in self.drafters)
+        own = self.strategy.depth if self.strategy else 0
+        return max((own, *(half.deepest for half in halves)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,11 @@
 
 A step's time is modelled as a sum of parts, each a piecewise-linear function of a number of rows:
 
-    seconds = speed * (extend(R) + depth * draft(M) + attend * R * context)
+    seconds = speed * (extend(R) + depth * draft(M) + (read * B + attend * R) * context)
 
-R: rows that the target reads (roots, drafts and prompt rows); M: rows of one level of the draft
-pass (requests times children); the draft function is one per drafter. The values at the knots are
+R: rows that the target computes (roots, drafts and prompt rows, with what pads them); B: requests
+that sample, the KV of which is read once; M: rows of one level of the draft pass (requests times
+children). The draft function is one per drafter. The values at the knots are
 the model's parameters. A profile fits them by least squares, and every step corrects them by a
 normalised least-mean-squares rule. `speed` is what slows all steps alike, such as a busy machine;
 it follows fast, the knots follow slowly, so a moment of load does not make the strategy in use look
@@ -26,8 +27,11 @@ from numpy.typing import NDArray
 
 from tlt_server.records import Cycle
 
-KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # rows
-ATTENDED = 2**14  # unit of the attention's part: rows times tokens of context
+KNOTS = (
+    *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),
+    *(1024, 2048, 4096, 8192),
+)  # rows
+ATTENDED = 2**14  # unit of the parts of attention: rows, or requests, times tokens of context
 DRAFT_SHARE = 0.1  # a level of drafting over a pass of the target, until it is measured
 
 
@@ -85,7 +89,7 @@ class CostRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
     extend: list[float]
     draft: dict[str, list[float]]
-    attend: float
+    attend: list[float]  # a request's part, then a row's
 
 
 class CostModel:
@@ -96,7 +100,7 @@ class CostModel:
         self._knot_K = np.array(KNOTS, np.float64)
         self._extend_K = np.zeros(len(KNOTS))
         self._draft_K: dict[str, NDArray[np.float64]] = {}
-        self._context_1 = np.zeros(1)
+        self._attend_2 = np.zeros(2)  # a request's part, then a row's
         self.speed = 1.0
         self.error = 0.0  # mean relative error of predictions, of the recent past
         self.trained = False
@@ -113,7 +117,8 @@ class CostModel:
     ) -> NDArray[np.float64]:
         """Predict the time of steps; arguments as in `StepLoad`, arrays of one shape or numbers."""
         read = np.asarray(rows) + prompt_rows
-        found = self._at(self._extend_K, read) + self._context_1[0] * read * context / ATTENDED
+        attended = self._attend_2[0] * batch + self._attend_2[1] * read
+        found = self._at(self._extend_K, read) + attended * context / ATTENDED
         if drafter:
             found = found + np.asarray(depth) * self._at(
                 self._drafting(drafter), batch * np.asarray(width)
@@ -135,8 +140,8 @@ class CostModel:
         self._draft_K = {name: np.zeros(len(KNOTS)) for name in drafters}
         functions = [self._extend_K, *self._draft_K.values()]
         first = {id(values_K): i * len(KNOTS) for i, values_K in enumerate(functions)}
-        first[id(self._context_1)] = len(functions) * len(KNOTS)
-        equations = np.zeros((len(steps), len(functions) * len(KNOTS) + 1))
+        first[id(self._attend_2)] = len(functions) * len(KNOTS)
+        equations = np.zeros((len(steps), len(functions) * len(KNOTS) + 2))
         for row, step in zip(equations, steps, strict=True):
             for values_K, knots, scale in self._parts(step.load):
                 for at, weight in knots:
@@ -147,12 +152,12 @@ class CostModel:
             row[k : k + 3] = 1, -1 - width_K[k] / width_K[k + 1], width_K[k] / width_K[k + 1]
         bends *= self._settings.stiffness / min(step.seconds for step in steps)
         straight = np.kron(np.eye(len(functions)), bends)
-        free = np.zeros((len(straight), 1))
+        free = np.zeros((len(straight), 2))
         found = _not_negative(
             np.vstack((equations, np.hstack((straight, free)))),
             np.concatenate((np.ones(len(steps)), np.zeros(len(straight)))),
         )
-        for values_K in (*functions, self._context_1):
+        for values_K in (*functions, self._attend_2):
             at = first[id(values_K)]
             values_K[:] = found[at : at + len(values_K)]
         self.speed, self.trained = 1.0, True
@@ -172,16 +177,18 @@ class CostModel:
 
     def record(self) -> CostRecord:
         draft = {name: values_K.tolist() for name, values_K in self._draft_K.items()}
-        return CostRecord(self._extend_K.tolist(), draft, float(self._context_1[0]))
+        return CostRecord(self._extend_K.tolist(), draft, self._attend_2.tolist())
 
     def restore(self, record: CostRecord) -> None:
         """Take over the parameters of another model. `ValueError` if they are not of this form."""
-        for values in (record.extend, *record.draft.values(), [record.attend] * len(KNOTS)):
+        for values in (record.extend, *record.draft.values()):
             if len(values) != len(KNOTS) or not all(0 <= value < 1e4 for value in values):
                 raise ValueError(f"the time of steps must be {len(KNOTS)} numbers of seconds")
+        if len(record.attend) != 2 or not all(0 <= value < 1e4 for value in record.attend):
+            raise ValueError("the time of attention must be 2 numbers of seconds")
         self._extend_K = np.array(record.extend)
         self._draft_K = {name: np.array(values) for name, values in record.draft.items()}
-        self._context_1 = np.array([record.attend])
+        self._attend_2 = np.array(record.attend)
         self.speed, self.trained = 1.0, True
 
     def _correct(self, load: StepLoad, missed: float) -> None:
@@ -197,7 +204,11 @@ class CostModel:
         """Return the functions that the time of a step is the sum of."""
         parts: list[Part] = [
             (self._extend_K, self._weights(load.read), 1.0),
-            (self._context_1, ((0, 1.0),), load.read * load.context / ATTENDED),
+            (
+                self._attend_2,
+                ((0, float(load.batch)), (1, float(load.read))),
+                load.context / ATTENDED,
+            ),
         ]
         if load.drafter:
             level = self._weights(load.batch * load.width)

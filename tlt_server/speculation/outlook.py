@@ -15,6 +15,7 @@ No torch. Legend: N nodes, D depths, W widths, X points of a curve.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,8 +24,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.sizes import POINTS
 
-POINTS = (0.0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 9, 12, 15, 20, 26, 31, 48, 63)
+_POINT_X = np.array(POINTS, np.float64)
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,22 @@ class Outlook:
         self._unseen = 0  # steps since the last tree
         self.ratio = 1.0  # accepted over predicted
 
+    def gains(self, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the expected accepted draft tokens per request, [D, W, len(nodes)], by draft rows
+        per request.
+        """
+        nodes = np.minimum(nodes, POINTS[-1])
+        above = np.clip(np.searchsorted(_POINT_X, nodes), 1, len(POINTS) - 1)
+        share = (nodes - _POINT_X[above - 1]) / (_POINT_X[above] - _POINT_X[above - 1])
+        curve_DWX = self.curve_DWX
+        return self.ratio * (
+            curve_DWX[..., above - 1] * (1 - share) + curve_DWX[..., above] * share
+        )
+
     def gain(self, depth: int, width: int, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the expected accepted draft tokens per request, by draft rows per request."""
-        d, w = self.depths.index(depth), self.widths.index(width)
-        return self.ratio * np.interp(nodes, POINTS, self.curve_DWX[d, w])
+        """Return the same of one depth and width, or of the next smaller ones that there are."""
+        d, w = bisect_right(self.depths, depth) - 1, bisect_right(self.widths, width) - 1
+        return self.gains(nodes)[max(0, d), max(0, w)]
 
     def see(self, drafted: Candidates, requests: int) -> None:
         """Take in the trees that were drafted for a step."""

@@ -21,7 +21,7 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
-from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.speculation.sizes import Reach, Sizes
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.storage import Free
 
@@ -76,6 +76,7 @@ class Device(Protocol):
     name: str  # for `/server_info`
     warms_up: bool  # a first rollout compiles what no request should wait for
     device: torch.device
+    sizes: Sizes  # the sizes that steps are padded to
 
     @property
     def numerics(self) -> str:
@@ -91,12 +92,14 @@ class Device(Protocol):
         self,
         live: Live,
         memory: Memory,
-        ladder: Ladder,
+        reach: Reach,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
     ) -> Equipped:
-        """The runner, drafters, captured graphs and all."""
+        """Return the runner with its drafters, and graphs captured of all that the policy may
+        choose.
+        """
 
     def free(self) -> Free:
         """Return the memory that a staged version may take now."""

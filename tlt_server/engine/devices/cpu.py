@@ -29,7 +29,7 @@ from tlt_server.speculation.drafters.cpu import (
     Sleeper,
 )
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.speculation.sizes import AnySize, Reach
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free, host_memory
 
@@ -37,6 +37,7 @@ from tlt_server.weights.storage import Free, disk_free, host_memory
 class CpuDevice:
     name = "cpu"
     warms_up = True
+    sizes = AnySize()
     device = torch.device("cpu")
 
     def __init__(self, settings: DecidedSettings) -> None:
@@ -81,7 +82,7 @@ class CpuDevice:
         self,
         live: Live,
         memory: Memory,
-        ladder: Ladder,
+        reach: Reach,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
@@ -96,7 +97,7 @@ class CpuDevice:
         )
         drafters: dict[str, CpuDrafter] = {
             name: load_object(DRAFTERS[name].cpu.implementation).make(setup)
-            for name in ladder.drafters
+            for name in self._settings.drafters
         }
         runner = CpuRunner(live.target.network, memory.kv, drafters, page_table_SP)
         caches = (memory.kv, *(cache for drafter in drafters.values() for cache in drafter.caches))

@@ -50,7 +50,7 @@ from tlt_server.models.loader import eos_token_ids, fill, unread
 from tlt_server.registry import load_object
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Changed, Drafter, DrafterNetwork, Live, Target
 from tlt_server.weights.storage import Free, disk_free, host_memory
 
@@ -75,6 +75,7 @@ class CudaDevice:
             self.device, getattr(torch, settings.dtype), MATMULS[settings.numerics]()
         )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.sizes = Shapes(settings.max_running, max(MIN_DEPTH, settings.deepest), self.prompts)
 
     @property
     def numerics(self) -> str:
@@ -170,7 +171,7 @@ class CudaDevice:
         self,
         live: Live,
         memory: Memory,
-        ladder: Ladder,
+        reach: Reach,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
@@ -178,17 +179,13 @@ class CudaDevice:
         assert isinstance(live.target.network, GpuDecoder) and isinstance(memory.kv, GpuKV)
         settings, model, kv = self._settings, live.target.network, memory.kv
         with self._memory("buffers and graphs", kv.plan):
-            shapes = Shapes(
-                settings.max_running,
-                max(MIN_DEPTH, *(arm.depth for arm in ladder.arms)),
-                self.prompts,
-            )
+            shapes = self.sizes
             state = self._state(model, kv, shapes, page_table_SP.shape[1])
             attention = self._backend(model.config)
             storage = self._network_storage(live, kv)
             drafters = {
                 name: load_object(DRAFTERS[name].gpu.implementation).make(state, storage)
-                for name in ladder.drafters
+                for name in settings.drafters
             }
             capture = settings.graphs and attention.capturable and self._stream is not None
             runner = GpuRunner(
@@ -202,9 +199,7 @@ class CudaDevice:
             )
             self._synchronize()  # what the runner's stream will read was written on another
             if capture:
-                runner.prepare(
-                    shapes.at_start(settings.max_rows, ladder.arms, ladder.rows), on_progress
-                )
+                runner.prepare(shapes.at_start(settings.max_rows, reach), on_progress)
             if self._stream is not None:
                 for part in live.by_role.values():
                     assert isinstance(part.network, Stored)

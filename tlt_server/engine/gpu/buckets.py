@@ -10,12 +10,14 @@ rows as leave it full.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from tlt_kernels.gpu.growth import columns
 from tlt_kernels.gpu.rows import MAX_NODES
@@ -23,6 +25,7 @@ from tlt_server.attention import gpu as attention
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
+from tlt_server.speculation.sizes import Reach
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 # Padding of a batch with prompts takes the place of prompt rows.
@@ -30,6 +33,10 @@ WITH_PROMPTS = (0, 2, 8, 16, 32, *BATCHES[6:])
 # A captured step that reads prompts: its rows in all, and its prompts.
 PROMPT_SIZES, PROMPT_CHUNKS = (64, 128, 256, 384, 512), 16
 MAX_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
+# Decode rows that policies choose from, up to DENSEST per request; next to prompts they are fewer,
+# as these steps come in many sizes.
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, MAX_VERIFIED)
+DENSEST, DENSEST_WITH_PROMPTS = 32, (1, 2, 4, 8)
 MAX_WIDTH = 8  # children of a node
 # Rows of one level of a drafter's pass; a larger batch has one each.
 MAX_DRAFTED = attention.TREE_ROWS
@@ -141,6 +148,39 @@ class Shapes:
     def max_chunks(self) -> int:
         return max(self.max_running, self.prompts.chunks)
 
+    def batch(self, requests: int, *, prompts: bool) -> int:
+        """Return the size that a batch is padded to."""
+        return bucket(self.with_prompts if prompts else self.batches, requests)
+
+    def decode_rows(self, requests: int, *, prompts: bool) -> NDArray[np.int64]:
+        """Return the decode rows that a step may have, see `speculation.sizes`."""
+        return self._decode_rows[self.batch(requests, prompts=prompts), prompts]
+
+    def computed(self, decode_rows: NDArray[np.int64], prompt_rows: int) -> NDArray[np.int64]:
+        """Return the rows of steps, padding included."""
+        if not prompt_rows:
+            return decode_rows
+        return np.array([self.prompts.padded(rows + prompt_rows) for rows in decode_rows.tolist()])
+
+    @cached_property
+    def _decode_rows(self) -> dict[tuple[int, bool], NDArray[np.int64]]:
+        pure = {
+            (batch, False): [rows for rows in DECODE_ROWS if batch < rows <= DENSEST * batch]
+            for batch in self.batches
+        }
+        mixed = {
+            (batch, True): [
+                bucket(DECODE_ROWS, factor * batch)
+                for factor in DENSEST_WITH_PROMPTS
+                if batch < factor * batch <= MAX_VERIFIED
+            ]
+            for batch in self.with_prompts
+        }
+        return {
+            key: np.unique(np.array([key[0], *rows], np.int64))
+            for key, rows in (pure | mixed).items()
+        }
+
     def step(
         self,
         decoding: int,
@@ -151,7 +191,7 @@ class Shapes:
         filtered: bool = False,
     ) -> StepShape:
         """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts."""
-        batch = bucket(self.with_prompts if chunks else self.batches, decoding)
+        batch = self.batch(decoding, prompts=chunks > 0)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
         first = decode_rows(batch, strategy)
         prompt_rows = self.prompts.padded(first + rows) - first if chunks else 0
@@ -164,7 +204,7 @@ class Shapes:
 
     def room(self, decoding: int, max_rows: int) -> int:
         """Prompt rows of a step of at most `max_rows` rows, as padded, where nothing is drafted."""
-        batch = bucket(self.with_prompts, decoding)
+        batch = self.batch(decoding, prompts=True)
         return min(max_rows - decoding, max(max_rows, self.prompts.largest(batch)) - batch)
 
     def keeps(self, key: ExtendKey) -> bool:
@@ -175,11 +215,9 @@ class Shapes:
             key.decode_rows
         )
 
-    def at_start(
-        self, max_rows: int, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]
-    ) -> list[DraftKey | ExtendKey]:
+    def at_start(self, max_rows: int, reach: Reach) -> list[DraftKey | ExtendKey]:
         """Keys of all that runs once before a request may come."""
-        return [*self.rehearsed(max_rows), *self.captured(arms, affordable_rows)]
+        return [*self.rehearsed(max_rows), *self.captured(reach)]
 
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
         """Steps run once at start so that no request waits for a compiler: of the largest prompts,
@@ -194,45 +232,31 @@ class Shapes:
             ExtendKey(1, 1, filtered=True),
         ]
 
-    def captured(
-        self, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]
-    ) -> list[DraftKey | ExtendKey]:
-        """Keys of steps under these arms, pure decode steps and those that read short prompts, the
-        largest first.
-
-        affordable_rows: (smallest batch, most verify rows per request), as policies use it.
+    def captured(self, reach: Reach) -> list[DraftKey | ExtendKey]:
+        """Keys of all steps that the policy may ask for with the fewest and the most requests of
+        each bucket, of pure decode steps and of those that read short prompts, the largest first.
         """
         keys: dict[DraftKey | ExtendKey, None] = {}
-        for chunks, batches in enumerate((self.batches, self.with_prompts)):
+        for prompts, batches in ((False, self.batches), (True, self.with_prompts)):
             below = -1  # a batch of one more is the first that a bucket serves
             for batch in batches:
-                most = max(
-                    (
-                        rows
-                        for start, rows in affordable_rows
-                        if start <= batch and _ends(affordable_rows, start) > below
-                    ),
-                    default=1,
-                )
+                asked = {OFF: None}
+                for requests in range(max(1, below + 1), batch + 1, max(1, batch - below - 1)):
+                    asked |= dict.fromkeys(reach(requests, prompts=prompts))
+                for strategy in asked:
+                    keys |= dict.fromkeys(self._keys(batch, strategy, prompts=prompts))
                 below = batch
-                for arm in arms:
-                    if arm.rows <= most:
-                        keys |= dict.fromkeys(self._keys(batch, arm, chunks))
         return sorted(keys, key=_size, reverse=True)
 
-    def _keys(self, batch: int, arm: Strategy, chunks: int) -> Iterator[DraftKey | ExtendKey]:
-        """Yield the keys of a bucket's largest batch; with `chunks`, those of every captured step
-        with prompts.
-        """
-        first = self.step(batch, arm, 0, chunks).extend.decode_rows
-        for rows in self.prompts.captured(first) if chunks else [first]:
-            shape = self.step(batch, arm, rows - first, chunks)
+    def _keys(
+        self, batch: int, strategy: Strategy, *, prompts: bool
+    ) -> Iterator[DraftKey | ExtendKey]:
+        """Yield the keys of a batch; with `prompts`, those of every captured step with prompts."""
+        chunks = int(prompts)
+        first = self.step(batch, strategy, 0, chunks).extend.decode_rows
+        for rows in self.prompts.captured(first) if prompts else [first]:
+            shape = self.step(batch, strategy, rows - first, chunks)
             yield from (key for key in (shape.extend, shape.draft) if key)
-
-
-def _ends(affordable_rows: Sequence[tuple[int, int]], start: int) -> float:
-    """The largest batch of the range that begins with `start`."""
-    return min((other - 1 for other, _ in affordable_rows if other > start), default=float("inf"))
 
 
 def _size(key: DraftKey | ExtendKey) -> int:

@@ -19,11 +19,16 @@ class Half(NamedTuple):
     """A drafter on one kind of device."""
 
     implementation: str  # "module:Class": a `cpu.CpuDrafter`, or an `engine.gpu.drafts.GpuDrafter`
-    rungs: tuple[Rung, ...]  # default strategies, from the fewest rows to the most
+    rungs: tuple[Rung, ...]  # arms of the policy beg, from the fewest rows to the most
     loader: str = ""  # "module:Class" of a drafter with weights: a `loading.Loader`
     # What the policy goodput chooses from: lengths of draft paths, and children per node.
-    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 10)
     widths: tuple[int, ...] = (1,)
+
+    @property
+    def deepest(self) -> int:
+        """The length of the longest draft path that a policy may ask for."""
+        return max(*self.depths, *(depth for depth, _, _ in self.rungs))
 
 
 class Declaration(NamedTuple):
@@ -53,16 +58,19 @@ DRAFTERS: dict[str, Declaration] = {
         ),
         Half(
             "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
-            ((2, 1, 3), (3, 1, 4), (7, 1, 8), (7, 4, 16), (7, 4, 32)),
+            tuple((depth, 4, rows) for rows in (8, 16, 32, 48) for depth in (4, 8)),
             "tlt_server.engine.gpu.drafts.eagle:GpuEagleLoader",
+            depths=(1, 2, 3, 5, 7, 10, 14),
+            widths=(1, 2, 4),
         ),
         architecture="LlamaForCausalLMEagle3",
     ),
     "history": Declaration(
-        Half("tlt_server.speculation.drafters.history:History", ((2, 1, 3), (7, 1, 8))),
+        Half("tlt_server.speculation.drafters.history:History", ((2, 1, 3), (4, 1, 5), (7, 1, 8))),
         Half(
             "tlt_server.engine.gpu.drafts.history:HistoryDrafts",
-            ((3, 1, 4), (7, 1, 8), (12, 2, 16)),
+            ((7, 1, 8), (8, 2, 16), (8, 4, 32), (12, 4, 48)),
+            depths=(3, 7, 14),
         ),
         can_stand_in=True,
     ),

@@ -5,13 +5,14 @@ One file each, one table line each. `make` builds a policy from what the engine 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from tlt_server.records import Cycle, StepContext, Strategy
 from tlt_server.registry import Registry
 from tlt_server.speculation.knowledge import Knowledge
-from tlt_server.speculation.policies.arms import Rows
+from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.speculation.sizes import Sizes
 
 POLICIES = Registry(
     "policy",
@@ -27,14 +28,22 @@ POLICIES = Registry(
 class Setup(NamedTuple):
     """The parts that an engine gives a policy."""
 
-    arms: Sequence[Strategy]  # OFF first; of the policy `fixed` the one strategy
-    rows: Rows  # as in `arms.Ladder`
+    ladder: Ladder  # for `beg`
+    strategy: Strategy  # for `fixed`
     knowledge: Knowledge
+    sizes: Sizes
 
 
 class Policy(Protocol):
+    measures: bool  # it predicts the time of steps, so the engine measures some at start
+
     def choose(self, context: StepContext) -> Strategy: ...
 
     def observe(self, cycle: Cycle) -> None: ...
+
+    def strategies(self, requests: int, *, prompts: bool) -> Iterable[Strategy]:
+        """Return all that it may choose for this number of decoding requests, with or without
+        prompts in the step. A device prepares for these.
+        """
 
     def gauges(self) -> Mapping[str, float]: ...

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.policies import Setup
 
 
 class Fixed:
-    def __init__(self, arms: Sequence[Strategy]) -> None:
-        """The first arm that speculates; OFF if there is none."""
-        self.strategy = next((arm for arm in arms if arm != OFF), OFF)
+    measures = False
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
 
     @classmethod
     def make(cls, setup: Setup) -> Fixed:
-        return cls(setup.arms)
+        return cls(setup.strategy)
 
     def choose(self, context: StepContext) -> Strategy:
         return self.strategy if context.speculable else OFF
 
     def observe(self, cycle: Cycle) -> None:
         """Nothing to learn."""
+
+    def strategies(self, requests: int, *, prompts: bool) -> Iterable[Strategy]:
+        return OFF, self.strategy
 
     def gauges(self) -> Mapping[str, float]:
         return {"fixed_rows": float(self.strategy.rows)}

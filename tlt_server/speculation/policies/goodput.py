@@ -2,125 +2,159 @@
 
 Nothing is explored: the cost model predicts the time of a step under every strategy, and the
 outlook of each drafter predicts its accepted tokens (`cost`, `outlook`), from steps of whichever
-strategy ran. So each step weighs all of them: drafter, depth, width, draft rows of the batch, and
-no speculation. Another strategy replaces the one in use only where it promises `margin` more, so
-that noise does not make the choice flap. Nothing latches.
+strategy ran. So each step weighs all of them: drafter, depth, width, rows of the batch, and no
+speculation. Another drafter, depth or width replaces the one in use only where it promises `margin`
+more, so that noise does not make the choice flap. Nothing latches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
-from tlt_server.speculation.cost import StepLoad
 from tlt_server.speculation.knowledge import Knowledge
-from tlt_server.speculation.outlook import POINTS, Outlook
+from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies import Setup
+from tlt_server.speculation.sizes import AnySize, Sizes
+
+# Levels that a path may have for every draft row that a step may verify: deeper ones are wasted.
+DEEPEST = 2
+BROADEST = 4  # a tree is wide only where the widest level is at most this part of those rows
 
 
 @dataclass(frozen=True)
 class GoodputSettings:
-    margin: float = 0.03  # by which another strategy of the same drafter must be better
-    change: float = 0.08  # by which one of another drafter, or none, must be
-    first_x: int = 1  # index of the smallest point of the curves that is considered
+    margin: float = 0.03  # by which other paths of the same drafter must be better
+    change: float = 0.08  # by which another drafter, or none, must be
 
 
-class _Options:
-    """All strategies of one drafter, as arrays: N of them."""
+class TreeShape(NamedTuple):
+    """A shape of draft trees."""
 
-    def __init__(self, drafter: str, outlook: Outlook) -> None:
-        self.drafter, self._outlook = drafter, outlook
-        grid = np.meshgrid(
-            np.array(outlook.depths), np.array(outlook.widths), np.array(POINTS), indexing="ij"
-        )
-        depth, width, nodes = (axis.reshape(-1) for axis in grid)
-        most = depth * width
-        self._kept_N = np.flatnonzero((nodes > 0) & (nodes <= most))
-        self.depth_N, self.width_N = depth[self._kept_N], width[self._kept_N]
-        self.nodes_N = nodes[self._kept_N]  # draft rows per request
-
-    @property
-    def gain_N(self) -> NDArray[np.float64]:
-        """Expected accepted draft tokens per request."""
-        return self._outlook.ratio * self._outlook.curve_DWX.reshape(-1)[self._kept_N]
-
-    def strategy(self, n: int, requests: int) -> Strategy:
-        budget = self.budget(n, requests)
-        return Strategy(
-            self.drafter,
-            int(self.depth_N[n]),
-            int(self.width_N[n]),
-            1 + -(-budget // requests),
-            budget,
-        )
-
-    def budget(self, n: int, requests: int) -> int:
-        return max(1, round(float(self.nodes_N[n]) * requests))
+    drafter: int  # its index
+    depth: int
+    width: int
 
 
 class Goodput:
-    def __init__(self, knowledge: Knowledge, settings: GoodputSettings = GoodputSettings()) -> None:
-        self._knowledge, self._settings = knowledge, settings
-        self._options = [_Options(name, known) for name, known in knowledge.outlooks.items()]
-        self._current: tuple[int, int] | None = None  # index of a drafter and of its option
+    measures = True
+
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        settings: GoodputSettings = GoodputSettings(),
+        sizes: Sizes | None = None,
+    ) -> None:
+        self._knowledge, self._settings, self._sizes = knowledge, settings, sizes or AnySize()
+        self._names, self._outlooks = list(knowledge.outlooks), list(knowledge.outlooks.values())
+        self._current: TreeShape | None = None
         self._expected = self._switches = 0.0
 
     @classmethod
     def make(cls, setup: Setup) -> Goodput:
-        return cls(setup.knowledge)
+        return cls(setup.knowledge, sizes=setup.sizes)
 
     def choose(self, context: StepContext) -> Strategy:
         if not context.speculable or not self._knowledge.cost.trained:
             return OFF
-        rate_off = context.decoding / self._plain_seconds(context)
-        scores = [self._scores(options, context) for options in self._options]
-        best = max(
-            ((float(score_N.max()), d, int(score_N.argmax())) for d, score_N in enumerate(scores)),
-            default=(0.0, 0, 0),
-        )
-        now = self._current
-        held = rate_off if now is None else float(scores[now[0]][now[1]])
-        rate, pick = max((rate_off, None), (best[0], best[1:]), key=lambda found: found[0])
-        same = now is not None and pick is not None and now[0] == pick[0]
-        if pick != now and rate > held * (
-            1 + (self._settings.margin if same else self._settings.change)
-        ):
-            self._current, held = pick, rate
+        prompts = context.prefill_rows > 0
+        decode_V = self._sizes.decode_rows(context.decoding, prompts=prompts)
+        computed_V = self._sizes.computed(decode_V, context.prefill_rows)
+        off = context.decoding / self._seconds(context, computed_V[:1])[0]
+        best, pick, rows = off, None, context.decoding
+        held, held_rows = (off, 0) if self._current is None else (0.0, 0)
+        for d, outlook in enumerate(self._outlooks if len(decode_V) > 1 else ()):
+            rate_DWV = self._rates(d, outlook, context, decode_V, computed_V)
+            i, j, v = np.unravel_index(int(rate_DWV.argmax()), rate_DWV.shape)
+            if rate_DWV[i, j, v] > best:
+                best, rows = float(rate_DWV[i, j, v]), int(decode_V[1 + v])
+                pick = TreeShape(d, outlook.depths[i], outlook.widths[j])
+            if self._current is not None and self._current.drafter == d:
+                rate_V = rate_DWV[
+                    outlook.depths.index(self._current.depth),
+                    outlook.widths.index(self._current.width),
+                ]
+                held, held_rows = float(rate_V.max()), int(decode_V[1 + rate_V.argmax()])
+        if pick != self._current and best > held * (1 + self._hurdle(pick)):
+            self._current, held, held_rows = pick, best, rows
             self._switches += 1
         self._expected = held
         if self._current is None:
             return OFF
-        drafter, option = self._current
-        return self._options[drafter].strategy(option, context.speculable)
+        return self._strategy(self._current, held_rows, context.decoding, prompts=prompts)
 
     def observe(self, cycle: Cycle) -> None:
         """Nothing to learn: the engine's knowledge has it already."""
 
+    def strategies(self, requests: int, *, prompts: bool) -> Iterator[Strategy]:
+        decode_V = self._sizes.decode_rows(requests, prompts=prompts)
+        yield OFF
+        for d, outlook in enumerate(self._outlooks):
+            for i, j in np.argwhere(_sensible(outlook, decode_V)):
+                choice = TreeShape(d, outlook.depths[i], outlook.widths[j])
+                for rows in decode_V[1:]:
+                    yield self._strategy(choice, int(rows), requests, prompts=prompts)
+
     def gauges(self) -> Mapping[str, float]:
         return {"goodput_expected": self._expected, "goodput_switches": self._switches}
 
-    def _scores(self, options: _Options, context: StepContext) -> NDArray[np.float64]:
-        """Expected tokens per second of every option."""
-        requests = context.speculable
-        budget_N = np.maximum(1, np.rint(options.nodes_N * requests))
-        seconds_N = self._knowledge.cost.seconds(
-            options.drafter,
-            options.depth_N,
-            options.width_N,
-            requests,
-            context.decoding + budget_N,
-            context.prefill_rows,
-            context.mean_context,
-        )
-        tokens_N = context.decoding + requests * options.gain_N
-        return np.where(options.nodes_N * requests >= 1, tokens_N / seconds_N, 0.0)
+    def _hurdle(self, pick: TreeShape | None) -> float:
+        now = self._current
+        same = pick is not None and now is not None and pick.drafter == now.drafter
+        return self._settings.margin if same else self._settings.change
 
-    def _plain_seconds(self, context: StepContext) -> float:
-        rows = context.decoding
-        return self._knowledge.cost.predict(
-            StepLoad("", 0, 0, rows, rows, context.prefill_rows, context.mean_context)
+    def _rates(
+        self,
+        d: int,
+        outlook: Outlook,
+        context: StepContext,
+        decode_V: NDArray[np.int64],
+        computed_V: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        """Return the expected tokens per second of every depth and width, and of all numbers of
+        decode rows but the first.
+        """
+        requests = context.speculable
+        gain_DWV = outlook.gains((decode_V[1:] - context.decoding) / requests)
+        depth_D, width_W = np.array(outlook.depths), np.array(outlook.widths)
+        seconds_DWV = self._seconds(
+            context, computed_V[1:], self._names[d], depth_D[:, None, None], width_W[None, :, None]
         )
+        rate_DWV = (context.decoding + requests * gain_DWV) / seconds_DWV
+        rate_DWV[~_sensible(outlook, decode_V)] = 0.0
+        return rate_DWV
+
+    def _seconds(
+        self,
+        context: StepContext,
+        computed: NDArray[np.int64],
+        drafter: str = "",
+        depth: NDArray[np.int64] | int = 0,
+        width: NDArray[np.int64] | int = 0,
+    ) -> NDArray[np.float64]:
+        return self._knowledge.cost.seconds(
+            drafter, depth, width, context.decoding, computed, 0, context.mean_context
+        )
+
+    def _strategy(self, choice: TreeShape, rows: int, requests: int, *, prompts: bool) -> Strategy:
+        budget = max(1, rows - self._sizes.batch(requests, prompts=prompts))
+        mean = 1 + -(-(rows - requests) // requests)
+        return Strategy(self._names[choice.drafter], choice.depth, choice.width, mean, budget)
+
+
+def _sensible(outlook: Outlook, decode_V: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell by depth and width which trees such a step can make use of. `decode_V`: the numbers of
+    decode rows that it may have, the first of which are the roots.
+    """
+    roots, most = int(decode_V[0]), int(decode_V[-1])
+    depth_D, width_W = np.array(outlook.depths), np.array(outlook.widths)
+    deep_D = (depth_D == 1) | (roots * depth_D <= DEEPEST * most)
+    broad_DW = (width_W == 1) | (
+        (roots * width_W <= most // BROADEST) & (width_W <= depth_D[:, None])
+    )
+    return deep_D[:, None] & broad_DW

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.policies import Setup
 
 
 class Off:
+    measures = False
+
     @classmethod
     def make(cls, setup: Setup) -> Off:
         return cls()
@@ -18,6 +20,9 @@ class Off:
 
     def observe(self, cycle: Cycle) -> None:
         """Nothing to learn."""
+
+    def strategies(self, requests: int, *, prompts: bool) -> Iterable[Strategy]:
+        return (OFF,)
 
     def gauges(self) -> Mapping[str, float]:
         return {}

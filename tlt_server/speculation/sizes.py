@@ -1,0 +1,55 @@
+"""The numbers of rows that a device computes.
+
+A CPU computes any number of rows. A GPU replays recorded graphs, so it pads a step to one of a few
+sizes. Policies weigh only these sizes, and the cost model is asked about what is computed, padding
+included. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.records import Strategy
+
+Rows = NDArray[np.int64]
+
+# Draft rows per request that are weighed, and the points of the curves of gains.
+POINTS = (0.0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 9, 12, 15, 20, 26, 31, 48, 63)
+
+
+class Reach(Protocol):
+    """The strategies that a policy may choose, as `Policy.strategies`."""
+
+    def __call__(self, requests: int, *, prompts: bool) -> Iterable[Strategy]: ...
+
+
+class Sizes(Protocol):
+    def batch(self, requests: int, *, prompts: bool) -> int:
+        """Return the rows that the roots of decoding requests take, in a step that reads prompts or
+        in one that does not.
+        """
+
+    def decode_rows(self, requests: int, *, prompts: bool) -> Rows:
+        """Return the numbers of decode rows that a step may have, drafts included, in ascending
+        order; the first one is that of a step without drafts.
+        """
+
+    def computed(self, decode_rows: Rows, prompt_rows: int) -> Rows:
+        """Return the rows of the whole step."""
+
+
+class AnySize:
+    """A device that computes as many rows as there are."""
+
+    def batch(self, requests: int, *, prompts: bool) -> int:
+        return requests
+
+    def decode_rows(self, requests: int, *, prompts: bool) -> Rows:
+        return np.unique(requests + np.rint(np.array(POINTS) * requests).astype(np.int64))
+
+    def computed(self, decode_rows: Rows, prompt_rows: int) -> Rows:
+        return decode_rows + prompt_rows
