@@ -7,7 +7,7 @@ Legend: B requests that may be speculated on, P pages, N candidate nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ class Candidates:
     survival_N: NDArray[
         np.float32
     ]  # calibrated probability that the node is on the path; never above its parent's
+    # Index into the drafter's calibration table; empty where the host was not told.
+    cell_N: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __len__(self) -> int:
         return len(self.request_N)
@@ -55,4 +57,4 @@ class Candidates:
     @staticmethod
     def empty() -> Candidates:
         i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return Candidates(i, i, i, i, i, f)
+        return Candidates(i, i, i, i, i, f, i)

@@ -12,7 +12,6 @@ request, S slots.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +35,6 @@ from tlt_server.speculation.survival import Calibration
 CHUNK = 512  # catch-up rows per forward
 JOIN = 32  # up to this many catch-up rows ride in the roots' own forward
 FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it brings
-REMEMBERED = 4  # proposals whose verification may still be reported
 
 
 class DraftNetwork(Protocol):
@@ -141,7 +139,6 @@ class Eagle:
         self.node_BCI = np.zeros((0, 0, FIELDS), np.int32)
         self.survival_BC = np.zeros((0, 0), np.float32)
         target_cache.on_reuse.append(self.pages_freed)
-        self._open: deque[tuple[Candidates, np.ndarray]] = deque(maxlen=REMEMBERED)
         self._caught_up = self._forwards = self._proposed = 0
 
     @classmethod
@@ -167,7 +164,6 @@ class Eagle:
         if weights.network is not self.network or weights.calibration is not self.calibration:
             self.network, self.calibration = weights
             self.target_ids = self._vocabulary()
-            self._open.clear()  # their cells belong to the other calibration
         self.pages_freed(range(len(self.full_P)))
 
     @torch.inference_mode()
@@ -238,18 +234,14 @@ class Eagle:
                 buffer.rows(rows, base_B, page_table_BP, path_length), g_RH, self.cache
             )
             self._forwards += 1
-        *arrays, cell_N = harvest(node_BCI, survival_BC, count_B)
-        candidates = Candidates(*arrays)
-        self._open.append((candidates, cell_N))
+        candidates = Candidates(*harvest(node_BCI, survival_BC, count_B))
         self._proposed += len(candidates)
         return candidates
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
-        for known, cell_N in self._open:
-            if known is candidates:
-                self.calibration.observe(
-                    cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8)
-                )
+        self.calibration.observe(
+            candidates.cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8)
+        )
 
     def finish(
         self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""

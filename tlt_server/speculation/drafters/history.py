@@ -10,7 +10,7 @@ network: the drafter of day 0, and what is left when another drafter's acceptanc
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -27,7 +27,6 @@ from tlt_server.speculation.survival import OnlineTable
 
 LENGTHS, SHARES, DEPTHS = 7, 8, 8
 TYPICAL_LENGTH = (2.0, 3.0, 4.5, 7.0, 10.5, 14.0, 20.0)  # tokens, of each length bucket
-REMEMBERED = 4  # proposals whose verification may still be reported
 PROMPTS = 1024  # prompts remembered as stored, per group
 
 
@@ -82,7 +81,6 @@ class History:
             tuple[str, str], tuple[Group, int]
         ] = {}  # by salt and id: the group, and how many of it are running
         self._running: dict[str, Running] = {}
-        self._open: deque[tuple[Candidates, NDArray[np.int32]]] = deque(maxlen=REMEMBERED)
         self._asked = self._answered = 0
 
     @classmethod
@@ -144,9 +142,8 @@ class History:
             a[:count].copy() for a in (request_N, parent_N, token_N, depth_N, rank_N, cell_N)
         )
         candidates = Candidates(
-            request_N, parent_N, token_N, depth_N, rank_N, survival_N[:count].copy()
+            request_N, parent_N, token_N, depth_N, rank_N, survival_N[:count].copy(), cell_N
         )
-        self._open.append((candidates, cell_N))
         self._asked += len(batch)
         self._answered += int(
             np.count_nonzero(np.diff(request_N, prepend=-1))
@@ -154,9 +151,7 @@ class History:
         return candidates
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
-        for known, cell_N in self._open:
-            if known is candidates:
-                self.table.observe(cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
+        self.table.observe(candidates.cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
 
     def finish(
         self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
