@@ -17,6 +17,8 @@ from tlt_server.errors import StartupError
 from tlt_server.packed import PackedIds
 
 MAX_SEED = 2**64 - 1
+# Limits on what is drafted for one request in a step: more would gain nothing.
+MAX_DEPTH, MAX_WIDTH, MAX_ROWS = 64, 32, 256
 
 
 class Sampling(Struct, frozen=True, kw_only=True, gc=False):
@@ -46,6 +48,21 @@ class Sampling(Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: int | None = None  # alternatives per prompt token; None = not reported
 
 
+class DraftLimits(Struct, frozen=True, kw_only=True, gc=False):
+    """The drafts that one request takes. In a step of another drafter it takes none."""
+
+    drafter: str = ""  # the only one that may draft; empty: any
+    max_depth: Annotated[int, Meta(ge=1, le=MAX_DEPTH)] = MAX_DEPTH
+    # Verify rows in a step, the root row included.
+    max_rows: Annotated[int, Meta(ge=2, le=MAX_ROWS)] = MAX_ROWS
+
+    def permits(self, drafter: str) -> bool:
+        return self.drafter in ("", drafter)
+
+
+NO_LIMITS = DraftLimits()
+
+
 class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
     """One sequence to generate. `n` choices are n of these with one `group_id`. Requests, samplings
     and outputs are in no cycle, so the garbage collector need not walk thousands of them.
@@ -59,10 +76,17 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
     salt: str = ""  # separates prefix-cache tenants
     owner: str = ""  # name of the API key that asked; empty on a server without keys
     priority: int = 0  # lower values start first
-    sd: bool = True  # False: this request is never speculated on
+    sd: bool | DraftLimits = True  # False: this request is never speculated on
     deadline_s: float | None = None  # time.monotonic() of this host
     begin_by_s: float | None = None  # likewise: it ends unless it has started by then
     generated: list[int] = []  # output tokens from before; the engine reports only those after them
+
+    @property
+    def draft_limits(self) -> DraftLimits | None:
+        """None for a request that is never speculated on."""
+        if isinstance(self.sd, DraftLimits):
+            return self.sd
+        return NO_LIMITS if self.sd else None
 
     @property
     def tenant(self) -> str:

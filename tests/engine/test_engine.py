@@ -18,7 +18,14 @@ from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, Sampling, StepContext, StepOutput, Strategy
+from tlt_server.records import (
+    DraftLimits,
+    GenerateRequest,
+    Sampling,
+    StepContext,
+    StepOutput,
+    Strategy,
+)
 from tlt_server.speculation.policies.fixed import Fixed
 
 
@@ -182,6 +189,30 @@ def test_bits_do_not_depend_on_the_way(
     if "few pages" in name:
         assert counts["preemptions"] > 0
     assert counts["pages_free"] == counts["pages"] and counts["running"] == 0, "pages leak"
+
+
+LIMITS = {
+    "nothing": (False, 0),
+    "one row": (DraftLimits(max_rows=2), 1),
+    "three rows": (DraftLimits(max_rows=4), 3),
+    "no depth": (DraftLimits(max_depth=1), 3),  # the children of the root
+    "another drafter": (DraftLimits(drafter="history"), 0),
+    "this drafter": (DraftLimits(drafter="eagle"), 92),
+}
+
+
+def test_a_request_is_drafted_for_within_its_own_limits(
+    base: EngineSettings, reference: dict[str, tuple[object, ...]]
+) -> None:
+    of = {f"r{i}": LIMITS[name] for i, name in enumerate(2 * [*LIMITS])}
+    batch = [msgspec.structs.replace(each, sd=of[each.id][0]) for each in requests()]
+    strategy = Strategy("eagle", 4, 3, 24)
+    said, _ = run(replace(base, policy="fixed", sd_strategy=strategy.name), batch)
+    assert bits(said) == reference
+    for id, outputs in said.items():
+        drafted = [output.drafted for output in outputs]
+        limits, most = of[id]
+        assert max(drafted) <= most and (max(drafted) > 0) == (most > 0), (limits, drafted)
 
 
 def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:

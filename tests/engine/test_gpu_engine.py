@@ -25,7 +25,7 @@ from tests.engine.pushing import Pushable
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.gpu.drafts import drift
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest
+from tlt_server.records import DraftLimits, GenerateRequest
 from tlt_server.speculation.survival import OnlineTable
 
 
@@ -35,12 +35,15 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
         yield checkpoints(tmp_path_factory.mktemp("smallest"))
 
 
+FEW, OF_HISTORY = DraftLimits(max_depth=2, max_rows=2), DraftLimits(drafter="history")
+
+
 def mixed() -> list[GenerateRequest]:
     """One of each kind of device sampling; `r5` finds a page of `r4`, which is gone by then."""
     first = prompt(4, PAGE + 2)
     return [
-        request(0, 3, max_tokens=8),
-        request(1, 9, temperature=0.0),
+        msgspec.structs.replace(request(0, 3, max_tokens=8), sd=FEW),
+        msgspec.structs.replace(request(1, 9, temperature=0.0), sd=OF_HISTORY),
         request(2, 6, temperature=0.6, ignore_eos=False, stop_token_ids=list(range(0, 60, 3))),
         request(3, 5, temperature=0.8, top_k=12, top_p=0.9),
         msgspec.structs.replace(request(4, max_tokens=3), token_ids=first),
@@ -122,6 +125,10 @@ def test_speculation_changes_no_bit(
         "the drafter shares the noise: some of its tokens must hit"
     )
     assert all(output.drafted == 0 for output in engine.said["r6"]), "it is never speculated on"
+    assert max(output.drafted for output in engine.said["r0"]) <= 1, "it takes one draft row"
+    if strategy[0] != "history":
+        assert sum(output.drafted for output in engine.said["r0"]) > 0
+        assert not any(output.drafted for output in engine.said["r1"]), "another drafter's step"
     gauges = engine.engine.gauges()
     assert gauges["pages_free"] == engine.info.pages
     table = engine.engine.runner._drafters[strategy[0]].calibration

@@ -180,11 +180,12 @@ def test_tied_survival_goes_to_the_lower_column() -> None:
     batch_slots = make_batch_slots(np.random.default_rng(0), 2, 40)
     (
         batch_slots.done_Q[0],
-        batch_slots.drafts_Q[0],
+        batch_slots.drafters_Q[0],
+        batch_slots.max_depth_Q[0],
         batch_slots.length_Q[0],
         batch_slots.limit_Q[0],
         batch_slots.capacity_Q[0],
-    ) = 0, 1, 5, 40, 32
+    ) = 0, 1, 9, 5, 40, 32
     draft, nodes = (
         Draft.allocate(1, 2, 2, device=DEVICE),
         Nodes.allocate(1, columns(2, 2), device=DEVICE),

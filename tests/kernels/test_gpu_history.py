@@ -153,7 +153,8 @@ def test_a_sibling_that_has_ended_is_drafted_from() -> None:
         ("limit", 40),
         ("capacity", 48),
         ("done", 0),
-        ("drafts", 1),
+        ("drafters", 1),
+        ("max_depth", 64),
     ):
         getattr(batch_slots, f"{name}_Q")[0] = value
     batch_slots.done_Q[1], batch_slots.length_Q[1] = 1, 30
@@ -175,7 +176,8 @@ def test_blocks_of_a_long_text_are_all_searched() -> None:
         ("limit", 2600),
         ("capacity", 2512),
         ("done", 0),
-        ("drafts", 1),
+        ("drafters", 1),
+        ("max_depth", 64),
         ("group", 2),
     ):
         getattr(batch_slots, f"{name}_Q")[:2] = value

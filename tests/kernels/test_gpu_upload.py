@@ -50,7 +50,9 @@ def test_admissions_and_pages_arrive() -> None:
             min_p=0.05,
             top_k=40,
             stop_ids=[2, 11],
-            drafts=batch_slot == 0,
+            drafters=int(batch_slot == 0),
+            max_depth=batch_slot + 3,
+            max_rows=batch_slot + 5,
             group=batch_slot + 4,
             hint_page=12 if batch_slot == 3 else -1,
         )
@@ -66,7 +68,9 @@ def test_admissions_and_pages_arrive() -> None:
             ("min_p", 0.05),
             ("top_k", 40),
             ("done", 0),
-            ("drafts", batch_slot == 0),
+            ("drafters", batch_slot == 0),
+            ("max_depth", batch_slot + 3),
+            ("max_rows", batch_slot + 5),
             ("group", batch_slot + 4),
         ):
             getattr(expected, f"{name}_Q")[batch_slot] = value

@@ -14,6 +14,7 @@ import torch
 
 from tests.kernels.triton_tests import DEVICE
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, CalibrationTable
+from tlt_kernels.gpu.upload import UNLIMITED
 
 EDGES = np.array(
     (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.35, 1.75, 2.25, 3.0, 4.0, 5.0, 6.5, 8.5, 11.0), np.float32
@@ -64,7 +65,8 @@ def make_batch_slots(
             tokens, -(-int(made.length_Q[q] + rng.integers(0, 12)) // PAGE_SIZE) * PAGE_SIZE
         )
         made.done_Q[q] = int(rng.random() < 0.15)
-        made.drafts_Q[q] = int(rng.random() < 0.85)
+        made.drafters_Q[q] = rng.choice([0, 1, 2, -1], p=[0.1, 0.4, 0.05, 0.45])
+        made.max_depth_Q[q] = rng.choice([2, UNLIMITED], p=[0.2, 0.8])
     return BatchSlots(*(t.to(DEVICE) for t in made))
 
 
@@ -98,11 +100,14 @@ def draft_limits(batch_slots: BatchSlots, batch_slot_B: np.ndarray, depth: int) 
     for q in batch_slot_B:
         length = int(batch_slots.length_Q[q])
         room = min(
-            depth, int(batch_slots.limit_Q[q]) - length - 1, int(batch_slots.capacity_Q[q]) - length
+            depth,
+            int(batch_slots.max_depth_Q[q]),
+            int(batch_slots.limit_Q[q]) - length - 1,
+            int(batch_slots.capacity_Q[q]) - length,
         )
         limits.append(
             max(room, 0)
-            if not batch_slots.done_Q[q] and batch_slots.drafts_Q[q] and length >= 2
+            if not batch_slots.done_Q[q] and batch_slots.drafters_Q[q] & 1 and length >= 2
             else 0
         )
     return limits

@@ -8,15 +8,19 @@ from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.tree import select
 
 
-def select_slowly(candidates, budget):
+def select_slowly(candidates, budget, most=None):
     """Sort by (survival, depth, index), a survival being at most its parent's; group by request."""
     survival = []
     for n, parent in enumerate(candidates.parent_N):
         own = float(candidates.survival_N[n])
         survival.append(own if parent < 0 else min(own, survival[parent]))
-    best = sorted(range(len(candidates)), key=lambda n: (-survival[n], candidates.depth_N[n], n))[
-        : max(budget, 0)
-    ]
+    best, left = [], dict(enumerate(most if most is not None else ()))
+    for n in sorted(range(len(candidates)), key=lambda n: (-survival[n], candidates.depth_N[n], n)):
+        request = candidates.request_N[n]
+        if len(best) < budget and left.get(request, 1) > 0:
+            best.append(n)
+            if request in left:
+                left[request] -= 1
     nodes = sorted(best, key=lambda n: (candidates.request_N[n], n))
     place = {n: m for m, n in enumerate(nodes)}
     return nodes, [
@@ -43,12 +47,18 @@ def forests(draw):
     ), requests
 
 
-@given(forests(), st.integers(-1, 45))
+@given(forests(), st.integers(-1, 45), st.lists(st.integers(0, 6), min_size=5, max_size=5))
 @settings(max_examples=300, deadline=None)
-def test_select_is_the_sorted_top(forest, budget):
+def test_select_is_the_sorted_top_within_each_requests_limit(forest, budget, most):
     candidates, requests = forest
-    chosen = select(candidates, requests, budget)
-    nodes, parents = select_slowly(candidates, budget)
+    for limits in (None, most):
+        check_select(candidates, requests, budget, limits)
+
+
+def check_select(candidates, requests, budget, most):
+    most_B = None if most is None else np.array(most[:requests], np.int32)
+    chosen = select(candidates, requests, budget, most_B)
+    nodes, parents = select_slowly(candidates, budget, most)
     assert chosen.node_M.tolist() == nodes
     assert chosen.parent_M.tolist() == parents
     assert chosen.count_B.tolist() == [

@@ -30,6 +30,7 @@ from tlt_kernels.gpu.tensors import (
     Samples,
     Trees,
 )
+from tlt_kernels.gpu.upload import UNLIMITED
 from tlt_server.bench.graph_time import microseconds, require_gpu
 from tlt_server.bench.record import finish
 
@@ -75,7 +76,8 @@ def texts(case: TreeCase, device: str) -> BatchSlots:
         longest,
         longest,
     )
-    batch_slots.done_Q[live], batch_slots.drafts_Q[live] = 0, 1
+    batch_slots.done_Q[live], batch_slots.drafters_Q[live] = 0, 1
+    batch_slots.max_depth_Q[live] = batch_slots.max_rows_Q[live] = UNLIMITED
     batch_slots.group_Q[live] = (
         torch.arange(case.requests, dtype=torch.int32, device=device) // GROUP
     )

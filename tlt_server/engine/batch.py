@@ -68,7 +68,7 @@ class Batch:
             decoding=len(decoding),
             prefill_rows=sum(chunk.end - chunk.start for chunk in self.chunks if not chunk.decodes),
             mean_context=sum(chunk.end for chunk in decoding) / max(1, len(decoding)),
-            speculable=sum(chunk.sequence.request.sd for chunk in decoding),
+            speculable=sum(chunk.sequence.request.sd is not False for chunk in decoding),
         )
 
 

@@ -13,11 +13,14 @@ from numpy.typing import NDArray
 from tlt_kernels.cpu.rows import RowLayout, layout_rows
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.engine.batch import Batch, Chunk
+from tlt_server.records import DraftLimits
 from tlt_server.speculation.batch import Candidates, DraftBatch
 
 
-def draft_batch(chunks: list[Chunk], page_table_SP: NDArray[np.int32]) -> DraftBatch:
-    """Return what a drafter may see of the chunks that are speculated on."""
+def draft_batch(
+    chunks: list[Chunk], limits: list[DraftLimits], page_table_SP: NDArray[np.int32]
+) -> DraftBatch:
+    """Return what a drafter may see of the chunks that are speculated on, each with its limits."""
     sequences = [chunk.sequence for chunk in chunks]
     pages = max(len(s.pages) for s in sequences)
     return DraftBatch(
@@ -30,7 +33,11 @@ def draft_batch(chunks: list[Chunk], page_table_SP: NDArray[np.int32]) -> DraftB
         temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
         salts=[s.request.tenant for s in sequences],
         max_depth_B=np.array(
-            [max(0, min(s.remaining - 1, s.capacity - s.length)) for s in sequences], np.int32
+            [
+                max(0, min(s.remaining - 1, s.capacity - s.length, limit.max_depth))
+                for s, limit in zip(sequences, limits, strict=True)
+            ],
+            np.int32,
         ),
     )
 

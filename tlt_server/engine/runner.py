@@ -24,7 +24,7 @@ from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder
-from tlt_server.records import Cycle, Strategy, TokenLogprobs
+from tlt_server.records import MAX_ROWS, Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.drafters.cpu import CpuDrafter
@@ -195,25 +195,31 @@ def _draft(
     scratch: int,
 ) -> _Drafts:
     """Let the strategy's drafter propose, and choose the nodes to verify: `scratch` at most."""
-    chunks = [
-        w for w, chunk in enumerate(batch.chunks) if chunk.decodes and chunk.sequence.request.sd
-    ]
-    if not strategy.drafter or not chunks:
+    limits = {
+        w: limits
+        for w, chunk in enumerate(batch.chunks)
+        if chunk.decodes
+        and (limits := chunk.sequence.request.draft_limits)
+        and limits.permits(strategy.drafter)
+    }
+    if not strategy.drafter or not limits:
         none_N = np.zeros(0, np.int32)
         return _Drafts(Candidates.empty(), none_N, none_N, none_N, lambda outcome: None)
     drafter = drafters[strategy.drafter]
-    seen = draft_batch([batch.chunks[w] for w in chunks], page_table_SP)
+    seen = draft_batch([batch.chunks[w] for w in limits], [*limits.values()], page_table_SP)
     candidates = drafter.propose(seen, strategy)
-    budget = min(strategy.draft_rows(len(chunks)), scratch)
-    chosen_N, parent_N, _ = select(candidates, len(chunks), budget)
-    chunk_N = np.array(chunks, np.int32)[candidates.request_N[chosen_N]]
+    budget = min(strategy.draft_rows(len(limits)), scratch)
+    most_B = np.array([limit.max_rows - 1 for limit in limits.values()], np.int32)
+    limited = bool((most_B < MAX_ROWS - 1).any())
+    chosen_N, parent_N, _ = select(candidates, len(limits), budget, most_B if limited else None)
+    chunk_N = np.array([*limits], np.int32)[candidates.request_N[chosen_N]]
     return _Drafts(
         candidates,
         chosen_N,
         parent_N,
         chunk_N,
         partial(drafter.observe, seen, candidates),
-        Drafted(candidates, len(chunks), float(candidates.survival_N[chosen_N].sum())),
+        Drafted(candidates, len(limits), float(candidates.survival_N[chosen_N].sum())),
     )
 
 

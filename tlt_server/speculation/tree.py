@@ -25,12 +25,17 @@ class Selection(NamedTuple):
     count_B: NDArray[np.int32]  # chosen nodes per request
 
 
-def select(candidates: Candidates, requests: int, budget: int) -> Selection:
+def select(
+    candidates: Candidates, requests: int, budget: int, most_B: NDArray[np.int32] | None = None
+) -> Selection:
     """Return the `budget` candidates most likely to be accepted; ties go to the shallower, then to
     the earlier node.
 
-    `budget` counts draft rows of the whole batch, not roots. Closed under ancestors.
+    `budget` counts draft rows of the whole batch, not roots; `most_B` those of each request, if
+    some have a limit. Closed under ancestors.
     """
+    if most_B is not None:
+        return _select_within(candidates, requests, budget, most_B)
     return Selection(
         *kernels.select(
             candidates.request_N,
@@ -41,3 +46,27 @@ def select(candidates: Candidates, requests: int, budget: int) -> Selection:
             budget,
         )
     )
+
+
+def _select_within(
+    candidates: Candidates, requests: int, budget: int, most_B: NDArray[np.int32]
+) -> Selection:
+    """Choose among the best nodes of each request, which are a tree."""
+    capped_N = kernels.capped(candidates.parent_N, candidates.survival_N)
+    index_N = np.arange(len(candidates), dtype=np.int32)
+    order = np.lexsort((index_N, candidates.depth_N, -capped_N, candidates.request_N))
+    owner = candidates.request_N[order]
+    first = np.searchsorted(owner, owner)
+    kept_K = np.sort(order[index_N - first < most_B[owner]])
+    place_N = np.full(len(candidates) + 1, -1, np.int32)  # the last one is of the root, -1
+    place_N[kept_K] = index_N[: len(kept_K)]
+    few = Candidates(
+        candidates.request_N[kept_K],
+        place_N[candidates.parent_N[kept_K]],
+        candidates.token_N[kept_K],
+        candidates.depth_N[kept_K],
+        candidates.rank_N[kept_K],
+        capped_N[kept_K],
+    )
+    chosen = select(few, requests, budget)
+    return chosen._replace(node_M=kept_K[chosen.node_M].astype(np.int32))

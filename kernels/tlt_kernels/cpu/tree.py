@@ -42,7 +42,7 @@ def kth_largest(value_N, count, k):
 
 
 @njit(cache=True)
-def _capped(parent_N, survival_N):
+def capped(parent_N, survival_N):
     """Return the survivals, none negative, NaN or above its parent's."""
     capped_N = np.empty(len(parent_N), np.float32)
     for n in range(len(parent_N)):
@@ -96,7 +96,7 @@ def select(request_N, parent_N, depth_N, survival_N, requests, budget):
     if kept == nodes:
         chosen_N = np.ones(nodes, np.bool_)
     else:
-        chosen_N = _choose(_capped(parent_N, survival_N), depth_N, kept)
+        chosen_N = _choose(capped(parent_N, survival_N), depth_N, kept)
     for n in range(nodes):
         if chosen_N[n]:
             count_B[request_N[n]] += 1

@@ -30,17 +30,21 @@ def columns(depth: int, width: int) -> int:
 
 
 @triton.jit
-def draft_limit(batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q):
+def draft_limit(
+    batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTER
+):
     """Return the depth of the deepest useful draft token of a batch slot: a bonus token must follow
-    it, and pages must hold its KV. 0 = none.
+    it, and pages must hold its KV. 0 = none, also where the drafter of index DRAFTER may not draft.
     """
     room = tl.minimum(
         tl.load(limit_Q + batch_slot) - length - 1, tl.load(capacity_Q + batch_slot) - length
     )
+    permitted = (tl.load(drafters_Q + batch_slot) >> DRAFTER) & 1
     able = (
-        (tl.load(done_Q + batch_slot) == 0) & (tl.load(drafts_Q + batch_slot) != 0) & (length >= 2)
+        (tl.load(done_Q + batch_slot) == 0) & (permitted != 0) & (length >= 2)
     )  # no feature precedes the first token
-    return tl.where(able, tl.maximum(tl.minimum(room, depth), 0), 0)
+    most = tl.minimum(depth, tl.load(max_depth_Q + batch_slot))
+    return tl.where(able, tl.maximum(tl.minimum(room, most), 0), 0)
 
 
 @triton.jit
@@ -54,7 +58,8 @@ def _roots(
     page_table_QP,
     P,
     done_Q,
-    drafts_Q,
+    drafters_Q,
+    max_depth_Q,
     token_X,
     position_X,
     kv_slot_X,
@@ -73,6 +78,7 @@ def _roots(
     trash,
     idle,
     PAGE: tl.constexpr,
+    DRAFTER: tl.constexpr,
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -82,7 +88,9 @@ def _roots(
     batch_slot = tl.load(batch_slot_B + b)
     length = tl.load(length_Q + batch_slot)
     position = tl.maximum(length - 1, 0)
-    limit = draft_limit(batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q)
+    limit = draft_limit(
+        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTER
+    )
     alive = limit > 0
     token = tl.load(token_QT + batch_slot.to(tl.int64) * T + position, mask=alive, other=0)
     page = tl.load(page_table_QP + batch_slot * P + position // PAGE, mask=alive, other=0)
@@ -111,12 +119,13 @@ def roots(
     *,
     depth: int,
     trash: int,
+    drafter: int = 0,
 ) -> None:
     """Lay out level 0: each request's last known token, and how deep its drafts may go. Empty the
     node table.
 
-    A request is dead here when it is done, is never speculated on, or has no room for a draft token
-    and a bonus token.
+    A request is dead here when it is done, when this drafter (by its bit of `drafters_Q`) may not
+    draft for it, or when it has no room for a draft token and a bonus token.
     """
     rows, path_depth = draft.rows, draft.rows.path_RD.shape[1]
     _roots[(batch_slot_B.shape[0],)](
@@ -129,7 +138,8 @@ def roots(
         batch_slots.page_table_QP,
         batch_slots.page_table_QP.shape[1],
         batch_slots.done_Q,
-        batch_slots.drafts_Q,
+        batch_slots.drafters_Q,
+        batch_slots.max_depth_Q,
         rows.token_R,
         rows.position_R,
         rows.kv_slot_R,
@@ -148,6 +158,7 @@ def roots(
         trash,
         batch_slots.idle,
         PAGE=PAGE_SIZE,
+        DRAFTER=drafter,
         DP=triton.next_power_of_2(path_depth),
         BLOCK=128,
         num_warps=1,

@@ -46,11 +46,13 @@ def _scan(
     limit_Q,
     capacity_Q,
     done_Q,
-    drafts_Q,
+    drafters_Q,
+    max_depth_Q,
     group_Q,
     Q,
     match_BJW,
     depth,
+    DRAFTER: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
     QP: tl.constexpr,
@@ -75,7 +77,10 @@ def _scan(
     group_Q_ = tl.load(group_Q + q_Q, mask=q_Q < Q, other=-1)
     member_Q = (q_Q == batch_slot) | ((group_Q_ >= 0) & (group_Q_ == group))
     number_Q = tl.cumsum(member_Q.to(tl.int32), axis=0) - 1
-    if draft_limit(batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q) > 0:
+    limit = draft_limit(
+        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTER
+    )
+    if limit > 0:
         members = tl.sum(member_Q.to(tl.int32))
     own = token_QT + batch_slot.to(tl.int64) * T + length - 1
     last, second = (
@@ -130,7 +135,8 @@ def _merge(
     limit_Q,
     capacity_Q,
     done_Q,
-    drafts_Q,
+    drafters_Q,
+    max_depth_Q,
     match_BJW,
     parent_BC,
     token_BC,
@@ -142,6 +148,7 @@ def _merge(
     C,
     survival_Z,
     depth,
+    DRAFTER: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
     J: tl.constexpr,
@@ -158,8 +165,9 @@ def _merge(
     b = tl.program_id(0)
     pdl_wait()
     batch_slot = tl.load(batch_slot_B + b)
+    length = tl.load(length_Q + batch_slot)
     limit = draft_limit(
-        batch_slot, tl.load(length_Q + batch_slot), depth, limit_Q, capacity_Q, done_Q, drafts_Q
+        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTER
     )
     x_X = tl.arange(0, J * WP)
     key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
@@ -247,6 +255,7 @@ def history_nodes(
     *,
     depth: int,
     width: int,
+    drafter: int = 0,
 ) -> None:
     """Fill `nodes` (at least depth * width columns) with the continuations of the `width` best
     matches, merged into a trie.
@@ -254,7 +263,7 @@ def history_nodes(
     calibration: 7 match lengths x 8 shares x 8 depths. survival = the parent's times the table at
     (match length, share of the parent's matches that agree, depth). Column d * width + m is the
     node of depth d + 1 that match m was the first to reach. Matches less than half as long as the
-    longest are dropped.
+    longest are dropped. `drafter`: its bit of `drafters_Q`.
     """
     requests, columns, count = (
         batch_slot_B.shape[0],
@@ -275,7 +284,8 @@ def history_nodes(
         batch_slots.limit_Q,
         batch_slots.capacity_Q,
         batch_slots.done_Q,
-        batch_slots.drafts_Q,
+        batch_slots.drafters_Q,
+        batch_slots.max_depth_Q,
     )
     _scan[(requests, scanners)](
         batch_slot_B,
@@ -284,6 +294,7 @@ def history_nodes(
         count,
         match_BJW,
         depth,
+        DRAFTER=drafter,
         W=width,
         WP=block_width,
         QP=triton.next_power_of_2(count),
@@ -300,6 +311,7 @@ def history_nodes(
         columns,
         calibration.survival_Z,
         depth,
+        DRAFTER=drafter,
         W=width,
         WP=block_width,
         J=scanners,

@@ -28,7 +28,7 @@ MAX_NODES = 1 << 16  # nodes of a batch: 16 bits of a key name the node
 
 
 @triton.jit
-def _key(survival, order):
+def priority(survival, order):
     """Return positive int32 keys, all different, larger = better: 11 bits per octave of survival
     down to 2^-16, then the lower order first.
     """
@@ -98,7 +98,7 @@ def _select_rows(
     if DRAFTS:
         n_N = tl.arange(0, NP)
         request_N = n_N // C
-        key_N = _key(
+        key_N = priority(
             tl.load(survival_BC + n_N, mask=n_N < B * C, other=-1.0), (n_N % C) * B + request_N
         )
         budget = V - rows
@@ -118,7 +118,9 @@ def _select_rows(
         c_C = tl.arange(0, CP)
         at_C = b * C + c_C
         column_C = c_C < C
-        chosen_C = _key(tl.load(survival_BC + at_C, mask=column_C, other=-1.0), c_C * B + b) >= cut
+        chosen_C = (
+            priority(tl.load(survival_BC + at_C, mask=column_C, other=-1.0), c_C * B + b) >= cut
+        )
         parent_C = tl.load(parent_BC + at_C, mask=column_C, other=-1)
         token_C = tl.load(token_BC + at_C, mask=chosen_C, other=0)
         depth_C = tl.load(depth_BC + at_C, mask=chosen_C, other=0)

@@ -37,7 +37,9 @@ class BatchSlots(NamedTuple):
     top_k_Q: Tensor
     stop_QK: Tensor  # stop ids, -1 padded
     done_Q: Tensor
-    drafts_Q: Tensor  # 0: never speculated on
+    drafters_Q: Tensor  # bit d: drafter d may draft; 0: never speculated on
+    max_depth_Q: Tensor  # of a draft path
+    max_rows_Q: Tensor  # verified in a step, the root included
     group_Q: Tensor  # sequences that may draft from each other's text; -1 none
     hint_QH: Tensor  # activation dtype: the drafter's fused feature of the last position computed
 
@@ -77,7 +79,9 @@ class BatchSlots(NamedTuple):
             top_k_Q=zeros(q),
             stop_QK=none(q, stops),
             done_Q=torch.ones(q, dtype=torch.int32, device=device),
-            drafts_Q=zeros(q),
+            drafters_Q=zeros(q),
+            max_depth_Q=zeros(q),
+            max_rows_Q=zeros(q),
             group_Q=none(q),
             hint_QH=zeros(q, hidden, dtype=dtype),
         )

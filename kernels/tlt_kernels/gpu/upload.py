@@ -24,11 +24,13 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, PrefillChunks
 
 HEADER = 4  # admissions, extensions, programs that have applied their part, one unused
-# Batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafts, group,
-# hint page; stop ids follow.
-ADMISSION = 13
+# Batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafters, longest
+# draft path, rows, group, hint page; stop ids follow.
+ADMISSION = 15
 EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 PROGRAMS = 32
+ANY_DRAFTER = -1  # every bit is set
+UNLIMITED = 2**30
 
 
 def _rounded(ints: int) -> int:
@@ -149,15 +151,17 @@ class Upload:
         min_p: float = 0.0,
         top_k: int = 0,
         stop_ids: Sequence[int] = (),
-        drafts: bool = True,
+        drafters: int = ANY_DRAFTER,
+        max_depth: int = UNLIMITED,
+        max_rows: int = UNLIMITED,
         group: int = -1,
         hint_page: int = -1,
     ) -> bool:
         """Start a sequence. `tokens` is all it has, prompt and earlier output; `pages` are those of
         its first positions.
 
-        hint_page: the page before its first uncomputed position, whose stored feature becomes its
-        hint; -1 = none.
+        drafters, max_depth, max_rows: as in `BatchSlots`. hint_page: the page before its first
+        uncomputed position, whose stored feature becomes its hint; -1 = none.
         """
         assert len(stop_ids) <= self.layout.stops, (
             f"{len(stop_ids)} stop ids, a batch slot holds {self.layout.stops}"
@@ -173,7 +177,7 @@ class Upload:
         record_F[:4] = batch_slot, len(tokens), self._store(np.asarray(tokens, np.int32)), limit
         record_F[4:6] = np.array([seed], np.uint64).view(np.int32)
         record_F[6:9] = np.array([temperature, top_p, min_p], np.float32).view(np.int32)
-        record_F[9:ADMISSION] = top_k, drafts, group, hint_page
+        record_F[9:ADMISSION] = top_k, drafters, max_depth, max_rows, group, hint_page
         record_F[ADMISSION:] = -1
         record_F[ADMISSION : ADMISSION + len(stop_ids)] = stop_ids
         self._admissions += 1
@@ -231,7 +235,9 @@ def _apply(
     top_k_Q,
     stop_QK,
     done_Q,
-    drafts_Q,
+    drafters_Q,
+    max_depth_Q,
+    max_rows_Q,
     group_Q,
     hint_QH,
     page_hint_PH,
@@ -261,12 +267,14 @@ def _apply(
         tl.store(top_p_Q + batch_slot, tl.load(record + 7).to(tl.float32, bitcast=True))
         tl.store(min_p_Q + batch_slot, tl.load(record + 8).to(tl.float32, bitcast=True))
         tl.store(top_k_Q + batch_slot, tl.load(record + 9))
-        tl.store(drafts_Q + batch_slot, tl.load(record + 10))
-        tl.store(group_Q + batch_slot, tl.load(record + 11))
+        tl.store(drafters_Q + batch_slot, tl.load(record + 10))
+        tl.store(max_depth_Q + batch_slot, tl.load(record + 11))
+        tl.store(max_rows_Q + batch_slot, tl.load(record + 12))
+        tl.store(group_Q + batch_slot, tl.load(record + 13))
         tl.store(done_Q + batch_slot, 0)
         for k in tl.static_range(K):
             tl.store(stop_QK + batch_slot * K + k, tl.load(record + ADMISSION + k))
-        page = tl.load(record + 12)
+        page = tl.load(record + 14)
         if H > 0:
             h_H = tl.arange(0, HP)
             hint_H = tl.load(
@@ -339,7 +347,9 @@ def apply(
         batch_slots.top_k_Q,
         batch_slots.stop_QK,
         batch_slots.done_Q,
-        batch_slots.drafts_Q,
+        batch_slots.drafters_Q,
+        batch_slots.max_depth_Q,
+        batch_slots.max_rows_Q,
         batch_slots.group_Q,
         batch_slots.hint_QH,
         page_hint_PH if page_hint_PH is not None else batch_slots.hint_QH,

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
+from tlt_kernels.gpu.caps import cap_rows
 from tlt_kernels.gpu.upload import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
-from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter
+from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter, drafters_of
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.reports import Reporter, Reports
@@ -33,7 +34,7 @@ from tlt_server.engine.gpu.tree_samples import TreeSample, TreeSampler, read
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import EngineFailed
-from tlt_server.records import Cycle, Strategy
+from tlt_server.records import MAX_ROWS, Cycle, Strategy
 
 RING = 8  # uploads, and outcomes, that may be on their way
 
@@ -150,6 +151,7 @@ class GpuRunner:
                     self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
                 else:
                     self.graphs.run(key, self._work(self._draft(key)), keep=True)
+                    self._cap_rows(key)
                 on_key(done + 1, len(keys))
             for filtered in (False, True):
                 self._reporter.rehearse(self._extend(ExtendKey(1, 1, filtered=filtered)))
@@ -175,6 +177,8 @@ class GpuRunner:
         if name:
             drafted = self._draft(name)
             self.graphs.run(name, self._work(drafted), keep=True)
+            if any(_limits_rows(work.sequence) for work in decoding):
+                self._cap_rows(name)
             extend.select(drafted.nodes)
             trees = self._trees.launch(drafted.nodes, len(decoding))
         entries = self._entries(decoding, prompts, key.batch)
@@ -225,6 +229,7 @@ class GpuRunner:
             sequence.request,
             self.state.cache.page_size,
         )
+        limits = request.draft_limits if not sequence.by_host else None
         reads_page = self._page_hint_PH is not None and start > 0 and start % size == 0
         self._change(
             lambda upload: upload.admit(
@@ -240,7 +245,9 @@ class GpuRunner:
                 stop_ids=sorted(sequence.state.stop_ids)[
                     : self.state.layout.stops
                 ],  # the host sees to the others, a step later
-                drafts=request.sd and not sequence.by_host,
+                drafters=drafters_of(limits),
+                max_depth=limits.max_depth if limits else 0,
+                max_rows=limits.max_rows if limits else 1,
                 group=_group(sequence),
                 hint_page=sequence.pages[start // size - 1] if reads_page else -1,
             )
@@ -308,6 +315,11 @@ class GpuRunner:
             self._drafts[key] = self._drafters[key.drafter].draft_pass(key)
         return self._drafts[key]
 
+    def _cap_rows(self, key: DraftKey) -> None:
+        """Cut the trees just drafted for requests that take few rows."""
+        state = self.state
+        cap_rows(state.batch_slot_B(key.batch), state.batch_slots, self._draft(key).nodes)
+
     @staticmethod
     def _emission(outcome: EntryOutcomes, entry: int, work: Chunk, flight: Flight) -> Emission:
         emission = Emission()
@@ -343,6 +355,11 @@ def _group(sequence: Sequence) -> int:
         )
         >> 1
     )
+
+
+def _limits_rows(sequence: Sequence) -> bool:
+    limits = sequence.request.draft_limits
+    return limits is not None and limits.max_rows < MAX_ROWS
 
 
 def _filters(sequence: Sequence) -> bool:

@@ -14,6 +14,8 @@ from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.records import DraftLimits
+from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.weights.parts import Drafter
 
 
@@ -24,6 +26,18 @@ class DraftKey(NamedTuple):
     batch: int
     depth: int
     width: int
+
+
+def index_of(drafter: str) -> int:
+    """Return the bit of a drafter in `BatchSlots.drafters_Q`."""
+    return list(DRAFTERS).index(drafter)
+
+
+def drafters_of(limits: DraftLimits | None) -> int:
+    """Return the bits of the drafters that may draft for a request."""
+    if limits is None:
+        return 0
+    return sum(1 << i for i, name in enumerate(DRAFTERS) if limits.permits(name))
 
 
 class DraftPass(Protocol):

@@ -20,7 +20,7 @@ from tlt_kernels.gpu.gather import gather, previous_hints
 from tlt_kernels.gpu.growth import columns, grow, roots
 from tlt_kernels.gpu.kept import commit_kv, store_hints
 from tlt_kernels.gpu.tensors import CalibrationTable, Draft, KeptRows, Nodes, RowTable, Trees
-from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage
+from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage, index_of
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, describe
@@ -136,6 +136,7 @@ class EaglePass:
             self.nodes,
             depth=key.depth,
             trash=state.kv_slots.trash,
+            drafter=index_of(key.drafter),
         )
         hint_XH = torch.empty(
             len(draft.source_X), network.config.hidden_size, device=state.upload_U.device

@@ -12,7 +12,7 @@ from torch import Tensor
 from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable, Trees
-from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage
+from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage, index_of
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.speculation.drafters.history import prior
@@ -67,4 +67,5 @@ class HistoryPass:
             self._match_BJW,
             depth=key.depth,
             width=key.width,
+            drafter=index_of(key.drafter),
         )

@@ -1,0 +1,54 @@
+"""The limit on the rows that one request may have in a step: of each tree the best nodes stay.
+
+Launched before `rows.select_rows` where some request of the batch has a limit; the choice over the
+whole batch then sees only what stays. A node never survives better than its parent, so what stays
+is a tree.
+
+Legend: as in `tensors.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_kernels.gpu.rows import priority
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import BatchSlots, Nodes
+
+
+@triton.jit
+def _cap_rows(batch_slot_B, max_rows_Q, survival_BC, C, CP: tl.constexpr):
+    """Cut one request's tree per program."""
+    pdl_launch()
+    b = tl.program_id(0)
+    pdl_wait()
+    most = tl.load(max_rows_Q + tl.load(batch_slot_B + b)) - 1  # the root is a row
+    c_C = tl.arange(0, CP)
+    key_C = priority(tl.load(survival_BC + b * C + c_C, mask=c_C < C, other=-1.0), c_C)
+    if tl.sum((key_C >= 0).to(tl.int32)) > most:
+        low, high = -1, 0x7FFFFFFF
+        while high - low > 1:  # the least key that leaves no more than the limit
+            middle = low + (high - low) // 2
+            above = tl.sum((key_C >= middle).to(tl.int32))
+            low = tl.where(above > most, middle, low)
+            high = tl.where(above <= most, middle, high)
+        tl.store(survival_BC + b * C + c_C, -1.0, mask=(c_C < C) & (key_C < high))
+
+
+def cap_rows(batch_slot_B: Tensor, batch_slots: BatchSlots, nodes: Nodes) -> None:
+    """Leave each request the `max_rows_Q` - 1 nodes that survive best; ties go to the lower column.
+    The others become empty columns.
+    """
+    columns = nodes.survival_BC.shape[1]
+    block = max(triton.next_power_of_2(columns), 2)
+    _cap_rows[(batch_slot_B.shape[0],)](
+        batch_slot_B,
+        batch_slots.max_rows_Q,
+        nodes.survival_BC,
+        columns,
+        CP=block,
+        num_warps=1 if block <= 256 else 4,
+        **PDL,
+    )
