@@ -64,6 +64,10 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         Meta(description="role -> which committed version is not what is live, and why"),
     ] = {}
 
+    @property
+    def drafters(self) -> list[str]:
+        return [name for name in self.drafter.split("+") if name not in ("", "none")]
+
 
 # The end of an engine process: by itself or by a signal; with an error that it reported; killed
 # because it was silent; refused by the system

@@ -33,6 +33,14 @@ class SamplingFields(Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None | UnsetType = UNSET
 
 
+class SdLimits(Struct, kw_only=True, omit_defaults=True):
+    """Limits on what is drafted for one item."""
+
+    drafter: str | UnsetType = UNSET  # the only one that may draft
+    max_depth: int | UnsetType = UNSET
+    max_rows: int | UnsetType = UNSET  # per step, the root included
+
+
 class Item(Struct, kw_only=True, omit_defaults=True):
     """One prompt, given in exactly one of three forms, and how many choices to make of it."""
 
@@ -44,7 +52,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     salt: str | UnsetType = UNSET
     n: int | UnsetType = UNSET
     seed: int | UnsetType = UNSET
-    sd: bool | UnsetType = UNSET
+    sd: bool | Literal["auto", "off"] | SdLimits | dict[str, Any] | UnsetType = UNSET
     sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
 
 

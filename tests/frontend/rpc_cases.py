@@ -59,6 +59,7 @@ CASES = [
             queue_timeout_s=5.0,
         ),
     ),
+    Case("few drafts", batch({**ITEM, "sd": {"max_depth": 2, "max_rows": 4}})),
     Case("alternatives", sampled(logprobs=2, prompt_logprobs=2, raw_logprobs=True, max_tokens=5)),
     Case(
         "all sampling fields",
@@ -159,6 +160,8 @@ CASES = [
         )
     ),
     Case("an item's own field", batch({**ITEM, "sampling": {"temperature": -2.0}}), error=INVALID),
+    Case("a drafter of another server", batch({**ITEM, "sd": {"drafter": "m"}}), error=INVALID),
+    Case("drafts of no depth", batch({**ITEM, "sd": {"max_depth": 0}}), error=INVALID),
     Case("no choices", batch({**ITEM, "n": 0}), error=INVALID),
     Case("too many choices", batch({**ITEM, "n": 5}), error=INVALID),
     Case("a negative token id", batch({"token_ids": [-5]}), error=INVALID),

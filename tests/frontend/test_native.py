@@ -11,8 +11,9 @@ import pytest
 import tlt_client
 from tests.frontend.fake_engine import EOS, FAILS
 from tests.frontend.live_server import LiveServer
-from tlt_client import AsyncClient, Client, ServerError
+from tlt_client import AsyncClient, Client, Item, SdLimits, ServerError
 from tlt_client.wire import Done, ItemResult, Token
+from tlt_server.records import DraftLimits
 
 
 def test_a_batch_comes_back_in_order_with_every_field(client: Client) -> None:
@@ -279,3 +280,13 @@ def test_the_example_in_the_client_package_runs(
     )
     exec(code, {})
     assert capsys.readouterr().out.count("2 + 2 =") >= 4
+
+
+def test_what_may_be_drafted_for_an_item_reaches_the_engine(
+    client: Client, server: LiveServer
+) -> None:
+    said = ["auto", "off", True, False, SdLimits(max_rows=4), SdLimits(max_depth=2)]
+    client.generate([{"prompt": "a"}, *(Item(prompt="a", sd=sd) for sd in said)])
+    found = [request.sd for request in server.engine.submitted[-len(said) - 1 :]]
+    limits = [DraftLimits(max_rows=4), DraftLimits(max_depth=2)]
+    assert found == [True, True, False, True, False, *limits]

@@ -116,6 +116,11 @@ def over_grpc(server: LiveServer, method: str, case: Case) -> Answer:
             f"{name}_null" if value is None else name: value
             for name, value in case.says["sampling"].items()
         }
+    if any(isinstance(item.get("sd"), dict) for item in says.get("requests", ())):
+        says["requests"] = [
+            {"sd_object" if name == "sd" else name: value for name, value in item.items()}
+            for item in says["requests"]
+        ]
     message = ParseDict(says, GetMessageClass(about.input_type)())
     metadata = [
         *case.metadata.items(),

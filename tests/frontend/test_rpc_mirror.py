@@ -26,7 +26,7 @@ from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.fields import Strict
-from tlt_server.frontend.rpc.messages import NULL
+from tlt_server.frontend.rpc.messages import NULL, OBJECT
 from tlt_server.frontend.rpc.methods import METHODS, OPERATIONS, SERVICE, UPDATES, Operation
 from tlt_server.frontend.rpc.refusals import Error
 from tlt_server.frontend.weights.transfer import UpdateFields
@@ -113,6 +113,12 @@ def differences(
             yield f"{where}.{union.name} has other members"
     nulls = {name.removesuffix(NULL) for name in fields if name.endswith(NULL)}
     fields = {name: field for name, field in fields.items() if not name.endswith(NULL)}
+    objects = {name: field for name, field in fields.items() if name.endswith(OBJECT)}
+    fields = {name: field for name, field in fields.items() if name not in objects}
+    for name, field in objects.items():
+        kinds = asked[name.removesuffix(OBJECT)].kinds
+        for kind in (kind for kind in kinds if kind not in SCALARS.values()):
+            yield from element_differences(field, kind, f"{where}.{name}", reply=reply)
     for name in (fields.keys() | unions.keys()) ^ asked.keys():
         yield f"{where}.{name} is in the {'type' if name in asked else 'proto'} only"
     if nulls != (set() if reply else {name for name, about in asked.items() if about.null}):

@@ -13,7 +13,8 @@ from tlt_kernels.gpu.caps import cap_rows
 from tlt_kernels.gpu.tensors import BatchSlots, Nodes
 from tlt_kernels.gpu.upload import UNLIMITED
 
-LIMITS = (0, 1, 2, 5, 16, UNLIMITED)  # of the idle batch slot, of none, few, all
+# Limits of the idle batch slot, and of requests that take no drafts, few, all.
+LIMITS = (0, 1, 2, 5, 16, UNLIMITED)
 
 
 @pytest.mark.parametrize(("columns", "depth", "levels"), [(1, 1, 0), (20, 5, 0), (20, 5, 2)])

@@ -38,7 +38,7 @@ class BatchSlots(NamedTuple):
     stop_QK: Tensor  # stop ids, -1 padded
     done_Q: Tensor
     drafters_Q: Tensor  # bit d: drafter d may draft; 0: never speculated on
-    max_depth_Q: Tensor  # of a draft path
+    max_depth_Q: Tensor  # tokens of a draft path
     max_rows_Q: Tensor  # verified in a step, the root included
     group_Q: Tensor  # sequences that may draft from each other's text; -1 none
     hint_QH: Tensor  # activation dtype: the drafter's fused feature of the last position computed

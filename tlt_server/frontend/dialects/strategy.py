@@ -20,13 +20,13 @@ from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import Strategy, parse_strategy
+from tlt_server.records import MAX_DEPTH, MAX_ROWS, MAX_WIDTH, Strategy, parse_strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.wording import nearest
 
 # A strategy that is set while serving may not be larger: it would gain nothing and stall a step.
-LIMITS = {"depth": 64, "width": 32, "rows": 256}
+LIMITS = {"depth": MAX_DEPTH, "width": MAX_WIDTH, "rows": MAX_ROWS}
 
 
 class PolicyFields(Strict, frozen=True, kw_only=True):
@@ -98,19 +98,15 @@ def _state(service: Service) -> StrategyState:
         policy=policy.policy,
         strategy=policy.strategy.name if policy.strategy else None,
         in_force=engine.last_cycle.strategy.name if engine.last_cycle else None,
-        arms=[arm.name for arm in ladder(_drafters(engine.info), engine.info.device).arms],
+        arms=[arm.name for arm in ladder(engine.info.drafters, engine.info.device).arms],
         policies=list(POLICIES),
-        drafters=_drafters(engine.info),
+        drafters=engine.info.drafters,
     )
-
-
-def _drafters(info: EngineInfo) -> list[str]:
-    return [name for name in info.drafter.split("+") if name not in ("", "none")]
 
 
 def _parse(asked: PolicyFields, info: EngineInfo) -> SetPolicy:
     """Return a policy that this engine can follow, or raise `InvalidRequest`."""
-    policy, text, loaded = asked.policy, asked.strategy, _drafters(info)
+    policy, text, loaded = asked.policy, asked.strategy, info.drafters
     if policy not in POLICIES:
         raise InvalidRequest(
             f"policy is {shown(policy)}; known are {', '.join(POLICIES)}{nearest(policy, POLICIES)}"

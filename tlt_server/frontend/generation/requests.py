@@ -8,7 +8,7 @@ over the batch's, and those over the defaults, which are those of `records.Sampl
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -16,7 +16,7 @@ from tlt_server.errors import TooLarge
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.packed import PackedIds
-from tlt_server.records import MAX_SEED, Sampling
+from tlt_server.records import MAX_DEPTH, MAX_ROWS, MAX_SEED, Sampling
 
 ITEMS = Limit("max_batch_items", "items", "split the batch", TooLarge)
 NAMES = Limit("max_batch_items", "names", "split the call")
@@ -185,6 +185,21 @@ class Message(Strict, frozen=True, kw_only=True):
         return {"role": self.role, "content": self.content, **name}
 
 
+class SdFields(Strict, frozen=True, kw_only=True):
+    """Limits on what is drafted for one item."""
+
+    drafter: Annotated[
+        ShortName | None,
+        Meta(description="the only one that may draft; steps of another draft nothing for this"),
+    ] = None
+    max_depth: Annotated[
+        int, Meta(ge=1, le=MAX_DEPTH, description="the longest path of draft tokens")
+    ] = MAX_DEPTH
+    max_rows: Annotated[
+        int, Meta(ge=2, le=MAX_ROWS, description="rows verified per step, the root included")
+    ] = MAX_ROWS
+
+
 PROMPTS = ("prompt", "token_ids", "messages")
 
 
@@ -218,7 +233,11 @@ class ItemFields(Strict, frozen=True, kw_only=True):
         ),
     ] = None
     sd: Annotated[
-        bool, Meta(description="false: never speculate on this item; its tokens are the same")
+        bool | Literal["auto", "off"] | SdFields,
+        Meta(
+            description="what is drafted for this item, whose tokens are the same: auto or true, "
+            "off or false, or limits"
+        ),
     ] = True
     sampling: Annotated[
         SamplingFields | None, Meta(description="fields that differ from the batch's")

@@ -21,14 +21,14 @@ from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import NATIVE, RequestBatch, RequestItem, Words
 from tlt_server.frontend.generation.named import repeated
-from tlt_server.frontend.generation.requests import PROMPTS, ItemFields, NativeRequest
+from tlt_server.frontend.generation.requests import PROMPTS, ItemFields, NativeRequest, SdFields
 from tlt_server.frontend.generation.samplings import DEFAULTS, Samplings
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.packed import PackedIds, PackedText
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.records import DraftLimits, GenerateRequest, Sampling
 
 BREATH = 64  # items of a batch after which other requests get a turn
 
@@ -83,6 +83,7 @@ class Validator:
                 await asyncio.sleep(0)
                 choices = 0
             seed = self._next_seed() if item.seed is None else item.seed
+            drafts = _drafts(words.field.format(i=i), item.sd, info.drafters)
             id = f"{serial:x}-{i}"
             items.append(
                 RequestItem(
@@ -97,7 +98,7 @@ class Validator:
                             salt=item.salt,
                             owner=caller.name,
                             priority=request.priority,
-                            sd=item.sd,
+                            sd=drafts,
                             deadline_s=deadline_s,
                             begin_by_s=begin_by_s,
                         )
@@ -283,6 +284,17 @@ class Validator:
                     f"the request asks for {value} or more tokens, counting every choice; the "
                     f"limit is {limit} ({name}): split the batch, or lower n or max_tokens"
                 )
+
+
+def _drafts(field: str, sd: bool | str | SdFields, loaded: Sequence[str]) -> bool | DraftLimits:
+    if not isinstance(sd, SdFields):
+        return sd not in (False, "off")
+    if sd.drafter is not None and sd.drafter not in loaded:
+        raise InvalidRequest(
+            f"{field}sd.drafter is {shown(sd.drafter)}; loaded: {', '.join(loaded) or 'none'}. "
+            "Name one of these, or leave it out"
+        )
+    return DraftLimits(drafter=sd.drafter or "", max_depth=sd.max_depth, max_rows=sd.max_rows)
 
 
 def _check_priority(priority: int, caller: Caller) -> None:

@@ -23,6 +23,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.rpc.weighing import malformed, members_apart
 
 NULL = "_null"
+OBJECT = "_object"  # ends the name of a field that is an object here and else something plainer
 NUMBERS = 1024  # numbers of one list that are Python objects at once
 
 
@@ -41,7 +42,7 @@ def read(type: type[Message], data: bytes | memoryview) -> dict[str, Any]:
     found = plain(parsed(type, rest))
     for field, members in lists.items():
         found[field.name] = _each(field, members)
-    order = {field.name.removesuffix(NULL): field.number for field in type.DESCRIPTOR.fields}
+    order = {_json_name(field): field.number for field in type.DESCRIPTOR.fields}
     return dict(sorted(found.items(), key=lambda entry: order[entry[0]]))
 
 
@@ -66,7 +67,7 @@ def plain(message: Message, where: str = "") -> dict[str, Any]:
     for field, value in message.ListFields():
         path = f"{where}.{field.name}" if where else field.name
         if field.enum_type is not None:  # the only one is NullValue
-            found[field.name.removesuffix(NULL)] = None
+            found[_json_name(field)] = None
         elif field.message_type is None:
             found[field.name] = _listed(value) if field.is_repeated else _finite(value, path)
         elif field.message_type.GetOptions().map_entry:
@@ -76,8 +77,12 @@ def plain(message: Message, where: str = "") -> dict[str, Any]:
         elif field.is_repeated:
             found[field.name] = [plain(part, f"{path}[{i}]") for i, part in enumerate(value)]
         else:
-            found[field.name] = plain(value, path)
+            found[_json_name(field)] = plain(value, path)
     return found
+
+
+def _json_name(field: FieldDescriptor) -> str:
+    return field.name.removesuffix(NULL).removesuffix(OBJECT)
 
 
 def _listed(values: Any) -> list[Any] | Raw:
