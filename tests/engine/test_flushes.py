@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def test_cached_prefixes_are_forgotten_on_demand(engine: Pushable) -> None:
     engine.finish()
     done(engine, ClearCache("c", unless_held=True))
     assert engine.engine.scheduler.pool.cached == 0
+
+
+def test_the_text_of_earlier_requests_is_forgotten_with_them(settings: EngineSettings) -> None:
+    engine = Pushable(replace(settings, drafter="history"))
+    engine.run(request(0), request(1))
+    assert engine.engine.gauges()["history_pool_tokens"] > 0
+    done(engine, ClearCache("c", unless_held=True))
+    assert engine.engine.gauges()["history_pool_tokens"] == 0
 
 
 def flushed(engine: Pushable) -> bool:

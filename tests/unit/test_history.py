@@ -259,6 +259,38 @@ def test_memory_is_bounded():
     assert not history._running and not history._by_group_id
 
 
+def test_the_newest_responses_of_a_prompt_are_kept_and_all_are_forgotten_on_demand():
+    history, prompt = History(HistorySettings(kept_tokens=60)), [5, 6, 7]
+    for step in range(9):
+        text = np.array([*prompt, 20 + step, *range(100 * step + 100, 100 * step + 115)])
+        history.finish(f"r{step}", f"step-{step}", text, 3)
+        history.check()
+
+    def found(start):
+        asked = batch_of({"new": [*prompt, start]}, group=f"ask-{start}", prompt_len=3)
+        path = proposed_path(history.propose(asked, STRATEGY))
+        history.finish("new", f"ask-{start}", np.array([*prompt, start]), 3)
+        return path
+
+    assert found(28) == [900, 901, 902, 903] and found(27) == [800, 801, 802, 803]
+    assert found(20) == [], "an old response was kept"
+    history.forget()
+    history.check()
+    assert found(28) == [] and history.gauges()["history_pool_tokens"] < 60
+
+
+def test_prompts_unused_for_longest_go_first():
+    history = History(HistorySettings(pools=2))
+    for step, prompt in enumerate((1, 2, 1, 3)):
+        history.finish(f"r{step}", f"g{step}", np.array([prompt, 7, 8, 9, 10]), 1)
+        history.check()
+    kept = [
+        bool(len(history.propose(batch_of({f"q{p}": [p, 7, 8]}, group=f"q{p}"), STRATEGY)))
+        for p in (1, 3, 2)
+    ]
+    assert kept == [True, True, False]
+
+
 def test_memory_is_bounded_while_others_keep_running():
     history = History(HistorySettings(pool_tokens=500, total_tokens=2000, pools=20))
     random = np.random.default_rng(1)

@@ -33,8 +33,8 @@ from tlt_server.weights.dormant import Dormant
 ASLEEP: dict[Memory, Reason] = {"weights": Reason.WEIGHTS_ASLEEP, "kv_cache": Reason.KV_ASLEEP}
 
 
-class Pages(Protocol):
-    """The KV's memory; see `devices.Equipped`."""
+class Equipment(Protocol):
+    """The memory of the device; see `devices.Equipped`."""
 
     @property
     def free(self) -> Callable[[], None]: ...
@@ -42,19 +42,22 @@ class Pages(Protocol):
     @property
     def reclaim(self) -> Callable[[], None]: ...
 
+    @property
+    def forget(self) -> Callable[[], None]: ...
+
 
 class Halt:
     def __init__(
         self,
         gate: StepGate,
         scheduler: Scheduler,
-        pages: Pages,
+        device: Equipment,
         pushes: WeightPushes,
         dormant: Dormant,
         settle: Callable[[], list[StepOutput]],
     ) -> None:
         """`settle` commits the steps in flight."""
-        self._gate, self._scheduler, self._pages = gate, scheduler, pages
+        self._gate, self._scheduler, self._device = gate, scheduler, device
         self._pushes, self._dormant, self._settle = pushes, dormant, settle
         self._draining: list[Pause | Sleep] = []  # not answered yet
         self._reports: list[ControlReport] = []
@@ -102,7 +105,7 @@ class Halt:
                 self._stop(in_flight)
                 self._gate.hold(Reason.PAUSED)
                 if clear_cache:
-                    self._scheduler.forget_prefixes()
+                    self._forget()
             case Resume():
                 self._gate.release(Reason.PAUSED)
                 pauses = [waits for waits in self._draining if isinstance(waits, Pause)]
@@ -120,8 +123,14 @@ class Halt:
                         "sequences run, or are paused with their KV, which cannot be forgotten "
                         "meanwhile; wait for them, abort them, or pause with in_flight recompute"
                     )
-                # What a step in flight computes for a sequence that has ended is not published.
-                self._scheduler.forget_prefixes()
+                self._forget()
+
+    def _forget(self) -> None:
+        """Forget cached prefixes and the text of earlier requests. What a step in flight computes
+        for a sequence that has ended is not published.
+        """
+        self._scheduler.forget_prefixes()
+        self._device.forget()
 
     def _call_off(self, waiting: Iterable[Pause | Sleep], by: str, never: str) -> None:
         for command in waiting:
@@ -170,7 +179,7 @@ class Halt:
             self._stop("abort")
         if memory and awake:
             self._stop("recompute")
-            self._pages.free()
+            self._device.free()
 
     def _wake(self, memory: set[Memory]) -> None:
         """Take the memory again, pages first: giving them back cannot fail, putting weights away
@@ -179,13 +188,13 @@ class Halt:
         pages = bool(memory) and memory == self._asleep
         try:
             if pages:
-                self._pages.reclaim()
+                self._device.reclaim()
             if "weights" in memory:
                 try:
                     self._dormant.bring_back()
                 except Exception:
                     if pages:
-                        self._pages.free()
+                        self._device.free()
                     raise
         except torch.OutOfMemoryError:
             raise Unavailable(

@@ -49,6 +49,7 @@ class Equipped(NamedTuple):
     free: Callable[[], None]
     # Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room.
     reclaim: Callable[[], None]
+    forget: Callable[[], None]  # drop the text of requests that have ended
     detail: str = ""  # for the start-up report
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
     # (decoding sequences, max rows) -> prompt rows that a step may read with them

@@ -103,7 +103,12 @@ class CpuDevice:
         caches = (memory.kv, *(cache for drafter in drafters.values() for cache in drafter.caches))
         equipment = CpuEquipment(runner, tuple(drafters.values()), caches)
         return Equipped(
-            runner, equipment.on_end, equipment.install, equipment.free, equipment.reclaim
+            runner,
+            equipment.on_end,
+            equipment.install,
+            equipment.free,
+            equipment.reclaim,
+            equipment.forget,
         )
 
     def free(self) -> Free:
@@ -133,6 +138,10 @@ class CpuEquipment:
     def reclaim(self) -> None:
         for cache in self.caches:
             cache.reclaim()
+
+    def forget(self) -> None:
+        for drafter in self.drafters:
+            drafter.forget()
 
     def on_end(self, sequence: Sequence) -> None:
         for drafter in self.drafters:

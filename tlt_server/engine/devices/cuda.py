@@ -219,6 +219,7 @@ class CudaDevice:
             equipment.install,
             equipment.free,
             equipment.reclaim,
+            lambda: None,
             taken if capture else "launched kernel by kernel",
             matmuls,
             shapes.room,

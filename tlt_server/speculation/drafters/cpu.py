@@ -73,4 +73,7 @@ class CpuDrafter(Protocol):
     ) -> None:
         """End a request: its tokens may serve its siblings (of the same salt), its state may go."""
 
+    def forget(self) -> None:
+        """Drop the text of requests that have ended."""
+
     def gauges(self) -> Mapping[str, float]: ...

@@ -248,6 +248,9 @@ class Eagle:
     ) -> None:
         """Do nothing: a request's pages come back through `pages_freed`."""
 
+    def forget(self) -> None:
+        """Do nothing: it keeps no text."""
+
     def pages_freed(self, page_ids: Iterable[int]) -> None:
         """Forget the KV of these pages, which may hold other tokens from now on. The engine calls
         it before a page is used again.

@@ -35,8 +35,12 @@ class HistorySettings:
     longest: int = 16  # tokens; an occurrence is compared no further back
     shortest: int = 2  # tokens; shorter occurrences are ignored
     matches: int = 32  # occurrences merged into one trie
-    pool_tokens: int = 1 << 19  # tokens kept per prompt
-    total_tokens: int = 1 << 23  # tokens kept in all; the pools unused for longest go first
+    pool_tokens: int = 1 << 19  # tokens per prompt, of running requests and earlier ones
+    # Tokens per prompt of requests that have ended, the newest ones: 10 to 30 us per draft to scan.
+    kept_tokens: int = 1 << 15
+    # Tokens in all, and memory with spare room; the pools unused for longest go first.
+    total_tokens: int = 1 << 23
+    total_bytes: int = 1 << 27
     pools: int = 4096  # prompts remembered
 
 
@@ -73,7 +77,7 @@ class History:
     def __init__(self, settings: HistorySettings = HistorySettings()) -> None:
         self.settings = settings
         self.table = OnlineTable(prior())
-        self._tokens = 0  # in all pools
+        self._tokens = self._bytes = 0  # in all pools
         self._groups: OrderedDict[bytes, Group] = (
             OrderedDict()
         )  # by prompt, least recently used first
@@ -167,24 +171,28 @@ class History:
                 self._by_group_id[key] = group, running - 1
         self._evict()
 
+    def forget(self) -> None:
+        """Drop the text of all prompts that no running request uses."""
+        for digest in [d for d, group in self._groups.items() if not group.running]:
+            self._drop(digest)
+
     def check(self) -> None:
         """Assert that memory is bounded and the sums are right."""
         assert self._tokens == sum(group.pool.used for group in self._groups.values()), (
             "the token count drifts"
         )
+        assert self._bytes == sum(group.pool.bytes for group in self._groups.values())
         for group in self._groups.values():
             group.pool.check()
             assert len(group.prompts) <= PROMPTS, "a group remembers too many prompts"
         if not self._running:
-            assert (
-                self._tokens <= self.settings.total_tokens
-                and len(self._groups) <= self.settings.pools
-            ), "eviction is too slow"
+            assert self._fits, "eviction is too slow"
 
     def gauges(self) -> Mapping[str, float]:
         return {
             "history_pool_tokens": float(self._tokens),
             "history_pools": float(len(self._groups)),
+            "history_pool_bytes": float(self._bytes),
             "history_hit_rate": self._answered / self._asked if self._asked else 0.0,
             "history_table_drift": self.table.drift,
         }
@@ -213,25 +221,34 @@ class History:
         known = self._by_group_id.get(key) if group_id else None
         group = known[0] if known else self._groups.get(digest)
         if group is None:
-            group = self._groups[digest] = Group(TokenPool(self.settings.pool_tokens), {})
+            pool = TokenPool(self.settings.pool_tokens, self.settings.kept_tokens)
+            group = self._groups[digest] = Group(pool, {})
+            self._bytes += pool.bytes
         if digest in self._groups:
             self._groups.move_to_end(digest)
         if digest not in group.prompts:
             group.prompts[digest] = None
             if len(group.prompts) > PROMPTS:
                 del group.prompts[next(iter(group.prompts))]
-            segment = group.pool.open()
+            segment = self._open(group)
             self._append(group, segment, prompt)
             self._close(group, segment)
         group.running += 1
         if group_id:
             self._by_group_id[key] = group, (known[1] if known else 0) + 1
-        return Running(group, group.pool.open(), max(0, prompt_len - self.settings.longest))
+        return Running(group, self._open(group), max(0, prompt_len - self.settings.longest))
+
+    def _open(self, group: Group) -> int:
+        size = group.pool.bytes
+        segment = group.pool.open()
+        self._bytes += group.pool.bytes - size
+        return segment
 
     def _append(self, group: Group, segment: int, tokens: NDArray[np.int32]) -> bool:
-        before = group.pool.used
+        used, size = group.pool.used, group.pool.bytes
         stored = group.pool.append(segment, tokens)
-        self._tokens += group.pool.used - before
+        self._tokens += group.pool.used - used
+        self._bytes += group.pool.bytes - size
         return stored
 
     def _close(self, group: Group, segment: int) -> None:
@@ -239,13 +256,23 @@ class History:
         group.pool.finish(segment)
         self._tokens += group.pool.used - before
 
+    @property
+    def _fits(self) -> bool:
+        return (
+            self._tokens <= self.settings.total_tokens
+            and self._bytes <= self.settings.total_bytes
+            and len(self._groups) <= self.settings.pools
+        )
+
     def _evict(self) -> None:
-        """Drop the pools unused for longest while there are too many tokens or pools."""
-        for digest in list(self._groups):
-            if (
-                self._tokens <= self.settings.total_tokens
-                and len(self._groups) <= self.settings.pools
-            ):
+        """Drop the pools unused for longest while there are too many tokens, bytes or pools."""
+        for digest in list(self._groups) if not self._fits else ():
+            if self._fits:
                 return
             if not self._groups[digest].running:
-                self._tokens -= self._groups.pop(digest).pool.used
+                self._drop(digest)
+
+    def _drop(self, digest: bytes) -> None:
+        pool = self._groups.pop(digest).pool
+        self._tokens -= pool.used
+        self._bytes -= pool.bytes

@@ -2,9 +2,10 @@
 finished outputs.
 
 The history drafter owns one per prompt; the matching kernel reads `tokens`, `start_G` and
-`length_G` as they stand. A segment grows in place or moves to the end; past `limit` tokens the
-oldest finished segments are dropped, and a running one that still does not fit stops growing.
-Invariant: live segments never overlap (`check`).
+`length_G` as they stand. A segment grows in place or moves to the end. The newest finished
+segments of up to `kept` tokens stay. Past `limit` tokens in all the oldest of them are dropped, and
+a running segment that still does not fit stops growing. Invariant: live segments never overlap
+(`check`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ SEGMENTS = 4096  # finished segments kept
 
 
 class TokenPool:
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, kept: int | None = None) -> None:
         self.limit = limit  # tokens
+        self.kept = limit if kept is None else kept  # tokens of finished segments
         self.tokens = np.zeros(SMALLEST, np.int32)
         self.start_G, self.length_G, self.room_G = (
             np.zeros(4, np.int32) for _ in range(3)
@@ -30,6 +32,11 @@ class TokenPool:
         self._end = 0  # where the unused part of the array begins
         self._free = list(range(len(self.start_G)))
         self._finished: deque[int] = deque()
+        self._in_finished = 0  # tokens
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens.nbytes + 3 * self.start_G.nbytes
 
     def open(self) -> int:
         """A new empty segment."""
@@ -45,7 +52,7 @@ class TokenPool:
         """False, and nothing stored, when the running segments fill the pool."""
         count = len(tokens)
         while self.used + count > self.limit and self._finished:
-            self._drop(self._finished.popleft())
+            self._drop_oldest()
         if self.used + count > self.limit:
             return False
         length = int(self.length_G[segment])
@@ -60,8 +67,10 @@ class TokenPool:
     def finish(self, segment: int) -> None:
         """The segment will not grow and may be dropped, oldest first."""
         self._finished.append(segment)
-        if len(self._finished) > SEGMENTS:
-            self._drop(self._finished.popleft())
+        self._in_finished += int(self.length_G[segment])
+        self.room_G[segment] = self.length_G[segment]
+        while len(self._finished) > SEGMENTS or self._in_finished > self.kept:
+            self._drop_oldest()
 
     def check(self) -> None:
         live = sorted(
@@ -74,10 +83,13 @@ class TokenPool:
         )
         assert not live or live[-1][0] + live[-1][1] <= self._end <= len(self.tokens)
         assert self.used == sum(length for _, _, length in live) <= self.limit
+        assert self._in_finished == self.length_G[list(self._finished)].sum() <= self.kept
         assert all(self.length_G[g] == 0 == self.room_G[g] for g in self._free)
 
-    def _drop(self, segment: int) -> None:
+    def _drop_oldest(self) -> None:
+        segment = self._finished.popleft()
         self.used -= int(self.length_G[segment])
+        self._in_finished -= int(self.length_G[segment])
         self.length_G[segment] = self.room_G[segment] = 0
         self._free.append(segment)
 
