@@ -80,7 +80,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
         kind.add(bench)
         run = _with_engine if kind.loads_engine else _later
-        bench.set_defaults(run=run(f"tlt_server.bench.{name}"))
+        bench.set_defaults(run=run(f"tlt_server.bench.{kind.module or name}"))
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], parser, argv)}")

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_server.bench.padding.shapes import SHAPES
+from tlt_server.bench.replaying.arguments import add_record, add_replay
 
 MAX = 2**20  # tokens, rows, threads
 MAX_BATCH = 4096  # requests at once
 
 
 class Bench(NamedTuple):
-    """One subcommand; the module of the same name has `run(args)`."""
+    """One subcommand; the module of the same name, or `module`, has `run(args)`."""
 
     sentence: str
     add: Callable[[argparse.ArgumentParser], None]
     loads_engine: bool = False  # in this process, so the environment of its libraries is set first
+    module: str = ""  # where the name of the bench is taken
 
 
 def _record(parser: argparse.ArgumentParser) -> None:
@@ -334,6 +336,16 @@ BENCHES = {
     "cycle": Bench("time cycles of drafting and verifying; accept length, idle GPU", _cycle, True),
     "graphs": Bench("start an engine; what its CUDA graphs take, and each phase", _graphs, True),
     "rollout": Bench("time a rollout with a long tail, speculation off and on", _engine),
+    "record": Bench(
+        "store a rollout, so that `tlt bench replay` can judge policies on it",
+        lambda parser: add_record(parser, _engine, _file),
+        True,
+        module="recording",
+    ),
+    "replay": Bench(
+        "judge policies on a stored rollout: seconds, regret, plots; needs no GPU",
+        lambda parser: add_replay(parser, _record),
+    ),
     "overload": Bench(
         "ask a server for three times what it can do; goodput, refusals and memory", _engine
     ),

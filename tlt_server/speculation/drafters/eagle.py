@@ -181,6 +181,7 @@ class Eagle:
             return Candidates.empty()
         pick_width = min(width, self.max_rows // (requests * (depth - 1))) if depth > 1 else 0
         budget = strategy.draft_rows(requests)
+        floor = self.floor if budget else 0.0  # verifying nothing: the whole tree is of interest
         buffer, path_length = self.buffer, depth - 1
         buffer.reserve_path(requests * pick_width * path_length)
         node_BCI, survival_BC = self._nodes(requests, width + (depth - 1) * pick_width * width)
@@ -206,7 +207,7 @@ class Eagle:
                 width,
                 pick_width if level < depth - 1 else 0,
                 budget,
-                self.floor,
+                floor,
                 self.first_kv_slot + drafted,
                 root_B,
                 limit_B,

@@ -1,0 +1,442 @@
+"""`tlt bench record`: a rollout as a file, from which `tlt bench replay` judges any policy.
+
+The rollout runs once per `--policy`, and its cycles are timed. Then it runs once more per
+`--width` with a tree drafted at every position and nothing verified but the root, so that every
+position is a root once. Since a response is fixed by weights, prompt and seed, these trees are the
+ones that any policy would have had drafted. What is exact in that:
+
+- a chain of depth d is the head of a chain of depth 7, and a tree of d levels the head of one of 7
+  levels, as the tree builder plants level after level;
+- a tree of width 2 is not a part of one of width 4: the builder expands other nodes. So each width
+  is recorded by itself;
+- a tree is grown in the order of survival under the table of the recording. A replay that has
+  learnt another table would have expanded a few other nodes. Chains do not depend on it;
+- on a GPU a node that survives less than 2 % is not expanded, by the table of the recording.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.replaying.names import policy_name
+from tlt_server.bench.rollout import renamed
+from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.commands import SetPolicy, Submit
+from tlt_server.demo.workload import problems_as_requests
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.batch import Batch
+from tlt_server.engine.loop import Engine, Runner
+from tlt_server.engine.profiling import nothing_learnt
+from tlt_server.engine.runner import Finished
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.records import Cycle, GenerateRequest, Strategy
+from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.cost import CostModel, CostRecord, Measured, load_of
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.knowledge import KnowledgeRecord
+from tlt_server.speculation.policies.fixed import Fixed
+from tlt_server.speculation.recorded import (
+    NONE,
+    DraftedTrees,
+    RecordedCycles,
+    RecordedRun,
+    RecordHeader,
+    Responses,
+    RolloutRecord,
+    Table,
+    Trees,
+)
+from tlt_server.speculation.survival import Calibration
+
+SIZES = {"cpu": (64, 64), "cuda": (512, 256)}  # requests, and how many run at once
+QUICK = 16  # requests
+KV_MB = 2048  # on a CPU
+STALL = 3.0  # times the expected seconds from which a cycle says nothing of its shape
+
+
+class Verified(NamedTuple):
+    """One request in one cycle."""
+
+    request: int
+    root: int
+    rows: int
+    accepted: int
+
+
+class TimedCycle(NamedTuple):
+    cycle: Cycle
+    verified: list[Verified]
+
+
+class Played(NamedTuple):
+    seconds: float
+    known: KnowledgeRecord | None
+    cycles: list[TimedCycle]
+    outputs: list[list[int]]
+    ends: list[str]
+
+
+class WatchedRunner:
+    """An engine's runner that also keeps the newest result for the bench."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.finished: Finished | None = None
+        self.root_W: list[int] = []  # position of each chunk's root; -1 if the outcome is void
+
+    @property
+    def learns(self) -> bool:
+        return self._runner.learns
+
+    @learns.setter
+    def learns(self, learns: bool) -> None:
+        self._runner.learns = learns
+
+    @property
+    def in_flight(self) -> int:
+        return self._runner.in_flight
+
+    def launch(self, batch: Batch, strategy: Strategy) -> None:
+        self._runner.launch(batch, strategy)
+
+    def collect(self, *, busy: bool) -> Finished | None:
+        self.finished = self._runner.collect(busy=busy)
+        if self.finished is not None:  # what came before has been committed, this has not
+            self.root_W = [
+                -1 if chunk.void or not chunk.decodes else chunk.sequence.length - 1
+                for chunk in self.finished.batch.chunks
+            ]
+        return self.finished
+
+    def gauges(self) -> Mapping[str, float]:
+        return self._runner.gauges()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the record; print its size and one line of JSON."""
+    if args.numerics != "strict":
+        raise StartupError(
+            "--numerics is fast; only strict numerics give the same responses to every policy: "
+            "leave the flag out"
+        )
+    requests, running = SIZES[args.device]
+    requests = args.requests or (QUICK if args.quick else requests)
+    settings = replace(
+        settings_of(args),
+        max_running=args.running or min(running, requests),
+        policy="goodput",
+        sd_canary=0.0,
+    )
+    max_tokens = args.max_tokens or (96 if args.quick else 2000)
+    settings = replace(
+        settings, max_model_len=at_most_what_it_takes(settings.model, max_tokens + 256)
+    )
+    work = problems_as_requests(
+        settings.model, requests, group=args.group, seed=args.seed, max_tokens=max_tokens
+    )
+    policies = args.policy or _default_policies(settings)
+    drafted = [
+        DraftedTrees(name, DRAFTERS[name].half(args.device).depths[-1], width)
+        for name in settings.drafters
+        if DRAFTERS[name].needs_weights
+        for width in args.width
+    ]
+    console = wide_console()
+    with progress_bar(console) as progress:
+        turns = (len(policies) * (1 + (args.device == "cuda")) + len(drafted)) * len(work)
+        task = progress.add_task("load", total=turns)
+
+        def on_end(name: str) -> None:
+            progress.update(task, advance=1, description=name.replace(":", " "))
+
+        record = recorded(settings, work, policies, drafted, on_end)
+    record.save(args.out)
+    report = {
+        "bench": "record",
+        "quick": bool(args.quick),
+        **record.header.described,
+        "requests": len(work),
+        "tokens": int(record.responses.output_len_N.sum()),
+        "cycles": len(record.cycles.run_C),
+        "runs_s": {run.policy: round(run.seconds, 3) for run in record.header.runs},
+        "bytes": args.out.stat().st_size,
+    }
+    finish(args, report, on_gpu=args.device == "cuda")
+    return 0
+
+
+def _default_policies(settings: EngineSettings) -> list[SetPolicy]:
+    chains = [
+        Strategy(name, depth, 1, depth + 1)
+        for name in settings.drafters
+        if DRAFTERS[name].needs_weights
+        for depth in (2, 4, 7)
+    ]
+    return [
+        SetPolicy("off"),
+        *(SetPolicy("fixed", chain) for chain in chains),
+        SetPolicy("beg"),
+        SetPolicy("goodput"),
+    ]
+
+
+def recorded(
+    settings: EngineSettings,
+    requests: list[GenerateRequest],
+    policies: list[SetPolicy],
+    drafted: list[DraftedTrees],
+    on_end: Callable[[str], None] = lambda name: None,
+) -> RolloutRecord:
+    """Run the rollout under every policy, then draft at every position."""
+    engine, info = assemble(settings)
+    watched = WatchedRunner(engine.runner)
+    engine.runner = watched
+    runs = []
+    for command in policies:
+        name = policy_name(command)
+        for turn in range(1 + (info.device == "cuda")):  # the first one records graphs
+            played = _play(engine, watched, renamed(requests, f"{name}{turn}"), command, on_end)
+        runs.append(played)
+        if played.outputs != runs[0].outputs:
+            raise StartupError(
+                f"responses under {name} differ from those under {policy_name(policies[0])}: find "
+                "the fault with `tlt bench exact`, as a record of responses that differ is of no "
+                "use"
+            )
+    responses = _responses(requests, runs[0])
+    cost = _fitted(cycle.cycle for played in runs for cycle in played.cycles)
+    strategies = list(
+        dict.fromkeys(timed.cycle.strategy for played in runs for timed in played.cycles)
+    )
+    trees = {}
+    for grown in drafted:
+        trees[grown.name] = _trees(engine, watched, requests, responses, grown, settings, on_end)
+    directory = settings.drafter_directory
+    tables = {}
+    for name in {grown.drafter for grown in drafted}:
+        assert directory is not None
+        shipped = Calibration.load(directory)
+        tables[name] = Table(shipped.prior_K, shipped.gap_edges)
+    header = RecordHeader(
+        device=info.device,
+        vocab_size=info.vocab_size,
+        eos_token_ids=tuple(info.eos_token_ids),
+        page_size=info.page_size,
+        pages=info.pages,
+        max_model_len=info.max_model_len,
+        max_running=info.max_running,
+        max_rows=info.max_rows,
+        max_draft_rows=settings.max_draft_rows,
+        drafters=tuple(engine.knowledge.outlooks),
+        trees=tuple(drafted),
+        strategies=tuple(strategies),
+        versions=(info.weight_version,),
+        end_reasons=tuple(dict.fromkeys(runs[0].ends)),
+        runs=tuple(
+            RecordedRun(policy_name(command), played.seconds, played.known)
+            for command, played in zip(policies, runs, strict=True)
+        ),
+        cost=cost,
+        described=described(replace(settings, max_running=info.max_running)),
+    )
+    return RolloutRecord(header, responses, _cycles(runs, strategies), trees, tables)
+
+
+def _play(
+    engine: Engine,
+    watched: WatchedRunner,
+    requests: list[GenerateRequest],
+    command: SetPolicy,
+    on_end: Callable[[str], None],
+) -> Played:
+    """Run the rollout under one policy."""
+    index = {request.id: n for n, request in enumerate(requests)}
+    outputs: list[list[int]] = [[] for _ in requests]
+    ends = [""] * len(requests)
+    cycles: list[TimedCycle] = []
+    engine.send(command)
+    known = engine.knowledge.record() if engine.knowledge.cost.trained else None
+    started = time.perf_counter()
+    engine.send(Submit(requests))
+    while not engine.idle:
+        for output in engine.step():
+            assert output.error is None, f"{output.id}: {output.error}"
+            outputs[index[output.id]] += output.token_ids
+            if output.finish_reason:
+                ends[index[output.id]] = output.finish_reason
+                on_end(policy_name(command))
+        if engine.last_cycle is not None and watched.finished is not None:
+            verified = _verified(watched.finished, watched.root_W, index)
+            cycles.append(TimedCycle(engine.last_cycle, verified))
+    return Played(time.perf_counter() - started, known, cycles, outputs, ends)
+
+
+def _verified(finished: Finished, root_W: list[int], index: Mapping[str, int]) -> list[Verified]:
+    """Return what a step verified of each request that decoded."""
+    return [
+        Verified(index[chunk.sequence.id], root, 1 + emission.drafted, emission.accepted)
+        for chunk, emission, root in zip(
+            finished.batch.chunks, finished.emissions, root_W, strict=True
+        )
+        if root >= 0
+    ]
+
+
+def _fitted(cycles: Iterator[Cycle]) -> CostRecord:
+    """Return the times of steps as all cycles tell them, without those that stalled."""
+    measured = [Measured(load_of(cycle), cycle.step_s) for cycle in cycles]
+    model = CostModel()
+    model.profile(measured)
+    model.profile(m for m in measured if m.seconds < STALL * model.predict(m.load))
+    return model.record()
+
+
+def _responses(requests: list[GenerateRequest], played: Played) -> Responses:
+    texts = [[*r.token_ids, *out] for r, out in zip(requests, played.outputs, strict=True)]
+    length_N = np.array([len(text) for text in texts], np.int64)
+    groups = {group: i for i, group in enumerate(dict.fromkeys(r.group_id for r in requests))}
+    reasons = {reason: i for i, reason in enumerate(dict.fromkeys(played.ends))}
+    sampling = [request.sampling for request in requests]
+    return Responses(
+        token_T=np.concatenate([np.array(text, np.int32) for text in texts]),
+        start_N=np.cumsum(length_N) - length_N,
+        prompt_len_N=np.array([len(r.token_ids) for r in requests], np.int32),
+        group_N=np.array([groups[r.group_id] for r in requests], np.int32),
+        seed_N=np.array([r.seed for r in requests], np.uint64),
+        temperature_N=np.array([s.temperature for s in sampling], np.float32),
+        top_p_N=np.array([s.top_p for s in sampling], np.float32),
+        min_p_N=np.array([s.min_p for s in sampling], np.float32),
+        top_k_N=np.array([s.top_k for s in sampling], np.int32),
+        max_tokens_N=np.array([s.max_tokens for s in sampling], np.int32),
+        end_N=np.array([reasons[end] for end in played.ends], np.uint8),
+        span_request_S=np.arange(len(requests), dtype=np.int32),
+        span_start_S=np.zeros(len(requests), np.int32),
+        span_version_S=np.zeros(len(requests), np.int32),
+    )
+
+
+def _cycles(runs: list[Played], strategies: list[Strategy]) -> RecordedCycles:
+    all_cycles = [(i, timed) for i, played in enumerate(runs) for timed in played.cycles]
+    cycles = [timed.cycle for _, timed in all_cycles]
+    verified = [(c, v) for c, (_, timed) in enumerate(all_cycles) for v in timed.verified]
+
+    def numbers(values: list[int]) -> NDArray[np.int32]:
+        return np.array(values, np.int32)
+
+    return RecordedCycles(
+        run_C=np.array([i for i, _ in all_cycles], np.uint8),
+        strategy_C=numbers([strategies.index(c.strategy) for c in cycles]),
+        decoding_C=numbers([c.context.decoding for c in cycles]),
+        prompt_rows_C=numbers([c.context.prefill_rows for c in cycles]),
+        context_C=np.array([c.context.mean_context for c in cycles], np.float32),
+        rows_C=numbers([c.rows for c in cycles]),
+        drafted_C=numbers([c.drafted for c in cycles]),
+        emitted_C=numbers([c.emitted for c in cycles]),
+        seconds_C=np.array([c.step_s for c in cycles], np.float32),
+        cycle_V=numbers([c for c, _ in verified]),
+        request_V=numbers([v.request for _, v in verified]),
+        root_V=numbers([v.root for _, v in verified]),
+        rows_V=np.array([v.rows for _, v in verified], np.uint16),
+        accepted_V=np.array([v.accepted for _, v in verified], np.uint8),
+    )
+
+
+def _trees(
+    engine: Engine,
+    watched: WatchedRunner,
+    requests: list[GenerateRequest],
+    responses: Responses,
+    grown: DraftedTrees,
+    settings: EngineSettings,
+    on_end: Callable[[str], None],
+) -> Trees:
+    """Draft a tree at every position."""
+    positions = int(responses.output_len_N.sum())
+    trees = Trees(
+        np.zeros(positions, np.uint8),
+        np.zeros((positions, grown.columns), np.uint8),
+        np.full((positions, grown.columns), NONE, np.uint8),
+        np.full((positions, grown.depth), NONE, np.uint8),
+    )
+    waiting = renamed(requests, grown.name)
+    index = {request.id: n for n, request in enumerate(waiting)}
+    waiting.reverse()
+    # One row: nothing is verified but the root.
+    look = Strategy(grown.drafter, grown.depth, grown.width, rows=1)
+    room = _room(look, settings)
+    with nothing_learnt(engine):
+        engine.policy = Fixed(look)
+        running = 0
+        while waiting or not engine.idle:
+            if fresh := [waiting.pop() for _ in range(min(room - running, len(waiting)))]:
+                engine.send(Submit(fresh))
+                running += len(fresh)
+            for output in engine.step():
+                if output.finish_reason:
+                    running -= 1
+                    on_end(f"drafts, {grown.name}")
+            if watched.finished is not None and watched.finished.drafted is not None:
+                _keep(watched.finished, watched.root_W, index, responses, trees)
+    return trees
+
+
+def _room(look: Strategy, settings: EngineSettings) -> int:
+    """Return the requests that can be drafted for at once without cutting their trees."""
+    running = settings.max_running
+    assert running is not None
+    if settings.device == "cpu":
+        return max(1, min(running, settings.max_draft_rows // (look.depth * look.width)))
+    from tlt_server.engine.gpu.buckets import fitted
+
+    while running > 1 and fitted(look, running, look.depth) != look:
+        running -= 1
+    return running
+
+
+def _keep(
+    finished: Finished,
+    root_W: list[int],
+    index: Mapping[str, int],
+    responses: Responses,
+    trees: Trees,
+) -> None:
+    """Write the trees of one step to their positions."""
+    assert finished.drafted is not None
+    candidates = finished.drafted.candidates
+    chunks = zip(finished.batch.chunks, root_W, strict=True)
+    decoding = [(chunk, root) for chunk, root in chunks if chunk.decodes]
+    first_B = np.searchsorted(candidates.request_N, np.arange(len(decoding) + 1))
+    for b, (chunk, root) in enumerate(decoding):
+        nodes = slice(int(first_B[b]), int(first_B[b + 1]))
+        if root >= 0 and nodes.stop > nodes.start:
+            n, known = index[chunk.sequence.id], root + 1
+            at = int(responses.position_N[n]) + known - int(responses.prompt_len_N[n])
+            _keep_tree(candidates, nodes, responses.tokens(n)[known:], trees, at)
+
+
+def _keep_tree(
+    candidates: Candidates, nodes: slice, follow_T: NDArray[np.int32], trees: Trees, at: int
+) -> None:
+    """`follow_T`: what the response says after the root."""
+    count = nodes.stop - nodes.start
+    parent_M = candidates.parent_N[nodes]
+    parent_M = np.where(parent_M < 0, -1, parent_M - nodes.start)
+    trees.count_P[at] = count
+    trees.cell_PM[at, :count] = candidates.cell_N[nodes]
+    trees.parent_PM[at, :count] = np.where(parent_M < 0, NONE, parent_M)
+    above = -1
+    for depth, token in enumerate(follow_T[: trees.own_PD.shape[1]]):
+        own = np.flatnonzero((parent_M == above) & (candidates.token_N[nodes] == token))
+        if not len(own):
+            break
+        above = int(own[0])
+        trees.own_PD[at, depth] = above

@@ -1,0 +1,136 @@
+"""`tlt bench replay`: policies on a recorded rollout, and how far each is from the best choices."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.replaying.names import policy_name
+from tlt_server.bench.replaying.simulated import Replay, Replayed
+from tlt_server.commands import SetPolicy
+from tlt_server.records import OFF
+from tlt_server.speculation.recorded import RolloutRecord
+
+ORACLE = "best in hindsight"
+DEFAULT = ("off", "goodput", "beg")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON."""
+    record = RolloutRecord.load(args.file)
+    commands = args.policy or [SetPolicy(name) for name in DEFAULT]
+    named: dict[str, SetPolicy | None] = {policy_name(c): c for c in commands}
+    named[ORACLE] = None
+    tokens = int(record.responses.output_len_N.sum())
+    console = wide_console()
+    found: dict[str, Replayed] = {}
+    with progress_bar(console) as progress:
+        task = progress.add_task("replay", total=tokens * len(named) * args.rounds)
+        for name, command in named.items():
+            progress.update(task, description=name.replace(":", " "))
+            knowledge = None
+            for turn in range(args.rounds):
+                last = turn == args.rounds - 1
+                replay = Replay(record, command, judged=last, knowledge=knowledge)
+                steps = _every(lambda n: progress.update(task, advance=n))
+                found[name] = replay.run(steps)
+                knowledge = found[name].knowledge
+    rows = {name: figures(replayed) for name, replayed in found.items()}
+    for recorded in record.header.runs:
+        if recorded.policy in rows:
+            rows[recorded.policy]["recorded_s"] = round(recorded.seconds, 4)
+    table = Table(title="tlt bench replay")
+    for heading in (
+        "policy",
+        "s",
+        "recorded s",
+        "tokens/s",
+        "cycles",
+        "switches",
+        "regret",
+        "time",
+    ):
+        table.add_column(heading, justify="left" if heading in ("policy", "time") else "right")
+    for name, row in rows.items():
+        shares = ", ".join(f"{k} {v:.0%}" for k, v in list(row["share_of_time"].items())[:4])
+        table.add_row(
+            Text(name),
+            f"{row['seconds']:.3f}",
+            f"{row['recorded_s']:.3f}" if "recorded_s" in row else "",
+            f"{row['tokens_per_s']:.0f}",
+            str(row["cycles"]),
+            str(row["switches"]),
+            f"{row['regret']:.1%}",
+            Text(shares),
+        )
+    console.print(table)
+    summary = {
+        "bench": "replay",
+        "rounds": args.rounds,
+        "requests": len(record.responses),
+        "tokens": tokens,
+        **record.header.described,
+        "policies": rows,
+    }
+    finish(args, summary, on_gpu=False)
+    return 0
+
+
+def figures(replayed: Replayed) -> dict[str, Any]:
+    cycles = [c.cycle for c in replayed.cycles]
+    by_strategy: dict[str, float] = defaultdict(float)
+    for cycle in cycles:
+        by_strategy[_short(cycle.strategy)] += cycle.step_s
+    decoding = sum(len(c.accepted) for c in cycles if c.drafted)
+    changes = sum(
+        _short(a.strategy) != _short(b.strategy) for a, b in zip(cycles, cycles[1:], strict=False)
+    )
+    seconds = replayed.seconds
+    return {
+        "seconds": round(seconds, 4),
+        "tokens_per_s": round(replayed.tokens / seconds, 1),
+        "cycles": len(cycles),
+        "switches": changes,
+        "accept_length": round(
+            1 + sum(sum(c.accepted) for c in cycles if c.drafted) / max(1, decoding), 3
+        ),
+        "regret": round(regret_s(replayed) / seconds, 5),
+        "share_of_time": {
+            name: round(part / seconds, 4)
+            for name, part in sorted(by_strategy.items(), key=lambda item: -item[1])
+        },
+    }
+
+
+def regret_s(replayed: Replayed) -> float:
+    """Return the seconds lost against the best choice of every step, see `hindsight`."""
+    lost = 0.0
+    for cycle, best, _ in replayed.cycles:
+        if best is not None and cycle.emitted:
+            lost += max(0.0, cycle.step_s - cycle.emitted / best.rate)
+    return lost
+
+
+def _short(strategy: Any) -> str:
+    if strategy == OFF:
+        return "off"
+    return f"{strategy.drafter}:{strategy.depth}x{strategy.width}"
+
+
+def _every(advance: Any, tokens: int = 512) -> Any:
+    """Return a function that adds up what it gets, and passes on some at a time."""
+    waiting = 0
+
+    def add(count: int) -> None:
+        nonlocal waiting
+        waiting += count
+        if waiting >= tokens:
+            advance(waiting)
+            waiting = 0
+
+    return add

@@ -1,0 +1,1 @@
+"""Parts of `tlt bench record` and `tlt bench replay`."""

@@ -1,0 +1,251 @@
+"""Drafters of a replay: recorded trees under the table that the replay has learnt so far.
+
+`RecordedDrafts` answers as the drafter would: the record has the nodes, their cells and which of
+them the response follows; survivals follow from the table in force, and what the table and the
+budget would have kept from growing is cut off again. Drafters that read only text are not recorded:
+the CPU's own run on the replayed text.
+
+Legend: B requests, M nodes of a request, N candidates, P recorded positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.errors import StartupError
+from tlt_server.records import Strategy
+from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.drafters.eagle import FLOOR
+from tlt_server.speculation.drafters.history import History
+from tlt_server.speculation.recorded import NONE, RolloutRecord, Trees
+from tlt_server.speculation.survival import BUCKETS, RANKS, OnlineTable
+
+
+class Drafts(Protocol):
+    """The part of `drafters.cpu.CpuDrafter` that a replay needs."""
+
+    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates: ...
+
+    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None: ...
+
+    def finish(
+        self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
+    ) -> None: ...
+
+
+class _Grown(NamedTuple):
+    """Recorded trees of one width, and what follows from their parents."""
+
+    trees: Trees
+    level_PM: NDArray[np.uint8]
+    depth_PM: NDArray[np.uint8]
+
+
+def drafts_of(record: RolloutRecord) -> dict[str, Drafts]:
+    """Return the drafters that the recorded engine had."""
+    found: dict[str, Drafts] = {}
+    for name in record.header.drafters:
+        if name in record.tables:
+            found[name] = RecordedDrafts(record, name)
+        elif name == "history":
+            found[name] = History()
+    return found
+
+
+class RecordedDrafts:
+    def __init__(self, record: RolloutRecord, drafter: str) -> None:
+        self._record, self.drafter = record, drafter
+        self.table = OnlineTable(record.tables[drafter].survival_K)
+        self._position_N = record.responses.position_N
+        self._grown = {
+            trees.width: _grown(record.trees[trees.name], trees.width)
+            for trees in record.header.trees
+            if trees.drafter == drafter
+        }
+        # A CPU cuts trees that do not fit its scratch; a GPU has cut the strategy before.
+        on_cpu = record.header.device == "cpu"
+        self._max_rows = record.header.max_draft_rows if on_cpu else None
+
+    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
+        requests, width, depth = len(batch), strategy.width, strategy.depth
+        limit_B = np.minimum(batch.max_depth_B, depth)
+        if self._max_rows is not None and requests:
+            limit_B = np.minimum(limit_B, 1 + self._max_rows // requests)
+            deepest = int(limit_B.max(initial=0))
+            if deepest > 1 and self._max_rows < requests * (deepest - 1):
+                limit_B = np.minimum(limit_B, 1)
+        if not requests or width <= 0 or limit_B.max() <= 0:
+            return Candidates.empty()
+        grown = self._of(width, int(limit_B.max()))
+        known_B = np.array([len(tokens) for tokens in batch.tokens]) - batch.prompt_len_B
+        index_B = np.array([int(name) for name in batch.ids])
+        at_B = self._position_N[index_B] + known_B
+        columns = width + (int(limit_B.max()) - 1) * width**2
+        cell_BM = grown.trees.cell_PM[at_B, :columns].astype(np.int32)
+        parent_BM = grown.trees.parent_PM[at_B, :columns]
+        depth_BM = grown.depth_PM[at_B, :columns].astype(np.int32)
+        level_BM = grown.level_PM[at_B, :columns]
+        live_BM = np.arange(cell_BM.shape[1]) < grown.trees.count_P[at_B][:, None]
+        live_BM &= (depth_BM <= limit_B[:, None]) & (level_BM < int(limit_B.max()))
+        survival_BM = self._survivals(cell_BM, parent_BM)
+        budget = strategy.draft_rows(requests) if self._max_rows is not None else 0
+        _cut(live_BM, survival_BM, parent_BM, level_BM, budget)
+        token_BM = self._tokens(grown, at_B, index_B, batch, cell_BM.shape[1])
+        return _flat(live_BM, parent_BM, token_BM, depth_BM, survival_BM, cell_BM)
+
+    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
+        self.table.observe(candidates.cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
+
+    def finish(
+        self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
+    ) -> None:
+        """Do nothing: positions say all there is."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(sorted(self._grown))
+
+    def _of(self, width: int, depth: int) -> _Grown:
+        if width not in self._grown:
+            raise StartupError(
+                f"a strategy of {self.drafter} has {width} children per node; the record has trees "
+                f"of {', '.join(map(str, self.widths)) or 'none'}: record it with --width {width}"
+            )
+        grown = self._grown[width]
+        if depth > grown.trees.own_PD.shape[1]:
+            raise StartupError(
+                f"a strategy of {self.drafter} is {depth} deep; the record has trees of "
+                f"{grown.trees.own_PD.shape[1]} levels: use a shallower one"
+            )
+        return grown
+
+    def _survivals(
+        self, cell_BM: NDArray[np.int32], parent_BM: NDArray[np.uint8]
+    ) -> NDArray[np.float32]:
+        chance_BM = np.clip(self.table.survival_K[cell_BM], np.float32(0), np.float32(1))
+        survival_BM = np.empty_like(chance_BM)
+        rows = np.arange(len(cell_BM))
+        for m in range(cell_BM.shape[1]):
+            parent_B = parent_BM[:, m]
+            above_B = np.where(
+                parent_B == NONE,
+                np.float32(1),
+                survival_BM[rows, np.minimum(parent_B, max(m - 1, 0))] if m else np.float32(1),
+            )
+            survival_BM[:, m] = above_B * chance_BM[:, m]
+        return survival_BM
+
+    def _tokens(
+        self,
+        grown: _Grown,
+        at_B: NDArray[np.int64],
+        index_B: NDArray[np.int64],
+        batch: DraftBatch,
+        columns: int,
+    ) -> NDArray[np.int32]:
+        """Return the response's token where a node is its own, else -1."""
+        token_BM = np.full((len(at_B), columns), -1, np.int32)
+        own_BD = grown.trees.own_PD[at_B]
+        for b, d in np.argwhere(own_BD < columns):
+            text = self._record.responses.tokens(int(index_B[b]))
+            token_BM[b, own_BD[b, d]] = text[len(batch.tokens[b]) + d]
+        return token_BM
+
+
+def outcomes(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return which candidates the responses follow. follow_BD: the tokens after the roots, -1 after
+    the last one.
+    """
+    own_N = np.zeros(len(candidates), np.bool_)
+    if not len(candidates):
+        return own_N
+    deepest = min(int(candidates.depth_N.max()), follow_BD.shape[1])
+    for depth in range(1, deepest + 1):
+        at = np.flatnonzero(candidates.depth_N == depth)
+        token = candidates.token_N[at]
+        same = (token == follow_BD[candidates.request_N[at], depth - 1]) & (token >= 0)
+        parent = candidates.parent_N[at]
+        own_N[at] = same & ((parent < 0) | own_N[parent])
+    return own_N
+
+
+def _grown(trees: Trees, width: int) -> _Grown:
+    """Find the level and the depth of every node. A level plants the children of up to `width`
+    nodes of earlier levels; where it plants fewer, nothing older was left to grow, so the next
+    family's parent is of that level itself.
+    """
+    parent_PM = trees.parent_PM
+    positions, columns = parent_PM.shape
+    level_PM, depth_PM = np.zeros_like(parent_PM), np.ones_like(parent_PM)
+    rows = np.arange(positions)
+    level_P, families_P = np.zeros(positions, np.uint8), np.ones(positions, np.uint8)
+    for m in range(1, columns):
+        parent_P = parent_PM[:, m]
+        inner = parent_P != NONE
+        above_P = np.minimum(parent_P, m - 1)
+        fresh = inner & (parent_P != parent_PM[:, m - 1])
+        full = (families_P == width) | (level_P == 0)
+        onward = fresh & (full | (level_PM[rows, above_P] == level_P))
+        level_P[onward] += 1
+        families_P = np.where(onward, 1, families_P + fresh).astype(np.uint8)
+        level_PM[:, m] = level_P
+        depth_PM[:, m] = np.where(inner, depth_PM[rows, above_P] + 1, 1)
+    return _Grown(trees, level_PM, depth_PM)
+
+
+def _cut(
+    live_BM: NDArray[np.bool_],
+    survival_BM: NDArray[np.float32],
+    parent_BM: NDArray[np.uint8],
+    level_BM: NDArray[np.uint8],
+    budget: int,
+) -> None:
+    """Remove families whose parent would not have been expanded: it survives no better than the
+    floor, or than the `budget`-th best node that was known before its level.
+    """
+    rows = np.arange(len(live_BM))[:, None]
+    above_BM = np.where(parent_BM == NONE, 0, parent_BM)
+    for level in range(1, int(level_BM.max(initial=0)) + 1):
+        bar, known = np.float32(FLOOR), survival_BM[live_BM & (level_BM < level)]
+        if 0 < budget <= len(known):
+            bar = max(bar, np.partition(known, len(known) - budget)[len(known) - budget])
+        grows_BM = live_BM[rows, above_BM] & (survival_BM[rows, above_BM] > bar)
+        live_BM &= (level_BM != level) | grows_BM
+
+
+def _flat(
+    live_BM: NDArray[np.bool_],
+    parent_BM: NDArray[np.uint8],
+    token_BM: NDArray[np.int32],
+    depth_BM: NDArray[np.int32],
+    survival_BM: NDArray[np.float32],
+    cell_BM: NDArray[np.int32],
+) -> Candidates:
+    request_N, column_N = np.nonzero(live_BM)
+    index_BM = np.full(live_BM.shape, -1, np.int32)
+    index_BM[request_N, column_N] = np.arange(len(request_N), dtype=np.int32)
+    above_N = parent_BM[request_N, column_N]
+    parent_N = index_BM[request_N, np.where(above_N == NONE, 0, above_N)]
+    cell_N = cell_BM[request_N, column_N]
+    return Candidates(
+        request_N.astype(np.int32),
+        np.where(above_N == NONE, -1, parent_N).astype(np.int32),
+        token_BM[request_N, column_N],
+        depth_BM[request_N, column_N],
+        cell_N // BUCKETS % RANKS,
+        survival_BM[request_N, column_N],
+        cell_N,
+    )
+
+
+def widths_of(drafts: Drafts, drafter: str, device: str) -> tuple[int, ...]:
+    """Return the widths of trees that can be asked for."""
+    return (
+        drafts.widths
+        if isinstance(drafts, RecordedDrafts)
+        else DRAFTERS[drafter].half(device).widths
+    )

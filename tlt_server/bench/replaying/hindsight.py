@@ -1,0 +1,125 @@
+"""The best choice for a step, in hindsight.
+
+For every drafter, depth, width and number of draft rows, and for no speculation, the tokens that a
+step would have given are known, because the record says which drafts its response follows, and its
+seconds follow from the cost model. The best choice is the one with the most tokens per second.
+
+What it may choose is what a policy may choose: rows still go to the nodes that survive best, not to
+those that will be accepted. What it knows in addition is the outcome of this very step, for each of
+its choices; so no policy can do better in a step, and one that knew all probabilities would still
+do a little worse. It optimises the throughput of each step by itself, in the state that the policy
+under judgement has brought about, and does not look ahead: it does not weigh that a long response
+holds up the end of the batch.
+
+A step of t seconds and n tokens has a regret of t - n / r seconds, where r is the best choice's
+rate: the time it took more than the same tokens would have taken at that rate. It is never
+negative, and zero for the best choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.bench.replaying.drafts import Drafts, outcomes, widths_of
+from tlt_server.bench.replaying.limits import Limits
+from tlt_server.records import OFF, StepContext, Strategy
+from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.cost import CostModel
+from tlt_server.speculation.drafters import DRAFTERS
+
+
+class Step(NamedTuple):
+    """A step that is about to run, with the state that the device has."""
+
+    context: StepContext
+    batch: DraftBatch  # requests that decode and have not ended
+    follow_BD: NDArray[np.int32]  # tokens of the responses after the roots, -1 after the last
+    left_B: NDArray[np.int64]  # output tokens that are still to come
+    others: int  # tokens of requests that do not decode: their prompt ends here
+
+    @property
+    def prompts(self) -> bool:
+        return self.context.prefill_rows > 0
+
+
+class Best(NamedTuple):
+    """The best choice for a step."""
+
+    rate: float  # tokens per second
+    strategy: Strategy
+
+
+class Hindsight:
+    def __init__(
+        self, drafts: dict[str, Drafts], limits: Limits, cost: CostModel, device: str
+    ) -> None:
+        self._drafts, self._limits, self._cost, self._device = drafts, limits, cost, device
+
+    def best(self, step: Step) -> Best:
+        context = step.context
+        plain = len(step.batch) + step.others
+        seconds = self._seconds(step, "", 0, 0, np.zeros(1, np.int64))
+        best = Best(plain / float(seconds[0]), OFF)
+        if not len(step.batch) or context.speculable == 0:
+            return best
+        rows_R = self._limits.choices(context.decoding, len(step.batch), prompts=step.prompts)
+        for strategy, candidates in self._trees(step):
+            own_N = outcomes(candidates, step.follow_BD)
+            own_N &= candidates.depth_N < step.left_B[candidates.request_N]  # as the last is sure
+            ranked_N = self._limits.ranked(candidates.survival_N)
+            order = np.lexsort((np.arange(len(own_N)), candidates.depth_N, -ranked_N))
+            if not len(order) or not len(rows_R):
+                continue
+            # More rows than nodes verify all of them.
+            drafts_R = np.unique(np.minimum(rows_R, len(order)))
+            tokens_R = plain + np.cumsum(own_N[order])[drafts_R - 1]
+            seconds_R = self._seconds(
+                step, strategy.drafter, strategy.depth, strategy.width, drafts_R
+            )
+            rate_R = tokens_R / seconds_R
+            at = int(rate_R.argmax())
+            if rate_R[at] > best.rate:
+                best = Best(float(rate_R[at]), self._asking(step, strategy, int(drafts_R[at])))
+        return best
+
+    def _trees(self, step: Step) -> Iterator[tuple[Strategy, Candidates]]:
+        """Yield the trees of every drafter, depth and width."""
+        requests, live = step.context.decoding, len(step.batch)
+        for name, drafts in self._drafts.items():
+            half = DRAFTERS[name].half(self._device)
+            for width in widths_of(drafts, name, self._device):
+                for depth in half.depths:
+                    asked = Strategy(name, depth, width, 1 + depth * width)
+                    fits = self._limits.of(asked, requests, live, prompts=step.prompts).strategy
+                    if fits == asked:
+                        # No budget, so that nothing is cut off; the rows are chosen here.
+                        whole = Strategy(name, depth, width, 1)
+                        yield whole, drafts.propose(step.batch, whole)
+
+    def _asking(self, step: Step, strategy: Strategy, drafts: int) -> Strategy:
+        """Return the strategy that verifies this number of draft rows."""
+        context = step.context
+        budget = self._limits.budget(
+            drafts, context.decoding, len(step.batch), prompts=step.prompts
+        )
+        rows = 1 + -(-budget // context.decoding)
+        return Strategy(strategy.drafter, strategy.depth, strategy.width, rows, budget)
+
+    def _seconds(
+        self, step: Step, drafter: str, depth: int, width: int, drafts_R: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        context = step.context
+        rows_R = context.decoding + drafts_R
+        return self._cost.seconds(
+            drafter,
+            depth,
+            width,
+            context.decoding,
+            rows_R,
+            context.prefill_rows,
+            context.mean_context,
+        )

@@ -1,0 +1,95 @@
+"""The draft rows that a device verifies for a strategy, and the prompt rows that fit a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.engine.scheduler import unpadded
+from tlt_server.records import Strategy
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.recorded import RecordHeader
+from tlt_server.speculation.sizes import AnySize, Sizes
+
+OCTAVE_1 = 0x37800000  # bits of 2^-16, from which a GPU ranks survivals
+UNRANKED = 12  # low bits of a survival, which a GPU ignores when it ranks
+
+
+class StepRows(NamedTuple):
+    strategy: Strategy  # cut to what the device holds
+    drafts: int  # rows, unless the trees have fewer nodes
+
+
+class Limits(Protocol):
+    sizes: Sizes
+    room: Callable[[int, int], int]  # as `Equipped.room`
+    late: bool  # results arrive one step late
+
+    def of(self, strategy: Strategy, requests: int, live: int, *, prompts: bool) -> StepRows: ...
+
+    def choices(self, requests: int, live: int, *, prompts: bool) -> NDArray[np.int64]:
+        """Return the numbers of draft rows that a policy may ask for, in ascending order."""
+
+    def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
+        """Return the `Strategy.budget` that verifies this number of draft rows."""
+
+    def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return survivals as the device compares them."""
+
+
+class CpuLimits:
+    def __init__(self, header: RecordHeader) -> None:
+        self.sizes: Sizes = AnySize()
+        self.room: Callable[[int, int], int] = unpadded
+        self.late = False
+        self._scratch = header.max_draft_rows
+
+    def of(self, strategy: Strategy, requests: int, live: int, *, prompts: bool) -> StepRows:
+        return StepRows(strategy, min(strategy.draft_rows(requests), self._scratch))
+
+    def choices(self, requests: int, live: int, *, prompts: bool) -> NDArray[np.int64]:
+        return np.arange(1, self._scratch + 1)
+
+    def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
+        return drafts
+
+    def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
+        return survival_N
+
+
+class GpuLimits:
+    """A batch is padded to a bucket, and drafts take the rows of the padding."""
+
+    def __init__(self, header: RecordHeader) -> None:
+        from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
+
+        halves = (DRAFTERS[name].half(header.device) for name in header.drafters)
+        deepest = max(MIN_DEPTH, *(half.deepest for half in halves))
+        shapes = Shapes(header.max_running, deepest)
+        self.sizes: Sizes = shapes
+        self.room: Callable[[int, int], int] = shapes.room
+        self.late = True
+        self._step = shapes.step
+
+    def of(self, strategy: Strategy, requests: int, live: int, *, prompts: bool) -> StepRows:
+        shape = self._step(requests, strategy, 0, int(prompts))
+        drafts = shape.extend.decode_rows - live if shape.draft else 0
+        return StepRows(shape.strategy, drafts)
+
+    def choices(self, requests: int, live: int, *, prompts: bool) -> NDArray[np.int64]:
+        return self.sizes.decode_rows(requests, prompts=prompts)[1:] - live
+
+    def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
+        return drafts + live - self.sizes.batch(requests, prompts=prompts)
+
+    def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
+        bits_N = survival_N.view(np.int32)
+        key_N = np.clip((bits_N - OCTAVE_1) >> UNRANKED, 0, 32766).astype(np.int32)
+        return ((key_N << UNRANKED) + OCTAVE_1).astype(np.int32).view(np.float32)
+
+
+def limits_of(header: RecordHeader) -> Limits:
+    return CpuLimits(header) if header.device == "cpu" else GpuLimits(header)

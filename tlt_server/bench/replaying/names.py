@@ -1,0 +1,28 @@
+"""Policies as the command line and figures name them: `goodput`, `fixed:eagle:7x1x8`. No torch."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from tlt_server.commands import SetPolicy
+from tlt_server.errors import StartupError
+from tlt_server.records import parse_strategy
+from tlt_server.shared_settings import PolicyName
+from tlt_server.speculation.policies import POLICIES
+
+
+def parse_policy(text: str) -> SetPolicy:
+    """Read a policy. `StartupError` names what is wrong with it."""
+    name, _, strategy = text.partition(":")
+    POLICIES.resolve(name)
+    if (name == "fixed") != bool(strategy):
+        raise StartupError(
+            f"--policy is {text[:80]!r}; fixed takes a strategy, for example fixed:eagle:7x1x8, "
+            "and no other policy does"
+        )
+    assert name in get_args(PolicyName)
+    return SetPolicy(name, parse_strategy(strategy, "--policy") if strategy else None)
+
+
+def policy_name(command: SetPolicy) -> str:
+    return f"{command.policy}:{command.strategy.name}" if command.strategy else command.policy
