@@ -154,7 +154,7 @@ class Cycle(Struct, frozen=True, kw_only=True):
 
     context: StepContext
     strategy: Strategy
-    rows: int  # rows the target processed
+    rows: int  # rows the target processed, padding included
     emitted: int = 0  # tokens given to requests, with bonus tokens, without those after a stop
     accepted: tuple[int, ...]  # draft tokens accepted, per decoding request
     drafted: int  # draft rows verified

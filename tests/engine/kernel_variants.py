@@ -22,7 +22,7 @@ from tlt_kernels.gpu import gemm, gemm_stream
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.interpreter import Interpreted
-from tlt_server.engine.gpu.buckets import CAPTURED, Shapes, StepShape
+from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.reports import MIN_BEST
@@ -32,7 +32,7 @@ from tlt_server.records import OFF
 from tlt_server.speculation.policies import Policy
 
 MAX_ROWS = 4096  # per step, as on a GPU
-PROMPT_ROWS = (1, 60, 120, 250, 380, 500, 700, 1000, 1800, 2600, 4000)
+PROMPT_ROWS = (1, 120, 500, 1000, 4000)
 
 
 class Hopper:
@@ -57,8 +57,8 @@ class Pretended(Interpreted):
     prompts = CAPTURED
 
 
-def reachable(shapes: Shapes, policy: Policy) -> Iterator[ExtendKey | DraftKey]:
-    """Yield the keys of the launches of a policy's strategies: steps without prompts, with one, and
+def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None, ExtendKey]]:
+    """Yield the passes of steps under a policy's strategies: steps without prompts, with one, and
     with more than a captured step has.
     """
     for decoding, chunks in product(
@@ -69,7 +69,7 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[ExtendKey | DraftKey]:
         strategies = {
             key: strategy
             for strategy in (policy.strategies(decoding, prompts=chunks > 0) if decoding else [OFF])
-            for key in keys(shapes.step(decoding, strategy, chunks, chunks))
+            for key in shapes.step(decoding, strategy, chunks, chunks)[1:]
         }
         for strategy, rows, filtered in product(
             dict.fromkeys(strategies.values()), PROMPT_ROWS if chunks else (0,), (False, True)
@@ -77,11 +77,7 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[ExtendKey | DraftKey]:
             shape = shapes.step(
                 decoding, strategy, max(chunks, rows) if chunks else 0, chunks, filtered=filtered
             )
-            yield from keys(shape)
-
-
-def keys(shape: StepShape) -> list[ExtendKey | DraftKey]:
-    return [shape.extend, *([shape.draft] if shape.draft else [])]
+            yield shape.draft, shape.extend
 
 
 def main(drafter: str, max_running: int, dtype: str) -> None:
@@ -112,16 +108,22 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
     with torch.inference_mode():
         runner.prepare(runner.shapes.at_start(MAX_ROWS, policy.strategies), lambda done, of: None)
         at_start = len(found)
-        for key in dict.fromkeys(reachable(runner.shapes, policy)):
-            if isinstance(key, DraftKey):
-                runner._work(runner._draft(key))()
-                continue
+        passed: set[DraftKey | ExtendKey | None] = {None}
+        for draft, key in dict.fromkeys(reachable(runner.shapes, policy)):
             extend = runner._extend(key)
             if not key.plain:
                 extend.select(None)
-            runner._work(extend)()
-            for best in (0, MIN_BEST, 8 * MIN_BEST):
-                extend.report(torch.zeros(1, dtype=torch.int32), best)
+            if draft is not None:
+                drafted = runner._draft(draft)
+                if draft not in passed:
+                    runner._work(drafted)()
+                extend.select(drafted.nodes)
+                runner._learn(extend, drafted)
+            if key not in passed:
+                runner._work(extend)()
+                for best in (0, MIN_BEST, 8 * MIN_BEST):
+                    extend.report(torch.zeros(1, dtype=torch.int32), best)
+            passed |= {draft, key}
     print(json.dumps({"at_start": at_start, "later": [*found][at_start:]}))
 
 

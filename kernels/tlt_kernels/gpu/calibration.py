@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tlt_kernels.gpu.rows import padded
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable, Trees
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["V"])
 def _calibrate(
     node_V,
     on_path_V,
@@ -68,7 +69,7 @@ def calibrate(
     """Count every verified node whose parent is on the path, refresh the table in force, and halve
     counts that reach `limit` trials.
     """
-    block = max(triton.next_power_of_2(decode_rows), 2)
+    block = padded(decode_rows, 64, 512)
     _calibrate[(1,)](
         trees.node_V,
         kept.on_path_V,
@@ -79,6 +80,6 @@ def calibrate(
         prior_weight,
         limit,
         VP=block,
-        num_warps=1 if block <= 128 else 4,
+        num_warps=1 if block <= 64 else 4,
         **PDL,
     )

@@ -37,7 +37,8 @@ def priority(survival, order):
     return tl.where(survival > 0.0, key, -1)
 
 
-@triton.jit
+# Steps come in too many sizes to compile a kernel for each.
+@triton.jit(do_not_specialize=["B", "T", "P", "C", "V", "scratch_start", "trash", "idle"])
 def _select_rows(
     batch_slot_B,
     B,
@@ -171,6 +172,13 @@ def _select_rows(
     )
 
 
+def padded(count: int, *sizes: int) -> int:
+    """Return the first of the sizes that holds the count, else the next power of two: each size is
+    a kernel of its own, so there are few.
+    """
+    return next((size for size in sizes if count <= size), triton.next_power_of_2(count))
+
+
 def _warps(block: int) -> int:
     return (
         1
@@ -215,7 +223,7 @@ def select_rows(
         if nodes
         else (rows.token_R,) * 4
     )
-    block = max(triton.next_power_of_2(requests * columns), 2)
+    block = padded(requests * columns, 256, 2048, 16384) if nodes else 2
     _select_rows[(requests,)](
         batch_slot_B,
         requests,
@@ -249,17 +257,16 @@ def select_rows(
         batch_slots.idle,
         PAGE=PAGE_SIZE,
         DRAFTS=nodes is not None,
-        BP=triton.next_power_of_2(requests),
+        BP=padded(requests, 32, 512),
         NP=block,
-        CP=max(triton.next_power_of_2(columns), 2),
-        VP=triton.next_power_of_2(decode_rows),
+        CP=padded(columns, 32, 256) if nodes else 2,
+        VP=padded(decode_rows, 64, 512),
         DP=triton.next_power_of_2(path_depth),
         num_warps=_warps(block),
         **PDL,
     )
 
 
-# Steps come in too many sizes to compile a kernel for each.
 @triton.jit(do_not_specialize=["W", "B", "V", "prefill_rows"])
 def _layout_prefill(
     batch_slot_W,

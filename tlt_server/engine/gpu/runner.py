@@ -129,7 +129,7 @@ class GpuRunner:
         cycle = Cycle(
             context=flight.batch.context,
             strategy=flight.strategy,
-            rows=len(flight.decoding) + verified + flight.batch.context.prefill_rows,
+            rows=flight.key.decode_rows + flight.key.prompt_rows,
             accepted=tuple(int(a) for a in outcome.accepted_E[: len(flight.decoding)]),
             drafted=verified,
         )
@@ -153,8 +153,23 @@ class GpuRunner:
                     self.graphs.run(key, self._work(self._draft(key)), keep=True)
                     self._cap_rows(key)
                 on_key(done + 1, len(keys))
+            self._rehearse(keys)
             for filtered in (False, True):
                 self._reporter.rehearse(self._extend(ExtendKey(1, 1, filtered=filtered)))
+
+    def _rehearse(self, keys: list[DraftKey | ExtendKey]) -> None:
+        """Launch what steps launch between the graphs, so that no request waits for a compiler."""
+        extends = [key for key in keys if isinstance(key, ExtendKey) and not key.plain]
+        for key in keys:
+            for extend in (self._extend(other) for other in extends if other.batch == key.batch):
+                if isinstance(key, DraftKey):
+                    extend.select(self._draft(key).nodes)
+                    self._learn(extend, self._draft(key))
+
+    def _learn(self, extend: Extend, drafted: DraftPass) -> None:
+        self._drafters[drafted.key.drafter].observe(
+            extend.trees, extend.kept, drafted.nodes, extend.rows, extend.key.decode_rows
+        )
 
     def _launch(self, batch: Batch, strategy: Strategy) -> None:
         decoding = [work for work in batch.chunks if work.decodes]
@@ -192,9 +207,7 @@ class GpuRunner:
         else:
             self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
         if drafted and self.learns:
-            self._drafters[strategy.drafter].observe(
-                extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows
-            )
+            self._learn(extend, drafted)
         outcome = self._outcomes.take()
         outcome.tensor[: extend.outcome_EF.numel()].copy_(
             extend.outcome_EF.view(-1), non_blocking=True

@@ -43,6 +43,7 @@ def drafters_of(limits: DraftLimits | None) -> int:
 class DraftPass(Protocol):
     """The pass of one key, with its buffers; captured."""
 
+    key: DraftKey
     nodes: Nodes
 
     def run(self) -> None: ...
