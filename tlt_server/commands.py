@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.records import Arms, GenerateRequest, Pin, Strategy
 
 
 class Submit(Struct, frozen=True, tag="submit"):
@@ -75,12 +75,14 @@ class ClearCache(Struct, frozen=True, tag="clear_cache"):
 
 
 class SetPolicy(Struct, frozen=True, tag="set_policy"):
-    """Replace the policy in force, between steps; `strategy` is for `fixed`. Takes effect without
-    flushing KV.
+    """Replace the policy in force, its arms and the pins, between steps; `strategy` is for `fixed`.
+    Takes effect without flushing KV, and what was learnt stays.
     """
 
     policy: str
     strategy: Strategy | None = None
+    arms: Arms | None = None  # None: all
+    pins: tuple[Pin, ...] = ()
 
 
 class Stop(Struct, frozen=True, tag="stop"):

@@ -5,13 +5,13 @@ They travel as msgpack, in the order in which the engine sends them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from tlt_server.records import Cycle, StepOutput
+from tlt_server.records import Cycle, StepOutput, Switch
 
 MAX_OUTPUTS = 256  # in one event; on a slow core the frontend takes 2 ms to take them in
 
@@ -106,16 +106,20 @@ class Outputs(Struct, frozen=True, tag="outputs"):
     outputs: list[StepOutput]
     gauges: dict[str, float]
     cycle: Cycle | None = None
+    switches: list[Switch] = []  # of the steps since the last event
 
 
 def of_step(
-    outputs: list[StepOutput], gauges: dict[str, float], cycle: Cycle | None
+    outputs: list[StepOutput],
+    gauges: dict[str, float],
+    cycle: Cycle | None,
+    switches: Sequence[Switch] = (),
 ) -> Iterator[Outputs]:
     """Yield what one step produced in parts, since thousands of sequences may end in one step."""
     last = max(0, len(outputs) - 1) // MAX_OUTPUTS * MAX_OUTPUTS
     for at in range(0, last, MAX_OUTPUTS):
         yield Outputs(outputs[at : at + MAX_OUTPUTS], gauges)
-    yield Outputs(outputs[last:], gauges, cycle)
+    yield Outputs(outputs[last:], gauges, cycle, [*switches])
 
 
 class WeightState(Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ token) that the target processes.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -140,6 +140,56 @@ def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
     return Strategy(drafter=match[1], depth=depth, width=width, rows=rows)
 
 
+class Pin(Struct, frozen=True):
+    """A strategy for batches of these sizes, first and last included, whatever the policy says."""
+
+    first: int
+    last: int
+    strategy: Strategy
+
+
+class Arms(Struct, frozen=True):
+    """The strategies that a policy may choose from, next to none: all of these drafters, and these.
+
+    A policy that decides the rows by itself takes the depths and widths of the latter.
+    """
+
+    drafters: tuple[str, ...] = ()
+    strategies: tuple[Strategy, ...] = ()
+
+    def permit(self, drafter: str, depth: int, width: int) -> bool:
+        shapes = {(each.drafter, each.depth, each.width) for each in self.strategies}
+        return drafter in self.drafters or (drafter, depth, width) in shapes
+
+
+SwitchReason = Literal[
+    "start",
+    "policy",
+    "pin",
+    "weights",
+    "prompts",
+    "batch grew",
+    "batch shrank",
+    "context",
+    "acceptance",
+]
+
+
+class Switch(Struct, frozen=True):
+    """A step with another strategy than the steps before."""
+
+    time_s: Annotated[float, Meta(description="when, in Unix seconds")]
+    strategy: Annotated[str, Meta(description="the strategy from then on")]
+    before: Annotated[str, Meta(description="the one before; empty for the first")]
+    reason: Annotated[
+        SwitchReason,
+        Meta(
+            description="the change that led to it; acceptance: what is known of drafts and times"
+        ),
+    ]
+    batch: Annotated[int, Meta(description="sequences that decoded then")]
+
+
 class StepContext(Struct, frozen=True):
     """The view of a policy before a step."""
 
@@ -159,6 +209,7 @@ class Cycle(Struct, frozen=True, kw_only=True):
     accepted: tuple[int, ...]  # draft tokens accepted, per decoding request
     drafted: int  # draft rows verified
     step_s: float = 0.0  # wall time since the step before ended, or since this one after idling
+    predicted_s: float = 0.0  # what was expected of `step_s`; 0: nothing
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):

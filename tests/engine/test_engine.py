@@ -19,8 +19,10 @@ from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.records import (
+    Arms,
     DraftLimits,
     GenerateRequest,
+    Pin,
     Sampling,
     StepContext,
     StepOutput,
@@ -252,6 +254,7 @@ def test_policies_change_between_steps_without_changing_tokens(base: EngineSetti
         SetPolicy("off"),
         SetPolicy("fixed", Strategy("history", 4, 2, 6)),
         SetPolicy("beg"),
+        SetPolicy("beg", arms=Arms(("history",)), pins=(Pin(1, 9, Strategy("eagle", 2, 1, 3)),)),
     ]
     for step in range(500):
         if step % 5 == 4:
@@ -261,6 +264,21 @@ def test_policies_change_between_steps_without_changing_tokens(base: EngineSetti
         if engine.idle:
             break
     assert bits(said) == expected
+    switches = engine.switches.take()
+    assert switches[0].reason == "start" and "policy" in {switch.reason for switch in switches[1:]}
+    assert {"off", "eagle:4x3x9", "eagle:2x1x3"} <= {switch.strategy for switch in switches}
+
+
+def test_a_policy_that_comes_back_has_what_it_learnt(base: EngineSettings) -> None:
+    engine, _ = assemble(replace(base, policy="beg"))
+    before = engine.policy
+    for command in (SetPolicy("off"), SetPolicy("beg", arms=Arms(("history",)))):
+        engine.send(command)
+        engine.step()
+        assert engine.policy is not before
+    engine.send(SetPolicy("beg"))
+    engine.step()
+    assert engine.policy is before
 
 
 def test_a_step_reports_the_very_context_that_its_strategy_was_chosen_for(

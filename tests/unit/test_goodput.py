@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.records import OFF, Arms, Cycle, StepContext, Strategy
 from tlt_server.speculation.batch import Candidates
-from tlt_server.speculation.cost import CostModel, Measured, StepLoad
+from tlt_server.speculation.cost import CostModel, Measured, StepLoad, load_of
 from tlt_server.speculation.knowledge import Drafted, Knowledge
 from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies.goodput import Goodput
@@ -114,7 +114,7 @@ class World:
             drafted=rows - requests,
             step_s=self.seconds(load) * self.noise.uniform(0.95, 1.05) * stalled,
         )
-        self.knowledge.observe(cycle, drafted)
+        self.cycle, self.predicted_s = cycle, self.knowledge.observe(cycle, drafted)
         policy.observe(cycle)
         self.used.append(strategy)
         return strategy
@@ -265,6 +265,34 @@ def test_a_drafter_that_a_push_made_worse_is_left_and_tried_again_after_the_next
     for _ in range(300):
         simulated.step(policy, 4)
     assert simulated.used[-1] != OFF
+
+
+@pytest.mark.parametrize(
+    ("arms", "shapes"),
+    [
+        (Arms(), set()),
+        (Arms(("history",)), set()),
+        (Arms((), (Strategy("eagle", 2, 1, 3), Strategy("eagle", 3, 1, 4))), {(3, 1)}),
+    ],
+)
+def test_only_what_an_operator_allows_is_chosen(arms: Arms, shapes: set[tuple[int, int]]) -> None:
+    simulated = World(gpu_seconds)
+    policy = Goodput(simulated.knowledge, arms=arms)
+    for _ in range(40):
+        simulated.step(policy, 4)
+    assert {(each.depth, each.width) for each in simulated.used if each != OFF} == shapes
+    assert {*policy.strategies(4, prompts=False)} >= {*simulated.used[-20:]}
+
+
+def test_what_a_step_was_expected_to_take_and_to_give_is_told() -> None:
+    simulated = World(gpu_seconds)
+    policy = Goodput(simulated.knowledge)
+    for _ in range(200):
+        simulated.step(policy, 8)
+    load = load_of(simulated.cycle)
+    assert simulated.predicted_s == pytest.approx(gpu_seconds(load), rel=0.1)
+    measured = simulated.cycle.emitted / simulated.cycle.step_s
+    assert simulated.knowledge.gauges()["expected_rate"] == pytest.approx(measured, rel=0.5)
 
 
 def test_the_choice_does_not_flap() -> None:

@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.records import OFF, Arms, Cycle, Pin, StepContext, Strategy
 from tlt_server.speculation.cost import Measured, StepLoad
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import POLICIES, Setup
 from tlt_server.speculation.policies.arms import CPU_GROUPS, GPU_GROUPS, BatchGroup, Ladder, ladder
 from tlt_server.speculation.policies.beg import Beg, BegSettings
-from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.policies.off import Off
+from tlt_server.speculation.policies.pinned import Pinned, limit
 from tlt_server.speculation.sizes import AnySize
 
 LADDER = ladder(["eagle", "history"])
@@ -106,10 +106,36 @@ def test_off_stays_off():
 
 
 def test_fixed_uses_its_strategy_and_an_operator_may_cap_it():
-    policy = Capped(Fixed(LADDER.arms[3]), max_batch=8)
+    policy = Pinned(Fixed(LADDER.arms[3]), limit(8))
     assert policy.choose(context(8)) == LADDER.arms[3]
-    assert policy.choose(context(9)) == OFF
+    assert policy.choose(context(9)) == OFF and limit(0) == ()
+    assert {*policy.strategies(8, prompts=False)} == {OFF, LADDER.arms[3]}
+    assert {*policy.strategies(9, prompts=False)} == {OFF}
     assert Fixed(OFF).choose(context(1)) == OFF
+
+
+def test_the_first_pin_that_holds_decides_and_the_policy_goes_on_learning():
+    seen = []
+
+    class Watching(Off):
+        def observe(self, cycle):
+            seen.append(cycle)
+
+    small, large = LADDER.arms[1], LADDER.arms[2]
+    policy = Pinned(Watching(), [Pin(2, 4, small), Pin(4, 6, large)])
+    found = [policy.choose(context(requests)) for requests in range(1, 8)]
+    assert found == [OFF, small, small, small, large, large, OFF]
+    assert policy.choose(context(3, speculable=0)) == OFF
+    policy.observe("a cycle")
+    assert seen == ["a cycle"]
+
+
+def test_arms_leave_what_they_name_and_no_speculation():
+    both = ladder(["eagle", "history"])
+    own = Strategy("eagle", 5, 1, 6)
+    found = both.within(Arms(("history",), (own,))).arms
+    assert found[0] == OFF and found[-1] == own
+    assert {arm.drafter for arm in found[1:-1]} == {"history"} and both.within(None) is both
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

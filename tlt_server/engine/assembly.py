@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from tlt_client.channels import Intake
@@ -37,14 +37,15 @@ from tlt_server.events import EngineInfo
 from tlt_server.machine import processor
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import own_dtype
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.records import Arms, GenerateRequest, Sampling, Strategy
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
-from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
+from tlt_server.speculation.policies.pinned import Pinned, limit
+from tlt_server.speculation.switches import SwitchLog
 from tlt_server.weights.dormant import Dormant
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live
@@ -53,6 +54,7 @@ from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import Storage
 from tlt_server.weights.transaction import Transaction
 
+KEPT_POLICIES = 8  # policies whose memory is kept while others are in force
 PROFILE_S = 2.0  # time for the steps that are measured at start
 
 OnPhase = Callable[[str, float, str], None]
@@ -104,7 +106,8 @@ def assemble(
             f"{max_model_len}"
         )
     knowledge = Knowledge(settings.drafters, settings.device)
-    make_policy = partial(_make_policy, settings, knowledge, device)
+    learning = lru_cache(KEPT_POLICIES)(partial(_learning_policy, settings, knowledge, device))
+    make_policy = partial(_make_policy, settings, learning)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
 
     running = RunningSet(
@@ -219,10 +222,13 @@ def _connect(
     )
     canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
 
+    switches = SwitchLog()
+
     def install(live: Live, changed: Changed) -> None:
         equipped.install(live, changed)
         canary.renewed()
         knowledge.forget()
+        switches.weights_changed()
 
     in_flight = partial(settle, scheduler, equipped.runner)
     transaction = Transaction(live, options, parse_calibration)
@@ -238,6 +244,7 @@ def _connect(
         KnowledgeFile(
             Path(settings.state_dir) if settings.state_dir and policy.measures else None, made_by
         ),
+        switches,
         make_policy,
         make_sequence,
         pushes,
@@ -324,19 +331,36 @@ def _unexpected(content: bytes, source: str) -> object:
 
 
 def _make_policy(
-    settings: DecidedSettings, knowledge: Knowledge, device: Device, command: SetPolicy
+    settings: DecidedSettings,
+    learning: Callable[[str, Strategy | None, Arms | None], Policy],
+    command: SetPolicy,
 ) -> Policy:
-    """Return the policy that a command asks for."""
-    arms = ladder(settings.drafters, settings.device)
-    strategy = command.strategy or arms.arms[-1]
-    if strategy.drafter and strategy.drafter not in settings.drafters:
-        raise InvalidRequest(
-            f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: "
-            f"{', '.join(settings.drafters) or 'none'}"
-        )
-    setup = Setup(arms, strategy, knowledge, device.sizes)
-    policy: Policy = POLICIES.resolve(command.policy).make(setup)
-    return Capped(policy, settings.sd_max_batch) if settings.sd_max_batch else policy
+    """Return the policy that a command asks for, with what it learnt if it was in force before."""
+    named = [command.strategy, *(pin.strategy for pin in command.pins)]
+    named += command.arms.strategies if command.arms else ()
+    for strategy in named:
+        if strategy and strategy.drafter and strategy.drafter not in settings.drafters:
+            raise InvalidRequest(
+                f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: "
+                f"{', '.join(settings.drafters) or 'none'}"
+            )
+    policy = learning(command.policy, command.strategy, command.arms)
+    pins = (*command.pins, *limit(settings.sd_max_batch))
+    return Pinned(policy, pins) if pins else policy
+
+
+def _learning_policy(
+    settings: DecidedSettings,
+    knowledge: Knowledge,
+    device: Device,
+    name: str,
+    strategy: Strategy | None,
+    arms: Arms | None,
+) -> Policy:
+    known = ladder(settings.drafters, settings.device).within(arms)
+    setup = Setup(known, strategy or known.arms[-1], knowledge, device.sizes, arms)
+    policy: Policy = POLICIES.resolve(name).make(setup)
+    return policy
 
 
 def _warm_up(

@@ -27,6 +27,7 @@ from tlt_server.records import Cycle, GenerateRequest, StepOutput, Strategy
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import Policy
+from tlt_server.speculation.switches import SwitchLog
 
 
 class Runner(Protocol):
@@ -55,6 +56,7 @@ class Engine:
         canary: Canary,
         knowledge: Knowledge,
         knowledge_file: KnowledgeFile,
+        switches: SwitchLog,
         make_policy: Callable[[SetPolicy], Policy],
         make_sequence: Callable[[GenerateRequest], Sequence],
         pushes: WeightPushes,
@@ -63,6 +65,7 @@ class Engine:
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
         self.pushes, self.halt = pushes, halt
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
+        self.switches = switches
         self._canary, self._make_policy = canary, make_policy
         self._commands = Commands(gate, scheduler, pushes, halt, make_sequence, self._set_policy)
         self.last_cycle: Cycle | None = None  # if the last step finished a batch
@@ -79,6 +82,7 @@ class Engine:
         if batch:
             # No speculation is an ordinary strategy.
             strategy = self._canary.permitted(self.policy.choose(batch.context))
+            self.switches.chose(batch.context, strategy)
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
             self.scheduler.launched(batch, strategy.depth)
         # On a CPU the result comes at once, on a GPU one step late.
@@ -89,11 +93,12 @@ class Engine:
         outputs += self.scheduler.commit(finished.batch, finished.emissions)
         self._last_end = time.perf_counter()
         emitted = sum(len(emission.tokens) for emission in finished.emissions)  # truncated by now
-        self.last_cycle = msgspec.structs.replace(
+        cycle = msgspec.structs.replace(
             finished.cycle, emitted=emitted, step_s=self._last_end - started
         )
-        self.scheduler.observe(finished.batch, 1e3 * self.last_cycle.step_s)
-        self.knowledge.observe(self.last_cycle, finished.drafted)
+        self.scheduler.observe(finished.batch, 1e3 * cycle.step_s)
+        predicted_s = self.knowledge.observe(cycle, finished.drafted)
+        self.last_cycle = msgspec.structs.replace(cycle, predicted_s=predicted_s)
         self.policy.observe(self.last_cycle)
         if news := self._canary.observe(self.last_cycle):
             print(f"tlt: {news}", file=sys.stderr)
@@ -132,6 +137,7 @@ class Engine:
     def _set_policy(self, command: SetPolicy) -> None:
         try:
             self.policy = self._make_policy(command)
+            self.switches.policy_replaced(command.pins)
         except TltError as error:  # the frontend checks first, so this has no asker to answer
             print(
                 f"tlt: policy {command.policy!r} is refused, {error.message}; the one in use stays",

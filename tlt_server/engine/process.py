@@ -70,7 +70,7 @@ def serve(
         # A command can change gauges without a step.
         if outputs or engine.last_cycle or gauges != reported:
             reported = gauges
-            events += of_step(outputs, gauges, engine.last_cycle)
+            events += of_step(outputs, gauges, engine.last_cycle, engine.switches.take())
         # After the ends, and the gauges, that the commands brought about.
         events += engine.control_reports()
         if not events and time.monotonic() - last_event_s >= HEARTBEAT_S:

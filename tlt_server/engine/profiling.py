@@ -20,6 +20,7 @@ from tlt_server.records import OFF, GenerateRequest, Sampling, Strategy
 from tlt_server.speculation.cost import Measured, load_of
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies.fixed import Fixed
+from tlt_server.speculation.switches import SwitchLog
 
 SIZES = (8, 64, 1, 256, 24)  # requests of a batch
 CONTEXTS = (8, 256)  # tokens
@@ -46,12 +47,13 @@ def profile(engine: Engine, vocab_size: int, max_model_len: int, seconds: float)
 @contextmanager
 def nothing_learnt(engine: Engine) -> Iterator[None]:
     """Run steps of meaningless prompts, under any policy, without consequences."""
-    policy, knowledge = engine.policy, engine.knowledge
-    engine.knowledge, engine.runner.learns = Knowledge(()), False
+    policy, knowledge, switches = engine.policy, engine.knowledge, engine.switches
+    engine.knowledge, engine.switches, engine.runner.learns = Knowledge(()), SwitchLog(), False
     try:
         yield
     finally:
-        engine.policy, engine.knowledge, engine.runner.learns = policy, knowledge, True
+        engine.policy, engine.knowledge, engine.switches = policy, knowledge, switches
+        engine.runner.learns = True
         engine.scheduler.pool.clear_index()
 
 

@@ -162,10 +162,10 @@ class CostModel:
             values_K[:] = found[at : at + len(values_K)]
         self.speed, self.trained = 1.0, True
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Correct the model by a step that has run."""
+    def observe(self, load: StepLoad, seconds: float) -> float:
+        """Correct the model by a step that has run. Return what it had predicted; 0: nothing."""
         if seconds <= 0 or not load.read:
-            return
+            return 0.0
         if not self.trained:
             self.profile([Measured(load._replace(drafter="", depth=0, width=0), seconds)])
         expected = self.predict(load)
@@ -174,6 +174,7 @@ class CostModel:
         self.error += 0.05 * (abs(missed) / expected - self.error)
         self.speed *= 1 + self._settings.speed_rate * missed / expected
         self._correct(load, missed * (1 - self._settings.speed_rate))
+        return expected
 
     def record(self) -> CostRecord:
         draft = {name: values_K.tolist() for name, values_K in self._draft_K.items()}

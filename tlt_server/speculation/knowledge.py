@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from tlt_server.records import Cycle
@@ -17,6 +18,7 @@ from tlt_server.speculation.cost import CostModel, CostRecord, load_of
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.outlook import Outlook, OutlookRecord
 
+EVERY = 16  # steps of which one is asked what was expected of it
 RETURN = 3  # steps within which a drafter that comes back has little to catch up with
 
 
@@ -43,17 +45,20 @@ class Knowledge:
             for name in drafters
             for half in (DRAFTERS[name].half(device),)
         }
+        self.expected_rate = 0.0  # tokens per second of steps like the last ones
         self._step = 0
         self._last_used: dict[str, int] = {}  # the step that last used a drafter
 
-    def observe(self, cycle: Cycle, drafted: Drafted | None) -> None:
+    def observe(self, cycle: Cycle, drafted: Drafted | None) -> float:
+        """Learn from a step. Return the seconds that were expected of it; 0: nothing was."""
         self._step += 1
+        predicted_s = 0.0
         drafter = cycle.strategy.drafter
         settled = not drafter or self._step - self._last_used.get(drafter, -RETURN) < RETURN
         if drafter:
             self._last_used[drafter] = self._step
         if settled:  # else the drafter had to catch up first
-            self.cost.observe(load_of(cycle), cycle.step_s)
+            predicted_s = self.cost.observe(load_of(cycle), cycle.step_s)
         for name, outlook in self.outlooks.items():
             found = drafted if name == drafter else None
             if found is not None:
@@ -62,6 +67,19 @@ class Knowledge:
                 outlook.see(found.candidates, found.requests)
             else:
                 outlook.unseen()
+        if predicted_s and self._step % EVERY == 0:
+            self.expected_rate = self._tokens(cycle) / predicted_s
+        return predicted_s
+
+    def _tokens(self, cycle: Cycle) -> float:
+        """Return the tokens that are expected of a step like this one."""
+        context, strategy = cycle.context, cycle.strategy
+        outlook = self.outlooks.get(strategy.drafter)
+        if outlook is None or not context.speculable:
+            return float(context.decoding)
+        rows = np.array([strategy.draft_rows(context.speculable) / context.speculable])
+        gain = outlook.gain(strategy.depth, strategy.width, rows)[0]
+        return context.decoding + context.speculable * float(gain)
 
     def forget(self) -> None:
         """Doubt what is known of the drafters, as weights have changed."""
@@ -90,5 +108,6 @@ class Knowledge:
         return {
             "cost_error": self.cost.error,
             "cost_speed": self.cost.speed,
+            "expected_rate": self.expected_rate,
             **{f"outlook_ratio_{name}": known.ratio for name, known in self.outlooks.items()},
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from tlt_server.records import Cycle, StepContext, Strategy
+from tlt_server.records import Arms, Cycle, StepContext, Strategy
 from tlt_server.registry import Registry
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies.arms import Ladder
@@ -32,6 +32,7 @@ class Setup(NamedTuple):
     strategy: Strategy  # for `fixed`
     knowledge: Knowledge
     sizes: Sizes
+    arms: Arms | None = None  # what an operator allows; None: all
 
 
 class Policy(Protocol):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tlt_server.records import OFF, Strategy
+from tlt_server.records import OFF, Arms, Strategy
 from tlt_server.speculation.drafters import DRAFTERS
 
 
@@ -40,6 +40,13 @@ class Ladder:
 
     arms: tuple[Strategy, ...]
     groups: tuple[BatchGroup, ...] = CPU_GROUPS
+
+    def within(self, arms: Arms | None) -> Ladder:
+        """Return the ladder of what these arms allow, with the strategies that they name."""
+        if arms is None:
+            return self
+        own = (arm for arm in self.arms if arm == OFF or arm.drafter in arms.drafters)
+        return replace(self, arms=tuple(dict.fromkeys((*own, *arms.strategies))))
 
     def group(self, requests: int) -> int:
         """Return the index of the group of a batch size."""

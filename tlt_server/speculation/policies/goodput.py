@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.records import OFF, Arms, Cycle, StepContext, Strategy
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies import Setup
@@ -49,15 +49,17 @@ class Goodput:
         knowledge: Knowledge,
         settings: GoodputSettings = GoodputSettings(),
         sizes: Sizes | None = None,
+        arms: Arms | None = None,
     ) -> None:
         self._knowledge, self._settings, self._sizes = knowledge, settings, sizes or AnySize()
         self._names, self._outlooks = list(knowledge.outlooks), list(knowledge.outlooks.values())
+        self._allowed = [_allowed(name, known, arms) for name, known in knowledge.outlooks.items()]
         self._current: TreeShape | None = None
         self._expected = self._switches = 0.0
 
     @classmethod
     def make(cls, setup: Setup) -> Goodput:
-        return cls(setup.knowledge, sizes=setup.sizes)
+        return cls(setup.knowledge, sizes=setup.sizes, arms=setup.arms)
 
     def choose(self, context: StepContext) -> Strategy:
         if not context.speculable or not self._knowledge.cost.trained:
@@ -95,7 +97,7 @@ class Goodput:
         decode_V = self._sizes.decode_rows(requests, prompts=prompts)
         yield OFF
         for d, outlook in enumerate(self._outlooks):
-            for i, j in np.argwhere(_sensible(outlook, decode_V)):
+            for i, j in np.argwhere(_sensible(outlook, decode_V) & self._allowed[d]):
                 choice = TreeShape(d, outlook.depths[i], outlook.widths[j])
                 for rows in decode_V[1:]:
                     yield self._strategy(choice, int(rows), requests, prompts=prompts)
@@ -126,7 +128,7 @@ class Goodput:
             context, computed_V[1:], self._names[d], depth_D[:, None, None], width_W[None, :, None]
         )
         rate_DWV = (context.decoding + requests * gain_DWV) / seconds_DWV
-        rate_DWV[~_sensible(outlook, decode_V)] = 0.0
+        rate_DWV[~(_sensible(outlook, decode_V) & self._allowed[d])] = 0.0
         return rate_DWV
 
     def _seconds(
@@ -145,6 +147,15 @@ class Goodput:
         budget = max(1, rows - self._sizes.batch(requests, prompts=prompts))
         mean = 1 + -(-(rows - requests) // requests)
         return Strategy(self._names[choice.drafter], choice.depth, choice.width, mean, budget)
+
+
+def _allowed(drafter: str, outlook: Outlook, arms: Arms | None) -> NDArray[np.bool_]:
+    """Tell by depth and width which trees an operator allows."""
+    permitted = [
+        [arms is None or arms.permit(drafter, depth, width) for width in outlook.widths]
+        for depth in outlook.depths
+    ]
+    return np.array(permitted)
 
 
 def _sensible(outlook: Outlook, decode_V: NDArray[np.int64]) -> NDArray[np.bool_]:

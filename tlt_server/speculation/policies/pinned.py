@@ -1,0 +1,46 @@
+"""Any policy under pins: ranges of batch sizes for which an operator has set the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tlt_server.records import OFF, Cycle, Pin, StepContext, Strategy
+from tlt_server.speculation.policies import Policy
+
+MAX_BATCH = 2**31 - 1
+
+
+def pinned_at(pins: Sequence[Pin], requests: int) -> Strategy | None:
+    """Return the strategy of the first pin that holds for this number of decoding requests."""
+    return next((pin.strategy for pin in pins if pin.first <= requests <= pin.last), None)
+
+
+def limit(max_batch: int) -> tuple[Pin, ...]:
+    """Return the pin of an operator's limit: nothing is drafted for larger batches; 0: no limit."""
+    return (Pin(max_batch + 1, MAX_BATCH, OFF),) if max_batch else ()
+
+
+class Pinned:
+    """The policy still observes every step, so what it knows is not old once a pin is gone."""
+
+    def __init__(self, policy: Policy, pins: Sequence[Pin]) -> None:
+        self.policy, self._pins = policy, tuple(pins)
+        self.measures = policy.measures
+
+    def choose(self, context: StepContext) -> Strategy:
+        strategy = pinned_at(self._pins, context.decoding)
+        if strategy is None:
+            return self.policy.choose(context)
+        return strategy if context.speculable else OFF
+
+    def observe(self, cycle: Cycle) -> None:
+        self.policy.observe(cycle)
+
+    def strategies(self, requests: int, *, prompts: bool) -> Iterable[Strategy]:
+        strategy = pinned_at(self._pins, requests)
+        if strategy is None:
+            return self.policy.strategies(requests, prompts=prompts)
+        return OFF, strategy
+
+    def gauges(self) -> Mapping[str, float]:
+        return self.policy.gauges()
