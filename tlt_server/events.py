@@ -106,7 +106,7 @@ class Outputs(Struct, frozen=True, tag="outputs"):
     outputs: list[StepOutput]
     gauges: dict[str, float]
     cycle: Cycle | None = None
-    switches: list[Switch] = []  # of the steps since the last event
+    switches: list[Switch] = []  # those since the last event
 
 
 def of_step(

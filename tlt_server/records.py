@@ -141,7 +141,7 @@ def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
 
 
 class Pin(Struct, frozen=True):
-    """A strategy for batches of these sizes, first and last included, whatever the policy says."""
+    """A strategy for batches of these sizes, first and last included."""
 
     first: int
     last: int
