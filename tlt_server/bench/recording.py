@@ -417,6 +417,8 @@ def _keep(
     first_B = np.searchsorted(candidates.request_N, np.arange(len(decoding) + 1))
     for b, (chunk, root) in enumerate(decoding):
         nodes = slice(int(first_B[b]), int(first_B[b + 1]))
+        own = int(np.count_nonzero(candidates.rank_N[nodes] >= 0))  # branches come after them
+        nodes = slice(nodes.start, nodes.start + own)
         if root >= 0 and nodes.stop > nodes.start:
             n, known = index[chunk.sequence.id], root + 1
             at = int(responses.position_N[n]) + known - int(responses.prompt_len_N[n])

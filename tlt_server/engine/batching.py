@@ -32,6 +32,7 @@ def draft_batch(
         seed_B=np.array([s.request.seed for s in sequences], np.uint64),
         temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
         salts=[s.request.tenant for s in sequences],
+        drafters=[limit.drafter for limit in limits],
         max_depth_B=np.array(
             [
                 max(0, min(s.remaining - 1, s.capacity - s.length, limit.max_depth))

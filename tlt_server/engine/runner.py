@@ -8,7 +8,7 @@ decide how many of these samples one pass yields.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.records import MAX_ROWS, Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.branches import Proposing, branching, with_branches
 from tlt_server.speculation.drafters.cpu import CpuDrafter
 from tlt_server.speculation.knowledge import Drafted
 from tlt_server.speculation.tree import select
@@ -58,6 +59,7 @@ class CpuRunner:
             drafters,
             page_table_SP,
         )
+        self._drafts = with_branches(drafters)
         self.sample, self.learns = sample, True
         self._finished: Finished | None = None
 
@@ -71,15 +73,16 @@ class CpuRunner:
         return finished
 
     def gauges(self) -> dict[str, float]:
-        return {
-            name: value
-            for drafter in self._drafters.values()
-            for name, value in drafter.gauges().items()
-        }
+        found: dict[str, float] = {}
+        for drafter in self._drafters.values():
+            found |= drafter.gauges()
+        for drafts in branching(self._drafts):
+            found |= drafts.gauges()
+        return found
 
     @torch.inference_mode()
     def launch(self, batch: Batch, strategy: Strategy) -> None:
-        drafts = _draft(batch, strategy, self._drafters, self._page_table_SP, self._cache.scratch)
+        drafts = _draft(batch, strategy, self._drafts, self._page_table_SP, self._cache.scratch)
 
         step = lay_out(
             batch,
@@ -190,7 +193,7 @@ class _Drafts(NamedTuple):
 def _draft(
     batch: Batch,
     strategy: Strategy,
-    drafters: dict[str, CpuDrafter],
+    drafters: Mapping[str, Proposing],
     page_table_SP: NDArray[np.int32],
     scratch: int,
 ) -> _Drafts:

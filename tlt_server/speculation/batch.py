@@ -31,6 +31,8 @@ class DraftBatch:
     salts: Sequence[
         str
     ] = ()  # per request: text is never shared between salts; empty = no request has one
+    # Per request: the only drafter that may draft for it, empty = any; no names = any for all.
+    drafters: Sequence[str] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -44,7 +46,7 @@ class Candidates:
     parent_N: NDArray[np.int32]  # index into N, -1 = the request's root
     token_N: NDArray[np.int32]
     depth_N: NDArray[np.int32]  # 1 = child of the root
-    rank_N: NDArray[np.int32]  # 0 = the parent's best child
+    rank_N: NDArray[np.int32]  # 0 = the parent's best child; -1 = of a branch, see `branches`
     survival_N: NDArray[
         np.float32
     ]  # calibrated probability that the node is on the path; never above its parent's

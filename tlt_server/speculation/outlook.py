@@ -5,6 +5,8 @@ is on the path of the target's tokens. The expected number of accepted tokens of
 the sum of their survivals, so one tree of depth 7 says what every shallower, narrower or smaller
 tree would have brought, and nothing needs to be tried out. What a tree lacks, because it was cut or
 is shallower, is continued from its leaves with the drafter's mean survival from level to level.
+Branches of another drafter (rank -1) count as they are, in trees of every width that have their
+parents.
 
 The builder verifies the R best nodes of a batch, so the gain of R rows is the sum of the R largest
 survivals. It is kept as a curve over nodes per request, for each depth and width, of the trees of
@@ -167,10 +169,11 @@ class _Trees:
     def __init__(self, drafted: Candidates) -> None:
         self.survival_N = np.clip(drafted.survival_N, 0.0, 1.0)
         self.depth_N, self.widest_N = drafted.depth_N, _widest(drafted)
+        own_N = drafted.rank_N >= 0  # a branch ends where its source ends, so it is not continued
         leaf_N = drafted.rank_N == 0
-        leaf_N[drafted.parent_N[drafted.parent_N >= 0]] = False
+        leaf_N[drafted.parent_N[own_N & (drafted.parent_N >= 0)]] = False
         self.leaf_N = leaf_N
-        best_N = self.widest_N == 0
+        best_N = own_N & (self.widest_N == 0)
         parent_N = drafted.parent_N[best_N]
         above = np.where(parent_N >= 0, self.survival_N[parent_N], 1.0).sum()
         self.rate = min(0.99, float(self.survival_N[best_N].sum() / max(above, 1e-9)))
@@ -188,7 +191,7 @@ class _Trees:
 
 
 def _widest(drafted: Candidates) -> NDArray[np.int32]:
-    """Return the largest rank on each node's path."""
+    """Return the largest rank on each node's path. A branch needs no width of its own."""
     widest_N = drafted.rank_N.copy()
     if widest_N.any():
         for depth in range(2, int(drafted.depth_N.max()) + 1):

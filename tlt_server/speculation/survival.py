@@ -23,6 +23,7 @@ from tlt_kernels.cpu.counts import tally
 from tlt_server.errors import ModelError
 
 PHASES, RANKS, BUCKETS = 2, 8, 16  # phase 0: children of the root (true target features); 1: later
+CELLS = PHASES * RANKS * BUCKETS
 FILE = "calibration.safetensors"
 DEFAULT_EDGES = (
     0.1,

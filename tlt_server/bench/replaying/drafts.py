@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.branches import Branching, Proposing
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.eagle import FLOOR
 from tlt_server.speculation.drafters.history import History
@@ -242,10 +243,11 @@ def _flat(
     )
 
 
-def widths_of(drafts: Drafts, drafter: str, device: str) -> tuple[int, ...]:
+def widths_of(drafts: Proposing, drafter: str, device: str) -> tuple[int, ...]:
     """Return the widths of trees that can be asked for."""
+    recorded = drafts.drafter if isinstance(drafts, Branching) else drafts
     return (
-        drafts.widths
-        if isinstance(drafts, RecordedDrafts)
+        recorded.widths
+        if isinstance(recorded, RecordedDrafts)
         else DRAFTERS[drafter].half(device).widths
     )

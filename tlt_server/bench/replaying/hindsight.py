@@ -18,16 +18,17 @@ negative, and zero for the best choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.bench.replaying.drafts import Drafts, outcomes, widths_of
+from tlt_server.bench.replaying.drafts import outcomes, widths_of
 from tlt_server.bench.replaying.limits import Limits
 from tlt_server.records import OFF, StepContext, Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.branches import Proposing
 from tlt_server.speculation.cost import CostModel
 from tlt_server.speculation.drafters import DRAFTERS
 
@@ -55,7 +56,7 @@ class Best(NamedTuple):
 
 class Hindsight:
     def __init__(
-        self, drafts: dict[str, Drafts], limits: Limits, cost: CostModel, device: str
+        self, drafts: Mapping[str, Proposing], limits: Limits, cost: CostModel, device: str
     ) -> None:
         self._drafts, self._limits, self._cost, self._device = drafts, limits, cost, device
 

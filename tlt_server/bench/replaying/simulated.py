@@ -8,7 +8,7 @@ step late, as there. What is simulated of a device is in `limits`, of drafters i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +31,7 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import StartupError
 from tlt_server.records import Cycle, Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.branches import Proposing, with_branches
 from tlt_server.speculation.cost import CostModel, load_of
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.knowledge import Drafted, Knowledge
@@ -63,10 +64,15 @@ class ReplayRunner:
     """A runner that looks up what the device would have computed."""
 
     def __init__(
-        self, record: RolloutRecord, cost: CostModel, drafts: dict[str, Drafts], limits: Limits
+        self,
+        record: RolloutRecord,
+        cost: CostModel,
+        drafts: dict[str, Drafts],
+        branched: Mapping[str, Proposing],
+        limits: Limits,
     ) -> None:
         self._responses, self._cost = record.responses, cost
-        self._drafts, self._limits = drafts, limits
+        self._drafts, self._branched, self._limits = drafts, branched, limits
         self._output_len_N = record.responses.output_len_N
         self._known_N = np.zeros(len(record.responses), np.int64)  # output tokens on the device
         self._deepest = max((trees.depth for trees in record.header.trees), default=0) + 16
@@ -87,7 +93,7 @@ class ReplayRunner:
     def launch(self, batch: Batch, step: Step, strategy: Strategy) -> None:
         requests, live = batch.context.decoding, len(step.batch)
         rows = self._limits.of(strategy, requests, live, prompts=step.prompts)
-        drafter = self._drafts.get(rows.strategy.drafter)
+        drafter = self._branched.get(rows.strategy.drafter)
         candidates, chosen_N, own_N = Candidates.empty(), np.zeros(0, np.int32), np.zeros(0, bool)
         if drafter is not None and live:
             candidates = drafter.propose(step.batch, rows.strategy)
@@ -232,8 +238,9 @@ class Replay:
         cost = CostModel()
         cost.restore(header.cost)
         drafts, limits = drafts_of(record), limits_of(header)
-        self.runner = ReplayRunner(record, cost, drafts, limits)
-        self.hindsight = Hindsight(drafts, limits, cost, header.device)
+        branched = with_branches(drafts)
+        self.runner = ReplayRunner(record, cost, drafts, branched, limits)
+        self.hindsight = Hindsight(branched, limits, cost, header.device)
         self.knowledge = knowledge or known_at_start(record)
         arms = ladder(header.drafters, header.device)
         strategy = command.strategy if command and command.strategy else arms.arms[-1]

@@ -1,0 +1,87 @@
+"""Grafting: a chain of tokens that another drafter proposes becomes a branch of a request's tree.
+
+Slow twin: `tests/unit/test_branches.py`. Legend: N nodes of trees, H nodes of chains, B requests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True)
+def _families(request_N, parent_N, requests):
+    """Return (first_F, next_N): the last child of each family, and the sibling before each node; -1
+    = none. Family n < N has the children of node n, family N + b those of request b's root.
+    """
+    nodes = len(request_N)
+    first_F = np.full(nodes + requests, -1, np.int32)
+    next_N = np.empty(nodes, np.int32)
+    for n in range(nodes):
+        family = parent_N[n] if parent_N[n] >= 0 else nodes + request_N[n]
+        next_N[n] = first_F[family]
+        first_F[family] = n
+    return first_F, next_N
+
+
+@njit(cache=True)
+def graft(
+    request_N,
+    parent_N,
+    token_N,
+    survival_N,
+    request_H,
+    token_H,
+    trust_H,
+    requests,
+    lefts,
+    floor,
+    first_cell,
+    table_Z,
+    branch_H,
+    above_H,
+    survival_H,
+    cell_H,
+):
+    """Return how many nodes of the chains are new. A chain has one request's nodes, together and
+    from the root on; it follows the tree as long as its tokens are there, and branches off once.
+
+    trust_H: the index of each node's evidence. left: the share of the parent's survival that its
+    children in the tree leave over, in `lefts` buckets. Chance of a branch's node: table_Z at
+    trust * lefts + bucket of left. New node i is chain node branch_H[i]; above_H[i] is its parent,
+    N + j for new node j, -1 for the root. A branch ends where it survives less than `floor`.
+    """
+    first_F, next_N = _families(request_N, parent_N, requests)
+    nodes = len(request_N)
+    count = 0
+    at, above, ended = -1, np.float32(1), False
+    for h in range(len(request_H)):
+        if h == 0 or request_H[h] != request_H[h - 1]:
+            at, above, ended = -1, np.float32(1), False
+        if ended:
+            continue
+        left = lefts - 1
+        if at < nodes:
+            taken = np.float32(0)
+            found = -1
+            n = first_F[at if at >= 0 else nodes + request_H[h]]
+            while n >= 0:
+                taken += survival_N[n]
+                if token_N[n] == token_H[h]:
+                    found = n
+                n = next_N[n]
+            if found >= 0:
+                at, above = found, survival_N[found]
+                continue
+            rest = max(np.float32(0), above - taken)
+            left = min(int(lefts * rest / max(above, np.float32(1e-9))), lefts - 1)
+        cell = trust_H[h] * lefts + left
+        survival = above * min(max(table_Z[cell], np.float32(0)), np.float32(1))
+        if survival < floor:
+            ended = True
+            continue
+        branch_H[count], above_H[count] = h, at
+        survival_H[count], cell_H[count] = survival, first_cell + cell
+        at, above = nodes + count, survival
+        count += 1
+    return count

@@ -1,0 +1,152 @@
+"""History's continuations as branches of another drafter's trees, so that the one tree builder
+chooses among the nodes of both.
+
+A continuation follows the tree as long as its tokens are there, then becomes a rival child and goes
+on as a chain. How far such a node can be trusted is learned online, apart from both drafters'
+own tables: by what history knows of it (match length, share of matches that agree), and by the
+share of the parent's survival that the tree's own children leave over. Rank -1 marks these nodes.
+Any tree is lossless, so branches change no token. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_kernels.cpu.branches import graft
+from tlt_server.records import Strategy
+from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.drafters import DRAFTERS, history
+from tlt_server.speculation.survival import CELLS, OnlineTable
+
+SOURCE = "history"
+LEFTS = 8  # buckets of the survival that is left over
+RANK = -1  # of a branch's nodes
+FLOOR = 0.02  # a branch ends where it survives less: its row would cost more than it brings
+
+
+def prior() -> NDArray[np.float32]:
+    """Return the trust before anything is observed: history's own, times what is left over."""
+    trust_LS = history.prior().reshape(-1, history.DEPTHS)[:, 0]
+    left = (np.arange(LEFTS) + 1) / LEFTS
+    return (trust_LS[:, None] * left).reshape(-1).astype(np.float32)
+
+
+class Proposing(Protocol):
+    """The part of `drafters.cpu.CpuDrafter` that branches need."""
+
+    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates: ...
+
+    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None: ...
+
+
+D = TypeVar("D", bound=Proposing)
+
+
+class Branching:
+    """A drafter whose trees get branches from another. It only proposes and observes: requests
+    that end are told to the two of them.
+    """
+
+    def __init__(self, drafter: Proposing, source: Proposing) -> None:
+        self.drafter, self._source = drafter, source
+        self.table = OnlineTable(prior())
+        self._grafted = 0
+
+    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
+        trees = self.drafter.propose(batch, strategy)
+        chains = self._source.propose(
+            self._permitted(batch), Strategy(SOURCE, strategy.depth, 1, strategy.rows)
+        )
+        if not len(chains):
+            return trees
+        grafted = grafted_onto(trees, chains, len(batch), self.table.survival_K)
+        self._grafted += len(grafted) - len(trees)
+        return grafted
+
+    @staticmethod
+    def _permitted(batch: DraftBatch) -> DraftBatch:
+        """Return the batch without room for branches where only another drafter may draft."""
+        barred_B = np.array([name not in ("", SOURCE) for name in batch.drafters], np.bool_)
+        if not barred_B.any():
+            return batch
+        return replace(batch, max_depth_B=np.where(barred_B, 0, batch.max_depth_B))
+
+    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
+        """Let each table learn from its own nodes."""
+        accepted_N = np.asarray(accepted_N, np.int8)
+        branch_N = candidates.rank_N == RANK
+        self.drafter.observe(batch, candidates, np.where(branch_N, np.int8(-1), accepted_N))
+        if not branch_N.any():
+            return
+        parent_N = candidates.parent_N
+        tried_N = branch_N & (accepted_N >= 0) & ((parent_N < 0) | (accepted_N[parent_N] == 1))
+        tried = np.flatnonzero(tried_N)
+        cell = candidates.cell_N[tried] - CELLS
+        self.table.observe(cell, np.full(len(cell), -1, np.int32), accepted_N[tried])
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"branch_nodes": float(self._grafted), "branch_table_drift": self.table.drift}
+
+
+def with_branches(drafters: Mapping[str, D]) -> dict[str, D | Branching]:
+    """Return the drafters; those with weights draft with branches where history is loaded."""
+    source = drafters.get(SOURCE)
+    return {
+        name: Branching(drafter, source)
+        if source is not None and DRAFTERS[name].needs_weights
+        else drafter
+        for name, drafter in drafters.items()
+    }
+
+
+def branching(drafters: Mapping[str, Proposing]) -> list[Branching]:
+    return [drafter for drafter in drafters.values() if isinstance(drafter, Branching)]
+
+
+def grafted_onto(
+    trees: Candidates, chains: Candidates, requests: int, table_Z: NDArray[np.float32]
+) -> Candidates:
+    """Return the trees with the chains as branches; each request's branch stands after its tree."""
+    size = len(chains)
+    branch_H, above_H, cell_H = (np.empty(size, np.int32) for _ in range(3))
+    survival_H = np.empty(size, np.float32)
+    count = graft(
+        trees.request_N,
+        trees.parent_N,
+        trees.token_N,
+        trees.survival_N,
+        chains.request_N,
+        chains.token_N,
+        chains.cell_N // history.DEPTHS,
+        requests,
+        LEFTS,
+        np.float32(FLOOR),
+        CELLS,
+        table_Z,
+        branch_H,
+        above_H,
+        survival_H,
+        cell_H,
+    )
+    if not count:
+        return trees
+    new = branch_H[:count]
+    request_N = np.concatenate((trees.request_N, chains.request_N[new]))
+    order = np.argsort(request_N, kind="stable")
+    place_N = np.empty(len(order), np.int32)
+    place_N[order] = np.arange(len(order), dtype=np.int32)
+    parent_N = np.concatenate((trees.parent_N, above_H[:count]))[order]
+    return Candidates(
+        request_N[order],
+        np.where(parent_N < 0, np.int32(-1), place_N[parent_N]),
+        np.concatenate((trees.token_N, chains.token_N[new]))[order],
+        np.concatenate((trees.depth_N, chains.depth_N[new]))[order],
+        np.concatenate((trees.rank_N, np.full(count, RANK, np.int32)))[order],
+        np.concatenate((trees.survival_N, survival_H[:count]))[order],
+        np.concatenate((trees.cell_N, cell_H[:count]))[order],
+    )
