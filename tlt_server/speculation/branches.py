@@ -25,7 +25,7 @@ from tlt_server.speculation.survival import CELLS, OnlineTable
 
 SOURCE = "history"
 LEFTS = 8  # buckets of the survival that is left over
-RANK = -1  # of a branch's nodes
+RANK = -1  # marks the nodes of branches
 FLOOR = 0.02  # a branch ends where it survives less: its row would cost more than it brings
 
 
