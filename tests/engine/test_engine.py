@@ -197,7 +197,7 @@ LIMITS = {
     "nothing": (False, 0),
     "one row": (DraftLimits(max_rows=2), 1),
     "three rows": (DraftLimits(max_rows=4), 3),
-    "no depth": (DraftLimits(max_depth=1), 3),  # the children of the root
+    "no depth": (DraftLimits(max_depth=1), 4),  # the children of the root, and a branch
     "another drafter": (DraftLimits(drafter="history"), 0),
     "this drafter": (DraftLimits(drafter="eagle"), 92),
 }
