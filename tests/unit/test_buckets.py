@@ -39,7 +39,7 @@ from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
 
 LADDER = ladder(("eagle", "history"), "cuda")
-DEEPEST = 14
+DEEPEST = 20
 
 
 def policy_of(name: str, shapes: Shapes) -> Policy:
@@ -105,7 +105,7 @@ def test_captures_are_a_sum_not_a_product() -> None:
             if isinstance(key, ExtendKey) and key.batch == batch and not key.prompt_rows
         ]
         drafts = [key for key in keys if isinstance(key, DraftKey) and key.batch == batch]
-        assert len(extends) <= len(DECODE_ROWS) and len(drafts) <= 7 * 3 + 3
+        assert len(extends) <= len(DECODE_ROWS) and len(drafts) <= 8 * 3 + 3
     assert len(keys) < 400
 
 

@@ -57,7 +57,7 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("made_by", "processor", value="another"), "processor 'another', now 'one'"),
         (_set("made_by", value={}), "processor 'unknown'"),
         (_set("knowledge", "cost", "extend", value=[1.0]), "numbers of seconds"),
-        (_set("knowledge", "cost", "attend", value=[-1.0, 0.0]), "numbers of seconds"),
+        (_set("knowledge", "cost", "linear", value=[-1.0, 0.0, 0.0]), "numbers of seconds"),
         (_set("knowledge", "outlooks", "eagle", "curves", value=[]), "outlook"),
         (_set("knowledge", "outlooks", "eagle", "depths", value=[9]), "outlook"),
         (_set("knowledge", "outlooks", "eagle", "ratio", value="a"), "float"),

@@ -2,15 +2,15 @@
 
 A step's time is modelled as a sum of parts, each a piecewise-linear function of a number of rows:
 
-    seconds = speed * (extend(R) + depth * draft(M) + (read * B + attend * R) * context)
+    seconds = speed * (extend(R) + depth * draft(M) + (read * B + attend * R) * context + each * B)
 
 R: rows that the target computes (roots, drafts and prompt rows, with what pads them); B: requests
 that sample, the KV of which is read once; M: rows of one level of the draft pass (requests times
-children). The draft function is one per drafter. The values at the knots are
-the model's parameters. A profile fits them by least squares, and every step corrects them by a
-normalised least-mean-squares rule. `speed` is what slows all steps alike, such as a busy machine;
-it follows fast, the knots follow slowly, so a moment of load does not make the strategy in use look
-worse than those that are not in use.
+children). The draft function is one per drafter. The values at the knots are the model's
+parameters. A profile fits them by least squares, where more rows never take less time, and every
+step corrects them by a normalised least-mean-squares rule. `speed` is what slows all steps alike,
+such as a busy machine; it follows fast, the knots follow slowly, so a moment of load does not make
+the strategy in use look worse than those that are not in use.
 
 No torch. Times are in seconds.
 """
@@ -31,6 +31,7 @@ KNOTS = (
     *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),
     *(1024, 2048, 4096, 8192),
 )  # rows
+REQUESTS = 256  # unit of the part of requests
 ATTENDED = 2**14  # unit of the parts of attention: rows, or requests, times tokens of context
 DRAFT_SHARE = 0.1  # a level of drafting over a pass of the target, until it is measured
 
@@ -89,7 +90,7 @@ class CostRecord(Struct, frozen=True, forbid_unknown_fields=True):
 
     extend: list[float]
     draft: dict[str, list[float]]
-    attend: list[float]  # a request's part, then a row's
+    linear: list[float]
 
 
 class CostModel:
@@ -100,7 +101,7 @@ class CostModel:
         self._knot_K = np.array(KNOTS, np.float64)
         self._extend_K = np.zeros(len(KNOTS))
         self._draft_K: dict[str, NDArray[np.float64]] = {}
-        self._attend_2 = np.zeros(2)  # a request's part, then a row's
+        self._linear_3 = np.zeros(3)  # reading a request's KV, attending with a row, a request
         self.speed = 1.0
         self.error = 0.0  # mean relative error of predictions, of the recent past
         self.trained = False
@@ -117,8 +118,9 @@ class CostModel:
     ) -> NDArray[np.float64]:
         """Predict the time of steps; arguments as in `StepLoad`, arrays of one shape or numbers."""
         read = np.asarray(rows) + prompt_rows
-        attended = self._attend_2[0] * batch + self._attend_2[1] * read
-        found = self._at(self._extend_K, read) + attended * context / ATTENDED
+        kv, row, request = self._linear_3
+        found = self._at(self._extend_K, read) + request * batch / REQUESTS
+        found = found + (kv * batch + row * read) * context / ATTENDED
         if drafter:
             found = found + np.asarray(depth) * self._at(
                 self._drafting(drafter), batch * np.asarray(width)
@@ -140,8 +142,8 @@ class CostModel:
         self._draft_K = {name: np.zeros(len(KNOTS)) for name in drafters}
         functions = [self._extend_K, *self._draft_K.values()]
         first = {id(values_K): i * len(KNOTS) for i, values_K in enumerate(functions)}
-        first[id(self._attend_2)] = len(functions) * len(KNOTS)
-        equations = np.zeros((len(steps), len(functions) * len(KNOTS) + 2))
+        first[id(self._linear_3)] = len(functions) * len(KNOTS)
+        equations = np.zeros((len(steps), len(functions) * len(KNOTS) + 3))
         for row, step in zip(equations, steps, strict=True):
             for values_K, knots, scale in self._parts(step.load):
                 for at, weight in knots:
@@ -152,12 +154,16 @@ class CostModel:
             row[k : k + 3] = 1, -1 - width_K[k] / width_K[k + 1], width_K[k] / width_K[k + 1]
         bends *= self._settings.stiffness / min(step.seconds for step in steps)
         straight = np.kron(np.eye(len(functions)), bends)
-        free = np.zeros((len(straight), 2))
-        found = _not_negative(
-            np.vstack((equations, np.hstack((straight, free)))),
+        free = np.zeros((len(straight), 3))
+        # The unknowns are what a knot adds to the knot before it.
+        added = np.eye(equations.shape[1])
+        for at in range(0, len(functions) * len(KNOTS), len(KNOTS)):
+            added[at : at + len(KNOTS), at : at + len(KNOTS)] = np.tri(len(KNOTS))
+        found = added @ _not_negative(
+            np.vstack((equations, np.hstack((straight, free)))) @ added,
             np.concatenate((np.ones(len(steps)), np.zeros(len(straight)))),
         )
-        for values_K in (*functions, self._attend_2):
+        for values_K in (*functions, self._linear_3):
             at = first[id(values_K)]
             values_K[:] = found[at : at + len(values_K)]
         self.speed, self.trained = 1.0, True
@@ -178,18 +184,18 @@ class CostModel:
 
     def record(self) -> CostRecord:
         draft = {name: values_K.tolist() for name, values_K in self._draft_K.items()}
-        return CostRecord(self._extend_K.tolist(), draft, self._attend_2.tolist())
+        return CostRecord(self._extend_K.tolist(), draft, self._linear_3.tolist())
 
     def restore(self, record: CostRecord) -> None:
         """Take over the parameters of another model. `ValueError` if they are not of this form."""
         for values in (record.extend, *record.draft.values()):
             if len(values) != len(KNOTS) or not all(0 <= value < 1e4 for value in values):
                 raise ValueError(f"the time of steps must be {len(KNOTS)} numbers of seconds")
-        if len(record.attend) != 2 or not all(0 <= value < 1e4 for value in record.attend):
-            raise ValueError("the time of attention must be 2 numbers of seconds")
+        if len(record.linear) != 3 or not all(0 <= value < 1e4 for value in record.linear):
+            raise ValueError("the time of requests must be 3 numbers of seconds")
         self._extend_K = np.array(record.extend)
         self._draft_K = {name: np.array(values) for name, values in record.draft.items()}
-        self._attend_2 = np.array(record.attend)
+        self._linear_3 = np.array(record.linear)
         self.speed, self.trained = 1.0, True
 
     def _correct(self, load: StepLoad, missed: float) -> None:
@@ -206,9 +212,13 @@ class CostModel:
         parts: list[Part] = [
             (self._extend_K, self._weights(load.read), 1.0),
             (
-                self._attend_2,
-                ((0, float(load.batch)), (1, float(load.read))),
-                load.context / ATTENDED,
+                self._linear_3,
+                (
+                    (0, load.batch * load.context / ATTENDED),
+                    (1, load.read * load.context / ATTENDED),
+                    (2, load.batch / REQUESTS),
+                ),
+                1.0,
             ),
         ]
         if load.drafter:
@@ -222,8 +232,8 @@ class CostModel:
         return self._draft_K[drafter]
 
     def _at(self, values_K: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Interpolate between the knots; more rows never take less time."""
-        return np.interp(rows, self._knot_K, np.maximum.accumulate(values_K))
+        """Interpolate between the knots."""
+        return np.interp(rows, self._knot_K, values_K)
 
     def _weights(self, rows: int) -> Sequence[tuple[int, float]]:
         """Return the knots around a number of rows, each with its weight."""

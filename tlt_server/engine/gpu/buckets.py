@@ -27,16 +27,16 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
 from tlt_server.speculation.sizes import Reach
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)  # a step of 96 rows costs more than 128
 # Padding of a batch with prompts takes the place of prompt rows.
 WITH_PROMPTS = (0, 2, 8, 16, 32, *BATCHES[6:])
 # A captured step that reads prompts: its rows in all, and its prompts.
 PROMPT_SIZES, PROMPT_CHUNKS = (64, 128, 256, 384, 512), 16
 MAX_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
-# Decode rows that policies choose from, up to DENSEST per request; next to prompts they are fewer,
-# as these steps come in many sizes.
-DECODE_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, MAX_VERIFIED)
-DENSEST, DENSEST_WITH_PROMPTS = 32, (1, 2, 4, 8)
+# Decode rows that policies choose from, up to DENSEST per request. Next to prompts they leave 64
+# rows of a size of PROMPT_SIZES.
+DECODE_ROWS, DENSEST = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, MAX_VERIFIED), 32
+ROWS_WITH_PROMPTS, DENSEST_WITH_PROMPTS = (16, 64, 192, 320, 448), 16
 MAX_WIDTH = 8  # children of a node
 # Rows of one level of a drafter's pass; a larger batch has one each.
 MAX_DRAFTED = attention.TREE_ROWS
@@ -170,9 +170,7 @@ class Shapes:
         }
         mixed = {
             (batch, True): [
-                bucket(DECODE_ROWS, factor * batch)
-                for factor in DENSEST_WITH_PROMPTS
-                if batch < factor * batch <= MAX_VERIFIED
+                rows for rows in ROWS_WITH_PROMPTS if batch < rows <= DENSEST_WITH_PROMPTS * batch
             ]
             for batch in self.with_prompts
         }
