@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, overload
@@ -99,8 +99,15 @@ class AsyncClient:
     async def strategy(self) -> Mapping[str, Any]:
         return await self._transport.ask(calls.strategy())
 
-    async def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
-        return await self._transport.ask(calls.set_strategy(policy, strategy))
+    async def set_strategy(
+        self,
+        policy: str,
+        strategy: str | None = None,
+        *,
+        arms: Sequence[str] | None = None,
+        pins: Sequence[Mapping[str, Any]] = (),
+    ) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.set_strategy(policy, strategy, arms, pins))
 
     async def pause(
         self, in_flight: str = "continue", *, new_requests: str = "wait", clear_cache: bool = False

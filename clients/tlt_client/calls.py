@@ -209,9 +209,12 @@ def strategy() -> Call[Mapping[str, Any]]:
     return Call("GET", "/strategy", json_object, repeatable=True)
 
 
-def set_strategy(policy: str, strategy: str | None) -> Call[Mapping[str, Any]]:
-    content = {"policy": policy} if strategy is None else {"policy": policy, "strategy": strategy}
-    return _put("PUT", "/strategy", content, json_object, repeatable=True)
+def set_strategy(
+    policy: str, strategy: str | None, arms: Sequence[str] | None, pins: Sequence[Mapping[str, Any]]
+) -> Call[Mapping[str, Any]]:
+    fields = {"strategy": strategy, "arms": arms, "pins": pins or None}
+    given = {name: value for name, value in fields.items() if value is not None}
+    return _put("PUT", "/strategy", {"policy": policy, **given}, json_object, repeatable=True)
 
 
 # pauses and memory

@@ -8,7 +8,7 @@ raises the `ServerError` of its code. A rollout is a batch that goes on without 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, overload
@@ -121,14 +121,26 @@ class Client:
         return self._transport.ask(calls.server_info())
 
     def strategy(self) -> Mapping[str, Any]:
-        """Return the policy in force, the strategy of the last step, and the arms."""
+        """Return the policy in force, its arms and pins, the strategy of the last step, what is
+        expected of it, and the last switches with their reasons.
+        """
         return self._transport.ask(calls.strategy())
 
-    def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
-        """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`) between
-        two steps; this never changes a token.
+    def set_strategy(
+        self,
+        policy: str,
+        strategy: str | None = None,
+        *,
+        arms: Sequence[str] | None = None,
+        pins: Sequence[Mapping[str, Any]] = (),
+    ) -> Mapping[str, Any]:
+        """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`,
+        `goodput`) between two steps; this never changes a token.
+
+        `arms`: drafters and strategies that the policy may choose from. `pins`: strategies that
+        hold in its place, such as {"batch": [1, 8], "strategy": "eagle:7x1x8"}.
         """
-        return self._transport.ask(calls.set_strategy(policy, strategy))
+        return self._transport.ask(calls.set_strategy(policy, strategy, arms, pins))
 
     def pause(
         self, in_flight: str = "continue", *, new_requests: str = "wait", clear_cache: bool = False

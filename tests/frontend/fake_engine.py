@@ -60,6 +60,7 @@ from tlt_server.records import (
     GenerateRequest,
     StepContext,
     StepOutput,
+    Switch,
     TokenLogprobs,
     encode,
 )
@@ -162,6 +163,7 @@ class FakeEngine:
     submitted: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     policies: list[SetPolicy] = field(default_factory=list)
+    switches: list[Switch] = field(default_factory=lambda: [Switch(1.5, "off", "", "start", 1)])
     weight_commands: list[WeightCommand] = field(default_factory=list)
     weights: WeightState = WeightState(target="v0")
     reads: bool = True  # what is pushed, before it fails
@@ -383,9 +385,12 @@ class FakeEngine:
                 accepted=(2,),
                 drafted=3,
                 step_s=self.step_s,
+                predicted_s=self.step_s,
             )
             gauges = {"running": float(len(self.running)), "pages_free": 60.0, "odd_gauge": 1.0}
-            for event in of_step(outputs, gauges, cycle):
+            gauges |= {"cost_error": 0.125, "expected_rate": 900.0, "outlook_ratio_eagle": 0.75}
+            switches, self.switches = self.switches, []
+            for event in of_step(outputs, gauges, cycle, switches):
                 await self._events.send(encode(event))
 
 

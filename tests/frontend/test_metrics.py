@@ -22,9 +22,9 @@ from tlt_server import errors
 from tlt_server.events import Outputs, WeightReport, WeightState
 from tlt_server.metrics import Metrics
 from tlt_server.metrics.steps import POSITIONS, STRATEGIES
-from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.records import OFF, Cycle, StepContext, Strategy, Switch
 
-EAGLE = Strategy("eagle", 7, 4, 16)
+EAGLE, CHAIN = Strategy("eagle", 7, 4, 16), Strategy("eagle", 7, 1, 8)
 
 
 def cycle(strategy: Strategy, accepted: Sequence[int], drafted: int = 0) -> Cycle:
@@ -90,9 +90,26 @@ def test_the_strategy_in_force_and_its_switches() -> None:
     for strategy in (OFF, OFF, EAGLE, OFF):
         step(metrics, strategy, [0])
     found = shown(metrics)
-    assert found["tlt_strategy_in_force"] == {("off",): 1, (EAGLE.name,): 0} and found[
-        "tlt_strategy_switches_total"
-    ] == {(): 2}
+    assert found["tlt_strategy_in_force"] == {("off",): 1, (EAGLE.name,): 0}
+    assert found["tlt_steps_total"] == {("off",): 3, ("eagle tree",): 1}
+
+
+def test_switches_are_counted_by_reason() -> None:
+    metrics = Metrics()
+    switches = [Switch(0.0, "off", "", reason, 1) for reason in ("start", "pin", "pin")]
+    metrics.engine.took(Outputs([], {}, None, switches))
+    found = {by[0]: n for by, n in shown(metrics)["tlt_strategy_switches_total"].items() if n}
+    assert found == {"start": 1, "pin": 2}
+
+
+def test_predicted_and_measured_time_are_of_the_same_steps() -> None:
+    metrics = Metrics()
+    for strategy, predicted_s in ((OFF, 0.25), (OFF, 0.0), (CHAIN, 0.5)):
+        done = msgspec.structs.replace(cycle(strategy, [0]), step_s=1.0, predicted_s=predicted_s)
+        metrics.engine.took(Outputs([], {}, done))
+    found = shown(metrics)
+    assert found["tlt_predicted_step_seconds_total"] == {("off",): 0.25, ("eagle chain",): 0.5}
+    assert found["tlt_measured_step_seconds_total"] == {("off",): 1, ("eagle chain",): 1}
 
 
 def test_strategies_without_end_are_one_label_value() -> None:

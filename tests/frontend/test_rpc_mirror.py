@@ -202,7 +202,7 @@ def takes(endpoint: Endpoint, operation: Operation) -> dict[str, Described]:
         for parameter in endpoint.parameters
         if parameter.place != "header" and parameter.name != "config_format"
     }
-    if operation.method == "PUT":
+    if operation.ranged:
         return parameters | {
             "start": described(int, null=False),
             "total": described(int, null=False),

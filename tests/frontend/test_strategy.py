@@ -14,7 +14,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tlt_client import Client, ServerError
 from tlt_server.commands import SetPolicy
-from tlt_server.records import Strategy
+from tlt_server.records import OFF, Arms, Pin, Strategy, Switch
 from tlt_server.speculation.policies.arms import ladder
 
 
@@ -34,8 +34,34 @@ def test_a_fresh_server_shows_the_policy_it_was_started_with(model: Path) -> Non
         assert state["drafters"] == ["history"] and state["arms"] == [
             arm.name for arm in ladder(["history"]).arms
         ]
+        assert state["expected_tokens_per_s"] is state["cost_error"] is None
+        assert state["switches"] == [] and state["outlook_ratio"] == {}
         client.generate([{"prompt": "a"}], sampling={"max_tokens": 4})
         assert client.strategy()["in_force"] == "off"
+
+
+def test_what_the_choice_rests_on_is_shown(model: Path) -> None:
+    with (
+        live_server(
+            model, engine={"drafter": "eagle"}, drafter="history", sd_max_batch=5
+        ) as server,
+        Client(server.url) as client,
+    ):
+        client.generate([{"prompt": "a"}], sampling={"max_tokens": 4})
+        state = client.strategy()
+        assert (state["expected_tokens_per_s"], state["cost_error"]) == (900, 0.125)
+        assert state["outlook_ratio"] == {"eagle": 0.75}
+        assert state["calibration_error"] == {"eagle": 0.25}
+        assert state["pins"] == [{"batch": [6, 8], "strategy": "off"}], "the limit is a pin"
+        start = {"time_s": 1.5, "strategy": "off", "before": "", "reason": "start", "batch": 1}
+        assert state["switches"] == [start]
+        server.engine.switches = [Switch(i, "off", "", "pin", 1) for i in range(100)]
+        client.generate([{"prompt": "a"}], sampling={"max_tokens": 4})
+        assert [each["time_s"] for each in client.strategy()["switches"]] == [*range(68, 100)]
+        said = client.metrics()
+    assert 'tlt_strategy_switches_total{reason="pin"} 100.0' in said
+    assert 'tlt_strategy_switches_total{reason="batch grew"} 0.0' in said
+    assert 'tlt_sd_accepted_over_predicted{drafter="eagle"} 0.75' in said
 
 
 def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: LiveServer) -> None:
@@ -51,11 +77,31 @@ def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: Liv
     assert client.strategy()["policy"] == "beg"
 
 
+def test_arms_and_pins_reach_the_engine_and_are_unset_by_the_next_policy(
+    client: Client, server: LiveServer
+) -> None:
+    pins = [{"batch": [1, 8], "strategy": "eagle:7x1x8"}, {"batch": [9, 100000], "strategy": "off"}]
+    state = client.set_strategy("beg", arms=["history", "eagle:4x1x5"], pins=pins)
+    assert state["pins"] == [pins[0], {"batch": [9, 8], "strategy": "off"}], "8 run at most"
+    history = [arm.name for arm in ladder(["history"]).arms]
+    assert state["arms"] == [*history, "eagle:4x1x5"]
+    eventually(lambda: bool(server.engine.policies and server.engine.policies[-1].pins))
+    chain = Strategy("eagle", 7, 1, 8)
+    assert server.engine.policies[-1] == SetPolicy(
+        "beg",
+        arms=Arms(("history",), (Strategy("eagle", 4, 1, 5),)),
+        pins=(Pin(1, 8, chain), Pin(9, 100000, OFF)),
+    )
+    state = client.set_strategy("beg")
+    assert state["pins"] == [] and len(state["arms"]) > len(history) + 1
+
+
 def test_every_arm_that_is_reported_can_be_set(client: Client) -> None:
     arms = client.strategy()["arms"]
     assert arms == [arm.name for arm in ladder(["eagle", "history"]).arms]
     for arm in arms[1:]:
         assert client.set_strategy("fixed", arm)["strategy"] == arm
+    assert client.set_strategy("goodput", arms=arms[1:])["arms"] == arms
 
 
 REFUSED = {
@@ -78,6 +124,28 @@ REFUSED = {
     b'{"policy": "fixed", "strategy": "eagle:65x4x16"}': ("depth 65", "limit is 64"),
     b'{"policy": "fixed", "strategy": "eagle:7x33x16"}': ("width 33", "limit is 32"),
     b'{"policy": "fixed", "strategy": "eagle:7x4x257"}': ("rows 257", "limit is 256"),
+    b'{"policy": "beg", "arms": []}': ("arms is []", "at least 1"),
+    b'{"policy": "off", "arms": ["eagle"]}': ("'off'", "['eagle']", "goodput or beg"),
+    b'{"policy": "beg", "arms": ["egle"]}': ("arms[0] is 'egle'", "did you mean eagle?"),
+    b'{"policy": "beg", "arms": ["eagle", "medusa:4x1x5"]}': ("arms[1]", "'medusa'", "--drafter"),
+    b'{"policy": "beg", "arms": ["eagle:6x1x7"]}': ("'eagle:6x1x7'", "5, 7, 10", "or a pin"),
+    b'{"policy": "beg", "pins": [{"batch": [1, 8]}]}': ("pins[0].strategy is missing",),
+    b'{"policy": "beg", "pins": [{"batch": 8, "strategy": "off"}]}': ("pins[0].batch", "a list"),
+    b'{"policy": "beg", "pins": [{"batch": [8], "strategy": "off"}]}': ("batch", "at least 2"),
+    b'{"policy": "beg", "pins": [{"batch": [0, 8], "strategy": "off"}]}': ("batch[0] is 0",),
+    b'{"policy": "beg", "pins": [{"batch": [8, 1], "strategy": "off"}]}': ("[8, 1]", "swap"),
+    b'{"policy": "beg", "pins": [{"batch": [1, 8], "strategy": "none"}]}': (
+        "pins[0].strategy is 'none'",
+        "drafter:DEPTHxWIDTHxROWS",
+    ),
+    b'{"policy": "beg", "pins": [{"batch": [1, 8], "strategy": "off"}, '
+    b'{"batch": [8, 9], "strategy": "eagle:7x1x8"}]}': (
+        "pins[0] and pins[1]",
+        "batches of 8",
+        "not overlap",
+    ),
+    b'{"policy": "beg", "pins": [%s]}'
+    % b", ".join([b'{"batch": [1, 8], "strategy": "off"}'] * 17): ("pins is", "at most 16 items"),
 }
 
 

@@ -26,11 +26,20 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
         "tlt_drafters_resting",
         "Drafters that rest because acceptance collapsed after a change of weights.",
     ),
+    "cost_error": (
+        "tlt_cost_error",
+        "Mean relative error of predicted step times, of the recent past.",
+    ),
+    "expected_rate": (
+        "tlt_expected_tokens_per_second",
+        "Tokens per second that are expected of steps like the last ones.",
+    ),
     "pages_cached": (
         "tlt_pages_cached",
         "KV pages without a user that the prefix index could still serve.",
     ),
 }
+OF_DRAFTERS = "outlook_ratio_"  # with a drafter's name
 TOTALS = {  # likewise, counted by the engine since it started
     "drafter_collapses": (
         "tlt_drafter_collapses",
@@ -67,6 +76,11 @@ class EngineMetrics:
         self._gauges = {name: kinds.gauge(*metric) for name, metric in GAUGES.items()}
         self._totals = {name: kinds.counter(*metric) for name, metric in TOTALS.items()}
         self._counted = dict.fromkeys(TOTALS, 0.0)
+        self._ratio = kinds.gauge(
+            "tlt_sd_accepted_over_predicted",
+            "Draft tokens accepted over those predicted, of the recent past; 1: well calibrated.",
+            "drafter",
+        )
         self._other = kinds.gauge(
             "tlt_engine_figure", "Further figures of the engine, by name.", "name"
         )
@@ -96,6 +110,8 @@ class EngineMetrics:
                 self._totals[name].inc(
                     value - before if value >= before else value
                 )  # a new engine counts from 0
+            elif name.startswith(OF_DRAFTERS):
+                self._ratio.labels(name.removeprefix(OF_DRAFTERS)).set(value)
             else:
                 if name not in self._others:
                     self._others[name] = self._other.labels(name)
@@ -105,3 +121,4 @@ class EngineMetrics:
             del self._others[name]
         if message.cycle is not None:
             self._steps.count(message.cycle)
+        self._steps.switched(message.switches)

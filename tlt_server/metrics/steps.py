@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import get_args
 
 from prometheus_client import Counter, Gauge
 
 from tlt_server.metrics.kinds import Kinds
-from tlt_server.records import Cycle
+from tlt_server.records import Cycle, Strategy, Switch, SwitchReason
 
 STEP_S = (
     0.001,
@@ -29,6 +30,13 @@ STEP_S = (
 )
 STRATEGIES = 64  # label values; strategies beyond them count as "other"
 POSITIONS = 16  # label values; deeper positions count in tlt_sd_accepted_tokens_total only
+
+
+def kind_of(strategy: Strategy) -> str:
+    """Return one of a few labels: `off`, or a drafter with the form of its drafts."""
+    if not strategy.drafter:
+        return "off"
+    return f"{strategy.drafter} {'tree' if strategy.width > 1 else 'chain'}"
 
 
 class StepMetrics:
@@ -61,8 +69,18 @@ class StepMetrics:
             "tlt_strategy_in_force", "1 for the strategy of the last step.", "strategy"
         )
         self._switches = kinds.counter(
-            "tlt_strategy_switches",
-            "Steps whose strategy was another than that of the step before.",
+            "tlt_strategy_switches", "Changes of the strategy, by reason.", "reason"
+        )
+        for reason in get_args(SwitchReason):
+            self._switches.labels(reason)
+        self._steps = kinds.counter("tlt_steps", "Engine steps, by kind of strategy.", "kind")
+        self._predicted_s = kinds.counter(
+            "tlt_predicted_step_seconds",
+            "Time that the cost model had predicted for steps, by kind of strategy.",
+            "kind",
+        )
+        self._measured_s = kinds.counter(
+            "tlt_measured_step_seconds", "Time that the same steps took.", "kind"
         )
         self._prefilled = kinds.counter(
             "tlt_prefill_tokens", "Prompt rows that the target computed."
@@ -79,12 +97,20 @@ class StepMetrics:
         self._step_s.observe(cycle.step_s)
         self._prefilled.inc(cycle.context.prefill_rows)
         self._arms[name].count(cycle)
+        kind = kind_of(cycle.strategy)
+        self._steps.labels(kind).inc()
+        if cycle.predicted_s > 0:
+            self._predicted_s.labels(kind).inc(cycle.predicted_s)
+            self._measured_s.labels(kind).inc(cycle.step_s)
         if name != self._in_force:
             if self._in_force:
-                self._switches.inc()
                 self._strategy.labels(self._in_force).set(0)
             self._strategy.labels(name).set(1)
             self._in_force = name
+
+    def switched(self, switches: Iterable[Switch]) -> None:
+        for switch in switches:
+            self._switches.labels(switch.reason).inc()
 
     def _arm(self, name: str) -> _Arm:
         return _Arm(

@@ -390,6 +390,86 @@ class AbortReply(_message.Message):
     sequences: int
     def __init__(self, sequences: _Optional[int] = ...) -> None: ...
 
+class GetStrategyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetStrategyRequest(_message.Message):
+    __slots__ = ("policy", "strategy", "arms", "pins")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    ARMS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    strategy: str
+    arms: _containers.RepeatedScalarFieldContainer[str]
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    def __init__(self, policy: _Optional[str] = ..., strategy: _Optional[str] = ..., arms: _Optional[_Iterable[str]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ...) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("batch", "strategy")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    batch: _containers.RepeatedScalarFieldContainer[int]
+    strategy: str
+    def __init__(self, batch: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ...) -> None: ...
+
+class StrategyState(_message.Message):
+    __slots__ = ("policy", "strategy", "in_force", "expected_tokens_per_s", "arms", "pins", "policies", "drafters", "cost_error", "outlook_ratio", "calibration_error", "switches")
+    class OutlookRatioEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class CalibrationErrorEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    IN_FORCE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ARMS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    POLICIES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    COST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    OUTLOOK_RATIO_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_ERROR_FIELD_NUMBER: _ClassVar[int]
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    strategy: str
+    in_force: str
+    expected_tokens_per_s: float
+    arms: _containers.RepeatedScalarFieldContainer[str]
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    policies: _containers.RepeatedScalarFieldContainer[str]
+    drafters: _containers.RepeatedScalarFieldContainer[str]
+    cost_error: float
+    outlook_ratio: _containers.ScalarMap[str, float]
+    calibration_error: _containers.ScalarMap[str, float]
+    switches: _containers.RepeatedCompositeFieldContainer[Switch]
+    def __init__(self, policy: _Optional[str] = ..., strategy: _Optional[str] = ..., in_force: _Optional[str] = ..., expected_tokens_per_s: _Optional[float] = ..., arms: _Optional[_Iterable[str]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., policies: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Iterable[str]] = ..., cost_error: _Optional[float] = ..., outlook_ratio: _Optional[_Mapping[str, float]] = ..., calibration_error: _Optional[_Mapping[str, float]] = ..., switches: _Optional[_Iterable[_Union[Switch, _Mapping]]] = ...) -> None: ...
+
+class Switch(_message.Message):
+    __slots__ = ("time_s", "strategy", "before", "reason", "batch")
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    time_s: float
+    strategy: str
+    before: str
+    reason: str
+    batch: int
+    def __init__(self, time_s: _Optional[float] = ..., strategy: _Optional[str] = ..., before: _Optional[str] = ..., reason: _Optional[str] = ..., batch: _Optional[int] = ...) -> None: ...
+
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("part", "manifest")
     PART_FIELD_NUMBER: _ClassVar[int]

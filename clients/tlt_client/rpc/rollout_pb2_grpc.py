@@ -94,6 +94,16 @@ class RolloutServiceStub:
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.AbortRequest.SerializeToString,
                 response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.AbortReply.FromString,
                 _registered_method=True)
+        self.GetStrategy = channel.unary_unary(
+                '/tlt.v1.RolloutService/GetStrategy',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.GetStrategyRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.StrategyState.FromString,
+                _registered_method=True)
+        self.SetStrategy = channel.unary_unary(
+                '/tlt.v1.RolloutService/SetStrategy',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.SetStrategyRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.StrategyState.FromString,
+                _registered_method=True)
         self.UpdateWeights = channel.stream_unary(
                 '/tlt.v1.RolloutService/UpdateWeights',
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
@@ -234,6 +244,20 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStrategy(self, request, context):
+        """GET /strategy
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetStrategy(self, request, context):
+        """PUT /strategy
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UpdateWeights(self, request_iterator, context):
         """Each message is one operation, in order: a part is PUT /weights/{version}/{part}.safetensors. The
         manifest is POST /update_weights; its answer ends the call, and later messages are not read. The
@@ -369,6 +393,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.AbortRequest.FromString,
                     response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.AbortReply.SerializeToString,
+            ),
+            'GetStrategy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStrategy,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.GetStrategyRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.StrategyState.SerializeToString,
+            ),
+            'SetStrategy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetStrategy,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.SetStrategyRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.StrategyState.SerializeToString,
             ),
             'UpdateWeights': grpc.stream_unary_rpc_method_handler(
                     servicer.UpdateWeights,
@@ -745,6 +779,60 @@ class RolloutService:
             '/tlt.v1.RolloutService/Abort',
             tlt__client_dot_rpc_dot_rollout__pb2.AbortRequest.SerializeToString,
             tlt__client_dot_rpc_dot_rollout__pb2.AbortReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStrategy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/GetStrategy',
+            tlt__client_dot_rpc_dot_rollout__pb2.GetStrategyRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.StrategyState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetStrategy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/SetStrategy',
+            tlt__client_dot_rpc_dot_rollout__pb2.SetStrategyRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.StrategyState.FromString,
             options,
             channel_credentials,
             insecure,

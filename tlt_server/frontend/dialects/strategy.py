@@ -1,12 +1,13 @@
-"""The strategy that speculates: `GET /strategy` shows what is in force, `PUT /strategy` replaces
-the policy between two steps.
+"""The strategy that speculates: `GET /strategy` shows what is in force and why, `PUT /strategy`
+replaces the policy, its arms and the pins between two steps.
 
 A switch never changes a token: a strategy decides how many of the fixed tokens one pass reveals.
-Nothing is flushed, and running requests continue.
+Nothing is flushed, running requests continue, and what was learnt stays.
 """
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -16,21 +17,53 @@ from starlette.responses import Response
 from tlt_server.commands import SetPolicy
 from tlt_server.errors import InvalidRequest, StartupError, Unavailable
 from tlt_server.events import EngineInfo
+from tlt_server.frontend.http.bounds import MAX_INT32
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import MAX_DEPTH, MAX_ROWS, MAX_WIDTH, Strategy, parse_strategy
+from tlt_server.records import (
+    MAX_DEPTH,
+    MAX_ROWS,
+    MAX_WIDTH,
+    OFF,
+    Arms,
+    Pin,
+    Strategy,
+    Switch,
+    parse_strategy,
+)
+from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
+from tlt_server.speculation.policies.pinned import limit
 from tlt_server.wording import nearest
 
 # A strategy that is set while serving may not be larger: it would gain nothing and stall a step.
 LIMITS = {"depth": MAX_DEPTH, "width": MAX_WIDTH, "rows": MAX_ROWS}
+MAX_ARMS, MAX_PINS = 64, 16
+RATIO = "outlook_ratio_"  # begins the names of the gauges of drafters
+
+Batches = Annotated[
+    list[Annotated[int, Meta(ge=1, le=MAX_INT32)]],
+    Meta(
+        min_length=2,
+        max_length=2,
+        description="the smallest and the largest number of decoding sequences that it holds for",
+    ),
+]
+PinnedName = Annotated[str, Meta(description="drafter:DEPTHxWIDTHxROWS, or off")]
+
+
+class PinFields(Strict, frozen=True, kw_only=True):
+    """A strategy for a range of batch sizes."""
+
+    batch: Batches
+    strategy: PinnedName
 
 
 class PolicyFields(Strict, frozen=True, kw_only=True):
-    """A policy, and the strategy that the policy fixed needs."""
+    """A policy, the strategies that it may choose from, and those that hold in its place."""
 
     policy: Annotated[
         str,
@@ -43,19 +76,57 @@ class PolicyFields(Strict, frozen=True, kw_only=True):
         str | None,
         Meta(description="for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16"),
     ] = None
+    arms: Annotated[
+        Annotated[list[str], Meta(min_length=1, max_length=MAX_ARMS)] | None,
+        Meta(
+            description="all that a policy may choose from, next to off: drafters, and strategies "
+            "of which goodput takes depth and width; absent: everything"
+        ),
+    ] = None
+    pins: Annotated[
+        list[PinFields],
+        Meta(max_length=MAX_PINS, description="strategies that hold for ranges of batch sizes"),
+    ] = []
 
 
-class StrategyState(Struct, frozen=True):
-    """The policy and the strategy in force, and those that could be."""
+class PinState(Struct, frozen=True):
+    """A strategy for a range of batch sizes."""
+
+    batch: Batches
+    strategy: PinnedName
+
+
+class StrategyState(Struct, frozen=True, kw_only=True):
+    """The policy and the strategy in force, those that could be, and what the choice rests on."""
 
     policy: Annotated[str, Meta(description="the policy that chooses each step's strategy")]
     strategy: Annotated[str | None, Meta(description="strategy of the policy fixed; else null")]
     in_force: Annotated[
         str | None, Meta(description="strategy of the last step; null before the first")
     ]
+    expected_tokens_per_s: Annotated[
+        float | None, Meta(description="expected of steps like the last ones; null: not known")
+    ]
     arms: Annotated[list[str], Meta(description="the strategies that a policy chooses from")]
+    pins: Annotated[
+        list[PinState], Meta(description="pins in force, with the limit of sd_max_batch")
+    ]
     policies: Annotated[list[str], Meta(description="policies that can be set")]
     drafters: Annotated[list[str], Meta(description="drafters that are loaded")]
+    cost_error: Annotated[
+        float | None,
+        Meta(description="mean relative error of predicted step times; null: not known"),
+    ]
+    outlook_ratio: Annotated[
+        dict[str, float],
+        Meta(description="drafter -> draft tokens accepted over those predicted, of late"),
+    ]
+    calibration_error: Annotated[
+        dict[str, float], Meta(description="drafter -> how far that ratio is from 1")
+    ]
+    switches: Annotated[
+        list[Switch], Meta(description="the last changes of the strategy, newest last")
+    ]
 
 
 ROUTES = Routes()
@@ -63,7 +134,7 @@ ROUTES = Routes()
 
 @ROUTES.get("/strategy", needs="operate", gives=StrategyState, raises=(Unavailable,))
 async def look(service: Service, request: Request) -> Response:
-    """Show which policy chooses, and which strategy the last step used."""
+    """Show which policy chooses, which strategy the last step used, and why."""
     service.engine.check_running()
     return json_response(_state(service))
 
@@ -77,7 +148,7 @@ async def look(service: Service, request: Request) -> Response:
     raises=(Unavailable,),
 )
 async def replace(service: Service, request: Request) -> Response:
-    """Replace the policy between two steps.
+    """Replace the policy, its arms and the pins between two steps; what is absent is unset.
 
     No token changes and no running request is disturbed: a strategy decides how many of the
     fixed tokens one pass reveals.
@@ -93,14 +164,25 @@ async def replace(service: Service, request: Request) -> Response:
 def _state(service: Service) -> StrategyState:
     engine, config = service.engine, service.config
     assert engine.info is not None
+    info, gauges = engine.info, engine.gauges
     policy = engine.policy or SetPolicy(config.policy, config.strategy)
+    ratios = {name: gauges[RATIO + name] for name in info.drafters if RATIO + name in gauges}
     return StrategyState(
         policy=policy.policy,
         strategy=policy.strategy.name if policy.strategy else None,
         in_force=engine.last_cycle.strategy.name if engine.last_cycle else None,
-        arms=[arm.name for arm in ladder(engine.info.drafters, engine.info.device).arms],
+        expected_tokens_per_s=gauges.get("expected_rate") or None,
+        arms=[arm.name for arm in ladder(info.drafters, info.device).within(policy.arms).arms],
+        pins=[
+            PinState([pin.first, min(pin.last, info.max_running)], pin.strategy.name)
+            for pin in (*policy.pins, *limit(config.sd_max_batch))
+        ],
         policies=list(POLICIES),
-        drafters=engine.info.drafters,
+        drafters=info.drafters,
+        cost_error=gauges.get("cost_error"),
+        outlook_ratio=ratios,
+        calibration_error={name: abs(ratio - 1) for name, ratio in ratios.items()},
+        switches=[*engine.switches],
     )
 
 
@@ -122,23 +204,81 @@ def _parse(asked: PolicyFields, info: EngineInfo) -> SetPolicy:
             "which needs one, for example "
             f"{ladder(loaded, info.device).arms[-1].name if loaded else 'eagle:7x4x16'}"
         )
-    return SetPolicy(policy, _strategy(text, loaded) if text is not None else None)
+    if asked.arms is not None and policy in ("off", "fixed"):
+        raise InvalidRequest(
+            f"policy is {policy!r} and arms is {shown(asked.arms)}; arms are for a policy that "
+            "chooses: leave them out, or use goodput or beg"
+        )
+    return SetPolicy(
+        policy,
+        _strategy("strategy", text, loaded) if text is not None else None,
+        _arms(asked.arms, info) if asked.arms is not None else None,
+        _pins(asked.pins, loaded),
+    )
 
 
-def _strategy(text: str, loaded: list[str]) -> Strategy:
+def _strategy(field: str, text: str, loaded: list[str]) -> Strategy:
     try:
-        strategy = parse_strategy(text, "strategy")
+        strategy = parse_strategy(text, field)
     except StartupError as error:
         raise InvalidRequest(error.message) from None
     if strategy.drafter not in loaded:
         raise InvalidRequest(
-            f"strategy {text!r} needs the drafter {strategy.drafter!r}; loaded are "
-            f"{', '.join(loaded)}: use one of these, or restart the server with another --drafter"
+            f"{field} {text!r} needs the drafter {strategy.drafter!r}; loaded are "
+            f"{', '.join(loaded) or 'none'}: use one of these, or restart the server with another "
+            "--drafter"
         )
-    for name, limit in LIMITS.items():
+    for name, most in LIMITS.items():
         value = getattr(strategy, name)
-        if value > limit:
+        if value > most:
             raise InvalidRequest(
-                f"strategy {text!r} has {name} {value}; the limit is {limit}: ask for less"
+                f"{field} {text!r} has {name} {value}; the limit is {most}: ask for less"
             )
     return strategy
+
+
+def _arms(names: list[str], info: EngineInfo) -> Arms:
+    """Return what these names allow, each a drafter or a strategy."""
+    strategies, known = [], ladder(info.drafters, info.device).arms
+    for i, name in enumerate(names):
+        if name in info.drafters:
+            continue
+        if ":" not in name:
+            raise InvalidRequest(
+                f"arms[{i}] is {shown(name)}; it must be a drafter that is loaded "
+                f"({', '.join(info.drafters)}) or a strategy such as eagle:7x1x8"
+                f"{nearest(name, info.drafters)}"
+            )
+        strategy = _strategy(f"arms[{i}]", name, info.drafters)
+        half = DRAFTERS[strategy.drafter].half(info.device)
+        shaped = strategy.depth in half.depths and strategy.width in half.widths
+        if not shaped and strategy not in known:
+            raise InvalidRequest(
+                f"arms[{i}] is {name!r}; policies choose the depths "
+                f"{', '.join(map(str, half.depths))} and the widths "
+                f"{', '.join(map(str, half.widths))} of {strategy.drafter}: name one of these, or "
+                "use policy fixed, or a pin"
+            )
+        strategies.append(strategy)
+    drafters = tuple(name for name in info.drafters if name in names)
+    return Arms(drafters, tuple(strategies))
+
+
+def _pins(asked: list[PinFields], loaded: list[str]) -> tuple[Pin, ...]:
+    pins = []
+    for i, pin in enumerate(asked):
+        first, last = pin.batch
+        if first > last:
+            raise InvalidRequest(
+                f"pins[{i}].batch is {pin.batch}; the smallest batch comes first: swap the two"
+            )
+        off = pin.strategy == OFF.name
+        strategy = OFF if off else _strategy(f"pins[{i}].strategy", pin.strategy, loaded)
+        pins.append(Pin(first, last, strategy))
+    for (i, one), (j, other) in combinations(enumerate(pins), 2):
+        if one.first <= other.last and other.first <= one.last:
+            raise InvalidRequest(
+                f"pins[{i}] and pins[{j}] both hold for batches of {max(one.first, other.first)}; "
+                "let their ranges not overlap"
+            )
+    return tuple(pins)

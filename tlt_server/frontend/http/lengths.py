@@ -27,9 +27,10 @@ class Length(NamedTuple):
         With the character that begins each member of the right type, the text may also pass if a
         member is of another type: few such characters are quicker to see than where members end.
         """
-        if counting.is_empty(text):
-            if self.least:
-                raise must(text, f"have at least {self.least} item{'s' * (self.least > 1)}")
+        empty = counting.is_empty(text)
+        if self.least and (empty or (self.least > 1 and counting.members(text).own < self.least)):
+            raise must(text, f"have at least {self.least} item{'s' * (self.least > 1)}")
+        if empty:
             return
         if len(text) // 2 <= self.most or counting.count(text, begins) < self.most:
             return

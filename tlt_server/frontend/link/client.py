@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -26,7 +27,9 @@ from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
-from tlt_server.records import Cycle, GenerateRequest
+from tlt_server.records import Cycle, GenerateRequest, Switch
+
+SWITCHES = 32  # the last ones that are kept
 
 log = structlog.get_logger()
 
@@ -51,6 +54,7 @@ class EngineClient:
         self.policy: SetPolicy | None = None  # None: the one that the engine was started with
         self.last_cycle: Cycle | None = None
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
+        self.switches: deque[Switch] = deque(maxlen=SWITCHES)
         self.phases: list[Phase] = []
         self.failure = ""  # why there is no engine, from a death until the next epoch is ready
         self._over = False  # there will be none any more
@@ -130,6 +134,7 @@ class EngineClient:
     def _dispatch(self, message: Outputs) -> None:
         self._metrics.engine.took(message)
         self.gauges = message.gauges
+        self.switches.extend(message.switches)
         if message.cycle is not None:
             self.last_cycle = message.cycle
             self.admission.stepped(message.cycle, message.gauges.get("waiting", 0.0))

@@ -40,6 +40,7 @@ class Operation(NamedTuple):
     path: str
     fixed: Mapping[str, Any] = NOTHING  # what the gRPC method implies; its message has no field
     in_query: bool = False  # the content goes into the query, not into the body
+    ranged: bool = False  # the content is a range of a file
 
     def arrived(self, content: dict[str, Any]) -> tuple[Arrived, Iterable[bytes]]:
         """Return the parts of the same request over HTTP, and its body in slices."""
@@ -48,7 +49,7 @@ class Operation(NamedTuple):
             r"{(\w+)}", lambda match: _segment(match[1], content.pop(match[1], "")), self.path
         )
         path = path.replace("//", "/")  # an empty segment is left out
-        if self.method == "PUT":
+        if self.ranged:
             return _part(path, **content)
         if not self.in_query:
             return Arrived(self.method, path), json_slices(content)
@@ -93,6 +94,8 @@ OPERATIONS: dict[str, Operation] = {
     "Wake": Operation("POST", "/engine/wake"),
     "ClearCache": Operation("POST", "/engine/clear_cache"),
     "Abort": Operation("POST", "/engine/abort"),
+    "GetStrategy": Operation("GET", "/strategy", in_query=True),
+    "SetStrategy": Operation("PUT", "/strategy"),
     "GetPart": Operation("GET", "/weights/{version}/{part}.safetensors", in_query=True),
     "JoinGroup": Operation("POST", "/weight_groups"),
     "LeaveGroup": Operation("DELETE", "/weight_groups/{name}", in_query=True),
@@ -104,7 +107,7 @@ OPERATIONS: dict[str, Operation] = {
     "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),
 }
 UPDATES: dict[str, Operation] = {  # content of a message of UpdateWeights -> its operation
-    "part": Operation("PUT", "/weights/{version}/{part}.safetensors"),
+    "part": Operation("PUT", "/weights/{version}/{part}.safetensors", ranged=True),
     "manifest": Operation("POST", "/update_weights"),
 }
 INLINE_WEIGHT = 2**15  # a message that weighs less is parsed at once
