@@ -26,7 +26,7 @@ from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import request, root, settings
 from tlt_server.commands import ControlCommand, Pause, Resume, Sleep, WakeUp
 from tlt_server.engine.gate import Reason
-from tlt_server.engine.halt import Pages
+from tlt_server.engine.halt import Equipment
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import ControlReport
 
@@ -66,8 +66,8 @@ def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(
     taken: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "TemporaryFile", disk_full)
-        pages = Counted(halt._pages, taken, fails=place == "pages")
-        patched.setattr(halt, "_pages", pages)
+        device = Counted(halt._device, taken, fails=place == "pages")
+        patched.setattr(halt, "_device", device)
         if place == "weights":
             patched.setattr(halt._dormant, "bring_back", out_of_memory)
         report = send(engine, WakeUp("w", ["weights", "kv_cache"]))
@@ -87,20 +87,23 @@ def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(
 
 
 class Counted:
-    """Pages that tell what was done with them."""
+    """The memory of a device, which tells what was done with it."""
 
-    def __init__(self, pages: Pages, told: list[str], *, fails: bool) -> None:
-        self._pages, self._told, self._fails = pages, told, fails
+    def __init__(self, equipment: Equipment, told: list[str], *, fails: bool) -> None:
+        self._equipment, self._told, self._fails = equipment, told, fails
 
     def reclaim(self) -> None:
         if self._fails:
             out_of_memory()
         self._told.append("reclaimed")
-        self._pages.reclaim()
+        self._equipment.reclaim()
 
     def free(self) -> None:
         self._told.append("freed")
-        self._pages.free()
+        self._equipment.free()
+
+    def forget(self) -> None:
+        self._equipment.forget()
 
 
 def test_a_sleep_that_waits_comes_after_the_end_of_what_runs(
@@ -194,7 +197,7 @@ def test_halts_in_any_order_with_failures_are_what_their_answers_say(
             if failure == "disk full":
                 patched.setattr(tempfile, "TemporaryFile", disk_full)
             elif failure == "no pages":
-                patched.setattr(halt, "_pages", Counted(halt._pages, [], fails=True))
+                patched.setattr(halt, "_device", Counted(halt._device, [], fails=True))
             elif failure == "no room":
                 patched.setattr(halt._dormant, "bring_back", out_of_memory)
             engine.engine.send(sent[f"c{i}"])

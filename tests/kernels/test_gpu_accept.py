@@ -21,7 +21,7 @@ from tlt_kernels.gpu.tensors import CalibrationTable, Samples
 
 @pytest.mark.parametrize(
     ("requests", "depth", "width", "decode_rows"),
-    [(2, 3, 2, 9), (5, 3, 2, 24), (6, 4, 1, 20), (4, 1, 3, 4)],
+    [(3, 3, 2, 9), (5, 3, 2, 24), (6, 4, 1, 20), (4, 1, 3, 4)],
 )
 def test_whole_cycles_emit_what_the_engines_walk_emits(
     requests: int, depth: int, width: int, decode_rows: int

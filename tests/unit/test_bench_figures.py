@@ -90,8 +90,8 @@ def arguments(*flags: str) -> argparse.Namespace:
 
 
 def test_every_bench_is_a_module_with_run() -> None:
-    for name in BENCHES:
-        spec = importlib.util.find_spec(f"tlt_server.bench.{name}")
+    for name, bench in BENCHES.items():
+        spec = importlib.util.find_spec(f"tlt_server.bench.{bench.module or name}")
         assert spec is not None and spec.origin is not None, name
         functions = {
             node.name

@@ -17,23 +17,21 @@ ones that any policy would have had drafted. What is exact in that:
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.names import policy_name
+from tlt_server.bench.replaying.played import Played, WatchedRunner, play
 from tlt_server.bench.rollout import renamed
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.demo.workload import problems_as_requests
 from tlt_server.engine.assembly import assemble
-from tlt_server.engine.batch import Batch
-from tlt_server.engine.loop import Engine, Runner
+from tlt_server.engine.loop import Engine
 from tlt_server.engine.profiling import nothing_learnt
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.settings import EngineSettings
@@ -42,18 +40,17 @@ from tlt_server.records import Cycle, GenerateRequest, Strategy
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.cost import CostModel, CostRecord, Measured, load_of
 from tlt_server.speculation.drafters import DRAFTERS
-from tlt_server.speculation.knowledge import KnowledgeRecord
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.recorded import (
     NONE,
     DraftedTrees,
     RecordedCycles,
     RecordedRun,
+    RecordedTrees,
     RecordHeader,
     Responses,
     RolloutRecord,
     Table,
-    Trees,
 )
 from tlt_server.speculation.survival import Calibration
 
@@ -61,64 +58,6 @@ SIZES = {"cpu": (64, 64), "cuda": (512, 256)}  # requests, and how many run at o
 QUICK = 16  # requests
 KV_MB = 2048  # on a CPU
 STALL = 3.0  # times the expected seconds from which a cycle says nothing of its shape
-
-
-class Verified(NamedTuple):
-    """One request in one cycle."""
-
-    request: int
-    root: int
-    rows: int
-    accepted: int
-
-
-class TimedCycle(NamedTuple):
-    cycle: Cycle
-    verified: list[Verified]
-
-
-class Played(NamedTuple):
-    seconds: float
-    known: KnowledgeRecord | None
-    cycles: list[TimedCycle]
-    outputs: list[list[int]]
-    ends: list[str]
-
-
-class WatchedRunner:
-    """An engine's runner that also keeps the newest result for the bench."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.finished: Finished | None = None
-        self.root_W: list[int] = []  # position of each chunk's root; -1 if the outcome is void
-
-    @property
-    def learns(self) -> bool:
-        return self._runner.learns
-
-    @learns.setter
-    def learns(self, learns: bool) -> None:
-        self._runner.learns = learns
-
-    @property
-    def in_flight(self) -> int:
-        return self._runner.in_flight
-
-    def launch(self, batch: Batch, strategy: Strategy) -> None:
-        self._runner.launch(batch, strategy)
-
-    def collect(self, *, busy: bool) -> Finished | None:
-        self.finished = self._runner.collect(busy=busy)
-        if self.finished is not None:  # what came before has been committed, this has not
-            self.root_W = [
-                -1 if chunk.void or not chunk.decodes else chunk.sequence.length - 1
-                for chunk in self.finished.batch.chunks
-            ]
-        return self.finished
-
-    def gauges(self) -> Mapping[str, float]:
-        return self._runner.gauges()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -204,7 +143,7 @@ def recorded(
     for command in policies:
         name = policy_name(command)
         for turn in range(1 + (info.device == "cuda")):  # the first one records graphs
-            played = _play(engine, watched, renamed(requests, f"{name}{turn}"), command, on_end)
+            played = play(engine, watched, renamed(requests, f"{name}{turn}"), command, on_end)
         runs.append(played)
         if played.outputs != runs[0].outputs:
             raise StartupError(
@@ -249,46 +188,6 @@ def recorded(
         described=described(replace(settings, max_running=info.max_running)),
     )
     return RolloutRecord(header, responses, _cycles(runs, strategies), trees, tables)
-
-
-def _play(
-    engine: Engine,
-    watched: WatchedRunner,
-    requests: list[GenerateRequest],
-    command: SetPolicy,
-    on_end: Callable[[str], None],
-) -> Played:
-    """Run the rollout under one policy."""
-    index = {request.id: n for n, request in enumerate(requests)}
-    outputs: list[list[int]] = [[] for _ in requests]
-    ends = [""] * len(requests)
-    cycles: list[TimedCycle] = []
-    engine.send(command)
-    known = engine.knowledge.record() if engine.knowledge.cost.trained else None
-    started = time.perf_counter()
-    engine.send(Submit(requests))
-    while not engine.idle:
-        for output in engine.step():
-            assert output.error is None, f"{output.id}: {output.error}"
-            outputs[index[output.id]] += output.token_ids
-            if output.finish_reason:
-                ends[index[output.id]] = output.finish_reason
-                on_end(policy_name(command))
-        if engine.last_cycle is not None and watched.finished is not None:
-            verified = _verified(watched.finished, watched.root_W, index)
-            cycles.append(TimedCycle(engine.last_cycle, verified))
-    return Played(time.perf_counter() - started, known, cycles, outputs, ends)
-
-
-def _verified(finished: Finished, root_W: list[int], index: Mapping[str, int]) -> list[Verified]:
-    """Return what a step verified of each request that decoded."""
-    return [
-        Verified(index[chunk.sequence.id], root, 1 + emission.drafted, emission.accepted)
-        for chunk, emission, root in zip(
-            finished.batch.chunks, finished.emissions, root_W, strict=True
-        )
-        if root >= 0
-    ]
 
 
 def _fitted(cycles: Iterator[Cycle]) -> CostRecord:
@@ -358,10 +257,10 @@ def _trees(
     grown: DraftedTrees,
     settings: EngineSettings,
     on_end: Callable[[str], None],
-) -> Trees:
+) -> RecordedTrees:
     """Draft a tree at every position."""
     positions = int(responses.output_len_N.sum())
-    trees = Trees(
+    trees = RecordedTrees(
         np.zeros(positions, np.uint8),
         np.zeros((positions, grown.columns), np.uint8),
         np.full((positions, grown.columns), NONE, np.uint8),
@@ -407,7 +306,7 @@ def _keep(
     root_W: list[int],
     index: Mapping[str, int],
     responses: Responses,
-    trees: Trees,
+    trees: RecordedTrees,
 ) -> None:
     """Write the trees of one step to their positions."""
     assert finished.drafted is not None
@@ -426,7 +325,7 @@ def _keep(
 
 
 def _keep_tree(
-    candidates: Candidates, nodes: slice, follow_T: NDArray[np.int32], trees: Trees, at: int
+    candidates: Candidates, nodes: slice, follow_T: NDArray[np.int32], trees: RecordedTrees, at: int
 ) -> None:
     """`follow_T`: what the response says after the root."""
     count = nodes.stop - nodes.start

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.names import policy_name
-from tlt_server.bench.replaying.simulated import Replay, Replayed
+from tlt_server.bench.replaying.simulated import Replay, ReplayResult
 from tlt_server.commands import SetPolicy
 from tlt_server.records import OFF
 from tlt_server.speculation.recorded import RolloutRecord
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     named[ORACLE] = None
     tokens = int(record.responses.output_len_N.sum())
     console = wide_console()
-    found: dict[str, Replayed] = {}
+    found: dict[str, ReplayResult] = {}
     with progress_bar(console) as progress:
         task = progress.add_task("replay", total=tokens * len(named) * args.rounds)
         for name, command in named.items():
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def figures(replayed: Replayed) -> dict[str, Any]:
+def figures(replayed: ReplayResult) -> dict[str, Any]:
     cycles = [c.cycle for c in replayed.cycles]
     by_strategy: dict[str, float] = defaultdict(float)
     for cycle in cycles:
@@ -107,7 +107,7 @@ def figures(replayed: Replayed) -> dict[str, Any]:
     }
 
 
-def regret_s(replayed: Replayed) -> float:
+def regret_s(replayed: ReplayResult) -> float:
     """Return the seconds lost against the best choice of every step, see `hindsight`."""
     lost = 0.0
     for cycle, best, _ in replayed.cycles:

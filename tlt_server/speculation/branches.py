@@ -135,6 +135,8 @@ def grafted_onto(
     )
     if not count:
         return trees
+    # A drafter without a calibration table gives its nodes no cells.
+    own_cell_N = trees.cell_N if len(trees.cell_N) else np.full(len(trees), -1, np.int32)
     new = branch_H[:count]
     request_N = np.concatenate((trees.request_N, chains.request_N[new]))
     order = np.argsort(request_N, kind="stable")
@@ -148,5 +150,5 @@ def grafted_onto(
         np.concatenate((trees.depth_N, chains.depth_N[new]))[order],
         np.concatenate((trees.rank_N, np.full(count, RANK, np.int32)))[order],
         np.concatenate((trees.survival_N, survival_H[:count]))[order],
-        np.concatenate((trees.cell_N, cell_H[:count]))[order],
+        np.concatenate((own_cell_N, cell_H[:count]))[order],
     )

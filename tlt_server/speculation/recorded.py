@@ -164,7 +164,7 @@ class RecordedCycles:
 
 
 @dataclass(frozen=True)
-class Trees:
+class RecordedTrees:
     """Trees of every position whose root was drafted from. Nodes stand in the order in which they
     were planted, so a tree of fewer levels is the head of these.
     """
@@ -188,7 +188,7 @@ class RolloutRecord:
     header: RecordHeader
     responses: Responses
     cycles: RecordedCycles
-    trees: Mapping[str, Trees]  # by `DraftedTrees.name`
+    trees: Mapping[str, RecordedTrees]  # by `DraftedTrees.name`
     tables: Mapping[str, Table]  # by drafter
 
     def save(self, path: Path) -> None:
@@ -227,7 +227,7 @@ class RolloutRecord:
                 header,
                 _parsed(Responses, "responses", tensors),
                 _parsed(RecordedCycles, "cycles", tensors),
-                {trees.name: _parsed(Trees, trees.name, tensors) for trees in header.trees},
+                {trees.name: _parsed(RecordedTrees, trees.name, tensors) for trees in header.trees},
                 {name: _parsed(Table, name, tensors) for name in _drafters(header)},
             )
             record.check()

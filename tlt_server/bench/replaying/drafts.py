@@ -22,7 +22,7 @@ from tlt_server.speculation.branches import Branching, Proposing
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.eagle import FLOOR
 from tlt_server.speculation.drafters.history import History
-from tlt_server.speculation.recorded import NONE, RolloutRecord, Trees
+from tlt_server.speculation.recorded import NONE, RecordedTrees, RolloutRecord
 from tlt_server.speculation.survival import BUCKETS, RANKS, OnlineTable
 
 
@@ -41,7 +41,7 @@ class Drafts(Protocol):
 class _Grown(NamedTuple):
     """Recorded trees of one width, and what follows from their parents."""
 
-    trees: Trees
+    trees: RecordedTrees
     level_PM: NDArray[np.uint8]
     depth_PM: NDArray[np.uint8]
 
@@ -174,7 +174,7 @@ def outcomes(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np
     return own_N
 
 
-def _grown(trees: Trees, width: int) -> _Grown:
+def _grown(trees: RecordedTrees, width: int) -> _Grown:
     """Find the level and the depth of every node. A level plants the children of up to `width`
     nodes of earlier levels; where it plants fewer, nothing older was left to grow, so the next
     family's parent is of that level itself.

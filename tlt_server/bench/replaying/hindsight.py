@@ -33,7 +33,7 @@ from tlt_server.speculation.cost import CostModel
 from tlt_server.speculation.drafters import DRAFTERS
 
 
-class Step(NamedTuple):
+class OpenStep(NamedTuple):
     """A step that is about to run, with the state that the device has."""
 
     context: StepContext
@@ -60,7 +60,7 @@ class Hindsight:
     ) -> None:
         self._drafts, self._limits, self._cost, self._device = drafts, limits, cost, device
 
-    def best(self, step: Step) -> Best:
+    def best(self, step: OpenStep) -> Best:
         context = step.context
         plain = len(step.batch) + step.others
         seconds = self._seconds(step, "", 0, 0, np.zeros(1, np.int64))
@@ -87,7 +87,7 @@ class Hindsight:
                 best = Best(float(rate_R[at]), self._asking(step, strategy, int(drafts_R[at])))
         return best
 
-    def _trees(self, step: Step) -> Iterator[tuple[Strategy, Candidates]]:
+    def _trees(self, step: OpenStep) -> Iterator[tuple[Strategy, Candidates]]:
         """Yield the trees of every drafter, depth and width."""
         requests, live = step.context.decoding, len(step.batch)
         for name, drafts in self._drafts.items():
@@ -101,7 +101,7 @@ class Hindsight:
                         whole = Strategy(name, depth, width, 1)
                         yield whole, drafts.propose(step.batch, whole)
 
-    def _asking(self, step: Step, strategy: Strategy, drafts: int) -> Strategy:
+    def _asking(self, step: OpenStep, strategy: Strategy, drafts: int) -> Strategy:
         """Return the strategy that verifies this number of draft rows."""
         context = step.context
         budget = self._limits.budget(
@@ -111,7 +111,7 @@ class Hindsight:
         return Strategy(strategy.drafter, strategy.depth, strategy.width, rows, budget)
 
     def _seconds(
-        self, step: Step, drafter: str, depth: int, width: int, drafts_R: NDArray[np.int64]
+        self, step: OpenStep, drafter: str, depth: int, width: int, drafts_R: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         context = step.context
         rows_R = context.decoding + drafts_R

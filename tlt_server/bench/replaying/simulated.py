@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.bench.replaying.drafts import Drafts, drafts_of, outcomes
-from tlt_server.bench.replaying.hindsight import Best, Hindsight, Step
+from tlt_server.bench.replaying.hindsight import Best, Hindsight, OpenStep
 from tlt_server.bench.replaying.limits import Limits, limits_of
 from tlt_server.commands import SetPolicy
 from tlt_server.engine.batch import Batch, Chunk, Emission
@@ -47,7 +47,7 @@ class ReplayedCycle(NamedTuple):
     verified: list[tuple[int, int, int]]  # request, position of the root, accepted drafts
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     cycles: list[ReplayedCycle]
     knowledge: Knowledge
 
@@ -79,10 +79,10 @@ class ReplayRunner:
         self._flights: deque[tuple[Finished, list[tuple[int, int, int]]]] = deque()
         self._drafted_steps = 0
 
-    def step(self, batch: Batch) -> Step:
+    def step(self, batch: Batch) -> OpenStep:
         """Look at a step before it runs."""
         decoding = [chunk for chunk in batch.chunks if chunk.decodes and self._left(chunk)]
-        return Step(
+        return OpenStep(
             batch.context,
             self._draft_batch(decoding),
             self._follow(decoding),
@@ -90,7 +90,7 @@ class ReplayRunner:
             sum(c.samples and not c.decodes and self._left(c) > 0 for c in batch.chunks),
         )
 
-    def launch(self, batch: Batch, step: Step, strategy: Strategy) -> None:
+    def launch(self, batch: Batch, step: OpenStep, strategy: Strategy) -> None:
         requests, live = batch.context.decoding, len(step.batch)
         rows = self._limits.of(strategy, requests, live, prompts=step.prompts)
         drafter = self._branched.get(rows.strategy.drafter)
@@ -266,7 +266,7 @@ class Replay:
             clock=lambda: self._seconds,
         )
 
-    def run(self, on_tokens: Callable[[int], None] = lambda count: None) -> Replayed:
+    def run(self, on_tokens: Callable[[int], None] = lambda count: None) -> ReplayResult:
         """Replay the whole rollout; `on_tokens` gets the tokens of each step."""
         header, responses = self.record.header, self.record.responses
         self.scheduler.submit(
@@ -292,9 +292,9 @@ class Replay:
             if found is not None:
                 cycles.append(self._commit(*found, bests.popleft()))
                 on_tokens(cycles[-1].cycle.emitted)
-        return Replayed(cycles, self.knowledge)
+        return ReplayResult(cycles, self.knowledge)
 
-    def _choose(self, step: Step, best: Best | None) -> Strategy:
+    def _choose(self, step: OpenStep, best: Best | None) -> Strategy:
         if self.policy is not None:
             return self.policy.choose(step.context)
         assert best is not None

@@ -67,7 +67,7 @@ class Goodput:
         prompts = context.prefill_rows > 0
         decode_V = self._sizes.decode_rows(context.decoding, prompts=prompts)
         computed_V = self._sizes.computed(decode_V, context.prefill_rows)
-        off = context.decoding / self._seconds(context, computed_V[:1])[0]
+        off = context.decoding / float(self._seconds(context, computed_V[:1])[0])
         best, pick, rows = off, None, context.decoding
         held, held_rows = (off, 0) if self._current is None else (0.0, 0)
         for d, outlook in enumerate(self._outlooks if len(decode_V) > 1 else ()):
