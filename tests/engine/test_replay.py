@@ -1,11 +1,17 @@
-"""A recorded rollout of the shipped pair: a replay predicts what the engine does under another
-policy.
+"""Recorded rollouts: a replay under another policy predicts what the engine then does, which drafts
+it accepts included, on a CPU and one step late on a GPU.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
 
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import checkpoints, request
 from tlt_server.bench.recording import recorded
 from tlt_server.bench.replaying.names import parse_policy
 from tlt_server.bench.replaying.simulated import Replay
@@ -15,6 +21,7 @@ from tlt_server.speculation.recorded import DraftedTrees, RolloutRecord
 
 CHAIN, SHORT, TREE = "fixed:eagle:7x1x8", "fixed:eagle:3x1x3", "fixed:eagle:4x2x6"
 RUNS = ("off", CHAIN, SHORT, TREE)
+GPU_RUNS = ("off", "fixed:eagle:4x1x5", "fixed:eagle:3x2x4")
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +46,50 @@ def record() -> RolloutRecord:
     )
 
 
+@pytest.fixture(scope="module")
+def gpu_record(tmp_path_factory: pytest.TempPathFactory) -> RolloutRecord:
+    """A record of the GPU engine, on the interpreter, as `save` and `load` keep it."""
+    root = tmp_path_factory.mktemp("gpu")
+    settings = checkpoints(root)
+    with patched_once():
+        record = recorded(
+            replace(settings, model=Path(settings.model)),
+            [request(i, 4 + i, max_tokens=9 - i, ignore_eos=False) for i in range(4)],
+            [parse_policy(name) for name in GPU_RUNS],
+            [DraftedTrees("eagle", 4, 1), DraftedTrees("eagle", 3, 2)],
+        )
+    record.save(root / "record.safetensors")
+    return RolloutRecord.load(root / "record.safetensors")
+
+
 @pytest.mark.parametrize("run", range(len(RUNS)), ids=RUNS)
 def test_a_replay_accepts_what_the_engine_accepted(record: RolloutRecord, run: int) -> None:
+    assert_predicted(record, run, RUNS[run])
+
+
+@pytest.mark.parametrize("run", range(len(GPU_RUNS)), ids=GPU_RUNS)
+def test_a_replay_accepts_what_the_gpu_engine_accepted(gpu_record: RolloutRecord, run: int) -> None:
+    assert_predicted(gpu_record, run, GPU_RUNS[run])
+
+
+def test_every_position_of_a_gpu_record_has_its_tree(gpu_record: RolloutRecord) -> None:
+    responses = gpu_record.responses
+    assert gpu_record.cycles.accepted_V.sum() > 5
+    last_P = np.zeros(int(responses.output_len_N.sum()), bool)
+    last_P[responses.position_N + responses.output_len_N - 1] = True
+    first_P = np.zeros_like(last_P)
+    first_P[responses.position_N] = True  # follows the prompt, which the target reads undrafted
+    for trees in gpu_record.trees.values():
+        assert ((trees.count_P > 0) == ~(first_P | last_P)).all()
+
+
+def assert_predicted(record: RolloutRecord, run: int, name: str) -> None:
+    """Compare a run of the engine with the replay of its policy."""
     cycles = record.cycles
     of_run_V = cycles.run_C[cycles.cycle_V] == run
     seen = zip(cycles.request_V, cycles.root_V, cycles.accepted_V, strict=True)
     expected = [tuple(map(int, v)) for v, mine in zip(seen, of_run_V, strict=True) if mine]
-    replayed = Replay(record, parse_policy(RUNS[run]), judged=False).run()
+    replayed = Replay(record, parse_policy(name), judged=False).run()
     assert [v for cycle in replayed.cycles for v in cycle.verified] == expected
     rows = cycles.rows_C[cycles.run_C == run]
     assert [cycle.cycle.rows for cycle in replayed.cycles] == rows.tolist()

@@ -149,8 +149,8 @@ def test_the_last_bucket_holds_every_batch(max_running: int) -> None:
 )
 def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, longest: int) -> None:
     cut = fitted(strategy, batch, longest)
-    assert (cut == OFF) == (strategy.rows == 1 or batch >= MAX_VERIFIED), (
-        "off only where roots leave no room for a draft"
+    assert (cut == OFF) == (strategy.rows > 1 and batch >= MAX_VERIFIED), (
+        "off only where roots leave no room for a draft that is asked for"
     )
     if cut == OFF:
         return

@@ -41,6 +41,19 @@ def test_trees_come_back_as_candidates() -> None:
     np.testing.assert_allclose(outlook.gain(1, 1, np.array([1.0])), (0.5 + 0.5) / 2, rtol=0.01)
 
 
+def test_a_recording_gets_tokens_and_cells_of_every_step() -> None:
+    grown = nodes([[-1, 0, 0], [-1, 0, -1]], [[1, 2, 2], [1, 2, -1]], [[0.5, 0.4, 0.1], [1, 1, -1]])
+    grown.token_BC.copy_(torch.tensor([[7, 8, 9], [5, 6, -1]]))
+    grown.cell_BC.copy_(torch.tensor([[1, 2, 3], [255, 0, -1]]))
+    sampler = TreeSampler(2, pinned=False, every=1, most=6, detailed=True)
+    for _ in range(3):
+        sample = sampler.launch(grown, 2)
+        assert sample is not None
+        found = read(sample, verified=0).candidates
+        assert found.token_N.tolist() == [7, 8, 9, 5, 6]
+        assert found.cell_N.tolist() == [1, 2, 3, 255, 0]
+
+
 def test_some_steps_are_sampled_and_large_batches_in_part() -> None:
     grown = nodes([[-1] * 100] * 64, [[1] * 100] * 64, [[0.5] * 100] * 64)
     sampler = TreeSampler(2, pinned=False)

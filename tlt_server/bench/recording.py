@@ -5,7 +5,7 @@ The rollout runs once per `--policy`, and its cycles are timed. Then it runs onc
 position is a root once. Since a response is fixed by weights, prompt and seed, these trees are the
 ones that any policy would have had drafted. What is exact in that:
 
-- a chain of depth d is the head of a chain of depth 7, and a tree of d levels the head of one of 7
+- a chain of depth d is the head of a longer one, and a tree of d levels the head of one of more
   levels, as the tree builder plants level after level;
 - a tree of width 2 is not a part of one of width 4: the builder expands other nodes. So each width
   is recorded by itself;
@@ -83,11 +83,12 @@ def run(args: argparse.Namespace) -> int:
         settings.model, requests, group=args.group, seed=args.seed, max_tokens=max_tokens
     )
     policies = args.policy or _default_policies(settings)
+    halves = {name: DRAFTERS[name].half(args.device) for name in settings.drafters}
     drafted = [
-        DraftedTrees(name, DRAFTERS[name].half(args.device).depths[-1], width)
-        for name in settings.drafters
+        DraftedTrees(name, half.deepest, width)
+        for name, half in halves.items()
         if DRAFTERS[name].needs_weights
-        for width in args.width
+        for width in args.width or half.widths
     ]
     console = wide_console()
     with progress_bar(console) as progress:
@@ -137,7 +138,8 @@ def recorded(
 ) -> RolloutRecord:
     """Run the rollout under every policy, then draft at every position."""
     engine, info = assemble(settings)
-    watched = WatchedRunner(engine.runner)
+    runner = engine.runner
+    watched = WatchedRunner(runner)
     engine.runner = watched
     runs = []
     for command in policies:
@@ -156,6 +158,11 @@ def recorded(
     strategies = list(
         dict.fromkeys(timed.cycle.strategy for played in runs for timed in played.cycles)
     )
+    if settings.device != "cpu":
+        from tlt_server.engine.gpu.runner import GpuRunner
+
+        assert isinstance(runner, GpuRunner)
+        runner.copy_all_trees()
     trees = {}
     for grown in drafted:
         trees[grown.name] = _trees(engine, watched, requests, responses, grown, settings, on_end)
@@ -261,10 +268,10 @@ def _trees(
     """Draft a tree at every position."""
     positions = int(responses.output_len_N.sum())
     trees = RecordedTrees(
-        np.zeros(positions, np.uint8),
+        np.zeros(positions, np.uint16),
         np.zeros((positions, grown.columns), np.uint8),
-        np.full((positions, grown.columns), NONE, np.uint8),
-        np.full((positions, grown.depth), NONE, np.uint8),
+        np.full((positions, grown.columns), NONE, np.uint16),
+        np.full((positions, grown.depth), NONE, np.uint16),
     )
     waiting = renamed(requests, grown.name)
     index = {request.id: n for n, request in enumerate(waiting)}
@@ -294,9 +301,15 @@ def _room(look: Strategy, settings: EngineSettings) -> int:
     assert running is not None
     if settings.device == "cpu":
         return max(1, min(running, settings.max_draft_rows // (look.depth * look.width)))
-    from tlt_server.engine.gpu.buckets import fitted
+    from tlt_server.engine.gpu.buckets import Shapes, fitted
 
-    while running > 1 and fitted(look, running, look.depth) != look:
+    shapes = Shapes(running, look.depth)
+
+    def cuts(requests: int) -> bool:
+        padded = max(shapes.batch(requests, prompts=prompts) for prompts in (False, True))
+        return fitted(look, padded, look.depth) != look
+
+    while running > 1 and cuts(running):
         running -= 1
     return running
 

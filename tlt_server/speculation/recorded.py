@@ -32,10 +32,11 @@ from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.speculation.cost import CostRecord
 from tlt_server.speculation.knowledge import KnowledgeRecord
 
-FORMAT = "tlt rollout record 1"
+FORMAT = "tlt rollout record 2"
 MAX_BYTES = 2**31  # limit of a file's size
 MAX_HEADER = 2**20  # bytes
-NONE = 255  # no node; a tree therefore has at most this many
+MAX_COLUMNS = 1024  # nodes of a tree
+NONE = 2**16 - 1  # no node
 REMEDY = "record the rollout again with `tlt bench record`"
 
 Array = NDArray[Any]
@@ -169,10 +170,10 @@ class RecordedTrees:
     were planted, so a tree of fewer levels is the head of these.
     """
 
-    count_P: NDArray[np.uint8]  # nodes; 0 also where the position never was a root
+    count_P: NDArray[np.uint16]  # nodes; 0 also where the position never was a root
     cell_PM: NDArray[np.uint8]  # in the drafter's calibration table
-    parent_PM: NDArray[np.uint8]  # NONE: the root
-    own_PD: NDArray[np.uint8]  # node that is the response's own token; NONE from the first miss on
+    parent_PM: NDArray[np.uint16]  # NONE: the root
+    own_PD: NDArray[np.uint16]  # node that is the response's own token; NONE from the first miss on
 
 
 @dataclass(frozen=True)
@@ -307,9 +308,10 @@ def _header(data: bytes, path: Path) -> RecordHeader:
     except (msgspec.MsgspecError, TypeError) as error:
         raise StartupError(f"{path} is damaged: {error}; {REMEDY}") from error
     for trees in parsed.trees:
-        if not (1 <= trees.depth and 1 <= trees.width and trees.columns <= NONE):
+        if not (1 <= trees.depth and 1 <= trees.width and trees.columns <= MAX_COLUMNS):
             raise StartupError(
-                f"{path} has trees of {trees.columns} nodes, a record at most {NONE}; {REMEDY}"
+                f"{path} has trees of {trees.columns} nodes, a record at most {MAX_COLUMNS}; "
+                f"{REMEDY}"
             )
     sizes = (parsed.page_size, parsed.pages, parsed.max_running, parsed.max_rows)
     if min(*sizes, parsed.max_draft_rows, parsed.max_model_len) < 1 or max(sizes) > 2**28:
@@ -364,7 +366,7 @@ def _within(name: str, values: Array, limit: int) -> None:
         )
 
 
-def _before(node_PM: NDArray[np.uint8], limit: int | None = None) -> bool:
+def _before(node_PM: NDArray[np.uint16], limit: int | None = None) -> bool:
     """Tell whether each is NONE or an earlier node (than its own place, or than `limit`)."""
     bound_M = np.arange(node_PM.shape[1]) if limit is None else limit
     return bool(((node_PM == NONE) | (node_PM < bound_M)).all())

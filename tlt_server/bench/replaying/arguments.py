@@ -44,10 +44,9 @@ def add_record(parser: argparse.ArgumentParser, engine: Flags, out: Callable[[st
     parser.add_argument(
         "--width",
         type=_widths,
-        default=(1,),
         metavar="N,N,...",
         help="children per node of the trees that are drafted at every position; a replay has "
-        "strategies of these widths [default 1: chains]",
+        "strategies of these widths [default all that policies choose]",
     )
     parser.add_argument(
         "--policy",
@@ -101,7 +100,7 @@ cycles, so a replay takes seconds and needs no GPU.
 EXAMPLES = """\
 examples:
   tlt bench record --out /tmp/rollout.safetensors
-  tlt bench record --device cuda --model DIR --drafter DIR --width 1,4 --out gpu.safetensors
+  tlt bench record --device cuda --model DIR --drafter DIR --out gpu.safetensors
   tlt bench replay /tmp/rollout.safetensors --policy goodput --policy fixed:eagle:7x1x8
   tlt bench replay gpu.safetensors --rounds 2 --plots plots --json replay.json
 """

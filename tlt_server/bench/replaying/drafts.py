@@ -125,7 +125,7 @@ class RecordedDrafts:
         return grown
 
     def _survivals(
-        self, cell_BM: NDArray[np.int32], parent_BM: NDArray[np.uint8]
+        self, cell_BM: NDArray[np.int32], parent_BM: NDArray[np.uint16]
     ) -> NDArray[np.float32]:
         chance_BM = np.clip(self.table.survival_K[cell_BM], np.float32(0), np.float32(1))
         survival_BM = np.empty_like(chance_BM)
@@ -181,7 +181,8 @@ def _grown(trees: RecordedTrees, width: int) -> _Grown:
     """
     parent_PM = trees.parent_PM
     positions, columns = parent_PM.shape
-    level_PM, depth_PM = np.zeros_like(parent_PM), np.ones_like(parent_PM)
+    level_PM = np.zeros(parent_PM.shape, np.uint8)
+    depth_PM = np.ones(parent_PM.shape, np.uint8)
     rows = np.arange(positions)
     level_P, families_P = np.zeros(positions, np.uint8), np.ones(positions, np.uint8)
     for m in range(1, columns):
@@ -201,7 +202,7 @@ def _grown(trees: RecordedTrees, width: int) -> _Grown:
 def _cut(
     live_BM: NDArray[np.bool_],
     survival_BM: NDArray[np.float32],
-    parent_BM: NDArray[np.uint8],
+    parent_BM: NDArray[np.uint16],
     level_BM: NDArray[np.uint8],
     budget: int,
 ) -> None:
@@ -220,7 +221,7 @@ def _cut(
 
 def _flat(
     live_BM: NDArray[np.bool_],
-    parent_BM: NDArray[np.uint8],
+    parent_BM: NDArray[np.uint16],
     token_BM: NDArray[np.int32],
     depth_BM: NDArray[np.int32],
     survival_BM: NDArray[np.float32],

@@ -63,7 +63,8 @@ class Hindsight:
     def best(self, step: OpenStep) -> Best:
         context = step.context
         plain = len(step.batch) + step.others
-        seconds = self._seconds(step, "", 0, 0, np.zeros(1, np.int64))
+        none = np.zeros(1, np.int64)
+        seconds = self._seconds(step, OFF, none, none)
         best = Best(plain / float(seconds[0]), OFF)
         if not len(step.batch) or context.speculable == 0:
             return best
@@ -76,15 +77,13 @@ class Hindsight:
             if not len(order) or not len(rows_R):
                 continue
             # More rows than nodes verify all of them.
-            drafts_R = np.unique(np.minimum(rows_R, len(order)))
+            drafts_R, first_R = np.unique(np.minimum(rows_R, len(order)), return_index=True)
             tokens_R = plain + np.cumsum(own_N[order])[drafts_R - 1]
-            seconds_R = self._seconds(
-                step, strategy.drafter, strategy.depth, strategy.width, drafts_R
-            )
-            rate_R = tokens_R / seconds_R
+            rate_R = tokens_R / self._seconds(step, strategy, rows_R[first_R], drafts_R)
             at = int(rate_R.argmax())
             if rate_R[at] > best.rate:
-                best = Best(float(rate_R[at]), self._asking(step, strategy, int(drafts_R[at])))
+                asked = int(rows_R[first_R[at]])
+                best = Best(float(rate_R[at]), self._asking(step, strategy, asked))
         return best
 
     def _trees(self, step: OpenStep) -> Iterator[tuple[Strategy, Candidates]]:
@@ -111,16 +110,19 @@ class Hindsight:
         return Strategy(strategy.drafter, strategy.depth, strategy.width, rows, budget)
 
     def _seconds(
-        self, step: OpenStep, drafter: str, depth: int, width: int, drafts_R: NDArray[np.int64]
+        self,
+        step: OpenStep,
+        strategy: Strategy,
+        asked_R: NDArray[np.int64],
+        drafts_R: NDArray[np.int64],
     ) -> NDArray[np.float64]:
         context = step.context
-        rows_R = context.decoding + drafts_R
         return self._cost.seconds(
-            drafter,
-            depth,
-            width,
+            strategy.drafter,
+            strategy.depth,
+            strategy.width,
             context.decoding,
-            rows_R,
-            context.prefill_rows,
+            self._limits.read(context, len(step.batch), asked_R, drafts_R),
+            0,
             context.mean_context,
         )

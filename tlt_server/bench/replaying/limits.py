@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.engine.scheduler import unpadded
-from tlt_server.records import Strategy
+from tlt_server.records import StepContext, Strategy
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.recorded import RecordHeader
 from tlt_server.speculation.sizes import AnySize, Sizes
@@ -23,6 +23,9 @@ class StepRows(NamedTuple):
     drafts: int  # rows, unless the trees have fewer nodes
 
 
+Rows = NDArray[np.int64]
+
+
 class Limits(Protocol):
     sizes: Sizes
     room: Callable[[int, int], int]  # as `Equipped.room`
@@ -30,8 +33,13 @@ class Limits(Protocol):
 
     def of(self, strategy: Strategy, requests: int, live: int, *, prompts: bool) -> StepRows: ...
 
-    def choices(self, requests: int, live: int, *, prompts: bool) -> NDArray[np.int64]:
+    def choices(self, requests: int, live: int, *, prompts: bool) -> Rows:
         """Return the numbers of draft rows that a policy may ask for, in ascending order."""
+
+    def read(self, context: StepContext, live: int, asked: Rows, drafted: Rows) -> Rows:
+        """Return the rows that the target reads in steps of these draft rows, as asked for and as
+        there are nodes; padding included.
+        """
 
     def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
         """Return the `Strategy.budget` that verifies this number of draft rows."""
@@ -50,8 +58,11 @@ class CpuLimits:
     def of(self, strategy: Strategy, requests: int, live: int, *, prompts: bool) -> StepRows:
         return StepRows(strategy, min(strategy.draft_rows(requests), self._scratch))
 
-    def choices(self, requests: int, live: int, *, prompts: bool) -> NDArray[np.int64]:
+    def choices(self, requests: int, live: int, *, prompts: bool) -> Rows:
         return np.arange(1, self._scratch + 1)
+
+    def read(self, context: StepContext, live: int, asked: Rows, drafted: Rows) -> Rows:
+        return context.decoding + drafted + context.prefill_rows
 
     def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
         return drafts
@@ -64,11 +75,12 @@ class GpuLimits:
     """A batch is padded to a bucket, and drafts take the rows of the padding."""
 
     def __init__(self, header: RecordHeader) -> None:
+        from tlt_server.engine.devices import DEVICES
         from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
 
         halves = (DRAFTERS[name].half(header.device) for name in header.drafters)
         deepest = max(MIN_DEPTH, *(half.deepest for half in halves))
-        shapes = Shapes(header.max_running, deepest)
+        shapes = Shapes(header.max_running, deepest, DEVICES.resolve(header.device).prompts)
         self.sizes: Sizes = shapes
         self.room: Callable[[int, int], int] = shapes.room
         self.late = True
@@ -79,8 +91,12 @@ class GpuLimits:
         drafts = shape.extend.decode_rows - live if shape.draft else 0
         return StepRows(shape.strategy, drafts)
 
-    def choices(self, requests: int, live: int, *, prompts: bool) -> NDArray[np.int64]:
+    def choices(self, requests: int, live: int, *, prompts: bool) -> Rows:
         return self.sizes.decode_rows(requests, prompts=prompts)[1:] - live
+
+    def read(self, context: StepContext, live: int, asked: Rows, drafted: Rows) -> Rows:
+        batch = self.sizes.batch(context.decoding, prompts=context.prefill_rows > 0)
+        return self.sizes.computed(np.maximum(batch, live + asked), context.prefill_rows)
 
     def budget(self, drafts: int, requests: int, live: int, *, prompts: bool) -> int:
         return drafts + live - self.sizes.batch(requests, prompts=prompts)

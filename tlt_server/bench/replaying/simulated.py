@@ -113,10 +113,11 @@ class ReplayRunner:
             )
         ]
         emissions = self._emissions(batch, dict(zip(step.batch.ids, accepted_B, strict=True)))
+        asked_1, chosen_1 = np.array([rows.drafts]), np.array([len(chosen_N)])
         cycle = Cycle(
             context=batch.context,
             strategy=rows.strategy,
-            rows=requests + len(chosen_N) + batch.context.prefill_rows,
+            rows=int(self._limits.read(batch.context, live, asked_1, chosen_1)[0]),
             accepted=tuple(accepted_B),
             drafted=len(chosen_N),
         )
@@ -238,7 +239,7 @@ class Replay:
         cost = CostModel()
         cost.restore(header.cost)
         drafts, limits = drafts_of(record), limits_of(header)
-        branched = with_branches(drafts)
+        branched = with_branches(drafts) if header.device == "cpu" else drafts
         self.runner = ReplayRunner(record, cost, drafts, branched, limits)
         self.hindsight = Hindsight(branched, limits, cost, header.device)
         self.knowledge = knowledge or known_at_start(record)

@@ -96,9 +96,10 @@ def bucket(sizes: Sequence[int], count: int) -> int:
 
 def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
     """The strategy cut to what the device holds: paths of `depth`, TREE_ROWS and per level
-    MAX_DRAFTED draft rows, MAX_WIDTH children; OFF where no draft could be verified.
+    MAX_DRAFTED draft rows, MAX_WIDTH children; OFF where no draft could be verified, unless none
+    is asked for: a strategy of one row drafts for a recording.
     """
-    if decode_rows(batch, strategy) == batch:
+    if strategy.rows > 1 and decode_rows(batch, strategy) == batch:
         return OFF
     depth = min(strategy.depth, depth, 1 + TREE_ROWS // batch)
     width = min(

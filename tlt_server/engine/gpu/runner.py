@@ -19,6 +19,7 @@ import torch
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
 from tlt_kernels.gpu.caps import cap_rows
+from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
@@ -89,6 +90,7 @@ class GpuRunner:
         entries = shapes.max_running + state.layout.chunks
         self._outcomes = PinnedRing(RING, entries * fields(state.depth), pinned=pinned)
         self._trees = TreeSampler(RING, pinned=pinned)
+        self._pinned = pinned
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
@@ -107,6 +109,10 @@ class GpuRunner:
             for drafter in self._drafters.values()
             for name, value in drafter.gauges().items()
         }
+
+    def copy_all_trees(self) -> None:
+        """Give the whole trees of every step from now on, with tokens and cells, to be recorded."""
+        self._trees = TreeSampler(RING, pinned=self._pinned, every=1, most=MAX_NODES, detailed=True)
 
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
@@ -194,7 +200,8 @@ class GpuRunner:
             self.graphs.run(name, self._work(drafted), keep=True)
             if any(_limits_rows(work.sequence) for work in decoding):
                 self._cap_rows(name)
-            extend.select(drafted.nodes)
+            if not key.plain:
+                extend.select(drafted.nodes)
             trees = self._trees.launch(drafted.nodes, len(decoding))
         entries = self._entries(decoding, prompts, key.batch)
         hosted = {e: work for e, work in entries if work.sequence.by_host and work.samples}
@@ -206,7 +213,7 @@ class GpuRunner:
             by_host = sample_by_host(extend, hosted, prompts)
         else:
             self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
-        if drafted and self.learns:
+        if drafted and self.learns and not key.plain:
             self._learn(extend, drafted)
         outcome = self._outcomes.take()
         outcome.tensor[: extend.outcome_EF.numel()].copy_(

@@ -27,35 +27,52 @@ class TreeSample(NamedTuple):
     requests: int
     columns: int
     whole: bool  # all requests of the batch are in it
+    detailed: bool  # with tokens and cells
 
 
 class TreeSampler:
-    def __init__(self, ring: int, *, pinned: bool) -> None:
-        self._buffers = PinnedRing(ring, 3 * MAX_NODES, pinned=pinned)
+    """Copies the trees of one in `every` steps, `most` nodes at a time; `detailed`: with tokens and
+    cells, which a recording needs.
+    """
+
+    def __init__(
+        self,
+        ring: int,
+        *,
+        pinned: bool,
+        every: int = EVERY,
+        most: int = MAX_NODES,
+        detailed: bool = False,
+    ) -> None:
+        self._every, self._most, self._detailed = every, most, detailed
+        self._buffers = PinnedRing(ring, (5 if detailed else 3) * most, pinned=pinned)
         self._steps = 0
 
     def launch(self, nodes: Nodes, requests: int) -> TreeSample | None:
         """Queue a copy of the trees of the first `requests` of a batch, if it is their turn."""
         self._steps += 1
         columns = nodes.survival_BC.shape[1]
-        some = min(requests, MAX_NODES // columns)
-        if self._steps % EVERY != 1 or not some:
+        some = min(requests, self._most // columns)
+        if (self._steps - 1) % self._every or not some:
             return None
         buffer, count = self._buffers.take(), some * columns
-        parts = (nodes.parent_BC, nodes.depth_BC, nodes.survival_BC.view(torch.int32))
+        parts = [nodes.parent_BC, nodes.depth_BC, nodes.survival_BC.view(torch.int32)]
+        if self._detailed:
+            parts += [nodes.token_BC, nodes.cell_BC]
         for i, part in enumerate(parts):
             buffer.tensor[i * count : (i + 1) * count].copy_(
                 part[:some].reshape(-1), non_blocking=True
             )
         buffer.mark()
-        return TreeSample(buffer, some, columns, some == requests)
+        return TreeSample(buffer, some, columns, some == requests, self._detailed)
 
 
 def read(sample: TreeSample, verified: int) -> Drafted:
     """Return the trees. `verified`: draft rows of the step, which were the most likely nodes."""
     sample.buffer.wait()
     count = sample.requests * sample.columns
-    parent_N, depth_N, bits_N = sample.buffer.array[: 3 * count].reshape(3, count)
+    size = 5 * count if sample.detailed else 3 * count
+    parent_N, depth_N, bits_N, *details = sample.buffer.array[:size].reshape(-1, count)
     survival_N = bits_N.view(np.float32)
     live = np.flatnonzero(survival_N >= 0)
     request_N = (live // sample.columns).astype(np.int32)
@@ -64,9 +81,9 @@ def read(sample: TreeSample, verified: int) -> Drafted:
     above = parent_N[live]
     parent = np.where(above >= 0, index_N[request_N * sample.columns + above], -1)
     survival = survival_N[live].copy()
-    candidates = Candidates(
-        request_N, parent, parent * 0, depth_N[live].copy(), _ranks(request_N, parent), survival
-    )
+    token, cell = [part[live] for part in details] or [parent * 0, np.zeros(0, np.int32)]
+    ranks = _ranks(request_N, parent)
+    candidates = Candidates(request_N, parent, token, depth_N[live].copy(), ranks, survival, cell)
     best = np.sort(survival)[::-1][:verified]
     return Drafted(candidates, sample.requests, float(best.sum()) if sample.whole else 0.0)
 
