@@ -29,7 +29,7 @@ def shipped() -> Iterator[ServerProcess]:
 def server(shipped: ServerProcess) -> ServerProcess:
     """Return the worker's server, whose policy each file may change, with its policy at start."""
     with Client(shipped.url, timeout_s=60) as client:
-        client.set_strategy("beg")
+        client.set_strategy("goodput")
     return shipped
 
 
