@@ -204,6 +204,30 @@ def _rollout(figures: Figures) -> Iterator[str]:
     )
 
 
+def _rollout_http(figures: Figures) -> Iterator[str]:
+    yield _model(figures)
+    seeds, nats = ", ".join(map(str, figures["seeds"])), figures["rows"][0]["nats_per_token"]
+    yield (
+        f"Whole rollouts over HTTP, medians over the seeds {seeds}; {nats:.2f} nats per token. "
+        "`full 64`: 64 requests running all the time. Ratios are medians of one seed's times. Runs with other tokens or bits of "
+        f"log-probs than the first arm's: {figures['responses_differing']}."
+    )
+    yield table(
+        ("requests", "policy", "s", "tokens/s", "against off", "against the best fixed"),
+        (
+            (
+                r["workload"],
+                r["arm"].removeprefix("fixed:"),
+                f"{r['seconds']:.2f}",
+                number(r["tokens_per_s"]),
+                f"{r['against_off']:.2f}x" if "against_off" in r else "",
+                f"{r['against_best_fixed']:.2f}x" if "against_best_fixed" in r else "",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
 def _overload(figures: Figures) -> Iterator[str]:
     yield table(
         (
@@ -380,6 +404,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "graphs": ("Graphs and start-up", _graphs),
     "exact": ("Exactness", _exact),
     "rollout": ("Rollouts with a long tail", _rollout),
+    "rollout-http": ("Rollouts over HTTP", _rollout_http),
     "overload": ("Overload", _overload),
     "hostile": ("Hostile clients", _hostile),
     "soak": ("Long tests", _soak),

@@ -5,6 +5,7 @@ speculation saves.
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -20,15 +21,17 @@ from tlt_server.bench import weights
 from tlt_server.demo.server import ServerProcess
 
 
-def bench(name: str, file: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tlt_server", "bench", name, "--quick", "--json", str(file)]
+def bench(name: str, file: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tlt_server", "bench", name, "--quick", *flags]
+    command += ["--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     last = json.loads(done.stdout.strip().splitlines()[-1])
     entry = json.loads(file.read_text())
     assert entry["figures"] == last, "the file and the last line differ"
     assert (
-        entry["command"] == f"tlt bench {name} --quick --json .../{file.name}"
+        entry["command"]
+        == shlex.join(["tlt", "bench", name, "--quick", *flags, "--json", f".../{file.name}"])
         and entry["commit"]
         and "cores of" in entry["machine"]
     )
@@ -58,6 +61,21 @@ def test_rollout_saves_passes(tmp_path: Path) -> None:
         eagle["accept_length"] >= 3.5 and eagle["tokens_per_pass"] >= 3 * plain["tokens_per_pass"]
     )
     assert adaptive["speedup"] >= 0.2  # a floor for a busy machine
+
+
+def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
+    flags = ("--http", "--policy", "goodput", "--policy", "off", "--policy", "fixed:eagle:7x1x8")
+    said = bench("rollout", tmp_path / "rollout-http.json", *flags)
+    assert said["responses_differing"] == 0
+    rows = {row["arm"]: row for row in said["rows"]}
+    assert rows.keys() == {"goodput", "off", "fixed:eagle:7x1x8"}
+    assert {row["tokens"] for row in rows.values()} == {rows["off"]["tokens"]}
+    assert rows["off"]["tokens"] > 500 and rows["off"]["accepted_share"] is None
+    assert 0.1 < rows["fixed:eagle:7x1x8"]["accepted_share"] <= 1
+    assert 0.05 < rows["off"]["nats_per_token"] < 0.5
+    assert rows["goodput"]["best_fixed"] == "fixed:eagle:7x1x8"
+    assert len(rows["goodput"]["runs_s"]) == 2 and rows["off"]["against_off"] == 1
+    assert all(row["step_s"] and row["seconds"] > 0 for row in rows.values())
 
 
 def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:

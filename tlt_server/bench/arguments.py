@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.bench.replaying.arguments import add_record, add_replay
+from tlt_server.bench.rollout_arguments import add_rollout
 
 MAX = 2**20  # tokens, rows, threads
 MAX_BATCH = 4096  # requests at once
@@ -335,7 +336,10 @@ BENCHES = {
     "decode": Bench("time plain decoding steps, and what strict numerics cost", _decode, True),
     "cycle": Bench("time cycles of drafting and verifying; accept length, idle GPU", _cycle, True),
     "graphs": Bench("start an engine; what its CUDA graphs take, and each phase", _graphs, True),
-    "rollout": Bench("time a rollout with a long tail, speculation off and on", _engine),
+    "rollout": Bench(
+        "time rollouts with a long tail, speculation off and on, also over HTTP",
+        lambda parser: add_rollout(parser, _engine),
+    ),
     "record": Bench(
         "store a rollout, so that `tlt bench replay` can judge policies on it",
         lambda parser: add_record(parser, _engine, _file),

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-ANSWER_S = 120.0  # a request without an answer after this long is broken
+ANSWER_S = 120.0
 IDLE_S = 2.0  # a connection is not used again after this long; the server may be about to close it
 
 
@@ -42,8 +42,10 @@ class Answer(NamedTuple):
 class Connections:
     """Connections to one server; as many as there are requests open at once."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, answer_s: float = ANSWER_S) -> None:
+        """A request without an answer after `answer_s` is broken."""
         address = urlsplit(url)
+        self._answer_s = answer_s
         self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
         self._free: list[
             tuple[float, asyncio.StreamReader, asyncio.StreamWriter]
@@ -52,7 +54,7 @@ class Connections:
     async def post(self, path: str, body: bytes, due_s: float, key: str = "") -> Answer:
         sent_s = time.perf_counter()
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 status, headers, content = await self._exchange(path, body, key)
         except (OSError, EOFError, TimeoutError) as error:
             status, headers, content = 0, b"", repr(error).encode()
@@ -72,8 +74,11 @@ class Connections:
                 % (path.encode(), bearer, len(body), body)
             )
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
-            content = await reader.readexactly(length)
+            if b"transfer-encoding: chunked" in head:
+                content = await _chunks(reader)
+            else:
+                length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+                content = await reader.readexactly(length)
         except BaseException:
             writer.close()
             raise
@@ -91,6 +96,16 @@ class Connections:
     def close(self) -> None:
         for _, _, writer in self._free:
             writer.close()
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """Read a body that comes in chunks, each after its size in hexadecimal digits."""
+    chunks = []
+    while size := int(await reader.readline(), 16):
+        chunks.append(await reader.readexactly(size))
+        await reader.readexactly(2)
+    await reader.readexactly(2)
+    return b"".join(chunks)
 
 
 Ask = Callable[[float], Awaitable[Answer]]  # send the next request; the argument is when it was due

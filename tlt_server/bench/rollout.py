@@ -87,8 +87,11 @@ def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON; 0 when every arm gave the tokens of `off`, else 1 (fast
     numerics may differ).
     """
+    from tlt_server.bench import rollout_http
     from tlt_server.demo.workload import problems_as_requests
 
+    if args.http:
+        return rollout_http.run(args)
     base = replace(settings_of(args), max_running=RUNNING, policy="goodput")
     arms = ARMS[args.device]
     if args.numerics != "strict":

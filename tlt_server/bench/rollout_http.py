@@ -1,0 +1,294 @@
+"""`tlt bench rollout --http`: whole rollouts against a real server, under every policy and several
+fixed strategies.
+
+A workload is either a whole rollout, sent as one batch (`512`: the time until the last response is
+there), or a number of requests that is kept running all the time (`full 64`: each one that ends is
+followed by the next, all of one length). Every seed is one run of every arm; the arms take turns.
+Ratios are medians over the seeds of one arm's time over another's with the same seed. The server's
+caches are flushed between runs, and every response is compared with that of the first arm, tokens
+and bits of log-probs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import statistics
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tlt_client import Client
+from tlt_client.wire import Reply
+from tlt_server.bench.load import Connections
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.replaying.names import policy_name
+from tlt_server.bench.rollout import shortened
+from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.commands import SetPolicy
+from tlt_server.demo.server import ServerProcess
+from tlt_server.errors import StartupError
+from tlt_server.records import GenerateRequest, parse_strategy
+
+FIXED = {
+    "cpu": ("eagle:4x1x5", "eagle:7x1x8"),
+    "cuda": ("eagle:3x1x4", "eagle:7x1x8", "eagle:4x2x8", "eagle:7x4x32"),
+}
+WORKLOADS = {"cpu": ("64",), "cuda": ("64", "256", "512", "full 64", "full 256")}
+SEEDS = (21, 22, 23, 24, 25)  # not those that anything was tuned on
+DEFAULT = "goodput"
+FULL = 4  # times the requests of a full batch that are sent, one after the other
+FULL_TOKENS = 192
+
+
+class Workload(NamedTuple):
+    name: str
+    requests: int
+    running: int  # requests open at once; 0: all, in one batch
+
+    @classmethod
+    def of(cls, name: str) -> Workload:
+        full, _, count = name.rpartition(" ")
+        return cls(name, FULL * int(count), int(count)) if full else cls(name, int(count), 0)
+
+
+class RolloutRun(NamedTuple):
+    """One arm over one workload with one seed."""
+
+    seconds: float
+    tokens: int
+    nats: float  # sum of the tokens' surprise
+    digest: bytes  # of tokens and log-probs
+    drafted_tokens: int
+    accepted_tokens: int
+    step_s: dict[str, float]  # by kind of strategy, over the whole run
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON; 0 when every arm gave the responses of the first."""
+    from tlt_server.demo.workload import problems_as_requests
+
+    if args.numerics != "strict":
+        raise StartupError(
+            "--numerics is fast; responses are compared bit by bit, which strict numerics alone "
+            "keep: leave the flag out"
+        )
+    settings = settings_of(args)
+    most = 96 if args.quick else args.max_tokens
+    workloads = [Workload.of(name) for name in args.workload or WORKLOADS[args.device]]
+    if args.quick:
+        workloads = [workload._replace(requests=16) for workload in workloads[:1]]
+    seeds = args.seeds or SEEDS[: 2 if args.quick else None]
+    commands = args.policy or _commands(args.device)
+    arms = {policy_name(command): command for command in commands}
+    console = wide_console()
+    flags = _flags(args, at_most_what_it_takes(settings.model, most + 256))
+    seen: dict[tuple[str, str], list[RolloutRun]] = {}
+    with (
+        ServerProcess(
+            *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
+        ) as server,
+        Client(server.url, timeout_s=60) as client,
+        progress_bar(console) as progress,
+    ):
+        task = progress.add_task("rollouts", total=len(workloads) * len(seeds) * len(arms))
+        for workload, seed in itertools.product(workloads, seeds):
+            requests = problems_as_requests(
+                settings.model, workload.requests, group=8, seed=seed, max_tokens=most
+            )
+            if workload.running:
+                requests = [shortened(r, min(most, FULL_TOKENS)) for r in requests]
+            for arm, command in arms.items():
+                progress.update(task, description=f"{workload.name}: {arm.replace(':', ' ')}")
+                client.set_strategy(
+                    command.policy, command.strategy.name if command.strategy else None
+                )
+                client.clear_cache()
+                seen.setdefault((workload.name, arm), []).append(
+                    _rollout(server, client, requests, workload.running, args.penalties)
+                )
+                progress.update(task, advance=1)
+    summary = {
+        "bench": "rollout-http",
+        "quick": bool(args.quick),
+        "seeds": list(seeds),
+        "max_tokens": most,
+        "penalties": bool(args.penalties),
+        **described(settings),
+        "max_running": args.max_running,
+        **figures(seen),
+    }
+    _print(console, summary)
+    finish(args, summary, on_gpu=args.device == "cuda")
+    return 1 if summary["responses_differing"] else 0
+
+
+def _commands(device: str) -> list[SetPolicy]:
+    fixed = [SetPolicy("fixed", parse_strategy(name)) for name in FIXED[device]]
+    return [SetPolicy(DEFAULT), SetPolicy("off"), *fixed, SetPolicy("beg")]
+
+
+def figures(seen: dict[tuple[str, str], list[RolloutRun]]) -> dict[str, Any]:
+    """Return a row per workload and arm, and how many runs gave other responses than the first
+    arm's.
+    """
+    rows, differing = [], 0
+    firsts: dict[str, list[RolloutRun]] = {}
+    for (workload, arm), runs in seen.items():
+        first = firsts.setdefault(workload, runs)
+        differing += sum(a.digest != b.digest for a, b in zip(runs, first, strict=True))
+        drafted = sum(r.drafted_tokens for r in runs)
+        row: dict[str, Any] = {
+            "workload": workload,
+            "arm": arm,
+            "seconds": round(statistics.median(r.seconds for r in runs), 3),
+            "runs_s": [round(r.seconds, 3) for r in runs],
+            "tokens": round(statistics.mean(r.tokens for r in runs)),
+            "nats_per_token": round(sum(r.nats for r in runs) / sum(r.tokens for r in runs), 3),
+            "tokens_per_s": round(statistics.median(r.tokens / r.seconds for r in runs)),
+            "accepted_share": round(sum(r.accepted_tokens for r in runs) / drafted, 3)
+            if drafted
+            else None,
+            "step_s": {
+                kind: round(statistics.mean(r.step_s.get(kind, 0.0) for r in runs), 3)
+                for kind in sorted({kind for r in runs for kind in r.step_s})
+            },
+        }
+        if (plain := seen.get((workload, "off"))) is not None:
+            row["against_off"] = _ratio(plain, runs)
+        rows.append(row)
+    for row in rows:
+        fixed = [
+            other
+            for other in rows
+            if other["workload"] == row["workload"] and other["arm"].startswith("fixed:")
+        ]
+        if row["arm"] == DEFAULT and fixed:
+            best = min(fixed, key=lambda r: r["seconds"])
+            row["best_fixed"] = best["arm"]
+            row["against_best_fixed"] = _ratio(
+                seen[row["workload"], best["arm"]], seen[row["workload"], DEFAULT]
+            )
+    return {"rows": rows, "responses_differing": differing}
+
+
+def _ratio(slower: list[RolloutRun], faster: list[RolloutRun]) -> float:
+    """Return the median over seeds of how many times faster the second is."""
+    ratios = [a.seconds / b.seconds for a, b in zip(slower, faster, strict=True)]
+    return round(statistics.median(ratios), 3)
+
+
+def _flags(args: argparse.Namespace, max_model_len: int) -> list[str]:
+    settings = settings_of(args)
+    return [
+        *("--model", str(settings.model), "--drafter", settings.drafter),
+        *("--device", args.device, "--dtype", str(settings.dtype)),
+        *("--threads", str(settings.threads), "--max-running", str(args.max_running)),
+        *("--max-model-len", str(max_model_len), "--log-level", "warning"),
+        *("--default-timeout-s", "600"),
+    ]
+
+
+def _rollout(
+    server: ServerProcess,
+    client: Client,
+    requests: list[GenerateRequest],
+    running: int,
+    penalties: bool,
+) -> RolloutRun:
+    before = _step_seconds(client)
+    bodies = [_body([r], penalties) for r in requests] if running else [_body(requests, penalties)]
+    seconds, contents = uvloop.run(_sent(server.url, bodies, running or 1))
+    after = _step_seconds(client)
+    results = [r for content in contents for r in msgspec.json.decode(content, type=Reply).results]
+    digest, nats, tokens, drafted, accepted = hashlib.sha256(), 0.0, 0, 0, 0
+    for result in results:
+        if result.error is not None:
+            raise StartupError(f"a request failed: {result.error.message}")
+        for choice in result.choices:
+            digest.update(repr((choice.token_ids, choice.logprobs, choice.finish_reason)).encode())
+            nats -= sum(choice.logprobs)
+            tokens += len(choice.token_ids)
+            drafted += choice.sd.drafted
+            accepted += choice.sd.accepted
+    step_s = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
+    return RolloutRun(seconds, tokens, nats, digest.digest(), drafted, accepted, step_s)
+
+
+def _body(requests: list[GenerateRequest], penalties: bool) -> bytes:
+    changed = {"repetition_penalty": 1.05, "presence_penalty": 0.1} if penalties else {}
+    items = [
+        {
+            "token_ids": r.token_ids,
+            "seed": r.seed,
+            "group_id": r.group_id,
+            "sampling": {
+                "max_tokens": r.sampling.max_tokens,
+                "temperature": r.sampling.temperature,
+                "ignore_eos": r.sampling.ignore_eos,
+                **changed,
+            },
+        }
+        for r in requests
+    ]
+    return msgspec.json.encode({"requests": items, "timeout_s": 600})
+
+
+async def _sent(url: str, bodies: list[bytes], at_once: int) -> tuple[float, list[bytes]]:
+    """Send the bodies in order, some at once; return the seconds and the replies in order."""
+    connections, waiting = Connections(url, answer_s=600), iter(enumerate(bodies))
+    replies = [b""] * len(bodies)
+
+    async def sender() -> None:
+        for i, body in waiting:
+            answer = await connections.post("/generate", body, time.perf_counter())
+            if answer.status != 200:
+                raise StartupError(f"/generate answers {answer.status}: {answer.body[:300]!r}")
+            replies[i] = answer.body
+
+    senders: Iterator[Coroutine[Any, Any, None]] = (sender() for _ in range(at_once))
+    started = time.perf_counter()
+    await asyncio.gather(*senders)
+    seconds = time.perf_counter() - started
+    connections.close()
+    return seconds, replies
+
+
+def _step_seconds(client: Client) -> dict[str, float]:
+    """Return the seconds of all steps so far, by kind of strategy."""
+    return {
+        sample.labels["kind"]: sample.value
+        for family in text_string_to_metric_families(client.metrics())
+        for sample in family.samples
+        if sample.name == "tlt_measured_step_seconds_total"
+    }
+
+
+def _print(console: Console, summary: dict[str, Any]) -> None:
+    table = Table(
+        title="tlt bench rollout --http: medians over seeds; times faster than off, and than the "
+        "best fixed strategy"
+    )
+    for heading in ("workload", "arm", "s", "first s", "tokens/s", "off", "best fixed"):
+        table.add_column(heading, justify="left" if heading in ("workload", "arm") else "right")
+    for row in summary["rows"]:
+        table.add_row(
+            row["workload"],
+            Text(row["arm"]),
+            f"{row['seconds']:.2f}",
+            f"{row['runs_s'][0]:.2f}",
+            str(row["tokens_per_s"]),
+            f"{row['against_off']:.2f}x" if "against_off" in row else "",
+            f"{row['against_best_fixed']:.2f}x" if "against_best_fixed" in row else "",
+        )
+    console.print(table)
+    console.print(f"runs whose responses differ: {summary['responses_differing']}")
