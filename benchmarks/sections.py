@@ -209,7 +209,8 @@ def _rollout_http(figures: Figures) -> Iterator[str]:
     seeds, nats = ", ".join(map(str, figures["seeds"])), figures["rows"][0]["nats_per_token"]
     yield (
         f"Whole rollouts over HTTP, medians over the seeds {seeds}; {nats:.2f} nats per token. "
-        "`full 64`: 64 requests running all the time. Ratios are medians of one seed's times. Runs with other tokens or bits of "
+        "`full 64`: 64 requests running all the time. Ratios are medians of one seed's times. "
+        "Runs with other tokens or bits of "
         f"log-probs than the first arm's: {figures['responses_differing']}."
     )
     yield table(

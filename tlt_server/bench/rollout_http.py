@@ -67,10 +67,10 @@ class RolloutRun(NamedTuple):
     seconds: float
     tokens: int
     nats: float  # sum of the tokens' surprise
-    digest: bytes  # of tokens and log-probs
+    digest: bytes  # SHA-256 of tokens and log-probs
     drafted_tokens: int
     accepted_tokens: int
-    step_s: dict[str, float]  # by kind of strategy, over the whole run
+    step_s: dict[str, float]  # kind of strategy -> seconds
 
 
 def run(args: argparse.Namespace) -> int:
