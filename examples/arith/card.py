@@ -5,13 +5,24 @@ from __future__ import annotations
 from tlt_server.demo.task import RESPONSE_TOKEN_CAP
 
 ROWS = ("8", "16", "32")
-INTRODUCTION = """# The demo pair
+CHAINS = (3, 7)
+INTRODUCTIONS = {
+    "demo": """# The demo pair
 
 A small Qwen2 target that does written-out arithmetic, and its EAGLE-3 drafter. Made by the \
 scripts in `examples/arith`; every
 figure below was measured by `evaluate.py` and stands in `figures.json`. The target imitates \
 careful and hasty writers on purpose,
-so that it solves only a part of the problems and reinforcement learning has room."""
+so that it solves only a part of the problems and reinforcement learning has room.""",
+    "hard": """# The hard pair
+
+A target and drafter of the demo pair's shapes, trained on to write noisier text: benches use both \
+pairs, because
+large models on real reasoning are less predictable than the demo pair. Prompts, tokenizer and \
+answers are the demo pair's. Made
+by `examples/arith/hard.sh`; every figure below was measured by `evaluate.py` and stands in \
+`figures.json`.""",
+}
 
 
 def table(head: list[object], rows: list[list[object]]) -> str:
@@ -19,32 +30,62 @@ def table(head: list[object], rows: list[list[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def goals(hot: dict) -> list[list[object]]:
-    tokens, accept = hot["tokens"], hot["accept"]
-    tail = round(tokens["p99"] / tokens["p50"], 1)
-    sixteen, thirty_two = accept["16"]["accept_length"], accept["32"]["accept_length"]
-    checks = [
-        ("accept length, 16 rows, depth 7, T=1", sixteen, ">= 3.5", sixteen >= 3.5),
-        ("accept length, 32 rows, depth 7, T=1", thirty_two, ">= 4.8", thirty_two >= 4.8),
-        ("solved at T=1", hot["solved"], "0.40 to 0.70", 0.4 <= hot["solved"] <= 0.7),
-        ("p99 / p50 of response tokens", tail, ">= 10", tail >= 10),
-        (
-            "share ended by the cap, T=1",
-            hot["share_at_cap"],
-            "<= 0.01",
-            hot["share_at_cap"] <= 0.01,
-        ),
-        (
-            "entropy per token (nats), T=1",
-            hot["entropy_per_token"],
-            "0.1 to 0.4",
-            0.1 <= hot["entropy_per_token"] <= 0.4,
-        ),
-    ]
+def between(name: str, value: float, low: float, high: float) -> list[object]:
+    return [name, value, f"{low} to {high}", "yes" if low <= value <= high else "**no**"]
+
+
+def least(name: str, value: float, wanted: float) -> list[object]:
+    return [name, value, f">= {wanted}", "yes" if value >= wanted else "**no**"]
+
+
+def goals(recipe: str, hot: dict) -> list[list[object]]:
+    tokens, accept, capped = hot["tokens"], hot["accept"], hot["share_at_cap"]
+    tail = ["share ended by the cap, T=1", capped, "<= 0.01", "yes" if capped <= 0.01 else "**no**"]
+    long = least("p99 / p50 of response tokens", round(tokens["p99"] / tokens["p50"], 1), 10)
+    entropy = "entropy per token (nats), T=1", hot["entropy_per_token"]
+    if recipe == "hard":
+        chain = hot["accept_chain"]["7"]["accept_length"]
+        return [
+            between("accept length, chain of 7, T=1", chain, 3, 4),
+            between(*entropy, 0.5, 0.8),
+            long,
+            tail,
+        ]
     return [
-        [name, value, wanted, "yes" if reached else "**no**"]
-        for name, value, wanted, reached in checks
+        least("accept length, 16 rows, depth 7, T=1", accept["16"]["accept_length"], 3.5),
+        least("accept length, 32 rows, depth 7, T=1", accept["32"]["accept_length"], 4.8),
+        between("solved at T=1", hot["solved"], 0.4, 0.7),
+        long,
+        tail,
+        between(*entropy, 0.1, 0.4),
     ]
+
+
+def compared(hot: dict, cold: dict | None, depth: int) -> list[list[object]]:
+    """Rows of figures at T=1 and, where greedy responses were measured, at T=0."""
+    columns = [f for f in (hot, cold) if f]
+    rows = [
+        ["solved", *(f["solved"] for f in columns)],
+        *(
+            [f"response tokens, {name}", *(f["tokens"][name] for f in columns)]
+            for name in ("p50", "p90", "p99", "max", "mean")
+        ),
+        ["responses of 2,000 tokens or more", *(f["share_at_least_2000_tokens"] for f in columns)],
+        [f"ended by the cap of {RESPONSE_TOKEN_CAP}", *(f["share_at_cap"] for f in columns)],
+        ["entropy, nats per token", hot["entropy_per_token"]],
+        *(
+            [
+                f"accept length, depth {depth}, {rows} rows",
+                *(f["accept"][rows]["accept_length"] for f in columns),
+            ]
+            for rows in ROWS
+        ),
+        *(
+            [f"accept length, chain of {chain}", figures["accept_length"]]
+            for chain, figures in hot.get("accept_chain", {}).items()
+        ),
+    ]
+    return [row + [""] * (1 + len(columns) - len(row)) for row in rows]
 
 
 def model_card(figures: dict) -> str:
@@ -56,28 +97,6 @@ def model_card(figures: dict) -> str:
     hot, cold, depth = e["T=1"], e["T=0"], e["depth"]
     levels = [str(level + 1) for level in range(depth)]
     deciles = hot["solved_by_length_decile"]
-    compared = [
-        ["solved", hot["solved"], cold["solved"]],
-        *(
-            [f"response tokens, {name}", hot["tokens"][name], cold["tokens"][name]]
-            for name in ("p50", "p90", "p99", "max", "mean")
-        ),
-        [
-            "responses of 2,000 tokens or more",
-            hot["share_at_least_2000_tokens"],
-            cold["share_at_least_2000_tokens"],
-        ],
-        [f"ended by the cap of {RESPONSE_TOKEN_CAP}", hot["share_at_cap"], cold["share_at_cap"]],
-        ["entropy, nats per token", hot["entropy_per_token"], ""],
-        *(
-            [
-                f"accept length, depth {depth}, {rows} rows",
-                hot["accept"][rows]["accept_length"],
-                cold["accept"][rows]["accept_length"],
-            ]
-            for rows in ROWS
-        ),
-    ]
     accepted = [
         [f"{rows} rows", *(f"{a:.3f}" for a in hot["accept"][rows]["accepted_at_depth"])]
         for rows in ROWS
@@ -86,34 +105,42 @@ def model_card(figures: dict) -> str:
         [f"k = {k}", *(f"{e['among_children'][f'step_{level}'][k]:.3f}" for level in levels)]
         for k in ("1", "2", "4", "8")
     ]
-    cold_kinds = cold["solved_by_kind"]
+    cold_kinds = cold["solved_by_kind"] if cold else {}
     kinds = [
         [
             name,
             kind["share"],
             kind["solved"],
-            cold_kinds[name]["solved"] if name in cold_kinds else "",
+            *([cold_kinds.get(name, {}).get("solved", "")] if cold else []),
         ]
         for name, kind in hot["solved_by_kind"].items()
     ]
+    recipe, greedy = target.get("recipe", "demo"), ["T=0"] if cold else []
     parts = [
-        INTRODUCTION,
+        INTRODUCTIONS[recipe],
         f"Measured on {e['machine']}, {e['versions']};\n"
-        f"{hot['samples']} eval problems at T=1, {cold['samples']} at T=0. Target with bf16 "
+        f"{hot['samples']} eval problems at T=1"
+        + (f", {cold['samples']} at T=0" if cold else "")
+        + ". Target with bf16 "
         "matmuls; drafter and trees in\n"
         "float32 from the bf16 checkpoint.",
-        table(["goal", "measured", "wanted", "reached"], goals(hot)),
-        table(["", "T=1", "T=0"], compared),
+        table(["goal", "measured", "wanted", "reached"], goals(recipe, hot)),
+        table(["", "T=1", *greedy], compared(hot, cold, depth)),
         "Accept length = tokens per cycle, the bonus included; a response's last cycle counts "
         "only the tokens left. Trees: shared noise,\n"
         f"{e['width']} nodes expanded per level, rows include the root and are chosen by the "
         "calibrated chance.",
-        f"At T=0 the countdown search can repeat one try without end: {cold['share_at_cap']:.1%} "
-        "of greedy responses end by the cap.\n"
-        "Sample at T=1.",
+        *(
+            [
+                "At T=0 the countdown search can repeat one try without end: "
+                f"{cold['share_at_cap']:.1%} of greedy responses end by the cap.\nSample at T=1."
+            ]
+            if cold
+            else []
+        ),
         table(["share of cycles that accept at least this deep, T=1", *levels], accepted),
         table(["the target's token is among k children (parent on the path), T=1", *levels], among),
-        table(["kind", "share", "solved, T=1", "solved, T=0"], kinds),
+        table(["kind", "share", "solved, T=1", *(["solved, T=0"] if cold else [])], kinds),
         table(
             ["length decile, T=1: up to tokens", *(d["tokens_up_to"] for d in deciles)],
             [["solved", *(f"{d['solved']:.3f}" for d in deciles)]],
@@ -123,7 +150,8 @@ def model_card(figures: dict) -> str:
         f"{target['tokens'] / 1e6:.0f}M tokens (padding included) of\n{target['documents']} "
         "written solutions in "
         f"{target['seconds']:.0f} s, seed {target['seed']}, "
-        f"peak learning rate {target['lr']}.",
+        f"peak learning rate {target['lr']}"
+        + (", from the demo pair's target." if target.get("continued") else "."),
         f"Drafter: {e['drafter_parameters']} parameters, draft vocabulary {e['draft_vocab']}; "
         f"{drafter['step']} steps over "
         f"{drafter['tokens'] / 1e6:.0f}M tokens (padding included) of\n{drafter['samples']} "

@@ -15,6 +15,7 @@ from random import Random
 
 import numpy
 import torch
+from recipes import RECIPES
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -124,6 +125,11 @@ class Batch:
         position = torch.arange(1, self.tokens_BT.shape[1], device=self.tokens_BT.device)[None]
         return (position >= self.prompt_lengths_B[:, None]) & (position < self.lengths_B[:, None])
 
+    def response_tokens(self) -> torch.Tensor:
+        """[B, T]: True where token t belongs to the response."""
+        position = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)[None]
+        return (position >= self.prompt_lengths_B[:, None]) & (position < self.lengths_B[:, None])
+
 
 class Batcher:
     """Serves a data set on a device in random batches of one length bucket; `epoch(n)` is the same
@@ -174,18 +180,19 @@ def encode_prompt(tokenizer: Tokenizer, prompt_text: str) -> list[int]:
     return tokenizer.encode(chat.render_prompt(prompt_text)).ids
 
 
-def _write_shard(job: tuple[Path, Path, range]) -> Path:
-    directory, tokenizer_file, seeds = job
+def _write_shard(job: tuple[Path, Path, str, range]) -> Path:
+    directory, tokenizer_file, recipe, seeds = job
     path = directory / f"shard-{seeds.start}.safetensors"
     if path.exists():
         return path
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     end = tokenizer.token_to_id(chat.END)
+    solution = RECIPES[recipe]
     sequences, prompt_lengths = [], []
     for seed in seeds:
         problem = task.problem(seed)
         prompt = encode_prompt(tokenizer, problem.prompt_text)
-        response = tokenizer.encode(task.solution(problem, Random(f"solution-{seed}"))).ids
+        response = tokenizer.encode(solution(problem, Random(f"solution-{seed}"))).ids
         sequences.append(
             prompt
             + response[: task.RESPONSE_TOKEN_CAP]
@@ -197,17 +204,18 @@ def _write_shard(job: tuple[Path, Path, range]) -> Path:
 
 
 def write_shards(
-    directory: Path, tokenizer_file: Path, documents: int, per_shard: int, workers: int
+    directory: Path, tokenizer_file: Path, recipe: str, documents: int, per_shard: int, workers: int
 ):
-    """Write `documents` train documents in shards, in parallel; yields each shard's path as it is
-    done.
+    """Write `documents` train documents of a recipe in shards, in parallel; yields each shard's
+    path as it is done.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     directory.mkdir(parents=True, exist_ok=True)
     first = task.TRAIN_SEEDS.start
     starts = range(first, first + documents, per_shard)
     jobs = [
-        (directory, tokenizer_file, range(s, min(s + per_shard, first + documents))) for s in starts
+        (directory, tokenizer_file, recipe, range(s, min(s + per_shard, first + documents)))
+        for s in starts
     ]
     with get_context("spawn").Pool(workers, initializer=os.nice, initargs=(5,)) as pool:
         yield from pool.imap_unordered(_write_shard, jobs)

@@ -16,7 +16,7 @@ import safetensors
 import tokenizers
 import torch
 import transformers
-from card import model_card
+from card import CHAINS, model_card
 from corpus import Batcher, Sequences
 from drafter_model import DrafterModel, load_drafter
 from figures import record_figures
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from sample import sample_problems
 from target_model import TargetModel, load_target
 from tokenizers import Tokenizer
-from tree import Calibration, Settings, Walk, fit_calibration, replay
+from tree import Calibration, Settings, Walk, chain_figures, fit_calibration, replay
 
 from tlt_server.demo import task
 
@@ -100,13 +100,26 @@ def accept_lengths(
     return figures
 
 
+def accept_chains(
+    drafter: DrafterModel, target: TargetModel, data: Sequences, options: argparse.Namespace
+) -> dict:
+    batcher = Batcher(data, options.replay_tokens, options.device, buckets=(128, 512, 2816))
+    figures = {}
+    for depth in CHAINS:
+        figures[str(depth)] = chain_figures(drafter, target, batcher.epoch(0), depth)
+        print(f"{time.strftime('%H:%M:%S')} chain of {depth}: {figures[str(depth)]}", flush=True)
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pair", type=Path, default=Path("tlt_server/demo/pair"))
     parser.add_argument("--samples", type=int, default=20_000, help="eval problems at T=1")
-    parser.add_argument("--greedy-samples", type=int, default=4_000, help="eval problems at T=0")
+    parser.add_argument(
+        "--greedy-samples", type=int, default=4_000, help="eval problems at T=0; 0: none"
+    )
     parser.add_argument(
         "--calibration-samples",
         type=int,
@@ -147,11 +160,6 @@ def main() -> None:
     data, rewards = sample_problems(target, tokenizer, seeds, 1.0, options.cap)
     hot = length_figures(data, rewards)
     print(f"{time.monotonic() - started:.0f}s {hot}", flush=True)
-    greedy, greedy_rewards = sample_problems(
-        target, tokenizer, seeds[: options.greedy_samples], 0.0, options.cap
-    )
-    cold = length_figures(greedy, greedy_rewards)
-    print(f"{time.monotonic() - started:.0f}s {cold}", flush=True)
     measured = data.select(torch.arange(options.replayed))
     held = data.select(torch.arange(options.samples - options.calibration_samples, options.samples))
     hot["entropy_per_token"] = round(
@@ -168,8 +176,16 @@ def main() -> None:
     )
     print(f"{time.monotonic() - started:.0f}s among children: {json.dumps(among)}", flush=True)
     hot["accept"] = accept_lengths(drafter, target, table, measured, options, 1.0)
-    greedy_measured = greedy.select(torch.arange(min(options.replayed, len(greedy)) // 2))
-    cold["accept"] = accept_lengths(drafter, target, table, greedy_measured, options, 0.0)
+    hot["accept_chain"] = accept_chains(drafter, target, measured, options)
+    cold = None
+    if options.greedy_samples:
+        greedy, greedy_rewards = sample_problems(
+            target, tokenizer, seeds[: options.greedy_samples], 0.0, options.cap
+        )
+        cold = length_figures(greedy, greedy_rewards)
+        print(f"{time.monotonic() - started:.0f}s {cold}", flush=True)
+        greedy_measured = greedy.select(torch.arange(min(options.replayed, len(greedy)) // 2))
+        cold["accept"] = accept_lengths(drafter, target, table, greedy_measured, options, 0.0)
     evaluation = {
         "machine": options.machine,
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, "

@@ -95,8 +95,8 @@ def generate(
             lengths[active] = torch.where(live, position + 1, lengths[active])
             done = done | (live & (chosen == end_id)) | (position + 1 - starts[active] >= cap)
     return [
-        row[start:end]
-        for row, start, end in zip(tokens.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+        row[start:end].tolist()
+        for row, start, end in zip(tokens.cpu(), starts.tolist(), lengths.tolist(), strict=True)
     ]
 
 

@@ -15,14 +15,9 @@ from drafter_model import DrafterConfig, DrafterModel, export_drafter, load_draf
 from figures import record_figures
 from target_model import TargetModel, load_target
 from train_target import learning_rate, optimizer_of
+from tree import chain_figures
 
 from tlt_server.trainer import losses
-
-
-def response_tokens(batch: Batch) -> torch.Tensor:
-    """[B, T] bool: token t belongs to the response."""
-    position = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
-    return (position >= batch.prompt_lengths_B[:, None]) & (position < batch.lengths_B[:, None])
 
 
 def drafter_loss(
@@ -38,7 +33,7 @@ def drafter_loss(
         states = target.hidden_states(batch.tokens_BT)
         embeds = states[0]
         teacher = losses.restrict(target.logits(states[-1]), drafter.d2t, drafter.t2d)
-    counted = response_tokens(batch)
+    counted = batch.response_tokens()
     per_step, variations = [], []
     for step, h in enumerate(drafter.unroll(embeds, drafter.fuse(states), steps)):
         probabilities = losses.pair(
@@ -62,6 +57,35 @@ def frequent_ids(data: Sequences, vocab_size: int, size: int) -> torch.Tensor:
     return counts.sort(descending=True, stable=True).indices[:size]
 
 
+def continue_from(drafter: DrafterModel, earlier: DrafterModel) -> None:
+    """Take over an earlier drafter's weights. `lm_head` stays fresh: its rows are this draft
+    vocabulary's.
+    """
+    state = dict(earlier.named_parameters())
+    drafter.load_state_dict({name: state[name] for name in state if "lm_head" not in name}, False)
+
+
+class StopAt:
+    """Tells when chains of drafts on held-out samples (those up to 512 tokens) reach an accept
+    length.
+    """
+
+    def __init__(self, options: argparse.Namespace, held_out: Sequences) -> None:
+        self.length, self.every, self.depth = (
+            options.stop_at,
+            options.check_every,
+            options.test_steps,
+        )
+        self.batches = list(Batcher(held_out, 400_000, options.device, buckets=(128, 512)).epoch(0))
+
+    def reached(self, drafter: DrafterModel, target: TargetModel, step: int) -> bool:
+        if step % self.every:
+            return False
+        figures = chain_figures(drafter, target, self.batches, self.depth)
+        print(f"step {step}: {figures}", flush=True)
+        return figures["accept_length"] >= self.length
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, default=Path("tlt_server/demo/pair/target"))
@@ -72,7 +96,19 @@ def main() -> None:
     parser.add_argument(
         "--start-from",
         type=Path,
-        help="an exported drafter to continue from, in place of fresh weights",
+        help="a pair whose drafter to continue from; its LM head starts fresh",
+    )
+    parser.add_argument(
+        "--stop-at",
+        type=float,
+        metavar="LENGTH",
+        help="stop when a chain of --test-steps has this accept length [tokens per cycle]",
+    )
+    parser.add_argument(
+        "--check-every", type=int, default=50, help="steps between two checks of --stop-at"
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=128, help="last samples, kept for the checks of --stop-at"
     )
     parser.add_argument("--checkpoint", type=Path, default=Path("build/arith/drafter"))
     parser.add_argument("--steps", type=int, default=6_000, help="optimizer steps")
@@ -103,13 +139,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     target = load_target(options.target, options.device).requires_grad_(False)
     data = Sequences.concatenate([Sequences.load(path) for path in options.samples])
+    kept = frequent_ids(data, target.config.vocab_size, options.draft_vocab)
+    drafter = DrafterModel(
+        DrafterConfig(target.config, options.intermediate, options.draft_vocab), kept
+    ).to(options.device)
     if options.start_from:
-        drafter = load_drafter(options.start_from, target.config, options.device).train()
-    else:
-        kept = frequent_ids(data, target.config.vocab_size, options.draft_vocab)
-        drafter = DrafterModel(
-            DrafterConfig(target.config, options.intermediate, options.draft_vocab), kept
-        ).to(options.device)
+        continue_from(drafter, load_drafter(options.start_from / "drafter", target.config, "cpu"))
     optimizer = optimizer_of(drafter, options.lr, fused=options.device == "cuda")
     record = load_state(options.checkpoint, drafter, optimizer) or {
         "step": 0,
@@ -118,6 +153,11 @@ def main() -> None:
         "tokens": 0,
     }
     loss_of = torch.compile(drafter_loss, dynamic=True) if options.compile else drafter_loss
+    stop_at = None
+    if options.stop_at:
+        ids = torch.arange(len(data))
+        stop_at = StopAt(options, data.select(ids[-options.held_out :]))
+        data = data.select(ids[: -options.held_out])
     batcher = Batcher(data, options.tokens_per_batch, options.device, options.seed)
     size = sum(p.numel() for p in drafter.parameters())
     print(
@@ -135,7 +175,7 @@ def main() -> None:
         for batch in batcher.epoch(record["epoch"]):
             record["seconds"] = before + time.monotonic() - started
             progress = max(record["step"] / options.steps, record["seconds"] / options.time_limit_s)
-            if progress >= 1:
+            if progress >= 1 or (stop_at and stop_at.reached(drafter, target, record["step"])):
                 finished = True
                 break
             for group in optimizer.param_groups:
@@ -167,6 +207,7 @@ def main() -> None:
     record |= {
         "seed": options.seed,
         "samples": len(data),
+        "stop_at": options.stop_at,
         "test_steps": options.test_steps,
         "lr": options.lr,
     }

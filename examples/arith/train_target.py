@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from checkpoint import load_state, save_state
 from corpus import Batch, Batcher, Sequences, write_shards
 from figures import record_figures
-from target_model import TargetConfig, TargetModel, export_target
+from recipes import RECIPES
+from target_model import TargetConfig, TargetModel, export_target, load_target
 from tokenizers import Tokenizer
 
 from tlt_server.demo import chat
@@ -42,26 +44,53 @@ def optimizer_of(model: torch.nn.Module, peak: float, fused: bool) -> torch.opti
 
 
 class GrowingData:
-    """Shards as a background thread's worker processes finish them."""
+    """Shards as a background thread's worker processes finish them; `close` ends the workers."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.paths: list[Path] = []
-        self.done = False
+        self.done = self.closing = False
         tokenizer_file = options.out / "tokenizer.json"
 
         def write() -> None:
             for path in write_shards(
-                options.data, tokenizer_file, options.documents, options.per_shard, options.workers
+                options.data,
+                tokenizer_file,
+                options.recipe,
+                options.documents,
+                options.per_shard,
+                options.workers,
             ):
                 self.paths.append(path)
+                if self.closing:
+                    break
             self.done = True
 
-        threading.Thread(target=write, daemon=True).start()
+        self.thread = threading.Thread(target=write, daemon=True)
+        self.thread.start()
 
     def wait(self, shards: int) -> list[Path]:
         while len(self.paths) < shards and not self.done:
             time.sleep(0.2)
         return list(self.paths)
+
+    def close(self) -> None:
+        self.closing = True
+        self.thread.join()
+
+
+def start_target(options: argparse.Namespace) -> TargetModel:
+    """A fresh target of the options' shape, or the weights of `--start-from`, whose tokenizer is
+    copied to `--out`.
+    """
+    if not options.start_from:
+        shape = TargetConfig(
+            num_hidden_layers=options.layers, intermediate_size=options.intermediate
+        )
+        return TargetModel(shape).to(options.device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(options.start_from / "target" / name, options.out / name)
+    return load_target(options.start_from / "target", options.device).train()
 
 
 def main() -> None:
@@ -71,6 +100,12 @@ def main() -> None:
         type=Path,
         default=Path("tlt_server/demo/pair/target"),
         help="holds the tokenizer, gets the model",
+    )
+    parser.add_argument("--recipe", choices=RECIPES, default="demo", help="which text to train on")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        help="a pair whose target and tokenizer to continue from, in place of fresh weights",
     )
     parser.add_argument("--data", type=Path, default=Path("build/arith/data"))
     parser.add_argument("--checkpoint", type=Path, default=Path("build/arith/target"))
@@ -94,9 +129,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
+    model = start_target(options)
     data = GrowingData(options)
-    config = TargetConfig(num_hidden_layers=options.layers, intermediate_size=options.intermediate)
-    model = TargetModel(config).to(options.device)
     optimizer = optimizer_of(model, options.lr, fused=options.device == "cuda")
     record = load_state(options.checkpoint, model, optimizer) or {
         "step": 0,
@@ -158,8 +192,10 @@ def main() -> None:
         model, options.out, tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.PAD)
     )
     record |= {"seed": options.seed, "documents": options.documents, "lr": options.lr}
+    record |= {"recipe": options.recipe, "continued": bool(options.start_from)}
     record_figures(options.out.parent / "figures.json", "target_training", record)
     print(f"exported to {options.out} after {record}", flush=True)
+    data.close()
 
 
 if __name__ == "__main__":

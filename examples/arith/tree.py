@@ -8,6 +8,7 @@ expanded per level, K children per node, H hidden, D head size, V draft vocabula
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,6 @@ from corpus import Batch
 from drafter_model import DrafterModel
 from noise import gumbel
 from target_model import TargetModel
-from train_drafter import response_tokens
 
 from tlt_server.trainer import losses
 
@@ -38,6 +38,13 @@ class Calibration:
         """Survival of children [..., K] by rank and gap; bucket = number of edges <= gap."""
         bucket = torch.bucketize(gaps.contiguous(), self.gap_edges, right=True)
         return self.survival[phase, torch.arange(gaps.shape[-1], device=gaps.device), bucket]
+
+
+def chain_table(device: torch.device | str) -> Calibration:
+    """A table that keeps the best child of each node alone, so that the tree is a chain."""
+    survival = torch.zeros((2, CHILDREN, GAP_BUCKETS), device=device)
+    survival[:, 0] = 1.0
+    return Calibration(survival, torch.tensor(GAP_EDGES, device=device))
 
 
 def gaps_of(top_values: torch.Tensor) -> torch.Tensor:
@@ -77,7 +84,7 @@ def fit_calibration(
         ].view(rows, width, -1)
         for step, logits in enumerate(outputs):
             labels = tokens[:, 2 + step :]
-            keep = losses.slot_weights(response_tokens(batch), step).bool()
+            keep = losses.slot_weights(batch.response_tokens(), step).bool()
             z = logits[keep].log_softmax(-1) + noise[:, 2 + step :][keep]
             values, children = z.topk(CHILDREN, -1)
             gaps = gaps_of(values)
@@ -195,6 +202,17 @@ def replay(
         for level in range(settings.depth):
             walk.accepted_at[level] += int((accepted > level).sum())
         root = root + emitted
+
+
+def chain_figures(
+    drafter: DrafterModel, target: TargetModel, batches: Iterable[Batch], depth: int
+) -> dict:
+    """Accept length of chains of `depth` drafts at T=1, replayed over the batches."""
+    table = chain_table(drafter.d2t.device)
+    walk = Walk()
+    for batch in batches:
+        replay(drafter, target, table, batch, Settings(depth + 1, depth, 1, 1.0), walk)
+    return walk.summary()
 
 
 def accepted_drafts(

@@ -1,0 +1,63 @@
+"""The hard recipe keeps prompts and answers, knows no words that the tokenizer lacks, and is as
+unpredictable as it says.
+"""
+
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from tokenizers import Tokenizer
+
+import tlt_server
+from tlt_server.demo import task
+from tlt_server.demo.workload import TARGET
+
+EXAMPLES = Path(tlt_server.__file__).parents[1] / "examples" / "arith"
+SEEDS = range(300)
+
+
+@pytest.fixture
+def recipes(monkeypatch):
+    if not EXAMPLES.exists():
+        pytest.skip("the recipes lie in the repository only, not in an installed package")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import recipes
+
+    yield recipes
+    sys.modules.pop("recipes", None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+
+
+def test_answers_stay_and_only_the_way_to_them_wanders(recipes):
+    for seed in SEEDS:
+        problem = task.problem(seed)
+        plain = recipes.RECIPES["demo"](problem, Random(seed))
+        hard = recipes.RECIPES["hard"](problem, Random(seed))
+        assert hard == recipes.RECIPES["hard"](problem, Random(seed))
+        assert hard.split("\n")[-1] == plain.split("\n")[-1]
+        assert task.reward(problem, hard) == task.reward(problem, plain)
+
+
+def test_every_word_of_a_remark_is_one_token(recipes, tokenizer):
+    for name, words in recipes.SLOTS.items():
+        for word in words[1].split():
+            spelled = word if name == "opening" else f" {word}"
+            assert len(tokenizer.encode(spelled).ids) == 1, spelled
+
+
+def test_choices_are_worth_half_a_nat_per_token(recipes, tokenizer):
+    """The figure leaves out what the task itself leaves open: 0.15 nats per token of its text."""
+    nats = tokens = longest = 0
+    for seed in SEEDS:
+        rng = Random(seed)
+        solution = task.solution(task.problem(seed), rng)
+        writer = recipes.Writer(rng)
+        length = len(tokenizer.encode(recipes.wandering(solution, writer)).ids)
+        nats, tokens, longest = nats + writer.nats, tokens + length, max(longest, length)
+    assert 0.42 < nats / tokens < 0.52
+    assert longest > 1000
