@@ -66,7 +66,7 @@ def parse(outcome_EF: NDArray[np.int32]) -> EntryOutcomes:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "V"])
 def _accept(
     batch_slot_B,
     batch_slot_W,

@@ -192,7 +192,11 @@ def _by_length(items_C, prefix_C):
     return items_C - later_C, short_C, later_C - short_C
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["depth", "rows", "states"],
+    # A thread reads one row of a chunk.
+    do_not_specialize_on_alignment=["position", "batch_slot", "base", "path"],
+)
 def _plan(
     position,
     batch_slot,

@@ -18,7 +18,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, Nodes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _cap_rows(batch_slot_B, max_rows_Q, survival_BC, C, CP: tl.constexpr):
     """Cut one request's tree per program."""
     pdl_launch()

@@ -46,7 +46,7 @@ def best_of(key_N, N: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr):
     return best_W, at_W
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"], do_not_specialize_on_alignment=["batch_slot_M", "position_M"])
 def _best_of_blocks(
     logits_MC, target_ids_C, batch_slot_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
     C, B, W: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -73,7 +73,7 @@ def _best_of_blocks(
     tl.store(token_MBW + (m * B + b) * W + ranks, token_W, mask=ranks < W)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position_M"])
 def _best_of_rows(
     key_MBW,
     token_MBW,

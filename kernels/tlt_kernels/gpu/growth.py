@@ -47,7 +47,7 @@ def draft_limit(
     return tl.where(able, tl.maximum(tl.minimum(room, most), 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D", "C", "depth"])
 def _roots(
     batch_slot_B,
     token_QT,
@@ -66,7 +66,7 @@ def _roots(
     batch_slot_X,
     base_X,
     path_XD,
-    D: tl.constexpr,
+    D,
     source_X,
     node_X,
     survival_X,
@@ -167,7 +167,16 @@ def roots(
 
 
 @triton.jit(
-    do_not_specialize=["level_rows", "first_row", "first_column", "next_row", "first_kv_slot"]
+    do_not_specialize=[
+        "D",
+        "C",
+        "level_rows",
+        "first_row",
+        "first_column",
+        "next_row",
+        "last",
+        "first_kv_slot",
+    ]
 )
 def _grow(
     token_ML,
@@ -179,7 +188,7 @@ def _grow(
     batch_slot_X,
     base_X,
     path_XD,
-    D: tl.constexpr,
+    D,
     source_X,
     node_X,
     survival_X,

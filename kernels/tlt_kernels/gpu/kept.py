@@ -85,7 +85,7 @@ def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _store_hints(
     page_R,
     R,
