@@ -26,9 +26,12 @@ def matches_of(batch_slots: BatchSlots, batch_slot: int, width: int) -> list[tup
         ):
             continue
         text = batch_slots.token_QT[q, : batch_slots.length_Q[q]].tolist()
-        for i in range(len(text) - 1):
+        first = 0 if q == batch_slot else int(batch_slots.first_Q[q])
+        for i in range(first, len(text) - 1):
             common = 0
-            while common < min(16, len(own), i + 1) and text[i - common] == own[-1 - common]:
+            while (
+                common < min(16, len(own), i + 1 - first) and text[i - common] == own[-1 - common]
+            ):
                 common += 1
             if common >= 2:
                 found.append((common, i, q))
@@ -89,9 +92,7 @@ def draft_and_check(
     table = CalibrationTable.of(
         torch.from_numpy(rng.uniform(0.1, 1, 448).astype(np.float32)).to(DEVICE)
     )
-    match_BJW = workspace(
-        len(batch_slot_B), width, scanners=4 if DEVICE == "cpu" else 0, device=DEVICE
-    )
+    match_BJW = workspace(len(batch_slot_B), width, batch_slots)
     match_BJW.fill_(1 << 62)
     history_nodes(
         torch.from_numpy(batch_slot_B).to(DEVICE),
@@ -127,6 +128,7 @@ def draft_and_check(
 def grouped_batch_slots(seed: int, batch_slots: int, tokens: int, vocabulary: int) -> BatchSlots:
     rng = np.random.default_rng(seed)
     made = make_batch_slots(rng, batch_slots, tokens, vocabulary=vocabulary)
+    made.first_Q[:-1] = torch.from_numpy(rng.integers(0, 9, batch_slots - 1).astype(np.int32))
     made.group_Q[:-1] = torch.from_numpy(rng.integers(-1, 2, batch_slots - 1).astype(np.int32))
     return made
 

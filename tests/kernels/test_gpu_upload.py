@@ -54,6 +54,7 @@ def test_admissions_and_pages_arrive() -> None:
             max_depth=batch_slot + 3,
             max_rows=batch_slot + 5,
             group=batch_slot + 4,
+            first=batch_slot + 7,
             hint_page=12 if batch_slot == 3 else -1,
         )
         expected.token_QT[batch_slot, :length] = tokens
@@ -72,6 +73,7 @@ def test_admissions_and_pages_arrive() -> None:
             ("max_depth", batch_slot + 3),
             ("max_rows", batch_slot + 5),
             ("group", batch_slot + 4),
+            ("first", batch_slot + 7),
         ):
             getattr(expected, f"{name}_Q")[batch_slot] = value
         expected.stop_QK[batch_slot] = 2, 11, -1

@@ -22,7 +22,7 @@ from tlt_server.bench.trees import TreeCase, calls, followed
 )
 def test_every_part_runs_twice(case: TreeCase) -> None:
     parts = calls(case, layers=2, device=DEVICE)
-    assert set(parts) == {"tree", "rows", "walk", "KV", "history"}
+    assert set(parts) == {"tree", "rows", "walk", "KV", "history", "branches"}
     for call in 2 * list(parts.values()):
         call()
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tlt_kernels.gpu.branches import columns
 from tlt_kernels.gpu.gemm_tiles import Kind, stream_tile
-from tlt_kernels.gpu.growth import columns
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.engine.gpu.buckets import (
     BATCHES,

@@ -7,6 +7,7 @@ import torch
 
 from tlt_kernels.gpu.tensors import Nodes
 from tlt_server.engine.gpu.tree_samples import EVERY, MAX_NODES, TreeSampler, read
+from tlt_server.speculation.branches import RANK
 from tlt_server.speculation.outlook import Outlook
 
 
@@ -25,7 +26,7 @@ def test_trees_come_back_as_candidates() -> None:
         [[1, 1, 2, 2], [1, 1, 2, -1], [-1, -1, -1, -1]],
         [[0.5, 0.25, 0.4, 0.1], [0.5, 0.3, 0.2, -1.0], [-1.0, -1.0, -1.0, -1.0]],
     )
-    sample = TreeSampler(2, pinned=False).launch(grown, 2)
+    sample = TreeSampler(2, pinned=False).launch(grown, 2, 4)
     assert sample is not None
     drafted = read(sample, verified=3)
     found = drafted.candidates
@@ -47,17 +48,30 @@ def test_a_recording_gets_tokens_and_cells_of_every_step() -> None:
     grown.cell_BC.copy_(torch.tensor([[1, 2, 3], [255, 0, -1]]))
     sampler = TreeSampler(2, pinned=False, every=1, most=6, detailed=True)
     for _ in range(3):
-        sample = sampler.launch(grown, 2)
+        sample = sampler.launch(grown, 2, 3)
         assert sample is not None
         found = read(sample, verified=0).candidates
         assert found.token_N.tolist() == [7, 8, 9, 5, 6]
         assert found.cell_N.tolist() == [1, 2, 3, 255, 0]
 
 
+def test_nodes_of_branches_have_no_rank() -> None:
+    grown = nodes(
+        [[-1, 0, 0, 2], [-1, -1, -1, 2]],
+        [[1, 2, 2, 3], [1, -1, 1, 2]],
+        [[0.5, 0.4, 0.3, 0.2], [0.5, -1.0, 0.3, 0.2]],
+    )
+    sample = TreeSampler(2, pinned=False).launch(grown, 2, 2)
+    assert sample is not None
+    found = read(sample, verified=3).candidates
+    assert found.parent_N.tolist() == [-1, 0, 0, 2, -1, -1, 5]
+    assert found.rank_N.tolist() == [0, 0, RANK, RANK, 0, RANK, RANK]
+
+
 def test_some_steps_are_sampled_and_large_batches_in_part() -> None:
     grown = nodes([[-1] * 100] * 64, [[1] * 100] * 64, [[0.5] * 100] * 64)
     sampler = TreeSampler(2, pinned=False)
-    samples = [sampler.launch(grown, 64) for _ in range(2 * EVERY)]
+    samples = [sampler.launch(grown, 64, 100) for _ in range(2 * EVERY)]
     assert sum(sample is not None for sample in samples) == 2
     assert samples[0] is not None and samples[0].requests == MAX_NODES // 100
     assert read(samples[0], verified=10).predicted == 0.0  # it says nothing of the whole batch

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from tlt_kernels.gpu.accept import accept, fields
-from tlt_kernels.gpu.growth import columns, grow, roots
+from tlt_kernels.gpu.branches import MATCHES, columns, graft
+from tlt_kernels.gpu.growth import grow, roots
 from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.kept import commit_kv
 from tlt_kernels.gpu.rows import select_rows
@@ -33,11 +34,12 @@ from tlt_kernels.gpu.tensors import (
 from tlt_kernels.gpu.upload import UNLIMITED
 from tlt_server.bench.graph_time import microseconds, require_gpu
 from tlt_server.bench.record import finish
+from tlt_server.speculation.branches import FLOOR, LEFTS, prior
+from tlt_server.speculation.survival import CELLS
 
 LAYERS, KV_HEADS, WIDTH = 28, 4, 128
 VOCABULARY, GROUP, CALLS = 512, 8, 20
 EDGES = tuple(0.1 * 1.4**i for i in range(15))
-CELLS = 512
 
 
 class TreeCase(NamedTuple):
@@ -54,6 +56,7 @@ CASES = (
     TreeCase(8, 7, 1, 64),
     TreeCase(32, 7, 1, 256),
     TreeCase(64, 3, 2, 256),
+    TreeCase(256, 7, 1, 512, 2000),
 )
 
 
@@ -96,7 +99,7 @@ def calls(
         Nodes.allocate(case.requests, wide, device=device),
     )
     calibration, edges = (
-        CalibrationTable.of(torch.full((CELLS,), 0.9, device=device)),
+        CalibrationTable.of(torch.full((CELLS + len(prior()),), 0.9, device=device)),
         torch.tensor(EDGES, device=device),
     )
     rows, trees = (
@@ -175,7 +178,7 @@ def calls(
         torch.randn(layers, kv_slots, KV_HEADS, WIDTH, device=device).to(torch.bfloat16)
         for _ in range(2)
     )
-    match_BJW = workspace(case.requests, case.width, device=device)
+    match_BJW = workspace(case.requests, case.width, batch_slots)
     found = Nodes.allocate(case.requests, max(wide, case.depth * case.width), device=device)
     history = partial(
         history_nodes,
@@ -187,12 +190,27 @@ def calls(
         depth=case.depth,
         width=case.width,
     )
+    branches = partial(
+        graft,
+        batch_slot_B,
+        batch_slots,
+        nodes,
+        calibration,
+        workspace(case.requests, MATCHES, batch_slots),
+        depth=case.depth,
+        width=case.width,
+        drafters=1,
+        first_cell=CELLS,
+        lefts=LEFTS,
+        floor=FLOOR,
+    )
     return {
         "tree": grown,
         "rows": selected,
         "walk": walked,
         "KV": partial(commit_kv, kept, k_LSKD, v_LSKD),
         "history": history,
+        "branches": branches,
     }
 
 

@@ -31,17 +31,17 @@ def columns(depth: int, width: int) -> int:
 
 @triton.jit
 def draft_limit(
-    batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTER
+    batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTERS
 ):
     """Return the depth of the deepest useful draft token of a batch slot: a bonus token must follow
-    it, and pages must hold its KV. 0 = none, also where the drafter of index DRAFTER may not draft.
+    it, and pages must hold its KV. 0 = none, also where one of the DRAFTERS (bits) may not draft.
     """
     room = tl.minimum(
         tl.load(limit_Q + batch_slot) - length - 1, tl.load(capacity_Q + batch_slot) - length
     )
-    permitted = (tl.load(drafters_Q + batch_slot) >> DRAFTER) & 1
+    permitted = (tl.load(drafters_Q + batch_slot) & DRAFTERS) == DRAFTERS
     able = (
-        (tl.load(done_Q + batch_slot) == 0) & (permitted != 0) & (length >= 2)
+        (tl.load(done_Q + batch_slot) == 0) & permitted & (length >= 2)
     )  # no feature precedes the first token
     most = tl.minimum(depth, tl.load(max_depth_Q + batch_slot))
     return tl.where(able, tl.maximum(tl.minimum(room, most), 0), 0)
@@ -78,7 +78,7 @@ def _roots(
     trash,
     idle,
     PAGE: tl.constexpr,
-    DRAFTER: tl.constexpr,
+    DRAFTERS: tl.constexpr,
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -89,7 +89,7 @@ def _roots(
     length = tl.load(length_Q + batch_slot)
     position = tl.maximum(length - 1, 0)
     limit = draft_limit(
-        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTER
+        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTERS
     )
     alive = limit > 0
     token = tl.load(token_QT + batch_slot.to(tl.int64) * T + position, mask=alive, other=0)
@@ -158,7 +158,7 @@ def roots(
         trash,
         batch_slots.idle,
         PAGE=PAGE_SIZE,
-        DRAFTER=drafter,
+        DRAFTERS=1 << drafter,
         DP=triton.next_power_of_2(path_depth),
         BLOCK=128,
         num_warps=1,

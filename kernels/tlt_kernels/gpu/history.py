@@ -1,9 +1,9 @@
 """Model-free drafting on the device: the continuations of earlier occurrences of a request's last
 tokens, in its own text and its siblings'.
 
-The scan is brute force over the text of every batch slot of the same group, ended ones included.
-The host reuses the batch slot that ended longest ago first, so a group's earlier responses serve it
-for a while. The longest, then latest occurrences become one trie.
+The scan is brute force over the text of every batch slot of the same group, ended ones included;
+the prompts of siblings are left out. The longest, then latest occurrences become one trie here, or
+a branch of another drafter's tree in `branches.py`.
 
 Legend: as in `tensors.py`; J scanning programs per request, W matches kept, I positions of a block.
 """
@@ -20,6 +20,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
 MAX_MATCH = 16  # tokens in common that count at most; a single one is no occurrence
+STEP = 7  # tokens compared between two looks at whether some occurrence goes on
 # No node is surer than this: below it, rounding cannot lift a survival above the parent's.
 CERTAIN = tl.constexpr(0.999)
 BLOCK = 2048  # positions that a scanning program compares at once
@@ -27,13 +28,17 @@ PROGRAMS = 1024  # scanning programs, about
 LENGTHS, SHARES, DEPTHS = 7, 8, 8  # buckets of the calibration table
 
 
-def workspace(requests: int, width: int, *, scanners: int = 0, device: str = "cuda") -> Tensor:
-    """Return match_BJW: int64 keys of the matches that each scanning program found. `scanners` is a
-    power of two; 0 chooses one that suits a GPU.
-    """
-    scanners = scanners or min(max(triton.next_power_of_2(PROGRAMS // requests), 16), 128)
+def workspace(requests: int, width: int, batch_slots: BatchSlots) -> Tensor:
+    """Return match_BJW: int64 keys of the matches that each scanning program found."""
+    texts, tokens = batch_slots.token_QT.shape
+    blocks = triton.next_power_of_2(texts * triton.cdiv(tokens, BLOCK))
+    scanners = min(max(triton.next_power_of_2(PROGRAMS // requests), 16), 128, blocks)
     return torch.empty(
-        requests, scanners, triton.next_power_of_2(width), dtype=torch.int64, device=device
+        requests,
+        scanners,
+        triton.next_power_of_2(width),
+        dtype=torch.int64,
+        device=batch_slots.token_QT.device,
     )
 
 
@@ -49,15 +54,17 @@ def _scan(
     drafters_Q,
     max_depth_Q,
     group_Q,
+    first_Q,
     Q,
     match_BJW,
     depth,
-    DRAFTER: tl.constexpr,
+    DRAFTERS: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
     QP: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_MATCH: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Scan, in program (b, j), a part of a text that request b may draft from, or whole texts.
     Keys: match length, position, batch slot.
@@ -78,7 +85,7 @@ def _scan(
     member_Q = (q_Q == batch_slot) | ((group_Q_ >= 0) & (group_Q_ == group))
     number_Q = tl.cumsum(member_Q.to(tl.int32), axis=0) - 1
     limit = draft_limit(
-        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTER
+        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTERS
     )
     if limit > 0:
         members = tl.sum(member_Q.to(tl.int32))
@@ -95,26 +102,30 @@ def _scan(
     for member in range(j % some, tl.where(part < parts, members, 0), programs):
         q = tl.sum(tl.where(member_Q & (number_Q == member), q_Q, 0))
         known = tl.load(length_Q + q)
+        first = tl.load(first_Q + q, mask=q != batch_slot, other=0)
         text = token_QT + q.to(tl.int64) * T
-        blocks = tl.cdiv(known - 1, BLOCK)
+        blocks = tl.cdiv(tl.maximum(known - 1 - first, 0), BLOCK)
         for block in range(part, blocks, parts):  # the latest first: most inserts happen early
-            i_I = (blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)
-            inside_I = (i_I >= 1) & (i_I < known - 1)  # something must follow
+            i_I = first + (blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)
+            inside_I = (i_I > first) & (i_I < known - 1)  # something must follow
             last_I = tl.load(text + i_I, mask=inside_I, other=-1)
             second_I = tl.load(text + i_I - 1, mask=inside_I, other=-1)
             run_I = inside_I & (last_I == last) & (second_I == second)
-            longest = 2 * tl.max(run_I.to(tl.int32))
-            if longest > 0:
-                hit_I = run_I
-                common_I = tl.where(run_I, 2, 0)
-                compared = 2
-                while longest == compared:  # some occurrence goes on
+            common_I = tl.where(run_I, 2, 0)
+            longest = tl.max(common_I)
+            compared = 2
+            while (longest == compared) & (compared < MAX_MATCH):  # some occurrence goes on
+                for _ in tl.static_range(STEP):
                     suffix = tl.load(own - compared, mask=compared < length, other=-1)
-                    run_I = run_I & (i_I >= compared) & (compared < tl.minimum(length, MAX_MATCH))
-                    run_I = run_I & (tl.load(text + i_I - compared, mask=run_I, other=-2) == suffix)
+                    run_I = run_I & (i_I - compared >= first)
+                    run_I = run_I & (compared < tl.minimum(length, MAX_MATCH))
+                    before_I = tl.load(text + i_I - compared, mask=run_I, other=-2)
+                    run_I = run_I & (before_I == suffix)
                     common_I += run_I.to(tl.int32)
-                    longest += tl.max(run_I.to(tl.int32))
                     compared += 1
+                longest = tl.max(common_I)
+            if longest > 0:
+                hit_I = (common_I > 0) & (2 * common_I >= longest)
                 key_I = tl.where(
                     hit_I, (common_I.to(tl.int64) << 48) | (i_I.to(tl.int64) << 16) | q, -1
                 )
@@ -124,6 +135,47 @@ def _scan(
                     key_I = tl.where(key_I == best, -1, key_I)
                     best, least = tl.max(key_I), tl.min(best_W)
     tl.store(match_BJW + (b * programs + j) * WP + w_W, best_W, mask=w_W < W)
+
+
+@triton.jit
+def best_matches(match_BJW, b, W, WP: tl.constexpr, J: tl.constexpr):
+    """Return the keys of request b's W best matches, best first, and their tokens in common; -1 and
+    0 where there are fewer, or where the longest is more than twice as long.
+    """
+    x_X = tl.arange(0, J * WP)
+    key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
+    w_W = tl.arange(0, WP)
+    key_W = tl.full([WP], -1, tl.int64)
+    best = tl.max(key_X)
+    found = 0
+    while (best >= 0) & (found < W):
+        key_W = tl.where(w_W == found, best, key_W)
+        key_X = tl.where(key_X == best, -1, key_X)
+        best = tl.max(key_X)
+        found += 1
+    common_W = tl.where(key_W >= 0, (key_W >> 48).to(tl.int32), 0)
+    alive_W = (key_W >= 0) & (2 * common_W >= tl.max(common_W))  # others only blur the shares
+    return tl.where(alive_W, key_W, -1), tl.where(alive_W, common_W, 0)
+
+
+@triton.jit
+def continuations(key_W, token_QT, T, length_Q, limit, DP: tl.constexpr):
+    """Return (token_WD, alive_WD): the tokens after the matches, up to `limit` of each."""
+    next_W = ((key_W >> 16) & 0xFFFFFFFF).to(tl.int32) + 1
+    q_W = tl.where(key_W >= 0, key_W & 0xFFFF, 0)
+    known_W = tl.load(length_Q + q_W, mask=key_W >= 0, other=0)
+    d_1D = tl.arange(0, DP)[None, :]
+    alive_WD = (key_W >= 0)[:, None] & (next_W[:, None] + d_1D < known_W[:, None]) & (d_1D < limit)
+    token_WD = tl.load(token_QT + (q_W * T + next_W)[:, None] + d_1D, mask=alive_WD, other=-1)
+    return token_WD, alive_WD
+
+
+@triton.jit
+def length_bucket(length):
+    """Return the bucket of match lengths, see `cpu.match.length_bucket`."""
+    bucket = (length >= 3).to(tl.int32) + (length >= 4).to(tl.int32) + (length >= 6).to(tl.int32)
+    bucket += (length >= 9).to(tl.int32) + (length >= 13).to(tl.int32)
+    return bucket + (length >= 16).to(tl.int32)
 
 
 @triton.jit
@@ -148,7 +200,7 @@ def _merge(
     C,
     survival_Z,
     depth,
-    DRAFTER: tl.constexpr,
+    DRAFTERS: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
     J: tl.constexpr,
@@ -167,29 +219,12 @@ def _merge(
     batch_slot = tl.load(batch_slot_B + b)
     length = tl.load(length_Q + batch_slot)
     limit = draft_limit(
-        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTER
+        batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTERS
     )
-    x_X = tl.arange(0, J * WP)
-    key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
+    key_W, common_W = best_matches(match_BJW, b, W, WP, J)
+    token_WD, alive_WD = continuations(key_W, token_QT, T, length_Q, limit, DP)
     w_W = tl.arange(0, WP)
-    key_W = tl.full([WP], -1, tl.int64)
-    best = tl.max(key_X)
-    found = 0
-    while (best >= 0) & (found < W):
-        key_W = tl.where(w_W == found, best, key_W)
-        key_X = tl.where(key_X == best, -1, key_X)
-        best = tl.max(key_X)
-        found += 1
-    common_W = (key_W >> 48).to(tl.int32)
-    alive_W = (key_W >= 0) & (
-        2 * common_W >= tl.max(common_W)
-    )  # much shorter matches only blur the shares
-    next_W = ((key_W >> 16) & 0xFFFFFFFF).to(tl.int32) + 1
-    q_W = tl.where(alive_W, key_W & 0xFFFF, 0)
-    known_W = tl.load(length_Q + q_W, mask=alive_W, other=0)
     d_1D = tl.arange(0, DP)[None, :]
-    alive_WD = alive_W[:, None] & (next_W[:, None] + d_1D < known_W[:, None]) & (d_1D < limit)
-    token_WD = tl.load(token_QT + (q_W * T + next_W)[:, None] + d_1D, mask=alive_WD, other=-1)
     parent_WD = tl.zeros([WP, DP], tl.int32)
     first_WD = tl.zeros([WP, DP], tl.int32)
     cell_WD = tl.zeros([WP, DP], tl.int32)
@@ -208,18 +243,8 @@ def _merge(
         count_W = tl.sum(together_WW.to(tl.int32), axis=1)
         first_W = tl.min(tl.where(together_WW, w_W[None, :], WP), axis=1)
         length_W = tl.max(tl.where(together_WW, common_W[None, :], 0), axis=1) + d
-        bucket_W = (
-            (length_W >= 3).to(tl.int32)
-            + (length_W >= 4).to(tl.int32)
-            + (length_W >= 6).to(tl.int32)
-        )
-        bucket_W += (
-            (length_W >= 9).to(tl.int32)
-            + (length_W >= 13).to(tl.int32)
-            + (length_W >= 16).to(tl.int32)
-        )
         share_W = (count_W * SHARES + total_W - 1) // tl.maximum(total_W, 1) - 1
-        cell_W = (bucket_W * SHARES + share_W) * DEPTHS + tl.minimum(d, DEPTHS - 1)
+        cell_W = (length_bucket(length_W) * SHARES + share_W) * DEPTHS + tl.minimum(d, DEPTHS - 1)
         parent_WD = tl.where(now_1D, node_W[:, None], parent_WD)
         first_WD = tl.where(now_1D, first_W[:, None], first_WD)
         cell_WD = tl.where(now_1D, cell_W[:, None], cell_WD)
@@ -246,6 +271,56 @@ def _merge(
         tl.store(survival_BC + b * C + c_C, -1.0, mask=c_C < C)
 
 
+def scan(
+    batch_slot_B: Tensor,
+    batch_slots: BatchSlots,
+    match_BJW: Tensor,
+    *,
+    depth: int,
+    matches: int,
+    drafters: int,
+) -> None:
+    """Find the `matches` best matches of each request for which all `drafters` (bits of
+    `drafters_Q`) may draft. match_BJW: from `workspace`.
+    """
+    count = batch_slots.length_Q.shape[0]
+    requests, scanners, block_width = match_BJW.shape
+    assert requests == batch_slot_B.shape[0] and count <= 1 << 16
+    assert block_width == triton.next_power_of_2(matches)
+    _scan[(requests, scanners)](
+        batch_slot_B,
+        *texts_of(batch_slots),
+        batch_slots.group_Q,
+        batch_slots.first_Q,
+        count,
+        match_BJW,
+        depth,
+        DRAFTERS=drafters,
+        W=matches,
+        WP=block_width,
+        QP=triton.next_power_of_2(count),
+        BLOCK=BLOCK,
+        MAX_MATCH=MAX_MATCH,
+        STEP=STEP,
+        num_warps=8,
+        **PDL,
+    )
+
+
+def texts_of(batch_slots: BatchSlots) -> tuple[Tensor | int, ...]:
+    """Return the texts, and all that `draft_limit` reads."""
+    return (
+        batch_slots.token_QT,
+        batch_slots.token_QT.shape[1],
+        batch_slots.length_Q,
+        batch_slots.limit_Q,
+        batch_slots.capacity_Q,
+        batch_slots.done_Q,
+        batch_slots.drafters_Q,
+        batch_slots.max_depth_Q,
+    )
+
+
 def history_nodes(
     batch_slot_B: Tensor,
     batch_slots: BatchSlots,
@@ -265,56 +340,22 @@ def history_nodes(
     node of depth d + 1 that match m was the first to reach. Matches less than half as long as the
     longest are dropped. `drafter`: its bit of `drafters_Q`.
     """
-    requests, columns, count = (
-        batch_slot_B.shape[0],
-        nodes.survival_BC.shape[1],
-        batch_slots.length_Q.shape[0],
-    )
-    assert (
-        depth * width <= columns
-        and count <= 1 << 16
-        and calibration.prior_Z.shape[0] >= LENGTHS * SHARES * DEPTHS
-    )
-    _, scanners, block_width = match_BJW.shape
-    assert match_BJW.shape[0] == requests and block_width == triton.next_power_of_2(width)
-    text = (
-        batch_slots.token_QT,
-        batch_slots.token_QT.shape[1],
-        batch_slots.length_Q,
-        batch_slots.limit_Q,
-        batch_slots.capacity_Q,
-        batch_slots.done_Q,
-        batch_slots.drafters_Q,
-        batch_slots.max_depth_Q,
-    )
-    _scan[(requests, scanners)](
-        batch_slot_B,
-        *text,
-        batch_slots.group_Q,
-        count,
-        match_BJW,
-        depth,
-        DRAFTER=drafter,
-        W=width,
-        WP=block_width,
-        QP=triton.next_power_of_2(count),
-        BLOCK=BLOCK,
-        MAX_MATCH=MAX_MATCH,
-        num_warps=8,
-        **PDL,
-    )
+    requests, columns = nodes.survival_BC.shape
+    assert depth * width <= columns
+    assert calibration.prior_Z.shape[0] >= LENGTHS * SHARES * DEPTHS
+    scan(batch_slot_B, batch_slots, match_BJW, depth=depth, matches=width, drafters=1 << drafter)
     _merge[(requests,)](
         batch_slot_B,
-        *text,
+        *texts_of(batch_slots),
         match_BJW,
         *nodes,
         columns,
         calibration.survival_Z,
         depth,
-        DRAFTER=drafter,
+        DRAFTERS=1 << drafter,
         W=width,
-        WP=block_width,
-        J=scanners,
+        WP=match_BJW.shape[2],
+        J=match_BJW.shape[1],
         DP=triton.next_power_of_2(depth),
         SHARES=SHARES,
         DEPTHS=DEPTHS,

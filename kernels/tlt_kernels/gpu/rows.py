@@ -223,7 +223,7 @@ def select_rows(
         if nodes
         else (rows.token_R,) * 4
     )
-    block = padded(requests * columns, 256, 2048, 16384) if nodes else 2
+    block = padded(requests * columns, 256, 2048, 4096, 16384) if nodes else 2
     _select_rows[(requests,)](
         batch_slot_B,
         requests,

@@ -41,6 +41,7 @@ class BatchSlots(NamedTuple):
     max_depth_Q: Tensor  # tokens of a draft path
     max_rows_Q: Tensor  # verified in a step, the root included
     group_Q: Tensor  # sequences that may draft from each other's text; -1 none
+    first_Q: Tensor  # position from which on they do: the prompt, which they share, is left out
     hint_QH: Tensor  # activation dtype: the drafter's fused feature of the last position computed
 
     @property
@@ -83,6 +84,7 @@ class BatchSlots(NamedTuple):
             max_depth_Q=zeros(q),
             max_rows_Q=zeros(q),
             group_Q=none(q),
+            first_Q=zeros(q),
             hint_QH=zeros(q, hidden, dtype=dtype),
         )
 

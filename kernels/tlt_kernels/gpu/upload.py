@@ -25,8 +25,8 @@ from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, PrefillChunks
 
 HEADER = 4  # admissions, extensions, programs that have applied their part, one unused
 # Batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafters, longest
-# draft path, rows, group, hint page; stop ids follow.
-ADMISSION = 15
+# draft path, rows, group, first token for siblings, hint page; stop ids follow.
+ADMISSION = 16
 EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 PROGRAMS = 32
 ANY_DRAFTER = -1  # every bit is set
@@ -155,13 +155,14 @@ class Upload:
         max_depth: int = UNLIMITED,
         max_rows: int = UNLIMITED,
         group: int = -1,
+        first: int = 0,
         hint_page: int = -1,
     ) -> bool:
         """Start a sequence. `tokens` is all it has, prompt and earlier output; `pages` are those of
         its first positions.
 
-        drafters, max_depth, max_rows: as in `BatchSlots`. hint_page: the page before its first
-        uncomputed position, whose stored feature becomes its hint; -1 = none.
+        drafters, max_depth, max_rows, group, first: as in `BatchSlots`. hint_page: the page before
+        its first uncomputed position, whose stored feature becomes its hint; -1 = none.
         """
         assert len(stop_ids) <= self.layout.stops, (
             f"{len(stop_ids)} stop ids, a batch slot holds {self.layout.stops}"
@@ -177,7 +178,7 @@ class Upload:
         record_F[:4] = batch_slot, len(tokens), self._store(np.asarray(tokens, np.int32)), limit
         record_F[4:6] = np.array([seed], np.uint64).view(np.int32)
         record_F[6:9] = np.array([temperature, top_p, min_p], np.float32).view(np.int32)
-        record_F[9:ADMISSION] = top_k, drafters, max_depth, max_rows, group, hint_page
+        record_F[9:ADMISSION] = (top_k, drafters, max_depth, max_rows, group, first, hint_page)
         record_F[ADMISSION:] = -1
         record_F[ADMISSION : ADMISSION + len(stop_ids)] = stop_ids
         self._admissions += 1
@@ -239,6 +240,7 @@ def _apply(
     max_depth_Q,
     max_rows_Q,
     group_Q,
+    first_Q,
     hint_QH,
     page_hint_PH,
     ADMISSION: tl.constexpr,
@@ -271,10 +273,11 @@ def _apply(
         tl.store(max_depth_Q + batch_slot, tl.load(record + 11))
         tl.store(max_rows_Q + batch_slot, tl.load(record + 12))
         tl.store(group_Q + batch_slot, tl.load(record + 13))
+        tl.store(first_Q + batch_slot, tl.load(record + 14))
         tl.store(done_Q + batch_slot, 0)
         for k in tl.static_range(K):
             tl.store(stop_QK + batch_slot * K + k, tl.load(record + ADMISSION + k))
-        page = tl.load(record + 14)
+        page = tl.load(record + 15)
         if H > 0:
             h_H = tl.arange(0, HP)
             hint_H = tl.load(
@@ -351,6 +354,7 @@ def apply(
         batch_slots.max_depth_Q,
         batch_slots.max_rows_Q,
         batch_slots.group_Q,
+        batch_slots.first_Q,
         batch_slots.hint_QH,
         page_hint_PH if page_hint_PH is not None else batch_slots.hint_QH,
         ADMISSION=ADMISSION,

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_kernels.gpu.growth import columns
+from tlt_kernels.gpu.branches import columns
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.attention import gpu as attention
 from tlt_server.engine.gpu.drafts import DraftKey

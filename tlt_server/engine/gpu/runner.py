@@ -19,6 +19,7 @@ import torch
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
 from tlt_kernels.gpu.caps import cap_rows
+from tlt_kernels.gpu.history import MAX_MATCH
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
@@ -202,7 +203,7 @@ class GpuRunner:
                 self._cap_rows(name)
             if not key.plain:
                 extend.select(drafted.nodes)
-            trees = self._trees.launch(drafted.nodes, len(decoding))
+            trees = self._trees.launch(drafted.nodes, len(decoding), drafted.own_columns)
         entries = self._entries(decoding, prompts, key.batch)
         hosted = {e: work for e, work in entries if work.sequence.by_host and work.samples}
         by_host: dict[int, HostSampling] = {}
@@ -269,6 +270,7 @@ class GpuRunner:
                 max_depth=limits.max_depth if limits else 0,
                 max_rows=limits.max_rows if limits else 1,
                 group=_group(sequence),
+                first=max(0, sequence.prompt_len - MAX_MATCH),
                 hint_page=sequence.pages[start // size - 1] if reads_page else -1,
             )
         )

@@ -14,6 +14,7 @@ import torch
 from tlt_kernels.gpu.tensors import Nodes
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.branches import RANK
 from tlt_server.speculation.knowledge import Drafted
 
 EVERY = 8  # the trees of one in 8 steps with drafts are copied
@@ -26,6 +27,7 @@ class TreeSample(NamedTuple):
     buffer: PinnedBuffer
     requests: int
     columns: int
+    own_columns: int  # branches stand after them
     whole: bool  # all requests of the batch are in it
     detailed: bool  # with tokens and cells
 
@@ -48,8 +50,10 @@ class TreeSampler:
         self._buffers = PinnedRing(ring, (5 if detailed else 3) * most, pinned=pinned)
         self._steps = 0
 
-    def launch(self, nodes: Nodes, requests: int) -> TreeSample | None:
-        """Queue a copy of the trees of the first `requests` of a batch, if it is their turn."""
+    def launch(self, nodes: Nodes, requests: int, own_columns: int) -> TreeSample | None:
+        """Queue a copy of the trees of the first `requests` of a batch, if it is their turn. Their
+        columns from `own_columns` on have branches.
+        """
         self._steps += 1
         columns = nodes.survival_BC.shape[1]
         some = min(requests, self._most // columns)
@@ -64,7 +68,8 @@ class TreeSampler:
                 part[:some].reshape(-1), non_blocking=True
             )
         buffer.mark()
-        return TreeSample(buffer, some, columns, some == requests, self._detailed)
+        whole = some == requests
+        return TreeSample(buffer, some, columns, own_columns, whole, self._detailed)
 
 
 def read(sample: TreeSample, verified: int) -> Drafted:
@@ -82,7 +87,9 @@ def read(sample: TreeSample, verified: int) -> Drafted:
     parent = np.where(above >= 0, index_N[request_N * sample.columns + above], -1)
     survival = survival_N[live].copy()
     token, cell = [part[live] for part in details] or [parent * 0, np.zeros(0, np.int32)]
-    ranks = _ranks(request_N, parent)
+    own_N = live % sample.columns < sample.own_columns
+    ranks = np.full(len(live), RANK, np.int32)
+    ranks[own_N] = _ranks(request_N[own_N], parent[own_N])
     candidates = Candidates(request_N, parent, token, depth_N[live].copy(), ranks, survival, cell)
     best = np.sort(survival)[::-1][:verified]
     return Drafted(candidates, sample.requests, float(best.sum()) if sample.whole else 0.0)

@@ -45,6 +45,7 @@ class DraftPass(Protocol):
 
     key: DraftKey
     nodes: Nodes
+    own_columns: int  # the drafter's own nodes; branches stand after them
 
     def run(self) -> None: ...
 

@@ -14,13 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tlt_kernels.gpu import growth
+from tlt_kernels.gpu.branches import columns
 from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.gather import gather, previous_hints
-from tlt_kernels.gpu.growth import columns, grow, roots
+from tlt_kernels.gpu.growth import grow, roots
 from tlt_kernels.gpu.kept import commit_kv, store_hints
 from tlt_kernels.gpu.tensors import CalibrationTable, Draft, KeptRows, Nodes, RowTable, Trees
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage, index_of
+from tlt_server.engine.gpu.drafts.branches import Branches
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, describe
@@ -61,9 +64,8 @@ class EagleDrafts:
             storage.attention,
         )
         self.page_hint_PH = storage.page_hint_PH
-        self.calibration = CalibrationTable.of(
-            torch.tensor(table.survival_K, device=state.upload_U.device)
-        )
+        self.branches = Branches(state, table.survival_K)
+        self.calibration = self.branches.own
         self._drift = Drift(self.calibration)
         self.gap_edge_G = torch.tensor(table.gap_edges, device=state.upload_U.device)
 
@@ -74,7 +76,7 @@ class EagleDrafts:
 
     def install(self, changed: Drafter) -> None:
         """The values change places with those in use; of the table, over buckets of its own,
-        nothing is observed yet.
+        nothing is observed yet. Branches are trusted as before.
         """
         network, table = _of(changed)
         exchange(self.network, network)
@@ -100,11 +102,12 @@ class EagleDrafts:
     def observe(
         self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int
     ) -> None:
-        calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
+        calibrate(trees, kept, nodes, rows, self.branches.table, decode_rows=decode_rows)
         self._drift.observed()
+        self.branches.observed()
 
     def gauges(self) -> Mapping[str, float]:
-        return {"calibration_drift": self._drift.value}
+        return {"calibration_drift": self._drift.value, **self.branches.gauges()}
 
 
 def _of(drafter: Drafter) -> tuple[GpuEagle3, OnlineTable]:
@@ -119,6 +122,8 @@ class EaglePass:
         device = drafts.state.upload_U.device.type
         self.draft = Draft.allocate(key.batch, key.depth, key.width, device=device)
         self.nodes = Nodes.allocate(key.batch, columns(key.depth, key.width), device=device)
+        self.own_columns = growth.columns(key.depth, key.width)
+        self._match_BJW = drafts.branches.workspace(key)
         self._attend = [
             drafts.attention.planned(
                 Draft.level(key.batch, key.width, level)[1], tiles=level > 0 and key.width > 1
@@ -175,3 +180,4 @@ class EaglePass:
                 trash=state.kv_slots.trash,
                 idle=state.batch_slots.idle,
             )
+        drafts.branches.graft(key, self.nodes, self._match_BJW)

@@ -54,8 +54,9 @@ class HistoryPass:
     def __init__(self, key: DraftKey, drafts: HistoryDrafts) -> None:
         self.key, self._drafts = key, drafts
         device = drafts.state.upload_U.device.type
-        self.nodes = Nodes.allocate(key.batch, key.depth * key.width, device=device)
-        self._match_BJW = workspace(key.batch, key.width, device=device)
+        self.own_columns = key.depth * key.width
+        self.nodes = Nodes.allocate(key.batch, self.own_columns, device=device)
+        self._match_BJW = workspace(key.batch, key.width, drafts.state.batch_slots)
 
     def run(self) -> None:
         key, state = self.key, self._drafts.state

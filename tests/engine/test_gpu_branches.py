@@ -1,0 +1,74 @@
+"""Branches in the trees of a GPU's drafter, on the interpreter: text that comes again is found, and
+no bit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import bits, checkpoints, drafting, request
+from tests.engine.pushing import Pushable
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import DraftLimits, GenerateRequest
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    with patched_once():
+        yield replace(checkpoints(tmp_path_factory.mktemp("smallest")), max_running=4)
+
+
+@pytest.fixture(scope="module")
+def engine(settings: EngineSettings) -> Pushable:
+    """An engine that has served two turns."""
+    engine = Pushable(drafting(settings, "eagle", 4, 1, 7))
+    engine.run(*again(0))
+    engine.run(*again(1))
+    return engine
+
+
+def again(turn: int, **fields: object) -> list[GenerateRequest]:
+    """Two requests whose prompts and seeds are the same in every turn."""
+    asked = [request(i, 6, max_tokens=12) for i in range(2)]
+    return [msgspec.structs.replace(r, id=f"{r.id}/{turn}", **fields) for r in asked]
+
+
+def accepted(engine: Pushable, turn: int) -> int:
+    return sum(out.accepted for r in again(turn) for out in engine.said[r.id])
+
+
+def branch_nodes(engine: Pushable) -> tuple[int, int]:
+    """Return how many nodes of branches were accepted, and how many were tried."""
+    table = engine.engine.runner._drafters["eagle"].branches.calibration
+    return int(table.hits_Z.sum()), int(table.trials_Z.sum())
+
+
+def test_an_earlier_response_becomes_branches_and_changes_no_bit(
+    settings: EngineSettings, engine: Pushable
+) -> None:
+    plain = Pushable(settings)
+    plain.run(*again(0))
+    expected = bits(plain, [r.id for r in again(0)])
+    for turn in range(2):
+        found = bits(engine, [r.id for r in again(turn)])
+        assert [*found.values()] == [*expected.values()]
+    # The network has random weights; 2 x 12 tokens are 24.
+    assert accepted(engine, 0) < 11 and accepted(engine, 1) > 13, (
+        accepted(engine, 0),
+        accepted(engine, 1),
+    )
+    hits, trials = branch_nodes(engine)
+    assert 5 < hits <= trials
+    assert engine.engine.gauges()["branch_table_drift"] >= 0
+
+
+def test_there_are_no_branches_where_history_may_not_draft(engine: Pushable) -> None:
+    before = branch_nodes(engine)
+    engine.run(*again(2, salt="another"), *again(3, sd=DraftLimits(drafter="eagle")))
+    assert branch_nodes(engine) == before
+    assert accepted(engine, 2) > 0 and accepted(engine, 3) > 0
