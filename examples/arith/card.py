@@ -162,7 +162,7 @@ def model_card(figures: dict) -> str:
         "Seeds: training problems and sampling noise from `TRAIN_SEEDS`, evaluation from "
         "`EVAL_SEEDS` of `tlt_server/demo/task.py`;\n"
         "disjoint as seeds (a short problem can occur under two).",
-        "`drafter/calibration.safetensors`: `survival` [phase, rank, gap bucket] = P(child is the "
+        "`drafter/calibration.json`: `survival` [phase, rank, gap bucket] = P(child is the "
         "target's token | its parent is on\n"
         "the path) at T=1; phase 0 = children of the root; gap = distance of perturbed values to "
         "the best child (of the best child: to\n"

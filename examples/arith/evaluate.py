@@ -20,11 +20,18 @@ from card import CHAINS, model_card
 from corpus import Batcher, Sequences
 from drafter_model import DrafterModel, load_drafter
 from figures import record_figures
-from safetensors.torch import save_file
 from sample import sample_problems
 from target_model import TargetModel, load_target
 from tokenizers import Tokenizer
-from tree import Calibration, Settings, Walk, chain_figures, fit_calibration, replay
+from tree import (
+    Calibration,
+    Settings,
+    Walk,
+    chain_figures,
+    export_calibration,
+    fit_calibration,
+    replay,
+)
 
 from tlt_server.demo import task
 
@@ -167,13 +174,7 @@ def main() -> None:
     )
     batches = list(Batcher(held, 32_768, options.device).epoch(0))
     table, among = fit_calibration(drafter, target, batches, options.depth)
-    save_file(
-        {
-            "survival": table.survival.cpu().contiguous(),
-            "gap_edges": table.gap_edges.cpu().float().contiguous(),
-        },
-        options.pair / "drafter" / "calibration.safetensors",
-    )
+    export_calibration(table, options.pair / "drafter")
     print(f"{time.monotonic() - started:.0f}s among children: {json.dumps(among)}", flush=True)
     hot["accept"] = accept_lengths(drafter, target, table, measured, options, 1.0)
     hot["accept_chain"] = accept_chains(drafter, target, measured, options)

@@ -8,8 +8,10 @@ expanded per level, K children per node, H hidden, D head size, V draft vocabula
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,20 @@ class Calibration:
         """Survival of children [..., K] by rank and gap; bucket = number of edges <= gap."""
         bucket = torch.bucketize(gaps.contiguous(), self.gap_edges, right=True)
         return self.survival[phase, torch.arange(gaps.shape[-1], device=gaps.device), bucket]
+
+
+def export_calibration(table: Calibration, directory: Path) -> None:
+    """Write `calibration.json`. It is no safetensors file, as other engines would take its tensors
+    for weights.
+    """
+    content = {
+        "gap_edges": [round(edge, 6) for edge in table.gap_edges.tolist()],
+        "survival": [
+            [[round(chance, 7) for chance in row] for row in phase]
+            for phase in table.survival.tolist()
+        ],
+    }
+    (directory / "calibration.json").write_text(json.dumps(content) + "\n")
 
 
 def chain_table(device: torch.device | str) -> Calibration:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.e2e.conftest import PAIR
 from tlt_client import Client, ServerError
 from tlt_client.channels.broadcast import BroadcastSender
+from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
@@ -64,7 +65,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("channels")
     perturbed_copy(TARGET, root / "new", seed=1)
     perturbed_copy(DRAFTER, root / "new-drafter", seed=2)
-    shutil.copy(DRAFTER / "calibration.safetensors", root / "new-drafter")
+    shutil.copy(DRAFTER / CALIBRATION, root / "new-drafter")
     (root / "weights").mkdir()
     return root
 

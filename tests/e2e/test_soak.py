@@ -35,6 +35,7 @@ from tests.e2e.test_hostile import ANSWER_S, CONTINUE, SOUND, Answer, free_pages
 from tests.e2e.test_lifecycle import until
 from tests.processes import engine, engines
 from tlt_client import AsyncClient, Client, ServerError
+from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_client.rpc import GenerateRequest, RolloutServiceStub
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.rounds import look
@@ -310,7 +311,7 @@ def endure(plan: Plan, seed: int, root: Path, disk: Path) -> Counter[str]:
     for name, source in (("target", TARGET), ("drafter", DRAFTER)):
         shutil.copytree(source, root / name)
     perturbed_copy(DRAFTER, root / "worse")
-    shutil.copy(DRAFTER / "calibration.safetensors", root / "worse")  # it must stay in bounds
+    shutil.copy(DRAFTER / CALIBRATION, root / "worse")  # it must stay in bounds
     flags = [*LIMITS, *AT_ONCE, "--grpc-port", 0, "--weight-root", root, "--state-dir", disk]
     with ServerProcess(*PAIR, *map(str, flags)) as server, Client(server.url, timeout_s=60) as one:
         free = free_pages(one)

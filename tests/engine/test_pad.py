@@ -12,10 +12,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.engine.tiny import write_eagle, write_target
 from tests.rows_of_one import Sequence, certain_rows
+from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_kernels.reference import rms_norm
 from tlt_server.__main__ import main
 from tlt_server.bench.padding.checkpoint import write
@@ -337,6 +339,26 @@ def test_half_precision_without_the_exponent_is_refused():
         pad(TARGET, DRAFTER, MID, torch.float16)
 
 
+def test_other_engines_take_every_tensor_of_the_drafter_for_a_weight(directory):
+    """vLLM and SGLang read all safetensors files of the folder, and vLLM refuses unknown names."""
+    names = {
+        name
+        for file in (directory / "drafter").glob("*.safetensors")
+        for name in load_file(file, device="cpu")
+    }
+    layer = {
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+        *("input_layernorm", "hidden_norm", "post_attention_layernorm"),
+    }
+    assert names == {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} | {
+        f"midlayer.{name}.weight" for name in layer
+    }
+    assert (directory / "drafter" / CALIBRATION).read_bytes() == (
+        DRAFTER / CALIBRATION
+    ).read_bytes()
+
+
 def test_another_pair_can_be_padded(tmp_path):
     """Nothing depends on the shipped pair: random weights, six layers, heads of 32."""
     target, drafter = write_target(tmp_path / "small"), write_eagle(tmp_path / "head")
@@ -367,7 +389,7 @@ def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
     assert f"--model {tmp_path}/target" in capsys.readouterr().out
     config = ModelConfig.read(tmp_path / "target")
     assert (config.layers, config.hidden_size) == (8, MID.hidden) and (
-        tmp_path / "drafter" / "calibration.safetensors"
+        tmp_path / "drafter" / CALIBRATION
     ).exists()
     assert main(arguments) == 2
     assert "not empty" in capsys.readouterr().err

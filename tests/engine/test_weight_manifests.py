@@ -11,6 +11,7 @@ import torch
 
 from tests.engine.faulty_pushes import NORM, QUERY, Bench, edit
 from tests.engine.tiny import HIDDEN, VOCAB
+from tlt_client.channels.checkpoint import CALIBRATION
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_a_drafter_that_does_not_fit(name: str, role: str, bench: Bench) -> None
 
 def test_a_calibration_that_is_none(bench: Bench) -> None:
     drafter = bench.copy("good-drafter")
-    (drafter / "calibration.safetensors").write_bytes(b"none")
+    (drafter / CALIBRATION).write_bytes(b"none")
     report = bench.engine.push(drafter, "v", role="drafter")
     assert report.result == "weights_refused" and "calibration" in report.error[1]  # type: ignore[index]
     bench.check(report)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +20,7 @@ from tlt_client.channels import checkpoint
 from tlt_server.commands import CommitWeights
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.speculation.survival import BUCKETS, PHASES, RANKS, Calibration
 from tlt_server.weights.checksums import checksum
 
 __all__ = ["root", "settings"]  # fixtures
@@ -110,6 +112,32 @@ def test_what_came_by_http_is_kept_by_a_second_name_where_it_is_one_roles(
     again = Pushable(kept)
     assert (again.info.weight_version, again.info.drafter_version) == ("v1", "v1")
     assert again.checksums() == sums and again.run(request()) == generated
+
+
+@pytest.mark.parametrize("channel", ["disk", "http"])
+def test_a_pushed_calibration_is_live_and_outlives_a_restart(
+    kept: EngineSettings, root: Path, channel: str
+) -> None:
+    weights = Path(kept.weight_root or "") / "calibrated"
+    uploads = Path(kept.state_dir) / "uploads" / "calibrated"
+    folder = {"disk": weights, "http": uploads}[channel]
+    shutil.copytree(root / "new-drafter", folder)
+    table = np.random.default_rng(1).random((PHASES, RANKS, BUCKETS)).astype(np.float32)
+    Calibration(table).save(folder)
+    named = [
+        {"name": name, "checksum": checksum("xxh3_128", tensor)}
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    ]
+    (folder / "config.json").unlink()
+    settings = replace(kept, weight_channels="disk,http")
+    path = "calibrated" if channel == "http" else folder
+    engine = Pushable(settings)
+    report = engine.push(path, "v1", role="drafter", channel=channel, tensors=named)
+    assert report.result == "committed", report.error
+    shutil.rmtree(folder)
+    for holder in (engine, Pushable(settings)):
+        live = holder.engine.pushes.transaction.versions.live.drafter
+        assert np.array_equal(live.calibration.prior_K.reshape(table.shape), table)
 
 
 def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(

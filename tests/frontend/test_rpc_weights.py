@@ -50,9 +50,7 @@ def stub(server: LiveServer) -> Iterator[RolloutServiceStub]:
 
 def part(data: bytes, **fields: Any) -> UpdateWeightsRequest:
     return UpdateWeightsRequest(
-        part=Part(
-            **{"version": "v1", "part": PART.removesuffix(".safetensors"), "data": data, **fields}
-        )
+        part=Part(**{"version": "v1", "part": PART, "data": data, **fields})
     )
 
 
@@ -113,7 +111,7 @@ def test_parts_go_where_those_over_http_go_and_are_pushed_once(
         part(DATA[:40], total=100),
         part(DATA[20:60], start=20, total=100),
         part(DATA[60:], start=60, total=100),
-        part(DATA, part="part-2"),
+        part(DATA, part="part-2.safetensors"),
         manifest(),
     )
     assert reply.state == "committed" and reply.weight_version == "v1" and emptied(server)
@@ -131,7 +129,7 @@ def test_a_stream_that_broke_continues_where_it_was(
 
     with pytest.raises(grpc.RpcError):
         stub.UpdateWeights(breaks(), timeout=20)
-    where = proto.GetPartRequest(version="v1", part=PART.removesuffix(".safetensors"))
+    where = proto.GetPartRequest(version="v1", part=PART)
     eventually(lambda: stub.GetPart(where).bytes == 40)
     assert stub.GetPart(where).total == 100
     assert httpx.get(f"{server.url}/weights/v1/{PART}").json()["bytes"] == 40, (
@@ -140,12 +138,7 @@ def test_a_stream_that_broke_continues_where_it_was(
     assert isinstance(refused(lambda: push(stub, manifest())), Conflict)
     assert push(stub, part(DATA[40:], start=40, total=100), manifest()).state == "committed"
     assert isinstance(
-        refused(
-            lambda: stub.GetPart(
-                proto.GetPartRequest(version="v1", part=PART.removesuffix(".safetensors"))
-            )
-        ),
-        NotFound,
+        refused(lambda: stub.GetPart(proto.GetPartRequest(version="v1", part=PART))), NotFound
     )
 
 

@@ -172,22 +172,23 @@ def test_a_range_that_is_none(header: str, server: LiveServer) -> None:
     )
 
 
-@pytest.mark.parametrize("part", ["config.json", ".safetensors", "commit"])
-def test_there_is_no_route_for_what_is_no_file_of_tensors(part: str, server: LiveServer) -> None:
-    assert (
-        httpx.put(f"{server.url}/weights/v1/{part}", content=b"abc").status_code in (404, 405)
-        and kept(server) == []
-    )
-
-
 @pytest.mark.parametrize(
-    "part", ["..safetensors", "%2e%2e%5cx.safetensors", "x" * 140 + ".safetensors"]
+    "part",
+    [
+        "config.json",
+        "commit",
+        ".safetensors",
+        "..safetensors",
+        "calibration.json.safetensors.json",
+        "%2e%2e%5cx.safetensors",
+        "x" * 140 + ".safetensors",
+    ],
 )
-def test_a_part_whose_name_is_no_file_of_tensors(part: str, server: LiveServer) -> None:
+def test_a_part_whose_name_is_no_file_of_a_push(part: str, server: LiveServer) -> None:
     reply = httpx.put(f"{server.url}/weights/v1/{part}", content=b"abc")
     assert (
         reply.status_code == 400
-        and "ending in .safetensors" in reply.json()["error"]["message"]
+        and "ending in .safetensors, or calibration.json" in reply.json()["error"]["message"]
         and kept(server) == []
     )
 

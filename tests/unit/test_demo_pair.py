@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import tlt_server
+from tlt_server.speculation.survival import Calibration
 
 ROOT = Path(tlt_server.__file__).parent
 PAIR = ROOT / "demo" / "pair"
@@ -28,8 +29,9 @@ def recipe(monkeypatch):
     import target_model
 
     yield target_model, drafter_model, noise
-    for name in ("drafter_model", "noise", "target_model"):
-        sys.modules.pop(name, None)
+    for name, module in list(sys.modules.items()):
+        if EXAMPLES == Path(getattr(module, "__file__", None) or "").parent:
+            del sys.modules[name]
 
 
 def test_the_pair_is_small_and_has_the_published_names():
@@ -45,11 +47,20 @@ def test_the_pair_is_small_and_has_the_published_names():
 
 
 def test_the_calibration_table_is_a_table_of_chances():
-    table = load_file(PAIR / "drafter" / "calibration.safetensors")
-    assert table["survival"].shape == (2, 8, 16) and table["survival"].dtype == torch.float32
-    assert ((table["survival"] > 0) & (table["survival"] < 1)).all()
-    assert table["gap_edges"].shape == (15,) and (table["gap_edges"].diff() > 0).all()
-    assert (table["survival"][:, 0, -1] > table["survival"][:, 0, 0]).all()
+    table = Calibration.load(PAIR / "drafter")
+    assert table.source != "default" and ((table.survival > 0) & (table.survival < 1)).all()
+    assert (table.survival[:, 0, -1] > table.survival[:, 0, 0]).all()
+
+
+def test_the_recipe_writes_a_table_that_the_server_reads(recipe, tmp_path):
+    import tree
+
+    survival = torch.rand((2, 8, 16), generator=torch.Generator().manual_seed(0))
+    tree.export_calibration(tree.Calibration(survival, torch.tensor(tree.GAP_EDGES)), tmp_path)
+    table = Calibration.load(tmp_path)
+    # Seven decimals are written.
+    assert abs(table.survival - survival.numpy()).max() < 1e-6
+    assert table.gap_edges.tolist() == torch.tensor(tree.GAP_EDGES).tolist()
 
 
 def test_the_card_states_the_figures_of_the_measurement():

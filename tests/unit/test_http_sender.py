@@ -13,6 +13,7 @@ import torch
 import xxhash
 from safetensors.torch import load, save_file
 
+from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.tensors import raw
@@ -64,6 +65,25 @@ def test_parts_are_safetensors_files_and_the_manifest_sums_each_tensor(tmp_path:
             name: f"xxh3:{xxhash.xxh3_128_hexdigest(raw(tensor))}"
             for name, tensor in TENSORS.items()
         }
+
+
+def test_a_directory_brings_its_calibration_and_the_manifest_names_tensors_alone(
+    tmp_path: Path,
+) -> None:
+    for name in ("target", "drafter"):
+        (tmp_path / name).mkdir()
+        save_file({"b": TENSORS["b"]}, tmp_path / name / "model.safetensors")
+    (tmp_path / "drafter" / CALIBRATION).write_bytes(b"a table")
+    alone, both = Told(keeps=True), Told(keeps=True)
+    HttpSender(alone, chunk_bytes=CHUNK_BYTES).push_directory(tmp_path / "drafter", "v")  # type: ignore[arg-type]
+    HttpSender(both, chunk_bytes=CHUNK_BYTES).push_directory(  # type: ignore[arg-type]
+        tmp_path / "target", "v", drafter=tmp_path / "drafter"
+    )
+    assert alone.parts.keys() == {"model.safetensors", CALIBRATION}
+    assert both.parts.keys() == {"model.safetensors", "drafter-model.safetensors", CALIBRATION}
+    for told, names in ((alone, ["b"]), (both, ["b", "draft.b"])):
+        assert told.parts[CALIBRATION] == b"a table"
+        assert [entry["name"] for entry in told.manifest["tensors"]] == names
 
 
 @pytest.mark.parametrize("max_file_bytes", [2**20, 2**30])

@@ -1,9 +1,11 @@
 """Calibration: loading, cells, and healing of a stale table."""
 
+import json
+
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
+from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_kernels.cpu.drafting import calibration_cell
 from tlt_server.errors import ModelError
 from tlt_server.speculation.survival import (
@@ -47,15 +49,27 @@ def test_a_missing_table_is_the_default(tmp_path):
     assert np.array_equal(Calibration.load(tmp_path).survival, default_survival())
 
 
-def test_a_wrong_table_is_named(tmp_path):
-    save_file(
-        {"survival": np.zeros((2, 3), np.float32), "gap_edges": np.zeros(15, np.float32)},
-        tmp_path / "calibration.safetensors",
-    )
-    with pytest.raises(ModelError, match="survival must be"):
-        Calibration.load(tmp_path)
-    (tmp_path / "calibration.safetensors").write_bytes(b"junk")
-    with pytest.raises(ModelError, match="not a calibration table"):
+EDGES, CHANCES = list(range(BUCKETS - 1)), np.full((2, RANKS, BUCKETS), 0.5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("junk", "not a calibration table"),
+        ("[" * 9000, "not a calibration table"),
+        ({"survival": CHANCES}, "not a calibration table.*gap_edges"),
+        ({"survival": CHANCES, "gap_edges": EDGES, "more": 1}, "not a calibration table.*more"),
+        ({"survival": [[[0.5], [0.5, 0.5]]], "gap_edges": EDGES}, "not a calibration table"),
+        ({"survival": [["NaN"]], "gap_edges": EDGES}, "not a calibration table"),
+        ({"survival": CHANCES, "gap_edges": [0.0] * 10**5}, "not a calibration table.*limit"),
+        ({"survival": [[[0.5]]], "gap_edges": EDGES}, "survival must be"),
+        ({"survival": CHANCES, "gap_edges": EDGES[::-1]}, "must ascend"),
+    ],
+)
+def test_a_wrong_table_is_named(content, why, tmp_path):
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / CALIBRATION).write_text(text)
+    with pytest.raises(ModelError, match=rf"{CALIBRATION}.*{why}"):
         Calibration.load(tmp_path)
 
 

@@ -3,7 +3,7 @@ its parent is on the path.
 
 A neural drafter ranks children by z = log q / T + G with the target's own noise; how often rank r
 is right depends on how far it lies from the best: gap = z1 - z2 for rank 0, z1 - z_{r+1} for rank
-r. The table is measured when the drafter is trained (`calibration.safetensors` in its directory)
+r. The table is measured when the drafter is trained (`calibration.json` in its directory)
 and corrected online from what verification accepts, so a stale table heals. Survival of a node =
 product of the table along its path.
 """
@@ -13,18 +13,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load, save_file
 
+from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_kernels.cpu.counts import tally
 from tlt_server.errors import ModelError
 
 PHASES, RANKS, BUCKETS = 2, 8, 16  # phase 0: children of the root (true target features); 1: later
 CELLS = PHASES * RANKS * BUCKETS
-FILE = "calibration.safetensors"
+MAX_FILE_BYTES = 2**16  # ten times what a table takes
 DEFAULT_EDGES = (
     0.1,
     0.2,
@@ -109,6 +111,22 @@ class OnlineTable:
         return float(np.abs(self.survival_K - self.prior_K) @ self.trials_K / seen) if seen else 0.0
 
 
+class CalibrationFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `calibration.json`."""
+
+    gap_edges: list[float]
+    survival: list[list[list[float]]]
+
+
+_table = msgspec.json.Decoder(CalibrationFile)
+
+
+def _shortest(values: NDArray[np.float32]) -> Any:
+    """Return nested lists of the shortest decimals that read back as the same float32."""
+    decimals = [float(str(value)) for value in values.reshape(-1)]
+    return np.array(decimals).reshape(values.shape).tolist()
+
+
 class Calibration(OnlineTable):
     """`survival` [phases, ranks, buckets] in [0, 1] and ascending `gap_edges` [buckets - 1]; bucket
     = edges below the gap.
@@ -145,8 +163,8 @@ class Calibration(OnlineTable):
     def load(
         cls, directory: str | Path, settings: CalibrationSettings = CalibrationSettings()
     ) -> Calibration:
-        """Read a drafter's directory; without `calibration.safetensors` take the default table."""
-        path = Path(directory) / FILE
+        """Read a drafter's directory; without `calibration.json` take the default table."""
+        path = Path(directory) / CALIBRATION
         if not path.is_file():
             return cls(settings=settings)
         try:
@@ -161,22 +179,23 @@ class Calibration(OnlineTable):
     def parse(
         cls, data: bytes, source: str, settings: CalibrationSettings = CalibrationSettings()
     ) -> Calibration:
-        """Parse the bytes of a `calibration.safetensors`."""
+        """Parse the bytes of a `calibration.json`."""
         try:
-            tensors = load(data)
-            survival, gap_edges = tensors["survival"], tensors["gap_edges"]
-        except (KeyError, SafetensorError) as error:
+            if len(data) > MAX_FILE_BYTES:
+                raise ValueError(f"it has {len(data)} bytes, the limit is {MAX_FILE_BYTES}")
+            table = _table.decode(data)
+            survival = np.array(table.survival, np.float32)
+        except (ValueError, RecursionError) as error:
             raise ModelError(
                 f"{source}: not a calibration table ({error}); export the drafter again or delete "
                 "the file"
             ) from error
-        return cls(survival, gap_edges, settings, source=source)
+        return cls(survival, np.array(table.gap_edges, np.float32), settings, source=source)
 
     def save(self, directory: str | Path) -> None:
         """Write the table in force, online correction included."""
-        save_file(
-            {"survival": self.survival.copy(), "gap_edges": self.gap_edges}, Path(directory) / FILE
-        )
+        table = CalibrationFile(_shortest(self.gap_edges), _shortest(self.survival))
+        (Path(directory) / CALIBRATION).write_bytes(msgspec.json.encode(table) + b"\n")
 
     def cell(self, phase: int, rank: int, gap: float) -> int:
         """Index of a child's cell in the flattened table."""

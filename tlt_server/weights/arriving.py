@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from tlt_client.channels import Buffers, Receiver, TensorBatch
-from tlt_client.channels.checkpoint import INDEX
+from tlt_client.channels.checkpoint import CALIBRATION, INDEX
 from tlt_client.channels.source import json_object
 from tlt_client.channels.tensors import written
 from tlt_server.commands import TensorEntry
@@ -26,7 +26,6 @@ from tlt_server.weights.declared import check_content, check_shape
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Target, TargetNetwork
 from tlt_server.weights.spool import Data
 
-CALIBRATION = "calibration.safetensors"
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 VOCABULARY_MAP = frozenset({"d2t", "t2d"})
 Model = TypeVar("Model")

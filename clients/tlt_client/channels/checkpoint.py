@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# A drafter's calibration table. Other engines read every *.safetensors file of a directory as
+# weights, so it has another ending.
+CALIBRATION = "calibration.json"
 BUCKET_BYTES = 64 * 2**20  # a bucket closes after the tensor that takes it over this
 
 

@@ -28,7 +28,7 @@ from tlt_client.channels import (
     by_role,
     owner,
 )
-from tlt_client.channels.checkpoint import Files
+from tlt_client.channels.checkpoint import CALIBRATION, Files
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
 from tlt_client.channels.source import Source
@@ -38,7 +38,6 @@ from tlt_client.errors import Conflict, ConnectionFailed, ServerError
 if TYPE_CHECKING:
     from tlt_client.client import Client
 
-CALIBRATION = "calibration.safetensors"  # this part is the drafter's table, not weights
 CHUNK_BYTES = 8 * 2**20
 MAX_ATTEMPTS = 8  # tries of one chunk, with pauses that double from RETRY_S
 RETRY_S = 0.05
@@ -51,7 +50,7 @@ class HttpReceiver:
         if not (intake.uploads / push.path).is_dir():
             raise ContentRefused(
                 "this version has no parts; send them by PUT "
-                "/weights/{version}/{part}.safetensors first. Parts are removed with their "
+                "/weights/{version}/{part} first. Parts are removed with their "
                 "push or its abort, at a restart of the server, and upload_ttl_s after their last "
                 "byte"
             )
@@ -132,8 +131,8 @@ class HttpSender(Sender):
     def push_directory(
         self, directory: Path, version: str, *, drafter: Path | None = None, **fields: Any
     ) -> Mapping[str, Any]:
-        """Push the safetensors files of a directory, or one file; with `drafter` those of a drafter
-        too, for the role `all`. Needs no torch.
+        """Push the safetensors files of a directory and its calibration, or one file; with
+        `drafter` those of a drafter too, for the role `all`. Needs no torch.
         """
         entries: list[dict[str, Any]] = []
         with self._sending(version):
@@ -148,13 +147,14 @@ class HttpSender(Sender):
                     )
                 for path in paths:
                     with opened(path) as file:
-                        of_weights = path.name != CALIBRATION
                         self.send(
                             version,
-                            ("drafter-" if prefix and of_weights else "") + path.name,
-                            file.prefixed(prefix) if prefix and of_weights else file.data,
+                            ("drafter-" if prefix else "") + path.name,
+                            file.prefixed(prefix) if prefix else file.data,
                         )
-                        entries += file.entries(prefix) if of_weights else ()
+                        entries += file.entries(prefix)
+                if (folder / CALIBRATION).is_file():
+                    self.send(version, CALIBRATION, (folder / CALIBRATION).read_bytes())
             return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
     @contextmanager

@@ -259,7 +259,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """Each message is one operation, in order: a part is PUT /weights/{version}/{part}.safetensors. The
+        """Each message is one operation, in order: a part is PUT /weights/{version}/{part}. The
         manifest is POST /update_weights; its answer ends the call, and later messages are not read. The
         channel http takes parts before the manifest, any other the manifest alone.
         """
@@ -268,7 +268,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPart(self, request, context):
-        """GET /weights/{version}/{part}.safetensors: how much of it the server has, to go on after a broken
+        """GET /weights/{version}/{part}: how much of it the server has, to go on after a broken
         connection.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -96,7 +96,7 @@ OPERATIONS: dict[str, Operation] = {
     "Abort": Operation("POST", "/engine/abort"),
     "GetStrategy": Operation("GET", "/strategy", in_query=True),
     "SetStrategy": Operation("PUT", "/strategy"),
-    "GetPart": Operation("GET", "/weights/{version}/{part}.safetensors", in_query=True),
+    "GetPart": Operation("GET", "/weights/{version}/{part}", in_query=True),
     "JoinGroup": Operation("POST", "/weight_groups"),
     "LeaveGroup": Operation("DELETE", "/weight_groups/{name}", in_query=True),
     "CommitWeights": Operation("POST", "/weights/{version}/commit"),
@@ -107,7 +107,7 @@ OPERATIONS: dict[str, Operation] = {
     "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),
 }
 UPDATES: dict[str, Operation] = {  # content of a message of UpdateWeights -> its operation
-    "part": Operation("PUT", "/weights/{version}/{part}.safetensors", ranged=True),
+    "part": Operation("PUT", "/weights/{version}/{part}", ranged=True),
     "manifest": Operation("POST", "/update_weights"),
 }
 INLINE_WEIGHT = 2**15  # a message that weighs less is parsed at once

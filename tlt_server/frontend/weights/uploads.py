@@ -24,13 +24,16 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_server.config import Config
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
 from tlt_server.frontend.link.shares import over_share
 from tlt_server.private import private_directory, private_file
 from tlt_server.threads import Errands
 
-PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
+PART = re.compile(
+    rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,127}}\.safetensors|{re.escape(CALIBRATION)}", re.ASCII
+)
 PIECE_BYTES = 2**20  # size of one write
 
 
@@ -194,7 +197,7 @@ class Uploads:
         if not PART.fullmatch(part):
             raise InvalidRequest(
                 f"part is {part[:80]!r}; name it with letters, digits, '.', '_' and '-', ending in "
-                ".safetensors"
+                f".safetensors, or {CALIBRATION}"
             )
         upload = self._uploads.get(version)
         if upload is None and not self._room(owner, 1, config.max_uploads, lambda _: 1):

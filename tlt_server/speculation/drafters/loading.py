@@ -37,7 +37,7 @@ class Loader(Protocol):
         """Return the `DraftWeights.calibration` of a directory."""
 
     def parse_calibration(self, content: bytes, source: str) -> object:
-        """Parse the `calibration.safetensors` of a push; `source` names it in errors."""
+        """Parse the `calibration.json` of a push; `source` names it in errors."""
 
 
 def find_loader(directory: Path, device: str) -> Loader:

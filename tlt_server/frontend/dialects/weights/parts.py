@@ -18,12 +18,10 @@ from tlt_server.frontend.weights.uploads import PartStatus, Uploads
 ROUTES = Routes()
 
 
-PART_PATH = "/weights/{version}/{part}.safetensors"
-
-
+PART_PATH = "/weights/{version}/{part}"
 PART = (
     Parameter("version", "path", "the version that the part belongs to"),
-    Parameter("part", "path", "a file name without its suffix"),
+    Parameter("part", "path", "a file name: *.safetensors, or calibration.json"),
 )
 CONTENT_RANGE = Parameter(
     "Content-Range", "header", "bytes FIRST-LAST/TOTAL; absent: the body is the whole part"
@@ -39,7 +37,8 @@ CONTENT_RANGE = Parameter(
     raises=(Forbidden, Conflict, StorageFailed),
 )
 async def put(service: Service, request: Request) -> Response:
-    """Send one part of a version: a safetensors file, whole or in ranges from its beginning.
+    """Send one part of a version: a safetensors file or a drafter's calibration.json, whole or in
+    ranges from its beginning.
 
     Content-Range tells where the body belongs. A range may be sent again with the same bytes. Once
     all parts are sent, POST /update_weights with channel http pushes the version.
@@ -78,4 +77,4 @@ def _part(request: Request) -> tuple[str, str]:
     version = request.path_params["version"]
     if not is_version(version):
         raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")
-    return version, request.path_params["part"] + PART_PATH.rpartition("}")[2]
+    return version, request.path_params["part"]
