@@ -23,6 +23,7 @@ from target_model import TargetModel
 from tlt_server.trainer import losses
 
 CHILDREN = 8
+UNCERTAIN = 0.3  # nats of the target's entropy
 GAP_EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.5, 8.0, 10.0, 13.0)
 GAP_BUCKETS = len(GAP_EDGES) + 1
 
@@ -71,10 +72,15 @@ def gaps_of(top_values: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def fit_calibration(
-    drafter: DrafterModel, target: TargetModel, batches: list[Batch], depth: int
+    drafter: DrafterModel,
+    target: TargetModel,
+    batches: list[Batch],
+    depth: int,
+    *,
+    noise: bool = True,
 ) -> tuple[Calibration, dict]:
     """Count hits by (phase, rank, gap bucket) along true paths at T=1; also P(token among the first
-    k children) of each step.
+    k children) of each step. Without `noise` children are ranked by the drafter's probability.
     """
     device = drafter.d2t.device
     edges, vocab = torch.tensor(GAP_EDGES, device=device), target.config.vocab_size
@@ -95,13 +101,15 @@ def fit_calibration(
                 drafter.logits(h) for h in drafter.unroll(states[0], drafter.fuse(states), depth)
             ]
         positions = torch.arange(width, device=device).repeat(rows)
-        noise = gumbel(batch.seeds_B.repeat_interleave(width), positions, vocab)[
+        shared = gumbel(batch.seeds_B.repeat_interleave(width), positions, vocab)[
             :, drafter.kept_ids
         ].view(rows, width, -1)
         for step, logits in enumerate(outputs):
             labels = tokens[:, 2 + step :]
             keep = losses.slot_weights(batch.response_tokens(), step).bool()
-            z = logits[keep].log_softmax(-1) + noise[:, 2 + step :][keep]
+            z = logits[keep].log_softmax(-1)
+            if noise:
+                z = z + shared[:, 2 + step :][keep]
             values, children = z.topk(CHILDREN, -1)
             gaps = gaps_of(values)
             hit = (drafter.kept_ids[children] == labels[keep][:, None]).double()
@@ -137,12 +145,18 @@ class Walk:
     cycles: int = 0
     tokens: int = 0
     accepted_at: list | None = None
+    uncertain_cycles: int = 0  # those whose first token has more than `UNCERTAIN` nats of entropy
+    uncertain_tokens: int = 0
 
     def summary(self) -> dict:
         return {
             "accept_length": round(self.tokens / max(1, self.cycles), 4),
             "cycles": self.cycles,
             "accepted_at_depth": [round(a / max(1, self.cycles), 4) for a in self.accepted_at],
+            "uncertain_cycles": self.uncertain_cycles,
+            "uncertain_accept_length": round(
+                self.uncertain_tokens / max(1, self.uncertain_cycles), 4
+            ),
         }
 
 
@@ -156,6 +170,7 @@ class Settings:
     depth: int
     width: int
     temperature: float
+    noise: bool = True  # the target's; without it children are ranked by the drafter's probability
 
 
 @dataclass(frozen=True)
@@ -167,6 +182,7 @@ class Context:
     fused: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    uncertain: torch.Tensor  # bool: the target's entropy at this position is above `UNCERTAIN`
 
 
 def true_slots(drafter: DrafterModel, target: TargetModel, tokens_BT: torch.Tensor) -> Context:
@@ -181,7 +197,10 @@ def true_slots(drafter: DrafterModel, target: TargetModel, tokens_BT: torch.Tens
         _, keys, values = drafter.midlayer.self_attn.project(
             joined, drafter.cos[1:last], drafter.sin[1:last]
         )
-    return Context(fused, *(F.pad(x[:, :, 0].float(), (0, 0, 1, 0)) for x in (keys, values)))
+        logs = target(tokens_BT).float().log_softmax(-1)
+        uncertain = -(logs.exp() * logs).sum(-1) > UNCERTAIN
+    padded = (F.pad(x[:, :, 0].float(), (0, 0, 1, 0)) for x in (keys, values))
+    return Context(fused, *padded, uncertain)
 
 
 @torch.inference_mode()
@@ -215,6 +234,9 @@ def replay(
         emitted = torch.minimum(accepted + 1, batch.lengths_B - 1 - root)
         walk.cycles += len(root)
         walk.tokens += int(emitted.sum())
+        uncertain = context.uncertain[sequence, root]
+        walk.uncertain_cycles += int(uncertain.sum())
+        walk.uncertain_tokens += int(emitted[uncertain].sum())
         for level in range(settings.depth):
             walk.accepted_at[level] += int((accepted > level).sum())
         root = root + emitted
@@ -278,7 +300,7 @@ def accepted_drafts(
         attended = attended + weights[..., extent:] @ own_values
         state = drafter.midlayer.finish(features, attended.flatten(2))
         z = (drafter.logits(state) / (settings.temperature or 1.0)).log_softmax(-1)
-        if settings.temperature > 0:
+        if settings.temperature > 0 and settings.noise:
             z = z + gumbel(batch.seeds_B, position + 1, target.config.vocab_size)[:, None, kept]
         top, children = z.topk(CHILDREN, -1)
         child_chance = (chance[..., None] * table.lookup(gaps_of(top), min(level, 1))).flatten(1)
