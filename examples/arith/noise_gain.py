@@ -1,4 +1,4 @@
-"""What the target's noise is worth to draft trees: accept length at T=1 with children ranked by the
+"""The worth of the target's noise to draft trees: accept length at T=1 with children ranked by the
 drafter's log-probability plus the noise that the target will sample with, against the same tree
 with children ranked by probability alone. Each has a calibration table of its own.
 
@@ -29,7 +29,9 @@ def main() -> None:
     )
     parser.add_argument("--pair", type=Path, default=Path("tlt_server/demo/pair"))
     parser.add_argument("--samples", type=int, default=400, help="responses measured")
-    parser.add_argument("--calibration-samples", type=int, default=400, help="others, which fit the tables")
+    parser.add_argument(
+        "--calibration-samples", type=int, default=400, help="others, which fit the tables"
+    )
     parser.add_argument(
         "--rows", type=int, default=32, help="verified per cycle, the root included"
     )
