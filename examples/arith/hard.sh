@@ -24,12 +24,12 @@ pack() { tar -cf "$tar" -C "$pair" .; }
 step train_target.py --recipe hard --start-from "$shipped" --out "$pair/target" \
   --data "$work/data" --checkpoint "$work/target" --lr 1.5e-3 --steps 100000 \
   --time-limit-s "${TARGET_S:-90}" --workers "${WORKERS:-13}" \
-  --documents 1200000 --per-shard "${SHARD:-4000}" --start-shards 13
+  --tokens-per-batch 32768 --documents 1200000 --per-shard "${SHARD:-4000}" --start-shards 13
 step sample.py --target "$pair/target" --out "$work/samples.safetensors" \
   --samples "${SAMPLES:-16000}" --pool 16000 --cap "$cap"
 step train_drafter.py --target "$pair/target" --start-from "$shipped" --out "$pair/drafter" \
   --samples "$work/samples.safetensors" --checkpoint "$work/drafter" --lr 1.5e-3 --steps 100000 \
-  --time-limit-s "${DRAFTER_S:-60}" --stop-at "${ACCEPT:-3.5}"
+  --time-limit-s "${DRAFTER_S:-75}" --stop-at "${ACCEPT:-3.5}"
 pack
 step evaluate.py --pair "$pair" --samples "$evaluated" --greedy-samples 0 --cap "$cap" \
   --calibration-samples $((evaluated / 2)) --replayed "${REPLAYED:-800}"
