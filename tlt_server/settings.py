@@ -123,11 +123,11 @@ class ServerSettings(SharedSettings):
     ] = 2**28
     max_stop_strings: Annotated[int, Doc("strings", "Stop strings of an item.", 0, 1024)] = 16
     max_stop_chars: Annotated[int, Doc("characters", "Length of one stop string.", 1, 65536)] = 256
-    max_stop_token_ids: Annotated[int, Doc("ids", "Stop token ids of an item.", 0, 65536)] = 64
+    max_stop_token_ids: Annotated[int, Doc("ids", "Stop token ids of an item.", 0, 4096)] = 64
     max_logprobs: Annotated[
         int, Doc("alternatives", "Alternatives reported per token.", 0, 1024)
     ] = 20
-    max_logit_bias: Annotated[int, Doc("entries", "Entries of an item's logit_bias.", 0, 65536)] = (
+    max_logit_bias: Annotated[int, Doc("entries", "Entries of an item's logit_bias.", 0, 4096)] = (
         1024
     )
     max_body_mb: Annotated[int, Doc("MiB", "Size of a request body.", 1, 65536)] = 16

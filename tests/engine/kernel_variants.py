@@ -71,11 +71,14 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None,
             for strategy in (policy.strategies(decoding, prompts=chunks > 0) if decoding else [OFF])
             for key in shapes.step(decoding, strategy, chunks, chunks)[1:]
         }
-        for strategy, rows, filtered in product(
-            dict.fromkeys(strategies.values()), PROMPT_ROWS if chunks else (0,), (False, True)
+        for strategy, rows, (filtered, edited) in product(
+            dict.fromkeys(strategies.values()),
+            PROMPT_ROWS if chunks else (0,),
+            ((False, False), (True, False), (False, True)),
         ):
+            prompt_rows = max(chunks, rows) if chunks else 0
             shape = shapes.step(
-                decoding, strategy, max(chunks, rows) if chunks else 0, chunks, filtered=filtered
+                decoding, strategy, prompt_rows, chunks, filtered=filtered, edited=edited
             )
             yield shape.draft, shape.extend
 
@@ -122,7 +125,8 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
             if key not in passed:
                 runner._work(extend)()
                 for best in (0, MIN_BEST, 8 * MIN_BEST):
-                    extend.report(torch.zeros(1, dtype=torch.int32), best)
+                    extend.report(torch.zeros(1, dtype=torch.int32), best, raw=True)
+                    extend.score_prompt(0, 3 * best + 1, best)
             passed |= {draft, key}
     print(json.dumps({"at_start": at_start, "later": [*found][at_start:]}))
 

@@ -1,5 +1,5 @@
-"""Decisions of the host while a step is in flight, and requests that only the host samples; on the
-interpreter, against the CPU engine.
+"""Decisions of the host while a step is in flight, and requests whose logits are edited or whose
+prompts are scored; on the interpreter, against the CPU engine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-import torch
 
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import (
@@ -26,6 +25,8 @@ from tests.engine.gpu_engine import (
 from tests.engine.pushing import Pushable
 from tests.engine.slow_rows import slow_rows
 from tlt_server.commands import Abort
+from tlt_server.engine.gpu import reports
+from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.settings import EngineSettings
 
 
@@ -95,8 +96,8 @@ def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(
     )
 
 
-def by_host() -> list:
-    """Requests that need the host's sampler, among ordinary ones."""
+def edited() -> list:
+    """Requests with edits of logits and with prompt log-probs, among ordinary ones."""
     return [
         request(0, 6, max_tokens=7),
         request(
@@ -119,27 +120,26 @@ def by_host() -> list:
             logit_bias={40: 1.5, 3: -60.0},
         ),
         request(5, 8, max_tokens=0, prompt_logprobs=1),
+        request(6, 1, max_tokens=7, prompt_logprobs=0, temperature=0.0, repetition_penalty=1.5),
     ]
 
 
 @pytest.fixture(scope="module")
 def twin(settings: EngineSettings) -> Pushable:
     cpu = Pushable(on_cpu(settings))
-    cpu.run(*by_host())
+    cpu.run(*edited())
     return cpu
 
 
 @pytest.fixture(scope="module")
 def engine(settings: EngineSettings) -> Pushable:
     engine = Pushable(replace(drafting(settings, "eagle", 2, 1, 3), max_rows=10))
-    engine.run(*by_host())
+    engine.run(*edited())
     return engine
 
 
-def test_requests_sampled_by_the_host_agree_among_ordinary_ones(
-    engine: Pushable, twin: Pushable
-) -> None:
-    assert_agree(engine, twin, [f"r{i}" for i in range(6)])
+def test_edited_requests_agree_among_ordinary_ones(engine: Pushable, twin: Pushable) -> None:
+    assert_agree(engine, twin, [f"r{i}" for i in range(7)])
     assert engine.said["r4"][-1].finish_reason == "stop" and len(engine.tokens("r4")) >= 3
 
 
@@ -149,34 +149,31 @@ def test_alternatives_and_raw_logprobs_of_an_edited_distribution_agree(
     assert_reports_agree(engine, twin, "r2")
 
 
-@pytest.mark.parametrize("id", ["r3", "r5"], ids=["read in pieces", "scored only"])
+@pytest.mark.parametrize(
+    "id", ["r3", "r5", "r6"], ids=["read in pieces", "scored only", "one token"]
+)
 def test_prompt_logprobs_agree(id: str, engine: Pushable, twin: Pushable) -> None:
     assert_alternatives_agree(
         joined(engine.said[id], "prompt_logprobs"), joined(twin.said[id], "prompt_logprobs")
     )
 
 
-def test_prompts_are_scored_in_pieces_that_the_steps_logits_have_room_for(
-    settings: EngineSettings, twin: Pushable
+def test_a_long_prompt_is_scored_in_pieces(
+    settings: EngineSettings, twin: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, rows = Pushable(settings), []
-    state = engine.engine.runner.state
-    state.logits_SV = state.logits_SV[:5]
-    sound = state.model.logits
-
-    def logits(hidden_RH: torch.Tensor, out_RV: torch.Tensor) -> torch.Tensor:
-        assert out_RV.data_ptr() == state.logits_SV.data_ptr(), "there is room for no other"
-        rows.append(len(hidden_RH))
-        return sound(hidden_RH, out_RV)
-
-    state.model.logits = logits
-    try:
-        engine.run(by_host()[3])
-    finally:
-        del state.model.logits
-    assert rows[:2] == [5, 3] and max(rows) == 5, (
-        "of nine rows eight are scored, before the samples of the step"
+    pieces = []
+    sound = Extend.score_prompt
+    monkeypatch.setattr(reports, "SCORED", 5)
+    monkeypatch.setattr(
+        Extend,
+        "score_prompt",
+        lambda extend, first, count, best: (
+            pieces.append((first, count)) or sound(extend, first, count, best)
+        ),
     )
+    engine = Pushable(settings)
+    engine.run(edited()[3])
+    assert pieces == [(0, 5), (5, 3)], "of nine rows eight are scored"
     assert_agree(engine, twin, ["r3"])
     assert_alternatives_agree(
         joined(engine.said["r3"], "prompt_logprobs"), joined(twin.said["r3"], "prompt_logprobs")
@@ -187,5 +184,5 @@ def test_an_ordinary_request_has_the_bits_it_has_alone(
     engine: Pushable, settings: EngineSettings
 ) -> None:
     alone = Pushable(settings)
-    alone.run(by_host()[0])
+    alone.run(edited()[0])
     assert bits(alone, ["r0"]) == bits(engine, ["r0"])

@@ -22,6 +22,7 @@ from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, sample_rows, score_ta
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import GenerateRequest, Sampling, TokenLogprobs
 
+MAX_LISTED = 8192  # tokens that a sequence's biases and masks may name
 NO_COUNTS_V = np.zeros(0, np.int32)
 NO_IDS = np.zeros(0, np.int64)
 
@@ -43,37 +44,55 @@ class SamplingState:
         self.alternatives = sampling.logprobs
         self.raw = sampling.raw_logprobs
         self.packed = _packed(sampling, request.seed)
-        self._sampling = sampling
-        self._prompt_len = len(request.token_ids)
-        self._committed = 0  # output tokens counted; kept only with penalties
-        self._mask_ids = np.array(sorted(i for i in self.stop_ids if 0 <= i < vocab_size), np.int64)
-        self._bias_ids = np.array(list(sampling.logit_bias), np.int64)
-        self._bias = np.array(list(sampling.logit_bias.values()), np.float32)
-        assert all(0 <= i < vocab_size for i in sampling.logit_bias), (
-            "logit_bias outside the vocabulary"
-        )
-        self._prompt_V, self._count_V = np.zeros(0, np.uint8), NO_COUNTS_V
-        self._penalised = (
+        self.penalties = (
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
-        ) != (1.0, 0.0, 0.0)
-        if self._penalised:
-            self._prompt_V, self._count_V = (
-                np.zeros(vocab_size, np.uint8),
-                np.zeros(vocab_size, np.int32),
-            )
-            self._prompt_V[np.array([*request.token_ids], np.int64)] = 1
-        self.edits = self._penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
+        )
+        self.penalised = self.penalties != (1.0, 0.0, 0.0)
+        self.bias_ids = np.array(list(sampling.logit_bias), np.int64)
+        self.bias = np.array(list(sampling.logit_bias.values()), np.float32)
+        assert all(0 <= i < vocab_size for i in sampling.logit_bias), (
+            "logit_bias outside the vocabulary"
+        )
+        masked = [i for i in self.stop_ids if 0 <= i < vocab_size] if sampling.min_tokens else []
+        self.mask_ids = np.array(sorted(masked), np.int64)
+        # The first position at which the masked tokens are allowed.
+        self.masked_to = len(request.token_ids) + sampling.min_tokens
+        self.edits = self.penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
+        self._prompt = request.token_ids
+        self._committed = 0  # output tokens; kept only with penalties
+        self._uncounted: list[int] = []  # those not in _count_V yet
+        self._prompt_V, self._count_V = np.zeros(0, np.uint8), NO_COUNTS_V
+        self._check_listed(request)
         self._check_generated(request, vocab_size)
         self.commit(request.generated)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Count output tokens that were appended to the sequence."""
-        if self._penalised:
+        """Note output tokens that were appended to the sequence."""
+        if self.penalised:
             self._committed += len(tokens)
-            for token in tokens:
-                self._count_V[token] += 1
+            self._uncounted.extend(tokens)
+
+    def _count(self, vocab_size: int) -> None:
+        """Bring the counts up to date. A GPU has its own, so they are made only where they are
+        read.
+        """
+        if not len(self._count_V):
+            self._prompt_V = np.zeros(vocab_size, np.uint8)
+            self._count_V = np.zeros(vocab_size, np.int32)
+            self._prompt_V[np.array([*self._prompt], np.int64)] = 1
+        for token in self._uncounted:
+            self._count_V[token] += 1
+        self._uncounted.clear()
+
+    def _check_listed(self, request: GenerateRequest) -> None:
+        listed = len(self.bias_ids) + len(self.mask_ids)
+        if listed > MAX_LISTED:
+            raise InvalidRequest(
+                f"request {request.id}: logit_bias and, with min_tokens, the stop token ids name "
+                f"{listed} tokens; the limit is {MAX_LISTED}: leave some out"
+            )
 
     def _check_generated(self, request: GenerateRequest, vocab_size: int) -> None:
         generated, max_tokens = request.generated, request.sampling.max_tokens
@@ -94,8 +113,10 @@ class SamplingState:
             )
 
     def edits_at(self, position: int) -> bool:
-        """Tell whether the logits of the token at this absolute position are edited."""
-        return self._penalised or len(self._bias_ids) > 0 or self._masks_at(position)
+        """Tell whether the logits of the token at this absolute position are edited. Those of a
+        later one are not if those of an earlier one are not.
+        """
+        return self.penalised or len(self.bias_ids) > 0 or position < self.masked_to
 
     def edit(
         self,
@@ -107,28 +128,26 @@ class SamplingState:
         """Write the logits with bias, penalties and the min_tokens mask to `edited_V`. path_D: the
         draft tokens after the committed output.
         """
-        if self._penalised:
+        if self.penalised:
             on_path = int((path_D >= 0).sum())
-            assert self._committed + on_path == position - self._prompt_len, (
+            assert self._committed + on_path == position - len(self._prompt), (
                 "path and position disagree"
             )
-        sampling = self._sampling
+            self._count(len(logits_V))
+        repetition, presence, frequency = self.penalties
         edit_row(
             logits_V,
-            self._bias_ids,
-            self._bias,
+            self.bias_ids,
+            self.bias,
             self._prompt_V,
             self._count_V,
             path_D,
-            np.float32(sampling.repetition_penalty),
-            np.float32(sampling.presence_penalty),
-            np.float32(sampling.frequency_penalty),
-            self._mask_ids if self._masks_at(position) else NO_IDS,
+            np.float32(repetition),
+            np.float32(presence),
+            np.float32(frequency),
+            self.mask_ids if position < self.masked_to else NO_IDS,
             edited_V,
         )
-
-    def _masks_at(self, position: int) -> bool:
-        return position - self._prompt_len < self._sampling.min_tokens
 
 
 class Sampled(NamedTuple):

@@ -97,22 +97,22 @@ class Sequence:
 
     @property
     def due(self) -> bool:
-        """Tell whether a decoding step may follow what is in flight, which neither ends it for
-        certain nor has to be seen first.
+        """Tell whether a decoding step may follow what is in flight, which does not end it for
+        certain.
         """
-        return not self.sure or not (self.sure >= self.remaining or self.by_host)
-
-    @property
-    def by_host(self) -> bool:
-        """Tell whether its logits are edited according to its text. Only the host does that, so a
-        step of it is planned only once the last one is known.
-        """
-        return self.state.edits
+        return not self.sure or self.sure < self.remaining
 
     @property
     def reports(self) -> bool:
         """Tell whether more than log-probs of its tokens is reported."""
         return self.state.raw or self.state.alternatives > 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Tell whether log-probs of its prompt are reported. It is read again, without them, once
+        there is output.
+        """
+        return self.request.sampling.prompt_logprobs is not None and self.output_len == 0
 
     @property
     def shares(self) -> bool:

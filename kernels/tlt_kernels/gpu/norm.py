@@ -160,12 +160,14 @@ def add_rms_norm(
     eps: float,
     *,
     bias_H: Tensor | None = None,
+    out_RH: Tensor | None = None,
 ) -> Tensor:
     """Add the partial sums in order, then the bias, to the residual (in place), and return its norm
-    in the weight's dtype.
+    in the weight's dtype; in `out_RH` where that is given.
     """
     parts, rows, hidden = part_PRH.shape
-    out_RH = torch.empty(rows, hidden, dtype=weight_H.dtype, device=weight_H.device)
+    if out_RH is None:
+        out_RH = torch.empty(rows, hidden, dtype=weight_H.dtype, device=weight_H.device)
     if rows:
         _add_rms_norm[(rows,)](
             part_PRH,

@@ -7,7 +7,7 @@ position -1, the idle batch slot, the trash KV slot and base 0.
 Legend: Q batch slots (the last one is idle), T tokens, P pages per batch slot, K stop ids, H
 hidden, R rows, V decode rows (the first of R), X draft rows, D longest path, B requests of the
 batch, W prefill chunks, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes,
-Z calibration cells.
+Z calibration cells, V vocabulary where token counts are meant, L listed tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 16
+IN_PROMPT = 2**30  # added to a token's count where the prompt holds it
 
 
 class BatchSlots(NamedTuple):
@@ -43,6 +44,17 @@ class BatchSlots(NamedTuple):
     group_Q: Tensor  # sequences that may draft from each other's text; -1 none
     first_Q: Tensor  # position from which on they do: the prompt, which they share, is left out
     hint_QH: Tensor  # activation dtype: the drafter's fused feature of the last position computed
+    repetition_Q: Tensor  # float32 penalty; 1 = none
+    presence_Q: Tensor  # float32 penalty; 0 = none
+    frequency_Q: Tensor  # float32 penalty; 0 = none
+    prompt_Q: Tensor  # tokens of the prompt
+    masked_to_Q: Tensor  # first position at which the masked tokens are allowed
+    biases_Q: Tensor  # listed tokens with a bias, the first of listed_QL
+    masks_Q: Tensor  # masked tokens, which follow them
+    listed_QL: Tensor
+    bias_QL: Tensor  # float32
+    uncounted_Q: Tensor  # 1 = count_QV has not been made from the text; penalised sequences only
+    count_QV: Tensor  # occurrences in the output, and IN_PROMPT
 
     @property
     def idle(self) -> int:
@@ -55,6 +67,8 @@ class BatchSlots(NamedTuple):
         *,
         hidden: int,
         stops: int = 8,
+        listed: int = 1,
+        vocabulary: int = 1,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cuda",
     ) -> BatchSlots:
@@ -86,6 +100,17 @@ class BatchSlots(NamedTuple):
             group_Q=none(q),
             first_Q=zeros(q),
             hint_QH=zeros(q, hidden, dtype=dtype),
+            repetition_Q=torch.ones(q, dtype=f, device=device),
+            presence_Q=zeros(q, dtype=f),
+            frequency_Q=zeros(q, dtype=f),
+            prompt_Q=zeros(q),
+            masked_to_Q=zeros(q),
+            biases_Q=zeros(q),
+            masks_Q=zeros(q),
+            listed_QL=zeros(q, listed),
+            bias_QL=zeros(q, listed, dtype=f),
+            uncounted_Q=zeros(q),
+            count_QV=zeros(q, vocabulary),
         )
 
 

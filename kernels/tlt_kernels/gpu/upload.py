@@ -6,13 +6,14 @@ device's buffer of the same layout. `apply` writes it to the batch slots, once. 
 batch (`batch_slot_B`, chunks) where it lies in that buffer.
 
 Layout (int32): header [4] | batch_slot_B | batch_slot_W | start_W | count_W | admissions |
-extensions | payload (tokens and page ids).
+extensions | payload (tokens, page ids, and the lists of tokens whose logits are edited).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import triton
@@ -25,8 +26,9 @@ from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, PrefillChunks
 
 HEADER = 4  # admissions, extensions, programs that have applied their part, one unused
 # Batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafters, longest
-# draft path, rows, group, first token for siblings, hint page; stop ids follow.
-ADMISSION = 16
+# draft path, rows, group, first token for siblings, hint page, three penalties, prompt, end of the
+# mask, biases, masks, their payload; stop ids follow.
+ADMISSION = 24
 EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 PROGRAMS = 32
 ANY_DRAFTER = -1  # every bit is set
@@ -47,8 +49,9 @@ class UploadLayout:
     admissions: int
     extensions: int
     stops: int  # stop ids per batch slot
-    payload: int  # tokens and page ids; at least one longest prompt and its pages
+    payload: int  # at least one longest prompt, its pages and the longest lists
     idle: int  # the idle batch slot
+    listed: int = 1  # tokens of a batch slot with a bias or a mask
 
     @property
     def chunks_at(self) -> int:
@@ -81,6 +84,22 @@ class UploadLayout:
         return PrefillChunks._make(
             upload_U[first + i * each : first + i * each + chunks] for i in range(3)
         )
+
+
+class Edits(NamedTuple):
+    """The edits of a sequence's logits, see `tlt_kernels.gpu.edits`."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    prompt: int = 0  # tokens of the prompt
+    masked_to: int = 0  # first position at which the masked tokens are allowed
+    bias_ids: NDArray[np.int64] = np.zeros(0, np.int64)
+    bias: NDArray[np.float32] = np.zeros(0, np.float32)
+    mask_ids: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+NO_EDITS = Edits()
 
 
 class Upload:
@@ -157,6 +176,7 @@ class Upload:
         group: int = -1,
         first: int = 0,
         hint_page: int = -1,
+        edits: Edits = NO_EDITS,
     ) -> bool:
         """Start a sequence. `tokens` is all it has, prompt and earlier output; `pages` are those of
         its first positions.
@@ -167,9 +187,14 @@ class Upload:
         assert len(stop_ids) <= self.layout.stops, (
             f"{len(stop_ids)} stop ids, a batch slot holds {self.layout.stops}"
         )
+        biases, masks = len(edits.bias_ids), len(edits.mask_ids)
+        assert biases + masks <= self.layout.listed, (
+            f"{biases} biases and {masks} masks, a batch slot holds {self.layout.listed}"
+        )
+        needed = len(tokens) + len(pages) + 2 * biases + masks
         if (
             self._admissions == self.layout.admissions
-            or self._payload + len(tokens) + len(pages) > self.layout.payload
+            or self._payload + needed > self.layout.payload
         ):
             return False
         if not self.extend_pages(batch_slot, 0, pages):
@@ -178,7 +203,11 @@ class Upload:
         record_F[:4] = batch_slot, len(tokens), self._store(np.asarray(tokens, np.int32)), limit
         record_F[4:6] = np.array([seed], np.uint64).view(np.int32)
         record_F[6:9] = np.array([temperature, top_p, min_p], np.float32).view(np.int32)
-        record_F[9:ADMISSION] = (top_k, drafters, max_depth, max_rows, group, first, hint_page)
+        record_F[9:16] = top_k, drafters, max_depth, max_rows, group, first, hint_page
+        record_F[16:19] = np.array(edits[:3], np.float32).view(np.int32)
+        bias = np.ascontiguousarray(edits.bias, np.float32).view(np.int32)
+        lists = self._store(np.concatenate([edits.bias_ids, edits.mask_ids, bias]))
+        record_F[19:ADMISSION] = edits.prompt, edits.masked_to, biases, masks, lists
         record_F[ADMISSION:] = -1
         record_F[ADMISSION : ADMISSION + len(stop_ids)] = stop_ids
         self._admissions += 1
@@ -208,8 +237,8 @@ class Upload:
         self.buffer_U[1] = self._extensions
         return True
 
-    def _store(self, values: NDArray[np.int32]) -> int:
-        """Append values to the payload and return their offset."""
+    def _store(self, values: NDArray[np.int32] | NDArray[np.int64]) -> int:
+        """Append values, which fit int32, to the payload and return their offset."""
         at = self._payload
         self._payload += len(values)
         self.buffer_U[self.layout.payload_at + at : self.layout.payload_at + self._payload] = values
@@ -218,38 +247,14 @@ class Upload:
 
 @triton.jit
 def _apply(
-    upload_U,
-    admission_AF,
-    extension_XF,
-    payload_U,
-    token_QT,
-    T,
-    length_Q,
-    limit_Q,
-    capacity_Q,
-    page_table_QP,
-    P,
-    seed_Q,
-    temperature_Q,
-    top_p_Q,
-    min_p_Q,
-    top_k_Q,
-    stop_QK,
-    done_Q,
-    drafters_Q,
-    max_depth_Q,
-    max_rows_Q,
-    group_Q,
-    first_Q,
-    hint_QH,
-    page_hint_PH,
-    ADMISSION: tl.constexpr,
-    EXTENSION: tl.constexpr,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    HP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    upload_U, admission_AF, extension_XF, payload_U,
+    token_QT, length_Q, limit_Q, capacity_Q, page_table_QP, seed_Q, temperature_Q, top_p_Q, min_p_Q,
+    top_k_Q, stop_QK, done_Q, drafters_Q, max_depth_Q, max_rows_Q, group_Q, first_Q, hint_QH,
+    repetition_Q, presence_Q, frequency_Q, prompt_Q, masked_to_Q, biases_Q, masks_Q, listed_QL,
+    bias_QL, uncounted_Q,
+    T, P, page_hint_PH, ADMISSION: tl.constexpr, EXTENSION: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Apply an upload. The programs share out admissions, extensions and blocks of tokens; the last
     one to finish leaves an upload without any.
     """
@@ -275,6 +280,18 @@ def _apply(
         tl.store(group_Q + batch_slot, tl.load(record + 13))
         tl.store(first_Q + batch_slot, tl.load(record + 14))
         tl.store(done_Q + batch_slot, 0)
+        repetition = tl.load(record + 16).to(tl.float32, bitcast=True)
+        presence = tl.load(record + 17).to(tl.float32, bitcast=True)
+        frequency = tl.load(record + 18).to(tl.float32, bitcast=True)
+        penalised = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
+        tl.store(repetition_Q + batch_slot, repetition)
+        tl.store(presence_Q + batch_slot, presence)
+        tl.store(frequency_Q + batch_slot, frequency)
+        tl.store(uncounted_Q + batch_slot, penalised.to(tl.int32))
+        tl.store(prompt_Q + batch_slot, tl.load(record + 19))
+        tl.store(masked_to_Q + batch_slot, tl.load(record + 20))
+        tl.store(biases_Q + batch_slot, tl.load(record + 21))
+        tl.store(masks_Q + batch_slot, tl.load(record + 22))
         for k in tl.static_range(K):
             tl.store(stop_QK + batch_slot * K + k, tl.load(record + ADMISSION + k))
         page = tl.load(record + 15)
@@ -310,6 +327,15 @@ def _apply(
                 token_I,
                 mask=done + i_I < tokens,
             )
+        biases, at = tl.load(record + 21), tl.load(record + 23)
+        listed = biases + tl.load(record + 22)
+        for done in range(program * BLOCK, listed, programs * BLOCK):
+            l_I = done + i_I
+            id_I = tl.load(payload_U + at + l_I, mask=l_I < listed, other=0)
+            bias_I = tl.load(payload_U + at + listed + l_I, mask=l_I < biases, other=0)
+            to_I = batch_slot.to(tl.int64) * L + l_I
+            tl.store(listed_QL + to_I, id_I, mask=l_I < listed)
+            tl.store(bias_QL + to_I, bias_I.to(tl.float32, bitcast=True), mask=l_I < biases)
     if admissions + extensions > 0:
         tl.debug_barrier()  # every thread has read its part
         if tl.atomic_add(upload_U + 2, 1, sem="acq_rel") == programs - 1:
@@ -336,30 +362,14 @@ def apply(
         upload_U[layout.admissions_at :],
         upload_U[layout.extensions_at :],
         upload_U[layout.payload_at :],
-        batch_slots.token_QT,
+        *batch_slots[:-1],  # the counts are made from the text, see `edits.count_text`
         batch_slots.token_QT.shape[1],
-        batch_slots.length_Q,
-        batch_slots.limit_Q,
-        batch_slots.capacity_Q,
-        batch_slots.page_table_QP,
         batch_slots.page_table_QP.shape[1],
-        batch_slots.seed_Q,
-        batch_slots.temperature_Q,
-        batch_slots.top_p_Q,
-        batch_slots.min_p_Q,
-        batch_slots.top_k_Q,
-        batch_slots.stop_QK,
-        batch_slots.done_Q,
-        batch_slots.drafters_Q,
-        batch_slots.max_depth_Q,
-        batch_slots.max_rows_Q,
-        batch_slots.group_Q,
-        batch_slots.first_Q,
-        batch_slots.hint_QH,
         page_hint_PH if page_hint_PH is not None else batch_slots.hint_QH,
         ADMISSION=ADMISSION,
         EXTENSION=EXTENSION,
         K=layout.stops,
+        L=layout.listed,
         H=hidden,
         HP=triton.next_power_of_2(max(hidden, 1)),
         BLOCK=1024,

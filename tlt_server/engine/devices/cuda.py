@@ -38,7 +38,8 @@ from tlt_server.engine.gpu.kv import DraftKV, GpuKV
 from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
-from tlt_server.engine.gpu.state import DeviceState, KVSlots
+from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
+from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -204,10 +205,10 @@ class CudaDevice:
                 for part in live.by_role.values():
                     assert isinstance(part.network, Stored)
                     compile_exchange(part.network)
-        graphs, logits = runner.graphs, Backing(state.logits_SV)
-        equipment = GpuEquipment(
-            runner, tuple(drafters.values()), (*kv.caches, logits), self._synchronize
-        )
+        graphs = runner.graphs
+        buffers = state.logits_SV, state.batch_slots.count_QV
+        lent: tuple[KVCache | Backing, ...] = (*kv.caches, *(Backing(each) for each in buffers))
+        equipment = GpuEquipment(runner, tuple(drafters.values()), lent, self._synchronize)
         taken = (
             f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, "
             f"{sum(graphs.seconds.values()):.1f} s"
@@ -235,23 +236,36 @@ class CudaDevice:
             admissions=max(16, batch),
             extensions=EXTENSIONS * batch,
             stops=STOPS,
-            payload=max(65536, 2 * tokens),
+            payload=max(65536, 2 * tokens) + 2 * MAX_LISTED,
             idle=batch,
+            listed=MAX_LISTED,
         )
         batch_slots = BatchSlots.allocate(
             batch + 1,
             tokens,
             hidden=kv.page_hint_PH.shape[1] if kv.page_hint_PH is not None else 1,
             stops=STOPS,
+            listed=MAX_LISTED,
+            vocabulary=model.vocab_size,
             dtype=self._placement.dtype,
             device=self.device.type,
         )
         upload_U = torch.zeros(layout.size, dtype=torch.int32, device=self.device)
+        rows = shapes.most_rows(self._settings.max_rows) + SCORED
+        hidden_RH = self._placement.empty(rows, model.hidden_size)
         logits_SV = torch.empty(
             sampled_rows(batch), model.vocab_size, dtype=torch.float32, device=self.device
         )
         return DeviceState(
-            model, kv.cache, kv.slots, batch_slots, layout, upload_U, logits_SV, shapes.depth
+            model,
+            kv.cache,
+            kv.slots,
+            batch_slots,
+            layout,
+            upload_U,
+            hidden_RH,
+            logits_SV,
+            shapes.depth,
         )
 
     def _backend(self, config: ModelConfig) -> GpuAttention:

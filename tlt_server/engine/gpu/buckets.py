@@ -188,6 +188,7 @@ class Shapes:
         chunks: int = 0,
         *,
         filtered: bool = False,
+        edited: bool = False,
     ) -> StepShape:
         """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts."""
         batch = self.batch(decoding, prompts=chunks > 0)
@@ -198,13 +199,17 @@ class Shapes:
         return StepShape(
             strategy,
             draft_key(batch, strategy) if strategy.drafter else None,
-            ExtendKey(batch, first, prompt_rows, padded_chunks if chunks else 0, filtered),
+            ExtendKey(batch, first, prompt_rows, padded_chunks if chunks else 0, filtered, edited),
         )
 
     def room(self, decoding: int, max_rows: int) -> int:
         """Prompt rows of a step of at most `max_rows` rows, as padded, where nothing is drafted."""
         batch = self.batch(decoding, prompts=True)
         return min(max_rows - decoding, max(max_rows, self.prompts.largest(batch)) - batch)
+
+    def most_rows(self, max_rows: int) -> int:
+        """Return a bound on the rows of a step, padding included."""
+        return self.prompts.padded(max(MAX_VERIFIED, self.max_running) + max_rows)
 
     def keeps(self, key: ExtendKey) -> bool:
         """Worth a graph: steps that read long prompts come in too many sizes, and take the device
@@ -220,7 +225,7 @@ class Shapes:
 
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
         """Steps run once at start so that no request waits for a compiler: of the largest prompts,
-        of many short ones, with filters.
+        of many short ones, with filters, with edits.
         """
         many = self.prompts.chunks + 1
         large = dict.fromkeys(self.step(0, OFF, max_rows, chunks).extend for chunks in (1, many))
@@ -229,6 +234,7 @@ class Shapes:
             *(key for key in large if not self.keeps(key)),
             *short,
             ExtendKey(1, 1, filtered=True),
+            ExtendKey(1, 1, edited=True),
         ]
 
     def captured(self, reach: Reach) -> list[DraftKey | ExtendKey]:

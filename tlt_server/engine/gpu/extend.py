@@ -5,9 +5,9 @@ Plain decoding is the pass with one row per request; prompt rows come after them
 are laid out before the pass (`select`), because the number of nodes to choose from depends on the
 draft; so all depths share an extend graph.
 
-Legend: V decode rows, P prompt rows, R = V + P, W prefill chunks, S = V + W samples, B batch
-bucket, E = B + W entries, F fields, A entries that ask for a report, N tokens of an entry, K best
-tokens.
+Legend: V decode rows (of logits: vocabulary), P prompt rows, R = V + P, W prefill chunks,
+S = V + W samples, B batch bucket, E = B + W entries, F fields, A entries that ask for a report, N
+tokens of an entry, K best tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from tlt_kernels.gpu.accept import accept, fields
+from tlt_kernels.gpu.edits import count_emitted, count_text, edit
 from tlt_kernels.gpu.gather import gather
 from tlt_kernels.gpu.kept import commit_kv
-from tlt_kernels.gpu.report import emitted, score
+from tlt_kernels.gpu.report import TokenScores, emitted, score
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.sampling import sample
 from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Samples, Trees
@@ -32,13 +34,16 @@ from tlt_server.models.gpu.layers import RowTensors
 
 
 class ExtendKey(NamedTuple):
-    """Static shapes of a pass. `filtered`: some request has top-k, top-p or min-p."""
+    """Static shapes of a pass. `filtered`: some request has top-k, top-p or min-p. `edited`: some
+    request has penalties, biases or masked tokens.
+    """
 
     batch: int
     decode_rows: int
     prompt_rows: int = 0
     chunks: int = 0
     filtered: bool = False
+    edited: bool = False
 
     @property
     def plain(self) -> bool:
@@ -94,9 +99,12 @@ class Extend:
         )
 
     def run(self) -> None:
-        """Run the whole pass; of its activations only the logits outlive it."""
-        forwarded = self.forward()
-        self.finish(forwarded, self.sample(self.logits(forwarded)))
+        """Run the whole pass; hidden states and logits of the samples outlive it."""
+        forwarded, logits_SV = self.forward(), self.logits()
+        if self.key.edited:
+            count_text(self.state.batch_slots)
+            edit(logits_SV, self.trees.sample_row_S, self.rows, self.state.batch_slots)
+        self.finish(forwarded, self.sample(logits_SV))
 
     def forward(self) -> Forward:
         """Run the target over all rows."""
@@ -117,16 +125,21 @@ class Extend:
             )
         self.attend.plan(rows, state.batch_slots.page_table_QP)
         return state.model.forward(
-            RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R), state.cache, self.attend
+            RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R),
+            state.cache,
+            self.attend,
+            self._hidden_RH,
         )
 
-    def logits(self, forwarded: Forward) -> Tensor:
+    @property
+    def _hidden_RH(self) -> Tensor:
+        return self.state.hidden_RH[: len(self.rows.token_R)]
+
+    def logits(self) -> Tensor:
         """Return the logits of the samples, [S, V] fp32, valid until the next pass runs."""
-        hidden_SH = (
-            gather(forwarded.hidden_RH, self.trees.sample_row_S)
-            if self.key.prompt_rows
-            else forwarded.hidden_RH
-        )
+        hidden_SH = self._hidden_RH
+        if self.key.prompt_rows:
+            hidden_SH = gather(hidden_SH, self.trees.sample_row_S)
         return self.state.model.logits(hidden_SH, self.state.logits_SV[: len(hidden_SH)])
 
     def sample(self, logits_SV: Tensor) -> Samples:
@@ -138,21 +151,38 @@ class Extend:
             filtered=self.key.filtered,
         )
 
-    def report(self, entry_A: Tensor, best: int) -> Report:
-        """Return more about the tokens that these entries emitted. Called after the pass has run
-        and before the next one does.
+    def report(self, entry_A: Tensor, best: int, *, raw: bool) -> Report:
+        """Return more about the tokens that these entries emitted; `raw`: raw log-probs are of use.
+        Called after the pass has run and before the next one does, once: where logits were edited,
+        the raw ones take their place.
         """
         sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, self.trees, self.kept)
+        logits_SV = self.state.logits_SV[: len(row_S)]
+        rows, batch_slots = self.rows, self.state.batch_slots
         scored = score(
-            self.state.logits_SV[: len(row_S)],
-            row_S,
-            token_S,
-            self.rows,
-            self.state.batch_slots,
-            filtered=self.key.filtered,
-            best=best,
+            logits_SV, row_S, token_S, rows, batch_slots, filtered=self.key.filtered, best=best
         )
+        if raw and self.key.edited:
+            again = score(self.logits(), row_S, token_S, rows, batch_slots, filtered=False, best=0)
+            scored = scored._replace(raw_logprob_S=again.raw_logprob_S)
         return Report(*(values_S[sample_AN] for values_S in scored))
+
+    def score_prompt(self, first: int, count: int, best: int) -> TokenScores:
+        """Score the known tokens that follow rows [first, first + count), SCORED at most, under the
+        raw distribution. Called after `report` and before the next pass runs: it takes the place of
+        the step's logits. The result is padded to a power of two.
+        """
+        state, rows, batch_slots = self.state, self.rows, self.state.batch_slots
+        size = triton.next_power_of_2(count)
+        logits_SV = state.model.logits(
+            state.hidden_RH[first : first + size], state.logits_SV[:size]
+        )
+        row_S = torch.arange(first, first + size, dtype=torch.int32, device=logits_SV.device)
+        row_S[min(count, len(rows.token_R) - first) :] = -1  # a rehearsal has fewer rows
+        at_S = row_S.clamp(min=0)
+        token_S = batch_slots.token_QT[rows.batch_slot_R[at_S], rows.position_R[at_S] + 1]
+        unscaled = batch_slots._replace(temperature_Q=torch.ones_like(batch_slots.temperature_Q))
+        return score(logits_SV, row_S, token_S, rows, unscaled, filtered=False, best=best)
 
     def finish(self, forwarded: Forward, sampled: Samples) -> None:
         """Walk, truncate, append; keep the KV of what was accepted. Drafters take what they need of
@@ -171,6 +201,8 @@ class Extend:
             self.outcome_EF,
             decode_rows=key.decode_rows,
         )
+        if key.edited:
+            count_emitted(state.batch_slot_B(key.batch), chunks, state.batch_slots, self.outcome_EF)
         commit_kv(self.kept, state.cache.k, state.cache.v)
         for drafter in self._followers:
             drafter.follow(self.rows, self.kept, forwarded.features_RF)

@@ -26,6 +26,7 @@ class Needs(NamedTuple):
     per_page: int  # KV of a page, and a drafter's part of it
     per_row: int  # activations of one row of a step
     per_logits: int  # logits of one row
+    per_batch_slot: int  # counts of tokens, for penalties
 
     @classmethod
     def of(
@@ -48,6 +49,7 @@ class Needs(NamedTuple):
             values * itemsize,
             per_page * itemsize,
             8 * config.intermediate_size + 64 * config.hidden_size,
+            4 * config.vocab_size,
             4 * config.vocab_size,
         )
 
@@ -81,10 +83,11 @@ class MemoryPlan(NamedTuple):
 
     @property
     def working(self) -> int:
-        """Return the memory of the largest step."""
+        """Return the memory of the largest step, and what sequences have next to KV."""
         return (
             self.settings.max_rows * self.needs.per_row
             + sampled_rows(self.settings.max_running) * self.needs.per_logits
+            + (self.settings.max_running + 1) * self.needs.per_batch_slot
         )
 
     @property

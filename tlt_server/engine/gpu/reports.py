@@ -1,11 +1,11 @@
-"""Raw log-probs and alternatives of a step's tokens: computed by the device after the step, read
-with its outcome.
+"""Raw log-probs and alternatives of a step's tokens, and log-probs of prompts: computed by the
+device after the step, read with its outcome.
 
 They influence no token, so a request that asks for them is sampled, speculated on and planned ahead
-as any other, and a step without such a request pays nothing. The step's logits are read on the
-stream that the next step is queued on, so before it overwrites them. How much there is to read
-depends on the step, so it stays on the device until then: pinned memory is not allocated while
-steps run.
+as any other, and a step without such a request pays nothing. The step's logits and hidden states
+are read on the stream that the next step is queued on, so before it overwrites them. How much there
+is to read depends on the step, so it stays on the device until then: pinned memory is not allocated
+while steps run.
 
 Legend: A entries that ask, N tokens of an entry, K best tokens.
 """
@@ -18,21 +18,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tlt_kernels.gpu.report import TokenScores
 from tlt_server.engine.batch import Chunk, Emission
 from tlt_server.engine.gpu.extend import Extend, Report
 from tlt_server.engine.gpu.ring import PinnedRing
+from tlt_server.engine.gpu.state import SCORED
+from tlt_server.engine.sequence import Sequence as EngineSequence
 from tlt_server.records import TokenLogprobs
 
 MIN_BEST = 16  # computed where any are asked for; then powers of two
 
 
+class PromptScores(NamedTuple):
+    """Scores of the tokens at positions [first, first + tokens) of a prompt."""
+
+    first: int
+    tokens: int
+    scores: TokenScores
+
+
 class Reports(NamedTuple):
     asking: dict[int, int]  # entry -> its place in `values`
-    values: Report
+    values: Report | None
+    prompts: dict[int, list[PromptScores]]  # entry -> its pieces
 
     def add_to(self, emission: Emission, entry: int, work: Chunk) -> None:
         """Add the values, which are in the host's memory, to this entry's emission."""
-        if entry not in self.asking:
+        if entry in self.prompts:
+            emission.prompt_logprobs = [None] if work.start == 0 else []
+            for piece in self.prompts[entry]:
+                emission.prompt_logprobs += _scored(piece, work.sequence)
+        if self.values is None or entry not in self.asking:
             return
         state = work.sequence.state
         raw_logprob_N, token_NK, logprob_NK = (
@@ -41,12 +57,7 @@ class Reports(NamedTuple):
         if state.raw:
             emission.raw_logprobs = raw_logprob_N.tolist()
         if state.alternatives:
-            best = zip(
-                token_NK[:, : state.alternatives].tolist(),
-                logprob_NK[:, : state.alternatives].tolist(),
-                strict=True,
-            )
-            emission.top_logprobs = [_kept(token_ids, logprobs) for token_ids, logprobs in best]
+            emission.top_logprobs = _best(token_NK, logprob_NK, state.alternatives)
 
 
 class Reporter:
@@ -57,27 +68,67 @@ class Reporter:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, extend: Extend, entries: Sequence[tuple[int, Chunk]]) -> Reports | None:
-        """Report on what these entries of the pass just launched emit; None where none asks."""
-        asked = {
-            entry: work
-            for entry, work in entries
-            if work.samples and work.sequence.reports and not work.sequence.by_host
-        }
-        if not asked:
+        """Report on what these entries of the pass just launched emit, and on the prompts that they
+        read; None where none asks.
+        """
+        asked = {e: work for e, work in entries if work.samples and work.sequence.reports}
+        values = None
+        if asked:
+            states = [work.sequence.state for work in asked.values()]
+            values = extend.report(
+                self._upload([*asked]),
+                best_of(max(state.alternatives for state in states)),
+                raw=any(state.raw for state in states),
+            )
+        prompts = self._score_prompts(extend, entries)
+        if not asked and not prompts:
             return None
-        best = best_of(max(work.sequence.state.alternatives for work in asked.values()))
-        return Reports(
-            {entry: a for a, entry in enumerate(asked)}, extend.report(self._upload([*asked]), best)
-        )
+        return Reports({entry: a for a, entry in enumerate(asked)}, values, prompts)
+
+    @staticmethod
+    def _score_prompts(
+        extend: Extend, entries: Sequence[tuple[int, Chunk]]
+    ) -> dict[int, list[PromptScores]]:
+        """Score the tokens after each row of the chunks that ask."""
+        found: dict[int, list[PromptScores]] = {}
+        row = extend.key.decode_rows
+        for entry, work in entries:
+            sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
+            if count is not None and sequence.scores_prompt and work.start < sequence.prompt_len:
+                end, best = min(work.end, sequence.prompt_len - 1), best_of(count)
+                found[entry] = [
+                    PromptScores(
+                        at + 1,
+                        min(SCORED, end - at),
+                        extend.score_prompt(row + at - work.start, min(SCORED, end - at), best),
+                    )
+                    for at in range(work.start, end, SCORED)
+                ]
+            if not work.decodes:
+                row += work.end - work.start
+        return found
 
     def rehearse(self, extend: Extend) -> None:
         """Compile the kernels, so that no request waits for a compiler."""
-        extend.report(self._upload([0]), best_of(1))
+        extend.report(self._upload([0]), best_of(1), raw=True)
+        for power in range(SCORED.bit_length()):
+            extend.score_prompt(0, 1 << power, best_of(1))
 
     def read(self, reports: Reports) -> Reports:
         """Copy to the host's memory, once the step has passed."""
+        asking, values, prompts = reports
         with torch.cuda.stream(self._stream):
-            return Reports(reports.asking, Report(*(values.cpu() for values in reports.values)))
+            return Reports(
+                asking,
+                Report(*(each.cpu() for each in values)) if values else None,
+                {
+                    entry: [
+                        piece._replace(scores=TokenScores(*(each.cpu() for each in piece.scores)))
+                        for piece in pieces
+                    ]
+                    for entry, pieces in prompts.items()
+                },
+            )
 
     def _upload(self, entries: list[int]) -> Tensor:
         buffer = self._entries.take()
@@ -92,6 +143,24 @@ def best_of(alternatives: int) -> int:
     return max(MIN_BEST, 1 << (alternatives - 1).bit_length()) if alternatives else 0
 
 
+def _best(token_NK: Tensor, logprob_NK: Tensor, count: int) -> list[TokenLogprobs]:
+    """Return up to `count` per token."""
+    pairs = zip(token_NK[:, :count].tolist(), logprob_NK[:, :count].tolist(), strict=True)
+    return [_kept(token_ids, logprobs) for token_ids, logprobs in pairs]
+
+
 def _kept(token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:
     count = token_ids.index(-1) if -1 in token_ids else len(token_ids)
     return TokenLogprobs(tuple(token_ids[:count]), tuple(logprobs[:count]))
+
+
+def _scored(piece: PromptScores, sequence: EngineSequence) -> list[TokenLogprobs]:
+    """Return for each token itself, then the best (which may repeat it)."""
+    count = sequence.request.sampling.prompt_logprobs or 0
+    logprob_N, token_NK, logprob_NK = (values[: piece.tokens] for values in piece.scores)
+    targets = sequence.tokens[piece.first : piece.first + piece.tokens].tolist()
+    best = _best(token_NK, logprob_NK, count)
+    return [
+        TokenLogprobs((target, *others.token_ids), (logprob, *others.logprobs))
+        for target, logprob, others in zip(targets, logprob_N.tolist(), best, strict=True)
+    ]

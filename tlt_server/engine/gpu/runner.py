@@ -3,8 +3,7 @@ takes results in a step late.
 
 `launch` costs the host one upload and a few graph launches and never waits for the step it
 launches; `collect` takes in the step before. Lengths, positions and whether a sequence has ended
-are known to the device first, so a step can follow one whose outcome the host has not seen. Where
-the host has to edit logits it samples itself (`by_host.py`), in a step of its own time; what is
+are known to the device first, so a step can follow one whose outcome the host has not seen. What is
 only reported about tokens is computed after the step (`reports.py`).
 """
 
@@ -21,11 +20,10 @@ from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
 from tlt_kernels.gpu.caps import cap_rows
 from tlt_kernels.gpu.history import MAX_MATCH
 from tlt_kernels.gpu.rows import MAX_NODES
-from tlt_kernels.gpu.upload import Upload, apply
+from tlt_kernels.gpu.upload import NO_EDITS, Edits, Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.buckets import Shapes
-from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter, drafters_of
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
@@ -51,7 +49,6 @@ class Flight(NamedTuple):
     prompts: list[Chunk]
     outcome: PinnedBuffer
     reports: Reports | None
-    by_host: dict[int, HostSampling]  # entry -> what the host adds to the token
     trees: TreeSample | None
 
 
@@ -161,8 +158,10 @@ class GpuRunner:
                     self._cap_rows(key)
                 on_key(done + 1, len(keys))
             self._rehearse(keys)
-            for filtered in (False, True):
-                self._reporter.rehearse(self._extend(ExtendKey(1, 1, filtered=filtered)))
+            for filtered, edited in ((False, False), (True, False), (False, True)):
+                self._reporter.rehearse(
+                    self._extend(ExtendKey(1, 1, filtered=filtered, edited=edited))
+                )
 
     def _rehearse(self, keys: list[DraftKey | ExtendKey]) -> None:
         """Launch what steps launch between the graphs, so that no request waits for a compiler."""
@@ -192,6 +191,7 @@ class GpuRunner:
             sum(count for _, _, count in chunks),
             len(chunks),
             filtered=any(_filters(work.sequence) for work in batch.chunks if work.samples),
+            edited=any(_edits(work.sequence) for work in batch.chunks if work.samples),
         )
         extend = self._extend(key)
         drafted: DraftPass | None = None
@@ -204,26 +204,18 @@ class GpuRunner:
             if not key.plain:
                 extend.select(drafted.nodes)
             trees = self._trees.launch(drafted.nodes, len(decoding), drafted.own_columns)
-        entries = self._entries(decoding, prompts, key.batch)
-        hosted = {e: work for e, work in entries if work.sequence.by_host and work.samples}
-        by_host: dict[int, HostSampling] = {}
-        if hosted or any(
-            work.sequence.request.sampling.prompt_logprobs is not None for work in prompts
-        ):
-            self._take_over()
-            by_host = sample_by_host(extend, hosted, prompts)
-        else:
-            self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
+        self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
         if drafted and self.learns and not key.plain:
             self._learn(extend, drafted)
         outcome = self._outcomes.take()
         outcome.tensor[: extend.outcome_EF.numel()].copy_(
             extend.outcome_EF.view(-1), non_blocking=True
         )
+        entries = self._entries(decoding, prompts, key.batch)
         reports = self._reporter.launch(extend, entries)
         outcome.mark()
         self._flights.append(
-            Flight(batch, strategy, key, decoding, prompts, outcome, reports, by_host, trees)
+            Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees)
         )
 
     @staticmethod
@@ -250,7 +242,7 @@ class GpuRunner:
             sequence.request,
             self.state.cache.page_size,
         )
-        limits = request.draft_limits if not sequence.by_host else None
+        limits = request.draft_limits
         reads_page = self._page_hint_PH is not None and start > 0 and start % size == 0
         self._change(
             lambda upload: upload.admit(
@@ -272,6 +264,7 @@ class GpuRunner:
                 group=_group(sequence),
                 first=max(0, sequence.prompt_len - MAX_MATCH),
                 hint_page=sequence.pages[start // size - 1] if reads_page else -1,
+                edits=_edits_of(sequence),
             )
         )
 
@@ -354,10 +347,8 @@ class GpuRunner:
                 logprobs=outcome.logprob_EA[entry, :count].tolist(),
                 drafted=int(outcome.verified_E[entry]),
             )
-            if flight.reports:
-                flight.reports.add_to(emission, entry, work)
-        if entry in flight.by_host:
-            flight.by_host[entry].add_to(emission)
+        if flight.reports:
+            flight.reports.add_to(emission, entry, work)
         return emission
 
 
@@ -388,4 +379,25 @@ def _filters(sequence: Sequence) -> bool:
     sampling = sequence.request.sampling
     return sampling.temperature > 0 and (
         sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    )
+
+
+def _edits(sequence: Sequence) -> bool:
+    """Tell whether its next token's logits are edited. The host may not know the last few tokens,
+    but edits only end as a sequence grows.
+    """
+    return sequence.state.edits_at(sequence.length)
+
+
+def _edits_of(sequence: Sequence) -> Edits:
+    state = sequence.state
+    if not state.edits:
+        return NO_EDITS
+    return Edits(
+        *state.penalties,
+        prompt=sequence.prompt_len,
+        masked_to=state.masked_to,
+        bias_ids=state.bias_ids,
+        bias=state.bias,
+        mask_ids=state.mask_ids,
     )

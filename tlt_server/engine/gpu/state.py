@@ -5,7 +5,8 @@ KV slots of both caches are numbered alike: [pages | verified draft rows | trash
 tree rows], the last of which only the drafter's cache has. A row that does not count writes to the
 trash KV slot. Made by `devices/cuda.py`, read by everything that is captured.
 
-Legend: P pages, H hidden, U upload, S sampled rows of a step at most, V vocabulary.
+Legend: P pages, H hidden, U upload, R rows of a step at most, S sampled rows of a step at most, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tlt_kernels.gpu.tensors import BatchSlots
 from tlt_kernels.gpu.upload import UploadLayout
 from tlt_server.attention.rows import KVCache
 from tlt_server.models.gpu.decoder import GpuDecoder
+
+SCORED = 256  # prompt tokens that are scored at once
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class DeviceState:
     batch_slots: BatchSlots
     layout: UploadLayout
     upload_U: Tensor
-    # fp32 logits of the step that runs; reports are read from them after it.
+    hidden_RH: Tensor  # final hidden states of the step that runs, with SCORED rows to spare
+    # Its fp32 logits, edited. Reports are read from both after the step.
     logits_SV: Tensor
     depth: int  # longest draft path
 

@@ -93,9 +93,11 @@ class GpuDecoder:
         """The same model with storage of its own, to be filled with other weights."""
         return GpuDecoder(self.config, placement=self.placement, feature_layers=self.feature_layers)
 
-    def forward(self, rows: RowTensors, cache: KVCache, attend: Attend) -> Forward:
-        """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Features are in the
-        weights' type.
+    def forward(
+        self, rows: RowTensors, cache: KVCache, attend: Attend, out_RH: Tensor | None = None
+    ) -> Forward:
+        """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Hidden states, in
+        `out_RH` where that is given, and features are in the weights' type.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
         residual_RH, normed_RH = embed_rms_norm(
@@ -112,12 +114,11 @@ class GpuDecoder:
                     )
             part_PRH = layer.self_attention(normed_RH, keys[index], values[index], rows, attend)
             normed_RH = add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
-            next_norm_H = (
-                self.layers[index + 1].input_norm_H
-                if index + 1 < len(self.layers)
-                else self.final_norm_H
+            last = index + 1 == len(self.layers)
+            next_norm_H = self.final_norm_H if last else self.layers[index + 1].input_norm_H
+            normed_RH = add_rms_norm(
+                layer.mlp(normed_RH), residual_RH, next_norm_H, eps, out_RH=out_RH if last else None
             )
-            normed_RH = add_rms_norm(layer.mlp(normed_RH), residual_RH, next_norm_H, eps)
         return Forward(normed_RH, features_RF)
 
     def logits(self, hidden_RH: Tensor, out_RV: Tensor | None = None) -> Tensor:
