@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -20,9 +19,10 @@ from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
 from tlt_kernels.gpu.caps import cap_rows
 from tlt_kernels.gpu.history import MAX_MATCH
 from tlt_kernels.gpu.rows import MAX_NODES
-from tlt_kernels.gpu.upload import NO_EDITS, Edits, Upload, apply
+from tlt_kernels.gpu.upload import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
+from tlt_server.engine.gpu.asked import edits_of, group_of, is_edited, is_filtered, limits_rows
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter, drafters_of
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
@@ -34,7 +34,7 @@ from tlt_server.engine.gpu.tree_samples import TreeSample, TreeSampler, read
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import EngineFailed
-from tlt_server.records import MAX_ROWS, Cycle, Strategy
+from tlt_server.records import Cycle, Strategy
 
 RING = 8  # uploads, and outcomes, that may be on their way
 
@@ -190,8 +190,8 @@ class GpuRunner:
             strategy,
             sum(count for _, _, count in chunks),
             len(chunks),
-            filtered=any(_filters(work.sequence) for work in batch.chunks if work.samples),
-            edited=any(_edits(work.sequence) for work in batch.chunks if work.samples),
+            filtered=any(is_filtered(work.sequence) for work in batch.chunks if work.samples),
+            edited=any(is_edited(work.sequence) for work in batch.chunks if work.samples),
         )
         extend = self._extend(key)
         drafted: DraftPass | None = None
@@ -199,7 +199,7 @@ class GpuRunner:
         if name:
             drafted = self._draft(name)
             self.graphs.run(name, self._work(drafted), keep=True)
-            if any(_limits_rows(work.sequence) for work in decoding):
+            if any(limits_rows(work.sequence) for work in decoding):
                 self._cap_rows(name)
             if not key.plain:
                 extend.select(drafted.nodes)
@@ -261,10 +261,10 @@ class GpuRunner:
                 drafters=drafters_of(limits),
                 max_depth=limits.max_depth if limits else 0,
                 max_rows=limits.max_rows if limits else 1,
-                group=_group(sequence),
+                group=group_of(sequence),
                 first=max(0, sequence.prompt_len - MAX_MATCH),
                 hint_page=sequence.pages[start // size - 1] if reads_page else -1,
-                edits=_edits_of(sequence),
+                edits=edits_of(sequence),
             )
         )
 
@@ -350,54 +350,3 @@ class GpuRunner:
         if flight.reports:
             flight.reports.add_to(emission, entry, work)
         return emission
-
-
-def _group(sequence: Sequence) -> int:
-    """Sequences that may draft from each other's text have the same."""
-    request = sequence.request
-    own = (
-        request.group_id.encode()
-        if request.group_id
-        else sequence.tokens[: sequence.prompt_len].tobytes()
-    )
-    return (
-        int.from_bytes(
-            blake2b(
-                len(request.tenant).to_bytes(4) + request.tenant.encode() + own, digest_size=4
-            ).digest()
-        )
-        >> 1
-    )
-
-
-def _limits_rows(sequence: Sequence) -> bool:
-    limits = sequence.request.draft_limits
-    return limits is not None and limits.max_rows < MAX_ROWS
-
-
-def _filters(sequence: Sequence) -> bool:
-    sampling = sequence.request.sampling
-    return sampling.temperature > 0 and (
-        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    )
-
-
-def _edits(sequence: Sequence) -> bool:
-    """Tell whether its next token's logits are edited. The host may not know the last few tokens,
-    but edits only end as a sequence grows.
-    """
-    return sequence.state.edits_at(sequence.length)
-
-
-def _edits_of(sequence: Sequence) -> Edits:
-    state = sequence.state
-    if not state.edits:
-        return NO_EDITS
-    return Edits(
-        *state.penalties,
-        prompt=sequence.prompt_len,
-        masked_to=state.masked_to,
-        bias_ids=state.bias_ids,
-        bias=state.bias,
-        mask_ids=state.mask_ids,
-    )

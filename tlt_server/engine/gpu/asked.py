@@ -1,0 +1,63 @@
+"""Values that the device is told of a sequence at its admission, and properties that decide the
+keys of its steps. Called by the runner. No tensors.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from tlt_kernels.gpu.upload import NO_EDITS, Edits
+from tlt_server.engine.sequence import Sequence
+from tlt_server.records import MAX_ROWS
+
+
+def group_of(sequence: Sequence) -> int:
+    """Return a number that is the same for sequences that may draft from each other's text."""
+    request = sequence.request
+    own = (
+        request.group_id.encode()
+        if request.group_id
+        else sequence.tokens[: sequence.prompt_len].tobytes()
+    )
+    return (
+        int.from_bytes(
+            blake2b(
+                len(request.tenant).to_bytes(4) + request.tenant.encode() + own, digest_size=4
+            ).digest()
+        )
+        >> 1
+    )
+
+
+def limits_rows(sequence: Sequence) -> bool:
+    limits = sequence.request.draft_limits
+    return limits is not None and limits.max_rows < MAX_ROWS
+
+
+def is_filtered(sequence: Sequence) -> bool:
+    sampling = sequence.request.sampling
+    return sampling.temperature > 0 and (
+        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    )
+
+
+def is_edited(sequence: Sequence) -> bool:
+    """Tell whether its next token's logits are edited. The host may not know the last few tokens,
+    but edits only end as a sequence grows.
+    """
+    return sequence.state.edits_at(sequence.length)
+
+
+def edits_of(sequence: Sequence) -> Edits:
+    """Return the edits of its logits in the form of an admission."""
+    state = sequence.state
+    if not state.edits:
+        return NO_EDITS
+    return Edits(
+        *state.penalties,
+        prompt=sequence.prompt_len,
+        masked_to=state.masked_to,
+        bias_ids=state.bias_ids,
+        bias=state.bias,
+        mask_ids=state.mask_ids,
+    )
