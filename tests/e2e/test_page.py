@@ -97,19 +97,19 @@ def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(
 ) -> None:
     page = ready(open_page(server.url))
     try:
-        for policy, strategy, accepts in (
-            ("off", "off", r"1\.00"),
-            ("fixed", "eagle:7x1x8", r"[1-8]\.\d\d"),
+        for policy, strategy, shape, accepts in (
+            ("off", None, "off", r"1\.00"),
+            ("fixed", "eagle:7x1x8", "eagle:7x1", r"[1-8]\.\d\d"),
         ):
-            client.set_strategy(policy, strategy if policy == "fixed" else None)
+            client.set_strategy(policy, strategy)
             with load(server):
                 expect(page.locator("#now-running")).to_have_text("4")
                 expect(page.locator("#now-tokens")).to_have_text(re.compile(r"^\d*[1-9][\d,.]*$"))
                 expect(page.locator("#now-accept")).to_have_text(re.compile(accepts))
-                expect(page.locator(f'.band[data-strategy="{strategy}"]').first).to_be_attached()
+                expect(page.locator(f'.band[data-strategy="{shape}"]').first).to_be_attached()
             until(lambda: look(client).open == 0)
     finally:
-        client.set_strategy("beg")
+        client.set_strategy("goodput")
     expect(page.locator("#now-running")).to_have_text("0")
     assert page.locator("#strategies li").all_inner_texts()[0].startswith("off")
     swatches = [item.inner_html() for item in page.locator("#strategies svg").all()]
@@ -122,6 +122,32 @@ def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(
     page.keyboard.press("ArrowLeft")
     expect(page.locator("#readout")).to_contain_text("tokens/s")
     expect(page.locator("#chart-strategy .cursor")).to_be_attached()
+
+
+def test_it_shows_what_the_choice_of_the_strategy_rests_on(
+    open_page: Open, server: ServerProcess, client: Client
+) -> None:
+    page = ready(open_page(server.url))
+    pin = {"batch": [1, 3], "strategy": "eagle:2x1x3"}
+    try:
+        client.set_strategy("goodput", pins=[pin])
+        with load(server):  # more than the pin holds for
+            expect(page.locator("#now-running")).to_have_text("4")
+        until(lambda: look(client).open == 0)
+        client.generate([{"messages": QUESTION}], sampling={"max_tokens": 40})
+        switch = client.strategy()["switches"][-1]
+        assert (switch["strategy"], switch["reason"]) == ("eagle:2x1x3", "pin")
+    finally:
+        client.set_strategy("goodput")
+    expect(page.locator("#switches li").first).to_contain_text(
+        f"{switch['before']} → eagle:2x1x3 · pin · 1 decoding"
+    )
+    expect(page.locator("#switches li").first).to_contain_text(re.compile(r"^\d\d:\d\d:\d\d "))
+    expect(page.locator("#now-strategy")).to_have_text("eagle:2x1x3")
+    expect(page.locator("#now-predicted")).to_contain_text(re.compile(r"eagle chain \d\.\d\d"))
+    expect(page.locator("#now-cost-error")).to_have_text(re.compile(r"\d %$"))
+    expect(page.locator("#now-calibration")).to_have_text(re.compile(r"eagle (< )?\d+ %"))
+    expect(page.locator("#fact-pins")).to_have_text("none")
 
 
 def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(
