@@ -7,13 +7,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, request
 from tlt_server.bench.recording import recorded
+from tlt_server.bench.replay import figures
 from tlt_server.bench.replaying.names import parse_policy
+from tlt_server.bench.replaying.plots import draw
 from tlt_server.bench.replaying.simulated import Replay
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
@@ -42,7 +45,7 @@ def record() -> RolloutRecord:
         settings,
         problems_as_requests(TARGET, 5, group=2, seed=3, max_tokens=40),
         [parse_policy(name) for name in RUNS],
-        [DraftedTrees("eagle", 7, 1), DraftedTrees("eagle", 4, 2)],
+        [DraftedTrees("eagle", 10, 1), DraftedTrees("eagle", 4, 2)],
     )
 
 
@@ -81,6 +84,39 @@ def test_every_position_of_a_gpu_record_has_its_tree(gpu_record: RolloutRecord) 
     first_P[responses.position_N] = True  # follows the prompt, which the target reads undrafted
     for trees in gpu_record.trees.values():
         assert ((trees.count_P > 0) == ~(first_P | last_P)).all()
+
+
+def test_no_choice_beats_the_best_in_hindsight(record: RolloutRecord) -> None:
+    best = figures(Replay(record, None).run())
+    assert best["regret"] < 1e-9
+    for name in ("off", "beg", "goodput"):
+        found = figures(Replay(record, parse_policy(name)).run())
+        assert found["tokens_per_s"] * found["seconds"] == pytest.approx(
+            best["tokens_per_s"] * best["seconds"], rel=1e-3
+        )
+        assert 0 < found["regret"] < 1 and 0 <= found["expected_regret"] < 1
+    assert found["calibration_error"]["eagle"] < 0.3
+
+
+def test_a_record_of_cuda_is_judged_without_a_gpu(gpu_record: RolloutRecord) -> None:
+    """Its steps are padded to the sizes of captured graphs."""
+    header = msgspec.structs.replace(gpu_record.header, device="cuda")
+    replayed = Replay(replace(gpu_record, header=header), parse_policy(GPU_RUNS[1])).run()
+    assert replayed.tokens == gpu_record.responses.output_len_N.sum()
+    assert 0 <= figures(replayed)["regret"] < 1
+    padded = {each.cycle.rows for each in replayed.cycles if each.cycle.context.prefill_rows}
+    assert padded == {64}
+
+
+def test_plots_are_pictures(record: RolloutRecord, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = {CHAIN: Replay(record, parse_policy(CHAIN), judged=False).run()}
+    files = draw(found, tmp_path / "plots")
+    assert [file.name for file in files] == [
+        "rollout-fixed-eagle-7x1x8.png",
+        "reliability-fixed-eagle-7x1x8.png",
+    ]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
 def assert_predicted(record: RolloutRecord, run: int, name: str) -> None:

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.names import policy_name
+from tlt_server.bench.replaying.plots import check_plots, draw, shape_of
 from tlt_server.bench.replaying.simulated import Replay, ReplayResult
 from tlt_server.commands import SetPolicy
-from tlt_server.records import OFF
 from tlt_server.speculation.recorded import RolloutRecord
 
 ORACLE = "best in hindsight"
@@ -22,6 +22,8 @@ DEFAULT = ("off", "goodput", "beg")
 
 def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON."""
+    if args.plots:
+        check_plots()
     record = RolloutRecord.load(args.file)
     commands = args.policy or [SetPolicy(name) for name in DEFAULT]
     named: dict[str, SetPolicy | None] = {policy_name(c): c for c in commands}
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         "cycles",
         "switches",
         "regret",
+        "expected",
         "time",
     ):
         table.add_column(heading, justify="left" if heading in ("policy", "time") else "right")
@@ -66,9 +69,13 @@ def run(args: argparse.Namespace) -> int:
             str(row["cycles"]),
             str(row["switches"]),
             f"{row['regret']:.1%}",
+            f"{row['expected_regret']:.1%}",
             Text(shares),
         )
     console.print(table)
+    if args.plots:
+        for file in draw(found, args.plots):
+            console.print(f"{file} written", highlight=False)
     summary = {
         "bench": "replay",
         "rounds": args.rounds,
@@ -85,10 +92,11 @@ def figures(replayed: ReplayResult) -> dict[str, Any]:
     cycles = [c.cycle for c in replayed.cycles]
     by_strategy: dict[str, float] = defaultdict(float)
     for cycle in cycles:
-        by_strategy[_short(cycle.strategy)] += cycle.step_s
+        by_strategy[shape_of(cycle.strategy)] += cycle.step_s
     decoding = sum(len(c.accepted) for c in cycles if c.drafted)
     changes = sum(
-        _short(a.strategy) != _short(b.strategy) for a, b in zip(cycles, cycles[1:], strict=False)
+        shape_of(a.strategy) != shape_of(b.strategy)
+        for a, b in zip(cycles, cycles[1:], strict=False)
     )
     seconds = replayed.seconds
     return {
@@ -100,6 +108,10 @@ def figures(replayed: ReplayResult) -> dict[str, Any]:
             1 + sum(sum(c.accepted) for c in cycles if c.drafted) / max(1, decoding), 3
         ),
         "regret": round(regret_s(replayed) / seconds, 5),
+        "expected_regret": round(expected_regret_s(replayed) / seconds, 5),
+        "calibration_error": {
+            name: round(error, 5) for name, error in replayed.reliability.errors().items()
+        },
         "share_of_time": {
             name: round(part / seconds, 4)
             for name, part in sorted(by_strategy.items(), key=lambda item: -item[1])
@@ -110,16 +122,19 @@ def figures(replayed: ReplayResult) -> dict[str, Any]:
 def regret_s(replayed: ReplayResult) -> float:
     """Return the seconds lost against the best choice of every step, see `hindsight`."""
     lost = 0.0
-    for cycle, best, _ in replayed.cycles:
+    for cycle, best, *_ in replayed.cycles:
         if best is not None and cycle.emitted:
             lost += max(0.0, cycle.step_s - cycle.emitted / best.rate)
     return lost
 
 
-def _short(strategy: Any) -> str:
-    if strategy == OFF:
-        return "off"
-    return f"{strategy.drafter}:{strategy.depth}x{strategy.width}"
+def expected_regret_s(replayed: ReplayResult) -> float:
+    """Return the same where every choice gives the tokens that its survivals promise."""
+    return sum(
+        max(0.0, each.cycle.step_s - each.expected / each.best.expected_rate)
+        for each in replayed.cycles
+        if each.best is not None and each.cycle.emitted
+    )
 
 
 def _every(advance: Any, tokens: int = 512) -> Any:

@@ -80,6 +80,13 @@ def add_replay(parser: argparse.ArgumentParser, output: Flags) -> None:
         help="replays in a row, of which the last counts; a policy keeps what it knows of steps "
         "and drafts [default 1: the first rollout after a start]",
     )
+    parser.add_argument(
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help="write plots (PNG) of each policy: the rollout's course, and predicted survivals "
+        "against what was accepted; needs matplotlib",
+    )
     output(parser)
 
 

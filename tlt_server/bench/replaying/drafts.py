@@ -10,6 +10,7 @@ Legend: B requests, M nodes of a request, N candidates, P recorded positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -107,14 +108,15 @@ class RecordedDrafts:
         """Do nothing: positions say all there is."""
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        return tuple(sorted(self._grown))
+    def deepest(self) -> dict[int, int]:
+        """Return the levels of the recorded trees, by width."""
+        return {width: grown.trees.own_PD.shape[1] for width, grown in self._grown.items()}
 
     def _of(self, width: int, depth: int) -> _Grown:
         if width not in self._grown:
             raise StartupError(
                 f"a strategy of {self.drafter} has {width} children per node; the record has trees "
-                f"of {', '.join(map(str, self.widths)) or 'none'}: record it with --width {width}"
+                f"of {', '.join(map(str, self._grown)) or 'none'}: record it with --width {width}"
             )
         grown = self._grown[width]
         if depth > grown.trees.own_PD.shape[1]:
@@ -244,11 +246,14 @@ def _flat(
     )
 
 
-def widths_of(drafts: Proposing, drafter: str, device: str) -> tuple[int, ...]:
-    """Return the widths of trees that can be asked for."""
+def shapes_of(drafts: Proposing, drafter: str, device: str) -> Iterator[tuple[int, int]]:
+    """Yield the depths and widths of trees that can be asked for."""
     recorded = drafts.drafter if isinstance(drafts, Branching) else drafts
-    return (
-        recorded.widths
-        if isinstance(recorded, RecordedDrafts)
-        else DRAFTERS[drafter].half(device).widths
-    )
+    half = DRAFTERS[drafter].half(device)
+    deepest = dict.fromkeys(half.widths, half.deepest)
+    if isinstance(recorded, RecordedDrafts):
+        deepest = recorded.deepest
+    for width, most in deepest.items():
+        for depth in half.depths:
+            if depth <= most:
+                yield depth, width

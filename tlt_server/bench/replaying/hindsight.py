@@ -13,7 +13,9 @@ holds up the end of the batch.
 
 A step of t seconds and n tokens has a regret of t - n / r seconds, where r is the best choice's
 rate: the time it took more than the same tokens would have taken at that rate. It is never
-negative, and zero for the best choice.
+negative, and zero for the best choice. Much of it is luck that no policy can foresee. The
+*expected* regret leaves that out: there the tokens of every choice, also of the one that was made,
+are the sum of the survivals of its nodes.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.bench.replaying.drafts import outcomes, widths_of
+from tlt_server.bench.replaying.drafts import outcomes, shapes_of
 from tlt_server.bench.replaying.limits import Limits
 from tlt_server.records import OFF, StepContext, Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.branches import Proposing
 from tlt_server.speculation.cost import CostModel
-from tlt_server.speculation.drafters import DRAFTERS
 
 
 class OpenStep(NamedTuple):
@@ -46,12 +47,22 @@ class OpenStep(NamedTuple):
     def prompts(self) -> bool:
         return self.context.prefill_rows > 0
 
+    @property
+    def plain(self) -> int:
+        """Tokens that the step gives without drafts."""
+        return len(self.batch) + self.others
+
+    def counts(self, candidates: Candidates) -> NDArray[np.bool_]:
+        """Return which nodes can add a token: a response's last one comes without a draft."""
+        return candidates.depth_N < self.left_B[candidates.request_N]
+
 
 class Best(NamedTuple):
     """The best choice for a step."""
 
     rate: float  # tokens per second
     strategy: Strategy
+    expected_rate: float  # of the choice that is best by the survivals of its trees
 
 
 class Hindsight:
@@ -62,43 +73,44 @@ class Hindsight:
 
     def best(self, step: OpenStep) -> Best:
         context = step.context
-        plain = len(step.batch) + step.others
+        plain = step.plain
         none = np.zeros(1, np.int64)
         seconds = self._seconds(step, OFF, none, none)
-        best = Best(plain / float(seconds[0]), OFF)
+        best = Best(plain / float(seconds[0]), OFF, plain / float(seconds[0]))
         if not len(step.batch) or context.speculable == 0:
             return best
         rows_R = self._limits.choices(context.decoding, len(step.batch), prompts=step.prompts)
         for strategy, candidates in self._trees(step):
-            own_N = outcomes(candidates, step.follow_BD)
-            own_N &= candidates.depth_N < step.left_B[candidates.request_N]  # as the last is sure
+            counts_N = step.counts(candidates)
+            own_N = outcomes(candidates, step.follow_BD) & counts_N
+            expected_N = np.where(counts_N, candidates.survival_N, np.float32(0))
             ranked_N = self._limits.ranked(candidates.survival_N)
             order = np.lexsort((np.arange(len(own_N)), candidates.depth_N, -ranked_N))
             if not len(order) or not len(rows_R):
                 continue
             # More rows than nodes verify all of them.
             drafts_R, first_R = np.unique(np.minimum(rows_R, len(order)), return_index=True)
-            tokens_R = plain + np.cumsum(own_N[order])[drafts_R - 1]
-            rate_R = tokens_R / self._seconds(step, strategy, rows_R[first_R], drafts_R)
+            seconds_R = self._seconds(step, strategy, rows_R[first_R], drafts_R)
+            rate_R = (plain + np.cumsum(own_N[order])[drafts_R - 1]) / seconds_R
+            expected_R = (plain + np.cumsum(expected_N[order])[drafts_R - 1]) / seconds_R
+            best = best._replace(expected_rate=max(best.expected_rate, float(expected_R.max())))
             at = int(rate_R.argmax())
             if rate_R[at] > best.rate:
-                asked = int(rows_R[first_R[at]])
-                best = Best(float(rate_R[at]), self._asking(step, strategy, asked))
+                asked = self._asking(step, strategy, int(rows_R[first_R[at]]))
+                best = best._replace(rate=float(rate_R[at]), strategy=asked)
         return best
 
     def _trees(self, step: OpenStep) -> Iterator[tuple[Strategy, Candidates]]:
         """Yield the trees of every drafter, depth and width."""
         requests, live = step.context.decoding, len(step.batch)
         for name, drafts in self._drafts.items():
-            half = DRAFTERS[name].half(self._device)
-            for width in widths_of(drafts, name, self._device):
-                for depth in half.depths:
-                    asked = Strategy(name, depth, width, 1 + depth * width)
-                    fits = self._limits.of(asked, requests, live, prompts=step.prompts).strategy
-                    if fits == asked:
-                        # No budget, so that nothing is cut off; the rows are chosen here.
-                        whole = Strategy(name, depth, width, 1)
-                        yield whole, drafts.propose(step.batch, whole)
+            for depth, width in shapes_of(drafts, name, self._device):
+                asked = Strategy(name, depth, width, 1 + depth * width)
+                fits = self._limits.of(asked, requests, live, prompts=step.prompts).strategy
+                if fits == asked:
+                    # No budget, so that nothing is cut off; the rows are chosen here.
+                    whole = Strategy(name, depth, width, 1)
+                    yield whole, drafts.propose(step.batch, whole)
 
     def _asking(self, step: OpenStep, strategy: Strategy, drafts: int) -> Strategy:
         """Return the strategy that verifies this number of draft rows."""

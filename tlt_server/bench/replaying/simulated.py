@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tlt_server.bench.replaying.drafts import Drafts, drafts_of, outcomes
 from tlt_server.bench.replaying.hindsight import Best, Hindsight, OpenStep
 from tlt_server.bench.replaying.limits import Limits, limits_of
+from tlt_server.bench.replaying.reliability import Reliability
 from tlt_server.commands import SetPolicy
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gate import StepGate
@@ -40,16 +41,28 @@ from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.speculation.tree import select
 
+Verified = tuple[int, int, int]  # request, position of the root, accepted drafts
+
 
 class ReplayedCycle(NamedTuple):
     cycle: Cycle
     best: Best | None
-    verified: list[tuple[int, int, int]]  # request, position of the root, accepted drafts
+    verified: list[Verified]
+    expected: float  # tokens, by the survivals of the rows that were verified
+
+
+class Flight(NamedTuple):
+    """A step whose outcome is not known yet."""
+
+    finished: Finished
+    verified: list[Verified]
+    expected: float
 
 
 class ReplayResult(NamedTuple):
     cycles: list[ReplayedCycle]
     knowledge: Knowledge
+    reliability: Reliability
 
     @property
     def seconds(self) -> float:
@@ -76,7 +89,8 @@ class ReplayRunner:
         self._output_len_N = record.responses.output_len_N
         self._known_N = np.zeros(len(record.responses), np.int64)  # output tokens on the device
         self._deepest = max((trees.depth for trees in record.header.trees), default=0) + 16
-        self._flights: deque[tuple[Finished, list[tuple[int, int, int]]]] = deque()
+        self._flights: deque[Flight] = deque()
+        self.reliability = Reliability()
         self._drafted_steps = 0
 
     def step(self, batch: Batch) -> OpenStep:
@@ -100,6 +114,7 @@ class ReplayRunner:
             ranked = self._ranked(candidates)
             chosen_N, _, _ = select(ranked, live, rows.drafts)
             own_N = outcomes(candidates, step.follow_BD)
+            self.reliability.add(rows.strategy.drafter, candidates, own_N)
             outcome_N = np.full(len(candidates), -1, np.int8)
             outcome_N[chosen_N] = own_N[chosen_N]
             drafter.observe(step.batch, candidates, outcome_N)
@@ -112,6 +127,7 @@ class ReplayRunner:
                 step.batch.ids, step.batch.tokens, accepted_B, strict=True
             )
         ]
+        gains_N = candidates.survival_N[chosen_N] * step.counts(candidates)[chosen_N]
         emissions = self._emissions(batch, dict(zip(step.batch.ids, accepted_B, strict=True)))
         asked_1, chosen_1 = np.array([rows.drafts]), np.array([len(chosen_N)])
         cycle = Cycle(
@@ -125,13 +141,14 @@ class ReplayRunner:
         drafted = None
         if drafter is not None and len(candidates):
             drafted = self._reported(candidates, chosen_N, live)
-        self._flights.append((Finished(batch, emissions, cycle, drafted), verified))
+        finished = Finished(batch, emissions, cycle, drafted)
+        self._flights.append(Flight(finished, verified, step.plain + float(gains_N.sum())))
 
     @property
     def in_flight(self) -> int:
         return len(self._flights)
 
-    def collect(self, *, busy: bool) -> tuple[Finished, list[tuple[int, int, int]]] | None:
+    def collect(self, *, busy: bool) -> Flight | None:
         if len(self._flights) <= int(busy and self._limits.late):
             return None
         return self._flights.popleft()
@@ -291,9 +308,9 @@ class Replay:
                 self.scheduler.launched(batch, strategy.depth)
             found = self.runner.collect(busy=batch is not None)
             if found is not None:
-                cycles.append(self._commit(*found, bests.popleft()))
+                cycles.append(self._commit(found, bests.popleft()))
                 on_tokens(cycles[-1].cycle.emitted)
-        return ReplayResult(cycles, self.knowledge)
+        return ReplayResult(cycles, self.knowledge, self.runner.reliability)
 
     def _choose(self, step: OpenStep, best: Best | None) -> Strategy:
         if self.policy is not None:
@@ -301,9 +318,8 @@ class Replay:
         assert best is not None
         return best.strategy
 
-    def _commit(
-        self, finished: Finished, verified: list[tuple[int, int, int]], best: Best | None
-    ) -> ReplayedCycle:
+    def _commit(self, flight: Flight, best: Best | None) -> ReplayedCycle:
+        finished = flight.finished
         self.scheduler.commit(finished.batch, finished.emissions)
         emitted = sum(len(emission.tokens) for emission in finished.emissions)
         cycle = msgspec.structs.replace(finished.cycle, emitted=emitted)
@@ -312,7 +328,7 @@ class Replay:
         self.knowledge.observe(cycle, finished.drafted)
         if self.policy is not None:
             self.policy.observe(cycle)
-        return ReplayedCycle(cycle, best, verified)
+        return ReplayedCycle(cycle, best, flight.verified, flight.expected)
 
 
 def known_at_start(record: RolloutRecord) -> Knowledge:
