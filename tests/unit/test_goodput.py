@@ -13,7 +13,7 @@ import pytest
 
 from tlt_server.records import OFF, Arms, Cycle, StepContext, Strategy
 from tlt_server.speculation.batch import Candidates
-from tlt_server.speculation.cost import CostModel, Measured, StepLoad, load_of
+from tlt_server.speculation.cost import CostModel, Measured, StepLoad, load_of, not_negative
 from tlt_server.speculation.knowledge import Drafted, Knowledge
 from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies.goodput import Goodput
@@ -143,6 +143,20 @@ def test_a_profile_predicts_steps_that_it_did_not_measure(world: str) -> None:
             load = StepLoad("eagle" if depth else "", depth, 1, batch, batch * rows, 0, 150.0)
             assert model.predict(load) == pytest.approx(seconds(load), rel=0.25), load
     assert not np.isnan(model.predict(StepLoad("", 0, 0, 0, 0, 4096, 0.0)))
+
+
+def test_a_profile_of_noise_fits_as_well_as_any_times_that_are_not_negative() -> None:
+    """The conditions of Karush, Kuhn and Tucker tell the best fit."""
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        unknowns = int(rng.integers(2, 30))
+        equations = np.cumsum(np.abs(rng.normal(size=(rng.integers(1, 60), unknowns))), axis=1)
+        right = rng.normal(size=len(equations))
+        found = not_negative(equations, right)
+        slope = equations.T @ (right - equations @ found)
+        small = 1e-7 * np.abs(equations.T @ right).max()
+        assert (found >= 0).all() and slope.max() <= small
+        assert np.abs(slope[found > 0]).max(initial=0.0) <= small
 
 
 def test_measured_steps_correct_a_wrong_profile() -> None:

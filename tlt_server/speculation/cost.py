@@ -159,7 +159,7 @@ class CostModel:
         added = np.eye(equations.shape[1])
         for at in range(0, len(functions) * len(KNOTS), len(KNOTS)):
             added[at : at + len(KNOTS), at : at + len(KNOTS)] = np.tri(len(KNOTS))
-        found = added @ _not_negative(
+        found = added @ not_negative(
             np.vstack((equations, np.hstack((straight, free)))) @ added,
             np.concatenate((np.ones(len(steps)), np.zeros(len(straight)))),
         )
@@ -245,16 +245,28 @@ class CostModel:
         return ((at, 1 - share), (at + 1, share))
 
 
-def _not_negative(
-    equations: NDArray[np.float64], right: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Solve by least squares, without the unknowns that would be negative."""
+def not_negative(equations: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Solve by least squares over numbers that are not negative (Lawson and Hanson, 1974)."""
+    rotated, square = np.linalg.qr(equations)
+    right = rotated.T @ right
     found = np.zeros(equations.shape[1])
-    used = np.arange(equations.shape[1])
-    while len(used):
-        solved = np.linalg.lstsq(equations[:, used], right, rcond=None)[0]
-        if (solved >= 0).all():
-            found[used] = solved
+    used = np.zeros(len(found), bool)
+    least = 1e-10 * float(np.abs(square.T @ right).max(initial=0.0))
+    for _ in range(3 * len(found)):
+        slope = np.where(used, 0.0, square.T @ (right - square @ found))
+        if slope.max() <= least:
             break
-        used = used[solved > 0]
+        used[slope.argmax()] = True
+        while used.any():
+            solved = np.zeros(len(found))
+            solved[used] = np.linalg.lstsq(square[:, used], right, rcond=None)[0]
+            below = used & (solved <= 0)
+            if not below.any():
+                found = solved
+                break
+            # Go as far towards the solution as no number falls below zero.
+            share = (found[below] / (found[below] - solved[below])).min()
+            found = found + share * (solved - found)
+            used &= found > 1e-12 * found.max()
+            found[~used] = 0.0
     return found
