@@ -57,7 +57,7 @@ def gpu_record(tmp_path_factory: pytest.TempPathFactory) -> RolloutRecord:
     with patched_once():
         record = recorded(
             replace(settings, model=Path(settings.model)),
-            [request(i, 4 + i, max_tokens=9 - i, ignore_eos=False) for i in range(4)],
+            [request(i, 4 + i, max_tokens=12 - i, ignore_eos=False) for i in range(4)],
             [parse_policy(name) for name in GPU_RUNS],
             [DraftedTrees("eagle", 4, 1), DraftedTrees("eagle", 3, 2)],
         )
@@ -99,7 +99,7 @@ def test_no_choice_beats_the_best_in_hindsight(record: RolloutRecord) -> None:
 
 
 def test_a_record_of_cuda_is_judged_without_a_gpu(gpu_record: RolloutRecord) -> None:
-    """Its steps are padded to the sizes of captured graphs."""
+    """Steps are padded to the sizes of captured graphs."""
     header = msgspec.structs.replace(gpu_record.header, device="cuda")
     replayed = Replay(replace(gpu_record, header=header), parse_policy(GPU_RUNS[1])).run()
     assert replayed.tokens == gpu_record.responses.output_len_N.sum()

@@ -62,7 +62,7 @@ class Best(NamedTuple):
 
     rate: float  # tokens per second
     strategy: Strategy
-    expected_rate: float  # of the choice that is best by the survivals of its trees
+    expected_rate: float  # the best that the survivals of the trees promise
 
 
 class Hindsight:

@@ -51,7 +51,7 @@ class ReplayedCycle(NamedTuple):
     expected: float  # tokens, by the survivals of the rows that were verified
 
 
-class Flight(NamedTuple):
+class OpenCycle(NamedTuple):
     """A step whose outcome is not known yet."""
 
     finished: Finished
@@ -89,7 +89,7 @@ class ReplayRunner:
         self._output_len_N = record.responses.output_len_N
         self._known_N = np.zeros(len(record.responses), np.int64)  # output tokens on the device
         self._deepest = max((trees.depth for trees in record.header.trees), default=0) + 16
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[OpenCycle] = deque()
         self.reliability = Reliability()
         self._drafted_steps = 0
 
@@ -142,13 +142,13 @@ class ReplayRunner:
         if drafter is not None and len(candidates):
             drafted = self._reported(candidates, chosen_N, live)
         finished = Finished(batch, emissions, cycle, drafted)
-        self._flights.append(Flight(finished, verified, step.plain + float(gains_N.sum())))
+        self._flights.append(OpenCycle(finished, verified, step.plain + float(gains_N.sum())))
 
     @property
     def in_flight(self) -> int:
         return len(self._flights)
 
-    def collect(self, *, busy: bool) -> Flight | None:
+    def collect(self, *, busy: bool) -> OpenCycle | None:
         if len(self._flights) <= int(busy and self._limits.late):
             return None
         return self._flights.popleft()
@@ -256,7 +256,7 @@ class Replay:
         cost = CostModel()
         cost.restore(header.cost)
         drafts, limits = drafts_of(record), limits_of(header)
-        branched = with_branches(drafts) if header.device == "cpu" else drafts
+        branched = with_branches(drafts)
         self.runner = ReplayRunner(record, cost, drafts, branched, limits)
         self.hindsight = Hindsight(branched, limits, cost, header.device)
         self.knowledge = knowledge or known_at_start(record)
@@ -318,7 +318,7 @@ class Replay:
         assert best is not None
         return best.strategy
 
-    def _commit(self, flight: Flight, best: Best | None) -> ReplayedCycle:
+    def _commit(self, flight: OpenCycle, best: Best | None) -> ReplayedCycle:
         finished = flight.finished
         self.scheduler.commit(finished.batch, finished.emissions)
         emitted = sum(len(emission.tokens) for emission in finished.emissions)
