@@ -229,6 +229,31 @@ def _rollout_http(figures: Figures) -> Iterator[str]:
     )
 
 
+def _replay(figures: Figures) -> Iterator[str]:
+    yield _model(figures)
+    yield (
+        f"A recorded rollout of {figures['requests']} requests and {figures['tokens']} tokens, "
+        "replayed with times of a cost model fitted to it: no policy was run on the GPU. Regret: "
+        "time lost against the best choice of every step, its outcome known; expected: the same "
+        "with the tokens that survivals promise."
+    )
+    yield table(
+        ("policy", "s", "tokens/s", "accept length", "switches", "regret", "expected"),
+        (
+            (
+                r["policy"].removeprefix("fixed:"),
+                f"{r['seconds']:.2f}",
+                number(r["tokens_per_s"]),
+                f"{r['accept_length']:.2f}",
+                r["switches"],
+                f"{r['regret']:.1%}",
+                f"{r['expected_regret']:.1%}",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
 def _overload(figures: Figures) -> Iterator[str]:
     yield table(
         (
@@ -406,6 +431,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "exact": ("Exactness", _exact),
     "rollout": ("Rollouts with a long tail", _rollout),
     "rollout-http": ("Rollouts over HTTP", _rollout_http),
+    "replay": ("Regret of the policies", _replay),
     "overload": ("Overload", _overload),
     "hostile": ("Hostile clients", _hostile),
     "soak": ("Long tests", _soak),

@@ -216,6 +216,26 @@ EXAMPLES = [
             }
         ],
     ),
+    result(
+        "replay-gpu.json",
+        bench="replay",
+        rounds=1,
+        requests=512,
+        tokens=73364,
+        rows=[
+            {
+                "policy": "goodput",
+                "requests": 512,
+                "seconds": 3.9,
+                "tokens_per_s": 18811.0,
+                "accept_length": 5.4,
+                "switches": 9,
+                "regret": 0.043,
+                "expected_regret": 0.021,
+            }
+        ],
+        **COMMON,
+    ),
     result("trees.json", bench="trees", rows=[{"requests": 1, "walk_us": 3.5}]),
     result("test-gpu.json", **figures(ALL_PASSED, SAME_BITS)),
 ]
@@ -262,6 +282,8 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
         "|1000|disk|4.00|2.00x|4.00|97.00|",
         "|ipc|15.2|2.00|7.6|",
         "by rows: 1.034 (256).",
+        "512 requests, % of the time|5 / 2|[4.30](",
+        "|goodput|3.90|18811|5.40|9|4.3%|2.1%|",
         "1 rows, in the file only.",
         "server 5 / 0 / 0",
     ):

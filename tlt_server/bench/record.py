@@ -53,12 +53,17 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def finish(args: argparse.Namespace, figures: Mapping[str, Any], *, on_gpu: bool) -> None:
-    """Print the figures as one line of JSON, and write the file of `--json`."""
+def finish(
+    args: argparse.Namespace, figures: Mapping[str, Any], *, on_gpu: bool, recorded_on: str = ""
+) -> None:
+    """Print the figures as one line of JSON, and write the file of `--json`. recorded_on: the
+    machine whose rollout the figures are of, if it is not this one.
+    """
     print(msgspec.json.encode(figures).decode(), flush=True)
     if args.json:
         command = f"tlt {shlex.join(without_folder(argument) for argument in sys.argv[1:])}"
-        write_entry(args.json, entry_of(figures, command, on_gpu=on_gpu, commit=args.commit))
+        entry = entry_of(figures, command, on_gpu=on_gpu, commit=args.commit)
+        write_entry(args.json, entry | ({"machine": recorded_on} if recorded_on else {}))
 
 
 def without_folder(argument: str) -> str:

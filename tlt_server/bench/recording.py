@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, machine, progress_bar, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.playing import Played, WatchedRunner, play
 from tlt_server.bench.rollout import renamed
@@ -193,6 +193,7 @@ def recorded(
         ),
         cost=cost,
         described=described(replace(settings, max_running=info.max_running)),
+        machine=machine(on_gpu=info.device == "cuda"),
     )
     return RolloutRecord(header, responses, _cycles(runs, strategies), trees, tables)
 

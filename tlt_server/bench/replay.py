@@ -82,9 +82,11 @@ def run(args: argparse.Namespace) -> int:
         "requests": len(record.responses),
         "tokens": tokens,
         **record.header.described,
-        "policies": rows,
+        "rows": [
+            {"policy": name, "requests": len(record.responses), **rows[name]} for name in rows
+        ],
     }
-    finish(args, summary, on_gpu=False)
+    finish(args, summary, on_gpu=False, recorded_on=record.header.machine)
     return 0
 
 

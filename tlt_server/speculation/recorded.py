@@ -86,6 +86,7 @@ class RecordHeader(Struct, frozen=True, forbid_unknown_fields=True):
     runs: tuple[RecordedRun, ...]
     cost: CostRecord  # fitted to all recorded cycles
     described: dict[str, Any]  # what a reader of figures has to know
+    machine: str = ""  # processor, memory, GPU
 
 
 @dataclass(frozen=True)
