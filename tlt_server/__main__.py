@@ -1,5 +1,5 @@
-"""The `tlt` command: serve | demo | bench | doctor | weights. Parses arguments with the standard
-library only; heavy imports wait.
+"""The `tlt` command: serve | demo | bench | doctor | weights | cache. Parses arguments with the
+standard library only; heavy imports wait.
 
 User errors (`StartupError`) end in one line on stderr and exit status 2.
 """
@@ -71,6 +71,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     import_module("tlt_server.push.arguments").add_arguments(weights)
     weights.set_defaults(run=_later("tlt_server.push.command"))
+    cache = verbs.add_parser(
+        "cache",
+        help="move compiled kernels and measured step times between machines",
+        allow_abbrev=False,
+    )
+    import_module("tlt_server.cache.arguments").add_arguments(cache)
+    cache.set_defaults(run=_later("tlt_server.cache.command"))
     benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(
         metavar="NAME", required=True
     )

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +29,23 @@ def test_every_kernel_variant_that_default_steps_launch_is_loaded_at_start(
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])
     assert told["at_start"] > least and told["later"] == []
+
+
+def test_kernels_are_compiled_in_other_processes_and_found_by_the_next_launch(
+    tmp_path: Path,
+) -> None:
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.engine.compiled_ahead"],
+        env={**compiling, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    starts, *reported = map(json.loads, ran.stdout.splitlines())
+    assert starts == [
+        {"start": "cold", "rehearsals": 1, "compiled": 2, "hits": [True, True]},
+        {"start": "warm", "rehearsals": 0, "compiled": 0, "hits": [True, True]},
+        {"start": "one is missing", "rehearsals": 0, "compiled": 2, "hits": [True, True]},
+    ]
+    assert sorted(reported) == [[2, ""], [3, ""], [5, ""]], "the others ended their workers"

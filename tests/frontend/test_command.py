@@ -58,6 +58,7 @@ def tlt(*arguments: str) -> subprocess.CompletedProcess[str]:
         ["serve", "--help"],
         ["demo", "--help"],
         ["doctor", "--help"],
+        ["cache", "import", "--help"],
         ["bench", "rollout", "--help"],
         ["--version"],
     ],

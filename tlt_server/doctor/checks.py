@@ -50,6 +50,7 @@ CHECKS = (
     Check("certificates", "places:certificates"),
     Check("weight root", "places:weight_root"),
     Check("state directory", "places:state_directory"),
+    Check("step times", "places:step_times"),
     Check("disk", "places:disk_space"),
     Check("tokenizer", "places:tokenizer"),
     Check("torch", "compute:torch_import", needs_settings=False, in_child=True),

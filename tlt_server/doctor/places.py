@@ -9,6 +9,7 @@ from pathlib import Path
 from tlt_server.build import listening
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.engine.knowledge_file import profile_in
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.keys import REMEDY, read_keys
 from tlt_server.frontend.http.tls import watched_certificates
@@ -92,6 +93,10 @@ def state_directory(config: Config) -> Finding:
     if existing == directory and directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return warn(f"other users may write to {directory}", f"chmod 700 {directory}")
     return ok(str(directory) if existing == directory else f"{directory} will be made")
+
+
+def step_times(config: Config) -> Finding:
+    return ok(profile_in(config.state_dir))
 
 
 def disk_space(config: Config) -> Finding:

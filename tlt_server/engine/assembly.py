@@ -17,7 +17,7 @@ from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
 from tlt_server import __version__
 from tlt_server.commands import SetPolicy, Submit
-from tlt_server.engine.devices import Device, Equipped, Memory, make_device
+from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
@@ -58,7 +58,6 @@ KEPT_POLICIES = 8  # policies whose memory is kept while others are in force
 PROFILE_S = 2.0  # time for the steps that are measured at start
 
 OnPhase = Callable[[str, float, str], None]
-OnProgress = Callable[[str, int, int], None]
 
 
 def assemble(
@@ -122,7 +121,7 @@ def assemble(
             memory,
             policy.strategies,
             running.page_table_SP,
-            lambda done, of: on_progress("prepare runner", done, of),
+            on_progress,
             lambda: not options.intake.groups.hold_gpu,
         )
         matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""

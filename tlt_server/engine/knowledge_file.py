@@ -81,3 +81,20 @@ class KnowledgeFile:
     def save_now_and_then(self, knowledge: Knowledge) -> None:
         if self._clock() - self._written_s >= EVERY_S:
             self.save(knowledge)
+
+
+def profile_in(directory: Path | None) -> str:
+    """Say which measured times of steps a server with this state directory starts from."""
+    if directory is None:
+        return "none is kept (--state-dir keeps it): measured at each start"
+    path = directory / NAME
+    if not path.exists():
+        return f"none yet in {directory}: measured at the next start"
+    try:
+        with path.open("rb") as file:
+            made_by = msgspec.json.decode(file.read(MAX_BYTES), type=_Content).made_by
+    except (OSError, msgspec.MsgspecError) as error:
+        return f"{path} cannot be read, and will be made again: {error}"
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    what = ", ".join(made_by[name] for name in ("processor", "model", "dtype") if name in made_by)
+    return f"{path}, made {made} by {what}"

@@ -35,7 +35,7 @@ DEVICES = Registry(
 )
 
 
-OnProgress = Callable[[int, int], None]  # steps done, of how many
+OnProgress = Callable[[str, int, int], None]  # what is done, steps done, of how many
 # Whether the whole device may be waited for: no kernel on it waits for another process.
 Quiet = Callable[[], bool]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
 from tlt_kernels.gpu.upload import UploadLayout
+from tlt_kernels.gpu.variants import Variant, listed
 from tlt_server.attention import GPU_BACKENDS
 from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
@@ -32,8 +34,10 @@ from tlt_server.engine.gpu.buckets import (
     Shapes,
     sampled_rows,
 )
-from tlt_server.engine.gpu.drafts import GpuDrafter, NetworkStorage
+from tlt_server.engine.gpu.drafts import DraftKey, GpuDrafter, NetworkStorage
+from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV
 from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
@@ -76,6 +80,7 @@ class CudaDevice:
             self.device, getattr(torch, settings.dtype), MATMULS[settings.numerics]()
         )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._kernels: KernelStart | None = None  # where launches are captured at start
         self.sizes = Shapes(settings.max_running, max(MIN_DEPTH, settings.deepest), self.prompts)
 
     @property
@@ -88,11 +93,13 @@ class CudaDevice:
         )
 
     def load(self, config: ModelConfig) -> Live:
-        self._backend(config)  # what it refuses is refused before anything is read
+        attention = self._backend(config)  # refuses before anything is read
         settings, directory = self._settings, Path(self._settings.model)
         config = eos_token_ids(config, directory)
         nowhere = replace(self._placement, device=torch.device("meta"))
         check_weights(settings, self._needs(*self._empty(config, nowhere)), *self._free())
+        if self._captures(attention):
+            self._kernels = KernelStart(engine_digest(settings, config))
         with self._memory("the weights"):
             target, network = self._empty(config, self._placement)
             fill(target.parameters(), directory, ignored=unread(config))
@@ -188,7 +195,7 @@ class CudaDevice:
                 name: load_object(DRAFTERS[name].gpu.implementation).make(state, storage)
                 for name in settings.drafters
             }
-            capture = settings.graphs and attention.capturable and self._stream is not None
+            capture = self._captures(attention)
             runner = GpuRunner(
                 state,
                 attention,
@@ -199,12 +206,7 @@ class CudaDevice:
                 page_hint_PH=kv.page_hint_PH,
             )
             self._synchronize()  # what the runner's stream will read was written on another
-            if capture:
-                runner.prepare(shapes.at_start(settings.max_rows, reach), on_progress)
-            if self._stream is not None:
-                for part in live.by_role.values():
-                    assert isinstance(part.network, Stored)
-                    compile_exchange(part.network)
+            self._prepare(runner, live, shapes.at_start(settings.max_rows, reach), on_progress)
         graphs = runner.graphs
         buffers = state.logits_SV, state.batch_slots.count_QV
         lent: tuple[KVCache | Backing, ...] = (*kv.caches, *(Backing(each) for each in buffers))
@@ -212,6 +214,11 @@ class CudaDevice:
         taken = (
             f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, "
             f"{sum(graphs.seconds.values()):.1f} s"
+        )
+        ahead = (
+            f", {self._kernels.compiled} kernels compiled ahead"
+            if self._kernels and self._kernels.compiled
+            else ""
         )
         matmuls = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
         return Equipped(
@@ -221,10 +228,43 @@ class CudaDevice:
             equipment.free,
             equipment.reclaim,
             lambda: None,
-            taken if capture else "launched kernel by kernel",
+            f"{taken}{ahead}" if capture else "launched kernel by kernel",
             matmuls,
             shapes.room,
         )
+
+    def _captures(self, attention: GpuAttention) -> bool:
+        return self._settings.graphs and attention.capturable and self._stream is not None
+
+    def _prepare(
+        self,
+        runner: GpuRunner,
+        live: Live,
+        keys: list[DraftKey | ExtendKey],
+        on_progress: OnProgress,
+    ) -> None:
+        """Load every kernel that a step or a push launches, and capture the steps of these keys."""
+        networks = [part.network for part in live.by_role.values()]
+
+        def rehearse() -> list[Variant]:
+            with listed() as found:
+                runner.prepare(keys, lambda done, of: None, keep=False)
+                exchange_kernels()
+            return [*found]
+
+        def exchange_kernels() -> None:
+            for network in networks:
+                assert isinstance(network, Stored)
+                compile_exchange(network)
+
+        if self._kernels is None:
+            if self._stream is not None:
+                exchange_kernels()
+            return
+        self._kernels.compile(rehearse, partial(on_progress, "compile kernels"))
+        with self._kernels.recorded():
+            runner.prepare(keys, partial(on_progress, "prepare runner"))
+            exchange_kernels()
 
     def _state(
         self, model: GpuDecoder, kv: GpuKV, shapes: Shapes, pages_per_sequence: int

@@ -141,9 +141,15 @@ class GpuRunner:
         answers = [emissions[id(work)] for work in flight.batch.chunks]
         return Finished(flight.batch, answers, cycle, trees)
 
-    def prepare(self, keys: list[DraftKey | ExtendKey], on_key: Callable[[int, int], None]) -> None:
-        """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)`
-        follows.
+    def prepare(
+        self,
+        keys: list[DraftKey | ExtendKey],
+        on_key: Callable[[int, int], None],
+        *,
+        keep: bool = True,
+    ) -> None:
+        """Run these keys once, in this order, and capture those that are kept, if any are to be
+        kept; `on_key(done, of)` follows.
         """
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._upload([], [])
@@ -152,18 +158,19 @@ class GpuRunner:
                     extend = self._extend(key)
                     if not key.plain:
                         extend.select(None)
-                    self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
+                    kept = keep and self.shapes.keeps(key)
+                    self.graphs.run(key, self._work(extend), keep=kept)
                 else:
-                    self.graphs.run(key, self._work(self._draft(key)), keep=True)
+                    self.graphs.run(key, self._work(self._draft(key)), keep=keep)
                     self._cap_rows(key)
                 on_key(done + 1, len(keys))
-            self._rehearse(keys)
+            self._run_between(keys)
             for filtered, edited in ((False, False), (True, False), (False, True)):
                 self._reporter.rehearse(
                     self._extend(ExtendKey(1, 1, filtered=filtered, edited=edited))
                 )
 
-    def _rehearse(self, keys: list[DraftKey | ExtendKey]) -> None:
+    def _run_between(self, keys: list[DraftKey | ExtendKey]) -> None:
         """Launch what steps launch between the graphs, so that no request waits for a compiler."""
         extends = [key for key in keys if isinstance(key, ExtendKey) and not key.plain]
         for key in keys:

@@ -1,0 +1,96 @@
+"""Compiles kernel variants in parallel, into Triton's cache: a process of its own, which needs no
+GPU and starts none.
+
+Its input is a target in the first line, then a variant a line, as JSON. When all of it is there,
+the process forks into workers, and writes a line for each variant that is done: `[index, error]`. A
+variant without a line ended its worker; the others are compiled all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import sys
+import traceback
+from importlib import import_module
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.cache import triton_key
+from triton.runtime.driver import driver
+
+PACKAGE = "tlt_kernels.gpu"
+TASK = 4  # bytes of an index in the pipe that workers share
+MAX_VARIANTS = 8192  # more indices do not fit the pipe
+
+
+class FixedTarget:
+    """The answers that Triton needs of a driver before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def compile_variant(module: str, kernel: str, specialization: str) -> None:
+    """Compile one variant for the active driver's target, unless Triton has it in its cache."""
+    if not module.startswith(f"{PACKAGE}."):
+        raise ValueError(f"{module} has no kernels of ours")
+    compiled = getattr(import_module(module), kernel).preload(specialization)
+    if hasattr(nvidia, "make_launcher"):  # up to 3.6, Triton compiles a launcher for each signature
+        nvidia.CudaLauncher(compiled.src, compiled.metadata)
+
+
+def compile_all(lines: list[str], workers: int) -> None:
+    """Compile what the lines say, in up to `workers` processes."""
+    tasks, feed = os.pipe()
+    for index in range(len(lines)):
+        os.write(feed, index.to_bytes(TASK))
+    os.close(feed)
+    for _ in range(min(workers, len(lines))):
+        _fork(tasks, lines)
+    while True:
+        try:
+            _, status = os.wait()
+        except ChildProcessError:
+            return
+        if status:  # its task has ended it; the next worker takes the next one
+            _fork(tasks, lines)
+
+
+def _fork(tasks: int, lines: list[str]) -> None:
+    """Start a worker, which ends when no task is left."""
+    if os.fork():
+        return
+    while index := os.read(tasks, TASK):
+        _compile(int.from_bytes(index), lines)
+    os._exit(0)
+
+
+def _compile(index: int, lines: list[str]) -> None:
+    error = ""
+    try:
+        compile_variant(*json.loads(lines[index]))
+    except Exception as failed:
+        error = traceback.format_exception_only(failed)[-1].strip()
+    os.write(1, (json.dumps([index, error[:400]]) + "\n").encode())
+
+
+def main() -> None:
+    for module in pkgutil.iter_modules(import_module(PACKAGE).__path__, f"{PACKAGE}."):
+        import_module(module.name)
+    triton_key()  # hashes Triton's files, which no worker should do again
+    target, *lines = sys.stdin.read().splitlines() or [""]
+    if lines:
+        driver.set_active(FixedTarget(GPUTarget(*json.loads(target))))
+        compile_all(lines[:MAX_VARIANTS], int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

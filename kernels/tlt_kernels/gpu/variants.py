@@ -1,0 +1,95 @@
+"""The variants of Triton kernels: which ones some launches need, without launching; which ones a
+process has loaded, and where Triton keeps them.
+
+A variant is a kernel with its constants, the types and alignments of its arguments, and its
+options. Triton describes it as JSON, from which another process can compile it (`compiler.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from triton import knobs
+
+
+class Variant(NamedTuple):
+    module: str
+    kernel: str  # its name in the module
+    specialization: str  # JSON, as `JITFunction.preload` takes it
+
+
+class _Unlaunched:
+    """Stands for a kernel while launches are listed."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *told: object) -> None:
+        pass
+
+    def run(self, *told: object) -> None:
+        pass
+
+
+@contextmanager
+def listed() -> Iterator[dict[Variant, None]]:
+    """Fill the mapping with the variants that the block would launch and that are not loaded yet,
+    in order. Nothing is compiled or launched, so what kernels should have written is undefined.
+    """
+    found: dict[Variant, None] = {}
+    held: list[tuple[dict[Any, Any], Any]] = []
+
+    def hold(**told: Any) -> bool:
+        found[_variant(told)] = None
+        kernels = _kernels(told)
+        kernels[told["key"]] = _Unlaunched()  # the next launch of this variant is quick
+        held.append((kernels, told["key"]))
+        return True  # seen to: Triton neither compiles nor launches
+
+    with _hook("jit_cache_hook", hold):
+        try:
+            yield found
+        finally:
+            for kernels, key in held:
+                del kernels[key]
+
+
+@contextmanager
+def loaded() -> Iterator[dict[Variant, str]]:
+    """Fill the mapping with the variants that the block loads, and the hash that Triton keeps each
+    under.
+    """
+    found: dict[Variant, str] = {}
+
+    def note(**told: Any) -> None:
+        found[_variant(told)] = _kernels(told)[told["key"]].hash
+
+    with _hook("jit_post_compile_hook", note):
+        yield found
+
+
+def _variant(told: dict[str, Any]) -> Variant:
+    kernel = told["fn"]
+    return Variant(kernel.module, kernel.name, told["compile"]["specialization_data"])
+
+
+def _kernels(told: dict[str, Any]) -> dict[Any, Any]:
+    """Return the kernels that Triton has loaded of this function, by their keys."""
+    kernels: dict[Any, Any] = told["fn"].jit_function.device_caches[told["compile"]["device"]][0]
+    return kernels
+
+
+@contextmanager
+def _hook(name: str, hook: Callable[..., object]) -> Iterator[None]:
+    """Install a hook of Triton. One that is there is called, too, and decides first."""
+    before = getattr(knobs.runtime, name)
+
+    def both(**told: Any) -> object:
+        return (before(**told) if before else None) or hook(**told)
+
+    setattr(knobs.runtime, name, both)
+    try:
+        yield
+    finally:
+        setattr(knobs.runtime, name, before)

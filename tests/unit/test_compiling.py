@@ -1,0 +1,72 @@
+"""Kernels compiled ahead by another process: what it reports, and what becomes of a start when it
+fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt_kernels.gpu.variants import Variant
+from tlt_server.engine.gpu.compiling import ParallelCompiler
+
+TARGET = ("cuda", 90, 32)
+VARIANTS = [Variant("tlt_kernels.gpu.growth", "_grow", f'{{"depth": {i}}}') for i in range(3)]
+READ = "import json, sys, time\nlines = sys.stdin.read().splitlines()\n"
+DONE = "for i in range(len(lines) - 1): print(json.dumps([i, '']), flush=True)\n"
+
+
+def started(tmp_path: Path, script: str, variants: list[Variant] | None = None) -> ParallelCompiler:
+    (tmp_path / "compiler.py").write_text(READ + script)
+    command = (sys.executable, str(tmp_path / "compiler.py"))
+    return ParallelCompiler(TARGET, variants, workers=3, command=command)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_variants_reach_the_compiler_at_once_or_when_they_are_known(
+    known: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = f"open({str(tmp_path / 'told')!r}, 'w').write('\\n'.join([sys.argv[1], *lines]))\n"
+    compiler = started(tmp_path, script + DONE, VARIANTS if known else None)
+    if not known:
+        compiler.compile(VARIANTS)
+    progress: list[tuple[int, int]] = []
+    assert compiler.wait(lambda done, of: progress.append((done, of))) == 3
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+    workers, target, *lines = (tmp_path / "told").read_text().splitlines()
+    assert workers == "3" and target == '["cuda", 90, 32]'
+    assert lines[0] == '["tlt_kernels.gpu.growth", "_grow", "{\\"depth\\": 0}"]'
+    assert len(lines) == 3 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("script", "compiled", "says"),
+    [
+        ("print(json.dumps([0, '']))\nprint(json.dumps([1, 'no memory']))", 1, "no memory"),
+        ("print(json.dumps([0, '']))\nsys.exit(7)", 1, "status 7"),
+        ("print(json.dumps([0, '']), flush=True)\ntime.sleep(60)", 1, "status -9"),
+        ("sys.exit(1)", 0, "status 1"),
+    ],
+)
+def test_a_start_goes_on_without_its_compiler_and_says_so_in_one_line(
+    script: str, compiled: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiler = started(tmp_path, script, VARIANTS)
+    assert compiler.wait(lambda done, of: None, silent_s=1.0) == compiled
+    [line] = capfd.readouterr().err.splitlines()
+    assert f"{3 - compiled} of 3 kernels were not compiled ahead ({says})" in line
+
+
+def test_a_compiler_that_has_ended_before_it_is_asked_is_noticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "compiler.py").write_text("import sys\nsys.exit(3)")
+    compiler = ParallelCompiler(
+        TARGET, None, workers=1, command=(sys.executable, str(tmp_path / "compiler.py"))
+    )
+    compiler._process.wait()
+    compiler.compile(VARIANTS)
+    assert compiler.wait(lambda done, of: None) == 0
+    assert "3 of 3 kernels were not compiled ahead (status 3)" in capfd.readouterr().err
