@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
-from tlt_server.bench.exact import PLANS, ExactSize, compare, pages_for, rollout
+from tlt_server.bench.exact import KINDS, PLANS, ExactSize, compare, pages_for, rollout, varied
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
 @pytest.fixture(scope="module")
 def requests() -> list[GenerateRequest]:
     lengths = [SIZE.long_tokens] * SIZE.long + [SIZE.max_tokens] * (SIZE.requests - SIZE.long)
-    return [
+    plain = [
         GenerateRequest(
             id=f"r{i}",
             token_ids=[(7 * i + p) % (VOCAB - 1) for p in range(20)],
@@ -41,6 +41,7 @@ def requests() -> list[GenerateRequest]:
         )
         for i, length in enumerate(lengths)
     ]
+    return [varied(request, i) for i, request in enumerate(plain)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -62,6 +63,11 @@ def test_green_on_a_sound_engine_and_red_on_one_ulp(
     base: EngineSettings, requests: list[GenerateRequest]
 ) -> None:
     reference, _ = rollout(base, PLANS["cpu"].reference, requests, SIZE)
+    scored = [r for r in requests if r.sampling.prompt_logprobs is not None]
+    assert len(requests) >= len(KINDS) and scored, "every kind of request is compared"
+    for request in scored:
+        bits = reference[request.id]
+        assert len(bits.logprobs) == 4 * (len(request.token_ids) - 1 + len(bits.tokens))
     configuration = {"arm": "eagle medium", "batch": 7, "pages": "scarce", "chunk": 16}
     found, counts = rollout(base, configuration, requests, SIZE)
     sound = compare(configuration, reference, found, counts, 0.0)

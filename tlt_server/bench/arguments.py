@@ -359,7 +359,7 @@ BENCHES = {
     "gemm": Bench("time the matmuls of a 7B step, and cuBLAS, on a GPU", _gemm),
     "norms": Bench("time the norms between matmuls, on a GPU", _record),
     "attention": Bench("time rotary embedding, KV writes and attention, on a GPU", _attention),
-    "sampling": Bench("time sampling, reports and choosing children, on a GPU", _record),
+    "sampling": Bench("time sampling, edits, reports and choosing children, on a GPU", _record),
     "trees": Bench("time trees, rows, walks and KV copies of a cycle, on a GPU", _record),
     "padded": Bench("compare a padded pair's logits with the small pair's, on a GPU", _padded),
     "pad": Bench("write a small trained pair in the shapes of a large model", _pad),

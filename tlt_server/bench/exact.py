@@ -2,9 +2,10 @@
 chunking; all bits must agree.
 
 One reference run without speculation, then a pairwise covering array of the other settings.
-Compared are the tokens and the bits of every log-prob. `--plant-fault` moves logits by one ulp in
-thirty steps of one run, to show that the check can fail. With `--numerics fast`, which promises no
-such thing, the rate of differing tokens is reported and nothing fails.
+Compared are the tokens and the bits of every log-prob, of prompts too where they are asked for.
+Many requests have penalties, biases, min_tokens or prompt log-probs. `--plant-fault` moves logits
+by one ulp in thirty steps of one run, to show that the check can fail. With `--numerics fast`,
+which promises no such thing, the rate of differing tokens is reported and nothing fails.
 """
 
 from __future__ import annotations
@@ -106,11 +107,23 @@ PLANS = {
 PLANS["interpreter"] = PLANS["cuda"]
 
 
+# The requests take these in turn. They are seven, so that long requests are of different kinds.
+KINDS: tuple[dict[str, object], ...] = (
+    {},
+    {"repetition_penalty": 1.05, "presence_penalty": 0.1},
+    {"prompt_logprobs": 0},
+    {},
+    {"frequency_penalty": 0.2, "temperature": 0.0},
+    {"logit_bias": dict.fromkeys(range(8), 0.5), "min_tokens": 24},
+    {"presence_penalty": -0.3, "top_p": 0.95, "min_tokens": 12, "prompt_logprobs": 2},
+)
+
+
 class Bits(NamedTuple):
     """The output of one request in one run."""
 
     tokens: list[int]
-    logprobs: bytes  # float32
+    logprobs: bytes  # float32; those of the prompt come first
 
 
 class Result(NamedTuple):
@@ -142,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     if plan.max_model_len:
         base = replace(base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len))
     requests = [
-        with_length(request, i, size)
+        varied(with_length(request, i, size), i)
         for i, request in enumerate(
             problems_as_requests(base.model, size.requests, group=8, seed=args.seed)
         )
@@ -180,6 +193,12 @@ def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRe
         max_tokens=size.long_tokens if is_long else size.max_tokens,
         ignore_eos=is_long,
     )
+    return msgspec.structs.replace(request, sampling=changed)
+
+
+def varied(request: GenerateRequest, i: int) -> GenerateRequest:
+    """Return the request with the edits of logits and the scores that its turn has."""
+    changed = msgspec.structs.replace(request.sampling, **KINDS[i % len(KINDS)])
     return msgspec.structs.replace(request, sampling=changed)
 
 
@@ -228,8 +247,9 @@ def rollout(
         while not engine.idle:
             for output in engine.step():
                 assert output.error is None, f"{output.id}: {output.error}"
+                scored = [each for each in output.prompt_logprobs or [] if each is not None]
                 tokens[output.id] += output.token_ids
-                logprobs[output.id] += output.logprobs
+                logprobs[output.id] += [*(each.logprobs[0] for each in scored), *output.logprobs]
             passes += engine.last_cycle is not None
     engine.scheduler.check()
     found = {i: Bits(tokens[i], np.array(logprobs[i], np.float32).tobytes()) for i in tokens}

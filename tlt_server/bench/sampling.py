@@ -1,4 +1,5 @@
-"""`tlt bench sampling`: time of sampling, of reports on samples, and of choosing children on a GPU.
+"""`tlt bench sampling`: time of sampling, of edits of logits, of reports on samples, and of
+choosing children on a GPU.
 
 Every figure is microseconds per call, from graphs of many calls
 over rotating logits (more than the cache holds), the median of replays. "head" rows fall off as
@@ -15,6 +16,7 @@ from functools import partial
 import torch
 
 from tlt_kernels.gpu.children import children
+from tlt_kernels.gpu.edits import edit
 from tlt_kernels.gpu.report import score
 from tlt_kernels.gpu.sampling import sample
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
@@ -89,6 +91,19 @@ def score_us(count: int, live: int, best: int) -> float:
     )
 
 
+def edit_us(count: int, seen: int) -> float:
+    """Rows of as many penalised sequences, each with a text of `seen` different tokens."""
+    index, rows = torch.arange(count, dtype=torch.int32, device="cuda"), row_table(count)
+    rows = rows._replace(base_R=rows.position_R + 1)  # roots
+    count_QV = torch.zeros(count, VOCABULARY, dtype=torch.int32, device="cuda")
+    count_QV.scatter_(1, torch.rand(count, VOCABULARY, device="cuda").argsort(1)[:, :seen], 2)
+    penalised = batch_slots(count)._replace(
+        repetition_Q=torch.full((count,), 1.05, device="cuda"), count_QV=count_QV
+    )
+    logits = [head_rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
+    return time_us([partial(edit, x, index, rows, penalised) for x in logits])
+
+
 def children_us(count: int, width: int) -> float:
     target_ids = torch.randperm(VOCABULARY, device="cuda")[:DRAFT_VOCABULARY].sort().values.int()
     rows, table = row_table(count), batch_slots(count)
@@ -103,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         figures[f"sample {count}"] = sample_us(count, head_rows, filtered=False)
     for count, live, best in ((1, 1, 16), (64, 64, 0), (64, 64, 16), (256, 4, 16)):
         figures[f"score {live} of {count}, best {best}"] = score_us(count, live, best)
+    for count in (1, 64, 256):
+        figures[f"edit {count}"] = edit_us(count, 1000)
     kinds: dict[str, dict[str, float]] = {
         "top_p": {"top_p": 0.95},
         "top_k": {"top_k": 50},
