@@ -14,17 +14,19 @@ cap=${CAP:-2560} evaluated=${EVALUATED:-6000}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=.:${PYTHONPATH:-} PYTHONUNBUFFERED=1
-rm -rf "$pair"
 step() {
   echo "== $SECONDS s: $1"
   "${PYTHON:-python}" "examples/arith/$1" "${@:2}"
 }
 pack() { tar -cf "$tar" -C "$pair" .; }
 
-step train_target.py --recipe hard --start-from "$shipped" --out "$pair/target" \
-  --data "$work/data" --checkpoint "$work/target" --lr 1.5e-3 --steps 100000 \
-  --time-limit-s "${TARGET_S:-90}" --workers "${WORKERS:-13}" \
-  --tokens-per-batch 32768 --documents 1200000 --per-shard "${SHARD:-4000}" --start-shards 13
+if [ -z "${KEEP_TARGET:-}" ]; then
+  rm -rf "$pair"
+  step train_target.py --recipe hard --start-from "$shipped" --out "$pair/target" \
+    --data "$work/data" --checkpoint "$work/target" --lr 1.5e-3 --steps 100000 \
+    --time-limit-s "${TARGET_S:-90}" --workers "${WORKERS:-13}" \
+    --tokens-per-batch 32768 --documents 1200000 --per-shard "${SHARD:-4000}" --start-shards 13
+fi
 step sample.py --target "$pair/target" --out "$work/samples.safetensors" \
   --samples "${SAMPLES:-16000}" --pool 16000 --cap "$cap"
 step train_drafter.py --target "$pair/target" --start-from "$shipped" --out "$pair/drafter" \

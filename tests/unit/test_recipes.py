@@ -2,6 +2,7 @@
 unpredictable as it says.
 """
 
+import json
 import sys
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 import tlt_server
 from tlt_server.demo import task
 from tlt_server.demo.workload import TARGET
+from tlt_server.speculation.survival import Calibration
 
 EXAMPLES = Path(tlt_server.__file__).parents[1] / "examples" / "arith"
 SEEDS = range(300)
@@ -61,3 +63,16 @@ def test_choices_are_worth_half_a_nat_per_token(recipes, tokenizer):
         nats, tokens, longest = nats + writer.nats, tokens + length, max(longest, length)
     assert 0.42 < nats / tokens < 0.52
     assert longest > 1000
+
+
+def test_the_hard_pair_has_the_demo_pairs_shapes_and_prompts():
+    hard = EXAMPLES.parents[1] / "benchmarks" / "pairs" / "hard"
+    if not hard.exists():
+        pytest.skip("the pair lies in the repository only, not in an installed package")
+    for file in ("target/config.json", "target/tokenizer.json", "drafter/config.json"):
+        assert (hard / file).read_bytes() == (TARGET.parent / file).read_bytes(), file
+    assert sum(path.stat().st_size for path in hard.rglob("*") if path.is_file()) <= 16 * 2**20
+    figures = json.loads((hard / "figures.json").read_text())["evaluation"]["T=1"]
+    assert figures["entropy_per_token"] >= 0.5
+    assert figures["tokens"]["p99"] > 1000
+    assert Calibration.load(hard / "drafter").source != "default"
