@@ -13,6 +13,8 @@ import pytest
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, checkpoints, drafting, request
 from tests.engine.pushing import Pushable
+from tlt_server.commands import ClearCache
+from tlt_server.engine.gpu import memory
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import DraftLimits, GenerateRequest
 
@@ -20,16 +22,20 @@ from tlt_server.records import DraftLimits, GenerateRequest
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
     with patched_once():
-        yield replace(checkpoints(tmp_path_factory.mktemp("smallest")), max_running=4)
+        yield replace(checkpoints(tmp_path_factory.mktemp("smallest")), max_running=2)
 
 
 @pytest.fixture(scope="module")
-def engine(settings: EngineSettings) -> Pushable:
-    """An engine that has served two turns."""
-    engine = Pushable(drafting(settings, "eagle", 4, 1, 7))
+def engine(settings: EngineSettings) -> Iterator[Pushable]:
+    """An engine with two slots for texts that has served two turns, and others between."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "TEXTS", 2 * 4 * 64)
+        engine = Pushable(drafting(settings, "eagle", 4, 1, 7))
     engine.run(*again(0))
+    for i in (2, 4):
+        engine.run(*(request(j, 4, max_tokens=1) for j in (i, i + 1)))
     engine.run(*again(1))
-    return engine
+    yield engine
 
 
 def again(turn: int, **fields: object) -> list[GenerateRequest]:
@@ -72,3 +78,12 @@ def test_there_are_no_branches_where_history_may_not_draft(engine: Pushable) -> 
     engine.run(*again(2, salt="another"), *again(3, sd=DraftLimits(drafter="eagle")))
     assert branch_nodes(engine) == before
     assert accepted(engine, 2) > 0 and accepted(engine, 3) > 0
+
+
+def test_earlier_responses_are_forgotten_with_cached_prefixes(engine: Pushable) -> None:
+    before = branch_nodes(engine)
+    engine.engine.send(ClearCache("c"))
+    engine.step()
+    assert engine.engine.gauges()["history_pool_tokens"] == 0
+    engine.run(*again(4))
+    assert branch_nodes(engine) == before

@@ -14,7 +14,8 @@ from tlt_kernels.cpu.sampling import edit_row
 from tlt_kernels.gpu.accept import HEAD, fields
 from tlt_kernels.gpu.edits import count_emitted, count_text, edit
 from tlt_kernels.gpu.tensors import IN_PROMPT, BatchSlots, PrefillChunks, RowTable
-from tlt_kernels.gpu.upload import Edits, Upload, UploadLayout, apply
+from tlt_kernels.gpu.upload import Edits, Upload, apply
+from tlt_kernels.gpu.upload_layout import UploadLayout
 
 V, DEPTH, TOKENS = 1100, 3, 96
 LAYOUT = UploadLayout(

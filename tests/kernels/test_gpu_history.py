@@ -11,20 +11,17 @@ import torch
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
 from tests.kernels.tree_twins import draft_limits, make_batch_slots, numpy_of
 from tlt_kernels.cpu.match import length_bucket
-from tlt_kernels.gpu.history import history_nodes, workspace
+from tlt_kernels.gpu.history import MEMBERS, history_nodes, workspace
 from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
 
 def matches_of(batch_slots: BatchSlots, batch_slot: int, width: int) -> list[tuple[int, int, int]]:
     """Return (tokens in common, index of the last of them, batch slot), best first."""
     own = batch_slots.token_QT[batch_slot, : batch_slots.length_Q[batch_slot]].tolist()
-    found = []
-    for q in range(len(batch_slots.length_Q)):
-        if q != batch_slot and not (
-            batch_slots.group_Q[q] >= 0
-            and batch_slots.group_Q[q] == batch_slots.group_Q[batch_slot]
-        ):
-            continue
+    found, group = [], batch_slots.group_Q[batch_slot]
+    same = np.flatnonzero((batch_slots.group_Q == group) & (group >= 0)).tolist()
+    others = [q for q in same if q != batch_slot]
+    for q in (batch_slot, *others[: MEMBERS - 1]):
         text = batch_slots.token_QT[q, : batch_slots.length_Q[q]].tolist()
         first = 0 if q == batch_slot else int(batch_slots.first_Q[q])
         for i in range(first, len(text) - 1):
@@ -169,6 +166,17 @@ def test_a_request_without_a_group_sees_only_its_own_text() -> None:
     batch_slots.token_QT[0, 10:13] = batch_slots.token_QT[1, 20:23]
     batch_slots.length_Q[0], batch_slots.length_Q[1] = 13, 30
     assert draft_and_check(batch_slots, np.array([0], np.int32), 4, 2, 0) == 0
+
+
+def test_of_a_large_group_some_texts_are_drafted_from() -> None:
+    batch_slots = grouped_batch_slots(3, MEMBERS + 6, 40, 30)
+    batch_slots.group_Q[:-1] = 3
+    batch_slots.done_Q[MEMBERS + 2], batch_slots.drafters_Q[MEMBERS + 2] = 0, 1
+    batch_slots.length_Q[:], batch_slots.limit_Q[:], batch_slots.capacity_Q[:] = 30, 40, 40
+    batch_slots.max_depth_Q[:] = 9
+    for q in (4, MEMBERS + 3):
+        batch_slots.token_QT[q, 20:23] = batch_slots.token_QT[MEMBERS + 2, 27:30]
+    assert draft_and_check(batch_slots, np.array([MEMBERS + 2], np.int32), 2, 4, 0) >= 2
 
 
 def test_blocks_of_a_long_text_are_all_searched() -> None:

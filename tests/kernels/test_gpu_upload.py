@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
 from tests.kernels.tree_twins import numpy_of
 from tlt_kernels.gpu.tensors import BatchSlots
-from tlt_kernels.gpu.upload import Upload, UploadLayout, apply
+from tlt_kernels.gpu.upload import Upload, apply
+from tlt_kernels.gpu.upload_layout import UploadLayout
 
-LAYOUT = UploadLayout(batch=5, chunks=3, admissions=4, extensions=6, stops=3, payload=3000, idle=7)
+LAYOUT = UploadLayout(
+    batch=5, chunks=3, admissions=4, extensions=6, stops=3, payload=3000, idle=7, texts=2
+)
 
 
 def make(tokens: int = 2500) -> tuple[BatchSlots, Upload, np.ndarray]:
     batch_slots = BatchSlots.allocate(
-        8, tokens, hidden=6, stops=3, dtype=torch.float32, device=DEVICE
+        8, tokens, hidden=6, texts=2, stops=3, dtype=torch.float32, device=DEVICE
     )
     buffer_U = np.full(LAYOUT.size, -77, np.int32)
     return batch_slots, Upload(LAYOUT, buffer_U), buffer_U
@@ -78,6 +80,9 @@ def test_admissions_and_pages_arrive() -> None:
             getattr(expected, f"{name}_Q")[batch_slot] = value
         expected.stop_QK[batch_slot] = 2, 11, -1
         expected.hint_QH[batch_slot] = page_hint_PH[12].cpu().numpy() if batch_slot == 3 else 0
+    text = rng.integers(0, 1000, 600).astype(np.int32)
+    assert upload.keep_text(9, 33, text)
+    expected.token_QT[9, :600], expected.length_Q[9], expected.group_Q[9] = text, 600, 33
     assert upload.extend_pages(5, 2, [77, 78])
     expected.page_table_QP[5, 2:4] = 77, 78
     expected.capacity_Q[5] = 64
@@ -128,8 +133,9 @@ def test_an_upload_is_applied_once() -> None:
 def test_a_batch_slot_is_named_once_in_an_upload() -> None:
     _, upload, _ = make()
     assert upload.extend_pages(2, 0, [9])
-    with pytest.raises(AssertionError, match="batch slot 2"):
-        upload.extend_pages(2, 1, [10])
+    assert not upload.extend_pages(2, 1, [10])
+    assert upload.keep_text(8, 4, np.arange(3, dtype=np.int32))
+    assert not upload.keep_text(8, 4, np.arange(3, dtype=np.int32))
     upload.begin()
     assert upload.extend_pages(2, 1, [10])
 

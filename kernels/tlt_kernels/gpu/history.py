@@ -20,6 +20,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
 MAX_MATCH = 16  # tokens in common that count at most; a single one is no occurrence
+MEMBERS = 24  # texts that one request looks through: its own, and the first of its group
 STEP = 7  # tokens compared between two looks at whether some occurrence goes on
 # No node is surer than this: below it, rounding cannot lift a survival above the parent's.
 CERTAIN = tl.constexpr(0.999)
@@ -64,6 +65,7 @@ def _scan(
     QP: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_MATCH: tl.constexpr,
+    MEMBERS: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Scan, in program (b, j), a part of a text that request b may draft from, or whole texts.
@@ -82,13 +84,14 @@ def _scan(
     members = 0
     q_Q = tl.arange(0, QP)
     group_Q_ = tl.load(group_Q + q_Q, mask=q_Q < Q, other=-1)
-    member_Q = (q_Q == batch_slot) | ((group_Q_ >= 0) & (group_Q_ == group))
-    number_Q = tl.cumsum(member_Q.to(tl.int32), axis=0) - 1
+    other_Q = (q_Q != batch_slot) & (group_Q_ >= 0) & (group_Q_ == group)
+    number_Q = tl.where(other_Q, tl.cumsum(other_Q.to(tl.int32), axis=0), -1)
+    number_Q = tl.where(q_Q == batch_slot, 0, number_Q)
     limit = draft_limit(
         batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafters_Q, max_depth_Q, DRAFTERS
     )
     if limit > 0:
-        members = tl.sum(member_Q.to(tl.int32))
+        members = tl.minimum(1 + tl.sum(other_Q.to(tl.int32)), MEMBERS)
     own = token_QT + batch_slot.to(tl.int64) * T + length - 1
     last, second = (
         tl.load(own, mask=members > 0, other=0),
@@ -100,7 +103,7 @@ def _scan(
     )  # programs that share a text; with more texts than programs, each takes several
     part = j // some
     for member in range(j % some, tl.where(part < parts, members, 0), programs):
-        q = tl.sum(tl.where(member_Q & (number_Q == member), q_Q, 0))
+        q = tl.sum(tl.where(number_Q == member, q_Q, 0))
         known = tl.load(length_Q + q)
         first = tl.load(first_Q + q, mask=q != batch_slot, other=0)
         text = token_QT + q.to(tl.int64) * T
@@ -283,7 +286,7 @@ def scan(
     """Find the `matches` best matches of each request for which all `drafters` (bits of
     `drafters_Q`) may draft. match_BJW: from `workspace`.
     """
-    count = batch_slots.length_Q.shape[0]
+    count = batch_slots.group_Q.shape[0]
     requests, scanners, block_width = match_BJW.shape
     assert requests == batch_slot_B.shape[0] and count <= 1 << 16
     assert block_width == triton.next_power_of_2(matches)
@@ -301,6 +304,7 @@ def scan(
         QP=triton.next_power_of_2(count),
         BLOCK=BLOCK,
         MAX_MATCH=MAX_MATCH,
+        MEMBERS=MEMBERS,
         STEP=STEP,
         num_warps=8,
         **PDL,

@@ -23,7 +23,8 @@ IN_PROMPT = 2**30  # added to a token's count where the prompt holds it
 
 class BatchSlots(NamedTuple):
     """The device state of sequences, a row each. A batch slot whose sequence has ended keeps its
-    text until the next sequence starts there, because siblings draft from it.
+    text until the next sequence starts there, because siblings draft from it. `token_QT`,
+    `length_Q`, `group_Q` and `first_Q` have rows after the idle one, for texts alone.
     """
 
     token_QT: Tensor  # prompt + output
@@ -58,7 +59,7 @@ class BatchSlots(NamedTuple):
 
     @property
     def idle(self) -> int:
-        return self.token_QT.shape[0] - 1
+        return self.done_Q.shape[0] - 1
 
     @staticmethod
     def allocate(
@@ -66,6 +67,7 @@ class BatchSlots(NamedTuple):
         tokens: int,
         *,
         hidden: int,
+        texts: int = 0,
         stops: int = 8,
         listed: int = 1,
         vocabulary: int = 1,
@@ -82,8 +84,8 @@ class BatchSlots(NamedTuple):
 
         f, q = torch.float32, batch_slots
         return BatchSlots(
-            token_QT=zeros(q, tokens),
-            length_Q=zeros(q),
+            token_QT=zeros(q + texts, tokens),
+            length_Q=zeros(q + texts),
             limit_Q=zeros(q),
             capacity_Q=zeros(q),
             page_table_QP=zeros(q, -(-tokens // PAGE_SIZE)),
@@ -97,8 +99,8 @@ class BatchSlots(NamedTuple):
             drafters_Q=zeros(q),
             max_depth_Q=zeros(q),
             max_rows_Q=zeros(q),
-            group_Q=none(q),
-            first_Q=zeros(q),
+            group_Q=none(q + texts),
+            first_Q=zeros(q + texts),
             hint_QH=zeros(q, hidden, dtype=dtype),
             repetition_Q=torch.ones(q, dtype=f, device=device),
             presence_Q=zeros(q, dtype=f),

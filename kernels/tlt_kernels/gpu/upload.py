@@ -4,15 +4,11 @@ the batch, newly started sequences and new pages.
 The host fills an `Upload` (plain numpy over pinned memory) and copies its first `used` ints to the
 device's buffer of the same layout. `apply` writes it to the batch slots, once. Graphs read the
 batch (`batch_slot_B`, chunks) where it lies in that buffer.
-
-Layout (int32): header [4] | batch_slot_B | batch_slot_W | start_W | count_W | admissions |
-extensions | payload (tokens, page ids, and the lists of tokens whose logits are edited).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,68 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, PrefillChunks
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
+from tlt_kernels.gpu.upload_layout import ADMISSION, EXTENSION, HEADER, TEXT, UploadLayout, rounded
 
-HEADER = 4  # admissions, extensions, programs that have applied their part, one unused
-# Batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafters, longest
-# draft path, rows, group, first token for siblings, hint page, three penalties, prompt, end of the
-# mask, biases, masks, their payload; stop ids follow.
-ADMISSION = 24
-EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 PROGRAMS = 32
 ANY_DRAFTER = -1  # every bit is set
 UNLIMITED = 2**30
-
-
-def _rounded(ints: int) -> int:
-    """Round up: sections begin at multiples of 16 bytes."""
-    return -(-ints // 4) * 4
-
-
-@dataclass(frozen=True)
-class UploadLayout:
-    """The sizes of an upload."""
-
-    batch: int  # decoding requests
-    chunks: int
-    admissions: int
-    extensions: int
-    stops: int  # stop ids per batch slot
-    payload: int  # at least one longest prompt, its pages and the longest lists
-    idle: int  # the idle batch slot
-    listed: int = 1  # tokens of a batch slot with a bias or a mask
-
-    @property
-    def chunks_at(self) -> int:
-        return HEADER + _rounded(self.batch)
-
-    @property
-    def admissions_at(self) -> int:
-        return self.chunks_at + 3 * _rounded(self.chunks)
-
-    @property
-    def extensions_at(self) -> int:
-        return self.admissions_at + _rounded(self.admissions * (ADMISSION + self.stops))
-
-    @property
-    def payload_at(self) -> int:
-        return self.extensions_at + _rounded(self.extensions * EXTENSION)
-
-    @property
-    def size(self) -> int:
-        """Return the ints of a buffer."""
-        return self.payload_at + self.payload
-
-    def batch_slot_B(self, upload_U: Tensor, requests: int) -> Tensor:
-        """Return a view of the first `requests` batch slots of the batch in a device buffer."""
-        return upload_U[HEADER : HEADER + requests]
-
-    def chunks_W(self, upload_U: Tensor, chunks: int) -> PrefillChunks:
-        """Return views of the first `chunks` prefill chunks in a device buffer."""
-        first, each = self.chunks_at, _rounded(self.chunks)
-        return PrefillChunks._make(
-            upload_U[first + i * each : first + i * each + chunks] for i in range(3)
-        )
 
 
 class Edits(NamedTuple):
@@ -106,14 +46,13 @@ class Upload:
     """The host's side of one buffer. `begin` starts over. `admit` and `extend_pages` return False,
     with nothing written, when they do not fit.
 
-    They name a batch slot once per upload, because the device's programs apply an upload in no
-    order.
+    An upload names a batch slot once, because the device's programs apply it in no order.
     """
 
     def __init__(self, layout: UploadLayout, buffer_U: NDArray[np.int32]) -> None:
         assert buffer_U.shape == (layout.size,) and buffer_U.dtype == np.int32
         self.layout, self.buffer_U = layout, buffer_U
-        chunks, each = layout.chunks_at, _rounded(layout.chunks)
+        chunks, each = layout.chunks_at, rounded(layout.chunks)
         self._batch_slot_B = buffer_U[HEADER : HEADER + layout.batch]
         self._batch_slot_W, self._start_W, self._count_W = (
             buffer_U[chunks + i * each : chunks + i * each + layout.chunks] for i in range(3)
@@ -126,11 +65,12 @@ class Upload:
             layout.extensions_at : layout.extensions_at + layout.extensions * EXTENSION
         ]
         self._extension_XF = extensions.reshape(-1, EXTENSION)
+        self._text_YF = buffer_U[layout.texts_at : layout.payload_at].reshape(-1, TEXT)
         self.begin()
 
     def begin(self) -> None:
         """Start an empty upload: every batch slot is idle and nothing changes."""
-        self._admissions = self._extensions = self._payload = 0
+        self._admissions = self._extensions = self._texts = self._payload = 0
         self._named = set[int]()
         self.buffer_U[:HEADER] = 0
         self.batch(())
@@ -143,7 +83,7 @@ class Upload:
     @property
     def changes(self) -> bool:
         """Tell whether `apply` has anything to do. The batch alone needs only the copy."""
-        return bool(self._admissions or self._extensions)
+        return bool(self._admissions or self._extensions or self._texts)
 
     def batch(
         self, batch_slot_B: Sequence[int], chunks: Sequence[tuple[int, int, int]] = ()
@@ -214,16 +154,28 @@ class Upload:
         self.buffer_U[0] = self._admissions
         return True
 
+    def keep_text(self, slot: int, group: int, tokens: NDArray[np.int32]) -> bool:
+        """Put a text into a slot for texts, for the group to draft from."""
+        if self._texts == self.layout.texts or self._payload + len(tokens) > self.layout.payload:
+            return False
+        if slot in self._named:
+            return False
+        self._named.add(slot)
+        self._text_YF[self._texts] = slot, len(tokens), self._store(tokens), group
+        self._texts += 1
+        self.buffer_U[3] = self._texts
+        return True
+
     def extend_pages(self, batch_slot: int, first: int, pages: Sequence[int]) -> bool:
         """Give a batch slot its pages `first`, `first + 1`, ... They are its last ones: its
         capacity ends with them.
         """
         if (
-            self._extensions == self.layout.extensions
+            batch_slot in self._named
+            or self._extensions == self.layout.extensions
             or self._payload + len(pages) > self.layout.payload
         ):
             return False
-        assert batch_slot not in self._named, f"batch slot {batch_slot} is in this upload already"
         self._named.add(batch_slot)
         capacity = (first + len(pages)) * PAGE_SIZE
         self._extension_XF[self._extensions] = (
@@ -246,14 +198,25 @@ class Upload:
 
 
 @triton.jit
+def _put_text(token_QT, T, slot, token_I, tokens, BLOCK: tl.constexpr):
+    """Copy a text to a slot; the programs share out its blocks."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    i_I = tl.arange(0, BLOCK)
+    for done in range(program * BLOCK, tokens, programs * BLOCK):
+        inside_I = done + i_I < tokens
+        copied_I = tl.load(token_I + done + i_I, mask=inside_I, other=0)
+        tl.store(token_QT + slot.to(tl.int64) * T + done + i_I, copied_I, mask=inside_I)
+
+
+@triton.jit
 def _apply(
-    upload_U, admission_AF, extension_XF, payload_U,
+    upload_U, admission_AF, extension_XF, text_YF, payload_U,
     token_QT, length_Q, limit_Q, capacity_Q, page_table_QP, seed_Q, temperature_Q, top_p_Q, min_p_Q,
     top_k_Q, stop_QK, done_Q, drafters_Q, max_depth_Q, max_rows_Q, group_Q, first_Q, hint_QH,
     repetition_Q, presence_Q, frequency_Q, prompt_Q, masked_to_Q, biases_Q, masks_Q, listed_QL,
     bias_QL, uncounted_Q,
-    T, P, page_hint_PH, ADMISSION: tl.constexpr, EXTENSION: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+    T, P, page_hint_PH, ADMISSION: tl.constexpr, EXTENSION: tl.constexpr, TEXT: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply an upload. The programs share out admissions, extensions and blocks of tokens; the last
     one to finish leaves an upload without any.
@@ -262,7 +225,7 @@ def _apply(
     program, programs = tl.program_id(0), tl.num_programs(0)
     i_I = tl.arange(0, BLOCK)
     pdl_wait()
-    admissions, extensions = tl.load(upload_U), tl.load(upload_U + 1)
+    admissions, extensions, texts = tl.load(upload_U), tl.load(upload_U + 1), tl.load(upload_U + 3)
     for a in range(program, admissions, programs):
         record = admission_AF + a * (ADMISSION + K)
         batch_slot = tl.load(record)
@@ -320,13 +283,7 @@ def _apply(
     for a in range(0, admissions):
         record = admission_AF + a * (ADMISSION + K)
         batch_slot, tokens, at = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-        for done in range(program * BLOCK, tokens, programs * BLOCK):
-            token_I = tl.load(payload_U + at + done + i_I, mask=done + i_I < tokens, other=0)
-            tl.store(
-                token_QT + batch_slot.to(tl.int64) * T + done + i_I,
-                token_I,
-                mask=done + i_I < tokens,
-            )
+        _put_text(token_QT, T, batch_slot, payload_U + at, tokens, BLOCK)
         biases, at = tl.load(record + 21), tl.load(record + 23)
         listed = biases + tl.load(record + 22)
         for done in range(program * BLOCK, listed, programs * BLOCK):
@@ -336,12 +293,19 @@ def _apply(
             to_I = batch_slot.to(tl.int64) * L + l_I
             tl.store(listed_QL + to_I, id_I, mask=l_I < listed)
             tl.store(bias_QL + to_I, bias_I.to(tl.float32, bitcast=True), mask=l_I < biases)
-    if admissions + extensions > 0:
+    for y in range(0, texts):
+        record = text_YF + y * TEXT
+        slot, tokens, at = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+        tl.store(length_Q + slot, tokens)
+        tl.store(group_Q + slot, tl.load(record + 3))
+        _put_text(token_QT, T, slot, payload_U + at, tokens, BLOCK)
+    if admissions + extensions + texts > 0:
         tl.debug_barrier()  # every thread has read its part
         if tl.atomic_add(upload_U + 2, 1, sem="acq_rel") == programs - 1:
             tl.store(upload_U, 0)
             tl.store(upload_U + 1, 0)
             tl.store(upload_U + 2, 0)
+            tl.store(upload_U + 3, 0)
 
 
 def apply(
@@ -350,8 +314,8 @@ def apply(
     batch_slots: BatchSlots,
     page_hint_PH: Tensor | None = None,
 ) -> None:
-    """Write admissions and extensions to the batch slots, and note in the buffer that it is done.
-    So a graph may begin with this launch whether or not there is something new.
+    """Write admissions, extensions and texts to the batch slots, and note in the buffer that it is
+    done. So a graph may begin with this launch whether or not there is something new.
 
     page_hint_PH: stored features of filled pages (None: there is no drafter). An admission without
     a hint page gets zeros.
@@ -361,6 +325,7 @@ def apply(
         upload_U,
         upload_U[layout.admissions_at :],
         upload_U[layout.extensions_at :],
+        upload_U[layout.texts_at :],
         upload_U[layout.payload_at :],
         *batch_slots[:-1],  # the counts are made from the text, see `edits.count_text`
         batch_slots.token_QT.shape[1],
@@ -368,6 +333,7 @@ def apply(
         page_hint_PH if page_hint_PH is not None else batch_slots.hint_QH,
         ADMISSION=ADMISSION,
         EXTENSION=EXTENSION,
+        TEXT=TEXT,
         K=layout.stops,
         L=layout.listed,
         H=hidden,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
-from tlt_kernels.gpu.upload import UploadLayout
+from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_kernels.gpu.variants import Variant, listed
 from tlt_server.attention import GPU_BACKENDS
 from tlt_server.attention.backing import Backing, give_back
@@ -43,6 +43,7 @@ from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
+from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
@@ -201,6 +202,7 @@ class CudaDevice:
                 attention,
                 drafters,
                 GraphPool(self._stream if capture else None, quiet=quiet),
+                Texts.of(state.batch_slots, kept=bool(drafters)),
                 shapes=shapes,
                 stream=self._stream,
                 page_hint_PH=kv.page_hint_PH,
@@ -223,11 +225,11 @@ class CudaDevice:
         matmuls = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
         return Equipped(
             runner,
-            lambda sequence: None,
+            runner.texts.end,
             equipment.install,
             equipment.free,
             equipment.reclaim,
-            lambda: None,
+            runner.forget,
             f"{taken}{ahead}" if capture else "launched kernel by kernel",
             matmuls,
             shapes.room,
@@ -279,10 +281,12 @@ class CudaDevice:
             payload=max(65536, 2 * tokens) + 2 * MAX_LISTED,
             idle=batch,
             listed=MAX_LISTED,
+            texts=kv.plan.text_slots,
         )
         batch_slots = BatchSlots.allocate(
             batch + 1,
             tokens,
+            texts=kv.plan.text_slots,
             hidden=kv.page_hint_PH.shape[1] if kv.page_hint_PH is not None else 1,
             stops=STOPS,
             listed=MAX_LISTED,

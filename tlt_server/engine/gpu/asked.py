@@ -4,29 +4,9 @@ keys of its steps. Called by the runner. No tensors.
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 from tlt_kernels.gpu.upload import NO_EDITS, Edits
 from tlt_server.engine.sequence import Sequence
 from tlt_server.records import MAX_ROWS
-
-
-def group_of(sequence: Sequence) -> int:
-    """Return a number that is the same for sequences that may draft from each other's text."""
-    request = sequence.request
-    own = (
-        request.group_id.encode()
-        if request.group_id
-        else sequence.tokens[: sequence.prompt_len].tobytes()
-    )
-    return (
-        int.from_bytes(
-            blake2b(
-                len(request.tenant).to_bytes(4) + request.tenant.encode() + own, digest_size=4
-            ).digest()
-        )
-        >> 1
-    )
 
 
 def limits_rows(sequence: Sequence) -> bool:

@@ -17,6 +17,7 @@ from tlt_server.models.config import ModelConfig
 
 MIB, GIB = 2**20, 2**30
 RESERVE = 2 * GIB  # for graphs, libraries and fragmentation
+TEXTS = 64 * MIB  # for texts of sequences that have ended, which others draft from
 
 
 class Needs(NamedTuple):
@@ -82,12 +83,20 @@ class MemoryPlan(NamedTuple):
         return 2 * self.needs.weights if on_gpu else 0
 
     @property
+    def text_slots(self) -> int:
+        """Return the texts of sequences that have ended that the device has next to batch slots."""
+        if self.settings.drafter == "none":
+            return 0
+        return min(2 * self.settings.max_running, TEXTS // (4 * self.max_model_len))
+
+    @property
     def working(self) -> int:
         """Return the memory of the largest step, and what sequences have next to KV."""
         return (
             self.settings.max_rows * self.needs.per_row
             + sampled_rows(self.settings.max_running) * self.needs.per_logits
             + (self.settings.max_running + 1) * self.needs.per_batch_slot
+            + 4 * self.text_slots * self.max_model_len
         )
 
     @property

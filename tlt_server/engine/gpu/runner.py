@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
 from tlt_kernels.gpu.caps import cap_rows
-from tlt_kernels.gpu.history import MAX_MATCH
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
-from tlt_server.engine.gpu.asked import edits_of, group_of, is_edited, is_filtered, limits_rows
+from tlt_server.engine.gpu.asked import edits_of, is_edited, is_filtered, limits_rows
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter, drafters_of
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
@@ -30,6 +30,7 @@ from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.reports import Reporter, Reports
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.engine.gpu.texts import SentText, Texts
 from tlt_server.engine.gpu.tree_samples import TreeSample, TreeSampler, read
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sequence import Sequence
@@ -74,6 +75,7 @@ class GpuRunner:
         attention: GpuAttention,
         drafters: dict[str, GpuDrafter],
         graphs: GraphPool,
+        texts: Texts,
         *,
         shapes: Shapes,
         stream: torch.cuda.Stream | None,
@@ -90,6 +92,7 @@ class GpuRunner:
         self._trees = TreeSampler(RING, pinned=pinned)
         self._pinned = pinned
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
+        self.texts = texts
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
         self._extends: dict[ExtendKey, Extend] = {}
@@ -102,11 +105,16 @@ class GpuRunner:
         return len(self._flights)
 
     def gauges(self) -> dict[str, float]:
-        return {
-            name: value
-            for drafter in self._drafters.values()
-            for name, value in drafter.gauges().items()
-        }
+        gauges = dict(self.texts.gauges())
+        for drafter in self._drafters.values():
+            gauges |= drafter.gauges()
+        return gauges
+
+    def forget(self) -> None:
+        """Draft no more from the text of sequences that have ended, unless their prompt runs."""
+        slots = torch.tensor(self.texts.forget(), dtype=torch.int64)
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            self.state.batch_slots.group_Q[slots.to(self.state.upload_U.device)] = -1
 
     def copy_all_trees(self) -> None:
         """Give the whole trees of every step from now on, with tokens and cells, to be recorded."""
@@ -249,6 +257,9 @@ class GpuRunner:
             sequence.request,
             self.state.cache.page_size,
         )
+        shared = self.texts.begin(sequence)
+        for text in shared.sent:
+            self._change(partial(_send_text, text))
         limits = request.draft_limits
         reads_page = self._page_hint_PH is not None and start > 0 and start % size == 0
         self._change(
@@ -268,8 +279,8 @@ class GpuRunner:
                 drafters=drafters_of(limits),
                 max_depth=limits.max_depth if limits else 0,
                 max_rows=limits.max_rows if limits else 1,
-                group=group_of(sequence),
-                first=max(0, sequence.prompt_len - MAX_MATCH),
+                group=shared.group,
+                first=shared.first,
                 hint_page=sequence.pages[start // size - 1] if reads_page else -1,
                 edits=edits_of(sequence),
             )
@@ -357,3 +368,7 @@ class GpuRunner:
         if flight.reports:
             flight.reports.add_to(emission, entry, work)
         return emission
+
+
+def _send_text(text: SentText, upload: Upload) -> bool:
+    return upload.keep_text(*text)

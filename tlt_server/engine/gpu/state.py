@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tlt_kernels.gpu.tensors import BatchSlots
-from tlt_kernels.gpu.upload import UploadLayout
+from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_server.attention.rows import KVCache
 from tlt_server.models.gpu.decoder import GpuDecoder
 
