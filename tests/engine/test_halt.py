@@ -41,6 +41,23 @@ def test_what_a_pause_stops_goes_on_with_the_same_bits(
     assert bits(engine) == expected
 
 
+def test_idle_time_is_used_where_nothing_runs_and_nothing_is_paused(engine: Pushable) -> None:
+    engine.engine._record = lambda reach: True
+    assert not engine.engine.use_idle_time(), "a command waits"
+    engine.step()
+    assert engine.engine.use_idle_time()
+    started(engine)
+    assert not engine.engine.use_idle_time()
+    done(engine, Pause("p", "continue"))
+    engine.step(2)
+    assert engine.engine.idle and not engine.engine.use_idle_time()
+    done(engine, Resume("r"))
+    engine.finish()
+    assert engine.engine.use_idle_time()
+    done(engine, Sleep("s", ("kv_cache",), "abort"))
+    assert not engine.engine.use_idle_time()
+
+
 def test_an_aborting_pause_gives_what_there_is_and_what_comes_later_waits(
     engine: Pushable, expected: dict[str, object]
 ) -> None:

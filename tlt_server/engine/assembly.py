@@ -248,6 +248,7 @@ def _connect(
         make_sequence,
         pushes,
         Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
+        equipped.record,
     )
 
 

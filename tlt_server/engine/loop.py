@@ -27,6 +27,7 @@ from tlt_server.records import Cycle, GenerateRequest, StepOutput, Strategy
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import Policy
+from tlt_server.speculation.sizes import Reach
 from tlt_server.speculation.switches import SwitchLog
 
 
@@ -61,12 +62,14 @@ class Engine:
         make_sequence: Callable[[GenerateRequest], Sequence],
         pushes: WeightPushes,
         halt: Halt,
+        record: Callable[[Reach], bool],
     ) -> None:
+        """`record`: see `devices.Equipped`."""
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
         self.pushes, self.halt = pushes, halt
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
-        self._canary, self._make_policy = canary, make_policy
+        self._canary, self._make_policy, self._record = canary, make_policy, record
         self._commands = Commands(gate, scheduler, pushes, halt, make_sequence, self._set_policy)
         self.last_cycle: Cycle | None = None  # if the last step finished a batch
         self._last_end = 0.0
@@ -109,6 +112,13 @@ class Engine:
         """Tell whether nothing happens until the next command."""
         due = self._commands or self.halt.due or self.pushes.due or self.scheduler.due
         return not (due or self.runner.in_flight)
+
+    def use_idle_time(self) -> bool:
+        """Record one graph that a later step may need, which takes some tens of milliseconds, if
+        nothing else is to be done. Tell whether there may be more.
+        """
+        free = self.idle and self.scheduler.idle and not self.pushes.busy
+        return free and self.gate.state == "open" and self._record(self.policy.strategies)
 
     @property
     def finished(self) -> bool:

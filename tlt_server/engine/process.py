@@ -57,13 +57,16 @@ def serve(
     send(Ready(info))
     reported: dict[str, float] = {}
     last_event_s = time.monotonic()
+    more = False  # to be done in idle time
     while not engine.finished and os.getppid() == settings.parent:
-        if engine.idle:
+        idle, came = engine.idle, False
+        if idle:
             engine.knowledge_file.save_now_and_then(engine.knowledge)
-        timeout_ms = (STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS) if engine.idle else 0
+        patience_ms = STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS
+        timeout_ms = patience_ms if idle and not more else 0
         while commands.poll(timeout_ms):
             engine.send(decode_command(commands.recv()))
-            timeout_ms = 0
+            timeout_ms, came = 0, True
         outputs = engine.step()
         events: list[Event] = [*engine.reports()]
         gauges = engine.gauges()
@@ -78,6 +81,7 @@ def serve(
         for event in events:
             send(event)
             last_event_s = time.monotonic()
+        more = idle and not came and engine.use_idle_time()
     engine.knowledge_file.save(engine.knowledge)
 
 

@@ -54,6 +54,8 @@ class Equipped(NamedTuple):
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
     # (decoding sequences, max rows) -> prompt rows that a step may read with them
     room: Callable[[int, int], int] = unpadded
+    # Record one step that may come under a policy, while none runs; False: there is none to record.
+    record: Callable[[Reach], bool] = lambda reach: False
 
 
 @dataclass(frozen=True)

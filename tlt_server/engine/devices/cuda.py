@@ -37,6 +37,7 @@ from tlt_server.engine.gpu.buckets import (
 from tlt_server.engine.gpu.drafts import DraftKey, GpuDrafter, NetworkStorage
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV
 from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
@@ -233,6 +234,7 @@ class CudaDevice:
             f"{taken}{ahead}" if capture else "launched kernel by kernel",
             matmuls,
             shapes.room,
+            IdleRecorder(runner),
         )
 
     def _captures(self, attention: GpuAttention) -> bool:

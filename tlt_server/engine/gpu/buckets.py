@@ -253,6 +253,19 @@ class Shapes:
                 below = batch
         return sorted(keys, key=_size, reverse=True)
 
+    def captured_later(self, reach: Reach) -> list[DraftKey | ExtendKey]:
+        """Keys that are captured when there is time: those of the start, which a sleep or another
+        policy may leave open, then the same steps with filters, with edits and with both.
+        """
+        keys = self.captured(reach)
+        extends = [key for key in keys if isinstance(key, ExtendKey)]
+        others = ((True, False), (False, True), (True, True))
+        return keys + [
+            key._replace(filtered=filtered, edited=edited)
+            for filtered, edited in others
+            for key in extends
+        ]
+
     def _keys(
         self, batch: int, strategy: Strategy, *, prompts: bool
     ) -> Iterator[DraftKey | ExtendKey]:

@@ -35,6 +35,7 @@ class GraphPool:
         self._pool = torch.cuda.graph_pool_handle() if stream is not None else None
         self.bytes: dict[Hashable, int] = {}  # device memory that capturing the key took
         self.seconds: dict[Hashable, float] = {}
+        self.cleared = 0  # times that `clear` was called
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -100,9 +101,18 @@ class GraphPool:
             self._stream.synchronize()
             self._pool = torch.cuda.graph_pool_handle()
         self._full = False
+        self.cleared += 1
         self._graphs.clear()
         self.bytes.clear()
         self.seconds.clear()
+
+    @property
+    def spare(self) -> bool:
+        """Tell whether graphs that no step has asked for may be recorded now. They end at half of
+        the memory.
+        """
+        room = self._stream is not None and 2 * self.total_bytes < self._most_bytes
+        return room and not self._full and self._quiet()
 
     @property
     def total_bytes(self) -> int:

@@ -162,21 +162,30 @@ class GpuRunner:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._upload([], [])
             for done, key in enumerate(keys):
-                if isinstance(key, ExtendKey):
-                    extend = self._extend(key)
-                    if not key.plain:
-                        extend.select(None)
-                    kept = keep and self.shapes.keeps(key)
-                    self.graphs.run(key, self._work(extend), keep=kept)
-                else:
-                    self.graphs.run(key, self._work(self._draft(key)), keep=keep)
-                    self._cap_rows(key)
+                self._run_empty(key, keep=keep)
                 on_key(done + 1, len(keys))
             self._run_between(keys)
             for filtered, edited in ((False, False), (True, False), (False, True)):
                 self._reporter.rehearse(
                     self._extend(ExtendKey(1, 1, filtered=filtered, edited=edited))
                 )
+
+    def record(self, key: DraftKey | ExtendKey) -> None:
+        """Run one key without a request, while none runs, and capture it."""
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            self._upload([], [])
+            self._run_empty(key, keep=True)
+
+    def _run_empty(self, key: DraftKey | ExtendKey, *, keep: bool) -> None:
+        """Run a pass of dead rows."""
+        if isinstance(key, ExtendKey):
+            extend = self._extend(key)
+            if not key.plain:
+                extend.select(None)
+            self.graphs.run(key, self._work(extend), keep=keep and self.shapes.keeps(key))
+        else:
+            self.graphs.run(key, self._work(self._draft(key)), keep=keep)
+            self._cap_rows(key)
 
     def _run_between(self, keys: list[DraftKey | ExtendKey]) -> None:
         """Launch what steps launch between the graphs, so that no request waits for a compiler."""

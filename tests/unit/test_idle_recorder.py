@@ -1,0 +1,104 @@
+"""Idle time records what a request may bring and the start left out: each once, one at a time, the
+likelier first, within half of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.idle import IdleRecorder
+from tlt_server.records import OFF, Strategy, parse_strategy
+
+LONGER, WIDER = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
+
+
+def short(requests: int, *, prompts: bool) -> Iterable[Strategy]:
+    return OFF, LONGER
+
+
+def wide(requests: int, *, prompts: bool) -> Iterable[Strategy]:
+    return OFF, LONGER, WIDER
+
+
+class Recording:
+    """A runner that records nothing but the names of the graphs."""
+
+    def __init__(self) -> None:
+        self.shapes, self.graphs, self.recorded = Shapes(4, MIN_DEPTH), GraphPool(None), []
+        self.quiet = True
+        self.graphs._quiet = lambda: self.quiet
+        self.clear()
+
+    def clear(self) -> None:
+        self.graphs._stream = None
+        self.graphs.clear()
+        self.graphs._stream = object()  # type: ignore[assignment]
+
+    def record(self, key: Any) -> None:
+        assert key not in self.graphs
+        self.recorded.append(key)
+        self.graphs._graphs[key], self.graphs.bytes[key] = key, 1
+
+    def started(self, reach: Any) -> Recording:
+        for key in self.shapes.captured(reach):
+            self.record(key)
+        self.recorded.clear()
+        return self
+
+
+def test_steps_with_filters_and_edits_follow_a_start_largest_first() -> None:
+    runner = Recording().started(short)
+    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    extends = [key for key in runner.shapes.captured(short) if isinstance(key, ExtendKey)]
+    for number in range(1, 3 * len(extends) + 1):
+        assert record(short) and len(runner.recorded) == number
+    assert not record(short)
+    assert runner.recorded == [
+        key._replace(filtered=filtered, edited=edited)
+        for filtered, edited in ((True, False), (False, True), (True, True))
+        for key in extends
+    ]
+    rows = [key.decode_rows + key.prompt_rows for key in extends]
+    assert rows == sorted(rows, reverse=True) and len(extends) > 5
+
+
+def test_another_policy_brings_its_own_steps_first() -> None:
+    runner = Recording().started(short)
+    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    assert record(short) and runner.recorded.pop().filtered
+    while record(wide):
+        pass
+    known, plain = {*runner.shapes.captured(short)}, runner.shapes.captured(wide)
+    first = [key for key in plain if key not in known]
+    assert first and runner.recorded[: len(first)] == first
+    assert {*plain} <= {*runner.graphs._graphs} and not record(short)
+
+
+def test_a_sleep_forgets_all_and_idle_time_records_all_again() -> None:
+    runner = Recording().started(short)
+    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    while record(short):
+        pass
+    everything = {*runner.graphs._graphs}
+    runner.clear()
+    while record(short):
+        pass
+    assert {*runner.graphs._graphs} == everything
+
+
+def test_nothing_is_recorded_without_quiet_or_past_half_of_the_memory() -> None:
+    runner = Recording().started(short)
+    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    runner.quiet = False
+    assert not record(short) and not runner.recorded
+    runner.quiet = True
+    runner.graphs._most_bytes = 2 * (runner.graphs.total_bytes + 3)
+    while record(short):
+        pass
+    assert len(runner.recorded) == 3
+    runner.graphs._most_bytes *= 100
+    assert record(short)

@@ -1,0 +1,32 @@
+"""Uses idle time to record the steps that requests may bring and the start left out: with filters,
+with edits, under a policy set since, after a sleep. One at a time, so that a request waits for one.
+"""
+
+from __future__ import annotations
+
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.runner import GpuRunner
+from tlt_server.speculation.sizes import Reach
+
+
+class IdleRecorder:
+    def __init__(self, runner: GpuRunner) -> None:
+        self._runner = runner
+        self._for: tuple[Reach, int] | None = None  # policy and times cleared of what is left
+        self._left: list[DraftKey | ExtendKey] = []  # the next one last
+
+    def __call__(self, reach: Reach) -> bool:
+        """Record one key; False where none is left, or memory or quiet is lacking."""
+        graphs, shapes = self._runner.graphs, self._runner.shapes
+        if not graphs.spare:
+            return False
+        if self._for != (reach, graphs.cleared):
+            self._for = reach, graphs.cleared
+            self._left = [key for key in shapes.captured_later(reach) if key not in graphs][::-1]
+        while self._left:
+            key = self._left.pop()
+            if key not in graphs:
+                self._runner.record(key)
+                return True
+        return False
