@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,32 @@ def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
     assert rows["goodput"]["best_fixed"] == "fixed:eagle:7x1x8"
     assert len(rows["goodput"]["runs_s"]) == 2 and rows["off"]["against_off"] == 1
     assert all(row["step_s"] and row["seconds"] > 0 for row in rows.values())
+
+
+def test_a_rollout_is_recorded_and_judged_without_the_model(tmp_path: Path) -> None:
+    record, plots = tmp_path / "rollout.safetensors", tmp_path / "plots"
+    few = ("--requests", "4", "--max-tokens", "24", "--policy", "off", "--policy", "goodput")
+    said = last_line("record", "--out", str(record), *few)
+    assert said["tokens"] > 40 and said["bytes"] == record.stat().st_size
+    drawn = ("--plots", str(plots)) if find_spec("matplotlib") else ()
+    judged = last_line("replay", str(record), *drawn)
+    assert judged["tokens"] == said["tokens"]
+    assert [row["policy"] for row in judged["rows"]] == [
+        "off",
+        "goodput",
+        "beg",
+        "best in hindsight",
+    ]
+    assert all(0 <= row["regret"] < 1 for row in judged["rows"])
+    assert not drawn or (plots / "rollout-goodput.png").is_file()
+
+
+def last_line(*arguments: str) -> dict[str, Any]:
+    """Run a bench; return the line of figures that it ends with."""
+    command = [sys.executable, "-m", "tlt_server", "bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
