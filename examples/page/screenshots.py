@@ -62,7 +62,7 @@ def main() -> None:
             "demo-pair",
         )
         with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as trainer:
-            page = running.new_page(viewport={"width": 1280, "height": 945})
+            page = running.new_page(viewport={"width": 1280, "height": 1130})
             page.goto(server.url)
             ready(page)
             for step in range(STEPS):

@@ -47,6 +47,9 @@ class Limits(Protocol):
     def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return survivals as the device compares them."""
 
+    def seen(self, strategy: Strategy, live: int) -> int:
+        """Return the requests of a step whose trees the host sees, if it sees any."""
+
 
 class CpuLimits:
     def __init__(self, header: RecordHeader) -> None:
@@ -69,6 +72,9 @@ class CpuLimits:
 
     def ranked(self, survival_N: NDArray[np.float32]) -> NDArray[np.float32]:
         return survival_N
+
+    def seen(self, strategy: Strategy, live: int) -> int:
+        return live
 
 
 class GpuLimits:
@@ -105,6 +111,14 @@ class GpuLimits:
         bits_N = survival_N.view(np.int32)
         key_N = np.clip((bits_N - OCTAVE_1) >> UNRANKED, 0, 32766).astype(np.int32)
         return ((key_N << UNRANKED) + OCTAVE_1).astype(np.int32).view(np.float32)
+
+    def seen(self, strategy: Strategy, live: int) -> int:
+        from tlt_kernels.gpu.branches import columns
+        from tlt_server.engine.gpu.tree_samples import MAX_NODES
+
+        own = DRAFTERS[strategy.drafter].needs_weights
+        depth, width = strategy.depth, strategy.width
+        return min(live, MAX_NODES // (columns(depth, width) if own else depth * width))
 
 
 def limits_of(header: RecordHeader) -> Limits:

@@ -22,7 +22,7 @@ from tlt_server.bench.replaying.reliability import Reliability
 from tlt_server.commands import SetPolicy
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gate import StepGate
-from tlt_server.engine.gpu.tree_samples import EVERY, MAX_NODES
+from tlt_server.engine.gpu.tree_samples import EVERY
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.running import RunningSet
@@ -140,7 +140,7 @@ class ReplayRunner:
         cycle = msgspec.structs.replace(cycle, step_s=self._cost.predict(load_of(cycle)))
         drafted = None
         if drafter is not None and len(candidates):
-            drafted = self._reported(candidates, chosen_N, live)
+            drafted = self._reported(rows.strategy, candidates, chosen_N, live)
         finished = Finished(batch, emissions, cycle, drafted)
         self._flights.append(OpenCycle(finished, verified, step.plain + float(gains_N.sum())))
 
@@ -224,15 +224,14 @@ class ReplayRunner:
         return emissions
 
     def _reported(
-        self, candidates: Candidates, chosen_N: NDArray[np.int32], live: int
+        self, strategy: Strategy, candidates: Candidates, chosen_N: NDArray[np.int32], live: int
     ) -> Drafted | None:
         """Return the trees that the host would see."""
         predicted = float(candidates.survival_N[chosen_N].sum())
         if not self._limits.late:
             return Drafted(candidates, live, predicted)
         self._drafted_steps += 1
-        columns = int(np.bincount(candidates.request_N).max())
-        some = min(live, MAX_NODES // columns)
+        some = self._limits.seen(strategy, live)
         if self._drafted_steps % EVERY != 1 or not some:
             return None
         count = int(np.searchsorted(candidates.request_N, some))
