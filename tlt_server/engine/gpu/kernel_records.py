@@ -82,7 +82,7 @@ def toolchain() -> dict[str, str]:
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else "none",
         "capability": f"{major}.{minor}",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
         "triton": f"{triton.__version__} ({_digest(triton_key())})",
         "variables": " ".join(f"{name}={value}" for name, value in variables),
