@@ -153,9 +153,10 @@ class RecordedDrafts:
         """Return the response's token where a node is its own, else -1."""
         token_BM = np.full((len(at_B), columns), -1, np.int32)
         own_BD = grown.trees.own_PD[at_B]
-        for b, d in np.argwhere(own_BD < columns):
-            text = self._record.responses.tokens(int(index_B[b]))
-            token_BM[b, own_BD[b, d]] = text[len(batch.tokens[b]) + d]
+        b, d = np.nonzero(own_BD < columns)
+        responses = self._record.responses
+        next_B = responses.start_N[index_B] + np.array([len(tokens) for tokens in batch.tokens])
+        token_BM[b, own_BD[b, d]] = responses.token_T[next_B[b] + d]
         return token_BM
 
 
