@@ -19,7 +19,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.target import PDL, lanes, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import (
     PAGE_SIZE,
     BatchSlots,
@@ -199,7 +199,7 @@ def accept(
     requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]
     entries = requests + (chunks.count_W.shape[0] if chunks else 0)
     assert outcome_EF.shape[1] == fields(path_depth) and kept.source_BD.shape[1] == path_depth
-    block = max(triton.next_power_of_2(decode_rows), 2)  # one request may have all rows
+    block = lanes(decode_rows)  # one request may have all rows
     _accept[(entries,)](
         batch_slot_B,
         chunks.batch_slot_W if chunks else batch_slot_B,

@@ -24,7 +24,7 @@ from tlt_kernels.gpu.history import (
     scan,
     texts_of,
 )
-from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.target import PDL, lanes, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
 MATCHES = 8  # occurrences whose continuations are counted
@@ -35,7 +35,7 @@ def columns(depth: int, width: int) -> int:
     return growth.columns(depth, width) + depth
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "grown", "depth"])
 def _graft(
     batch_slot_B,
     token_QT,
@@ -162,7 +162,7 @@ def graft(
     assert columns(depth, width) <= known and depth > 0
     assert calibration.prior_Z.shape[0] >= first_cell + LENGTHS * SHARES * lefts
     scan(batch_slot_B, batch_slots, match_BJW, depth=depth, matches=MATCHES, drafters=drafters)
-    block = max(triton.next_power_of_2(grown), 2)
+    block = lanes(grown)
     _graft[(requests,)](
         batch_slot_B,
         *texts_of(batch_slots),
@@ -178,7 +178,7 @@ def graft(
         W=MATCHES,
         WP=match_BJW.shape[2],
         J=match_BJW.shape[1],
-        DP=triton.next_power_of_2(depth),
+        DP=lanes(depth, 8),
         CP=block,
         SHARES=SHARES,
         LEFTS=lefts,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.rows import priority
-from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.target import PDL, lanes, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, Nodes
 
 
@@ -42,7 +42,7 @@ def cap_rows(batch_slot_B: Tensor, batch_slots: BatchSlots, nodes: Nodes) -> Non
     The others become empty columns.
     """
     columns = nodes.survival_BC.shape[1]
-    block = max(triton.next_power_of_2(columns), 2)
+    block = lanes(columns)
     _cap_rows[(batch_slot_B.shape[0],)](
         batch_slot_B,
         batch_slots.max_rows_Q,

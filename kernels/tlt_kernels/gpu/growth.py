@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.target import PDL, lanes, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, CalibrationTable, Draft, Nodes
 
 FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it saves
@@ -159,7 +159,7 @@ def roots(
         batch_slots.idle,
         PAGE=PAGE_SIZE,
         DRAFTERS=1 << drafter,
-        DP=triton.next_power_of_2(path_depth),
+        DP=lanes(path_depth, 8),
         BLOCK=128,
         num_warps=1,
         **PDL,
@@ -350,7 +350,7 @@ def grow(
         and z_ML.shape == token_ML.shape
     )
     assert gap_edge_G.shape[0] == BUCKETS.value - 1
-    rows, block = draft.rows, triton.next_power_of_2(columns(depth, width))
+    rows, block = draft.rows, lanes(columns(depth, width))
     first_row, level_rows = Draft.level(requests, width, level)
     _grow[(requests,)](
         token_ML,
@@ -384,7 +384,7 @@ def grow(
         W=width,
         WP=triton.next_power_of_2(width),
         CP=block,
-        DP=triton.next_power_of_2(path_depth),
+        DP=lanes(path_depth, 8),
         RANKS=RANKS,
         BUCKETS=BUCKETS,
         num_warps=1 if block <= 256 else 4,

@@ -1,5 +1,5 @@
-"""The differences between a GPU and Triton's CPU interpreter: dot products and programmatic
-dependent launch.
+"""What kernels are written for: the sizes of their blocks, and the differences between a GPU and
+Triton's CPU interpreter, which are dot products and programmatic dependent launch.
 
 The interpreter computes bfloat16 dots wrongly (fp16 and fp32 are exact), so operands are widened
 there. On a GPU a kernel launched with `**PDL` may start while the one before it still runs:
@@ -18,7 +18,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED = tl.constexpr(_INTERPRETED)
+WARP = 32  # threads that run together
 PDL: dict[str, Any] = {} if _INTERPRETED else {"launch_pdl": True}
+
+
+def lanes(count: int, least: int = WARP) -> int:
+    """Return the size of a block for `count` elements, a power of two. Smaller blocks than `least`
+    would be more variants of a kernel to compile, and no faster.
+    """
+    return max(triton.next_power_of_2(count), least)
 
 
 @triton.jit
