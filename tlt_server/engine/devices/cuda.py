@@ -218,11 +218,8 @@ class CudaDevice:
             f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, "
             f"{sum(graphs.seconds.values()):.1f} s"
         )
-        ahead = (
-            f", {self._kernels.compiled} kernels compiled ahead"
-            if self._kernels and self._kernels.compiled
-            else ""
-        )
+        compiled = self._kernels.compiled if self._kernels else 0
+        ahead = f", {compiled} kernels compiled ahead" if compiled else ""
         matmuls = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
         return Equipped(
             runner,
