@@ -43,6 +43,7 @@ PROFILED = [
     for context in (12.0, 260.0)
     for drafter, depth, rows in (("", 0, 1), ("eagle", 1, 2), ("eagle", 7, 2), ("eagle", 7, 8))
 ]
+HISTORY_PROFILED = [load._replace(drafter="history") for load in PROFILED if load.drafter]
 
 
 def trees(rng: np.random.Generator, requests: int, depth: int, survival: float) -> Candidates:
@@ -63,12 +64,19 @@ def trees(rng: np.random.Generator, requests: int, depth: int, survival: float) 
 class World:
     """A decode loop whose step times, and survivals by drafter, are known."""
 
-    def __init__(self, seconds: Callable[[StepLoad], float], seed: int = 0) -> None:
+    def __init__(
+        self,
+        seconds: Callable[[StepLoad], float],
+        seed: int = 0,
+        drafters: tuple[str, ...] = ("eagle",),
+    ) -> None:
         self.seconds, self.survival = seconds, 0.8
+        self.survivals: dict[str, float] = {}  # of drafters that differ
         self.rng, self.noise = np.random.default_rng(seed), random.Random(seed)
-        self.knowledge = Knowledge(("eagle",))
+        self.knowledge = Knowledge(drafters)
+        profiled = PROFILED + HISTORY_PROFILED * ("history" in drafters)
         self.knowledge.cost.profile(
-            Measured(load, seconds(load) * self.noise.uniform(0.95, 1.05)) for load in PROFILED
+            Measured(load, seconds(load) * self.noise.uniform(0.95, 1.05)) for load in profiled
         )
         self.used: list[Strategy] = []
 
@@ -76,7 +84,8 @@ class World:
         """Return the true expected tokens per second."""
         gain = 0.0
         if strategy.drafter:
-            drafted = trees(np.random.default_rng(7), 2048, strategy.depth, self.survival)
+            true = self.survivals.get(strategy.drafter, self.survival)
+            drafted = trees(np.random.default_rng(7), 2048, strategy.depth, true)
             share = strategy.draft_rows(requests) / requests
             kept = np.sort(drafted.survival_N)[::-1][: int(share * 2048)]
             gain = float(kept.sum()) / 2048
@@ -97,7 +106,8 @@ class World:
         strategy = policy.choose(context)
         drafted, accepted, rows = None, (0,) * requests, requests
         if strategy.drafter:
-            candidates = trees(self.rng, requests, strategy.depth, self.survival)
+            true = self.survivals.get(strategy.drafter, self.survival)
+            candidates = trees(self.rng, requests, strategy.depth, true)
             chosen, _, count = select(candidates, requests, strategy.draft_rows(requests))
             survival = candidates.survival_N[chosen]
             drafted = Drafted(candidates, requests, float(survival.sum()))
@@ -279,6 +289,27 @@ def test_a_drafter_that_a_push_made_worse_is_left_and_tried_again_after_the_next
     for _ in range(300):
         simulated.step(policy, 4)
     assert simulated.used[-1] != OFF
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
+@pytest.mark.parametrize("requests", [2, 8])
+@pytest.mark.parametrize("survival", [0.75, 0.02])
+def test_a_drafter_that_is_of_no_use_is_left_within_50_steps(
+    world: str, requests: int, survival: float
+) -> None:
+    """Then history drafts, or none; what is lost to another try stays small."""
+    simulated = World(WORLDS[world], seed=requests, drafters=("eagle", "history"))
+    simulated.survivals = {"eagle": 0.02, "history": survival}
+    policy = Goodput(simulated.knowledge)
+    for _ in range(400):
+        simulated.step(policy, requests)
+    used = simulated.used[50:]
+    if survival > 0.5:
+        assert sum(strategy.drafter == "history" for strategy in used) > 340
+    needed = len(used) / simulated.rate(OFF, requests)
+    taken = sum(1 / simulated.rate(strategy, requests) for strategy in used)
+    assert "eagle" in {strategy.drafter for strategy in simulated.used}
+    assert taken < 1.02 * needed, "slower than without speculation"
 
 
 @pytest.mark.parametrize(
