@@ -1,5 +1,5 @@
-"""What kernels are written for: the sizes of their blocks, and the differences between a GPU and
-Triton's CPU interpreter, which are dot products and programmatic dependent launch.
+"""Facts about the target: the size of blocks, and the differences between a GPU and Triton's CPU
+interpreter, which are dot products and programmatic dependent launch.
 
 The interpreter computes bfloat16 dots wrongly (fp16 and fp32 are exact), so operands are widened
 there. On a GPU a kernel launched with `**PDL` may start while the one before it still runs:
