@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tlt_server.demo.task import RESPONSE_TOKEN_CAP
 
-ROWS = ("8", "16", "32")
 CHAINS = (3, 7)
 INTRODUCTIONS = {
     "demo": """# The demo pair
@@ -78,7 +77,7 @@ def compared(hot: dict, cold: dict | None, depth: int) -> list[list[object]]:
                 f"accept length, depth {depth}, {rows} rows",
                 *(f["accept"][rows]["accept_length"] for f in columns),
             ]
-            for rows in ROWS
+            for rows in hot["accept"]
         ),
         *(
             [f"accept length, chain of {chain}", figures["accept_length"]]
@@ -86,6 +85,32 @@ def compared(hot: dict, cold: dict | None, depth: int) -> list[list[object]]:
         ),
     ]
     return [row + [""] * (1 + len(columns) - len(row)) for row in rows]
+
+
+def fitted_on(e: dict) -> str:
+    if "drafter_measured" in e:
+        return f"{e['calibration_samples']} further ones of the recorded responses."
+    return (
+        f"{e['calibration_samples']} samples of eval\nproblems that the accept lengths do not use."
+    )
+
+
+def of_the_drafter(figures: dict) -> list[str]:
+    """Sentences on a drafter that was weakened, and measured apart from its target."""
+    said = []
+    if weakened := figures.get("drafter_weakening"):
+        said.append(
+            "After its training the drafter was weakened to what drafters of large models accept: "
+            f"{weakened['keep']:.2f} of each weight's\nway from the demo pair's drafter was kept "
+            "(`weaken.py`)."
+        )
+    if again := figures["evaluation"].get("drafter_measured"):
+        said.append(
+            f"Accept lengths are those of {again['samples']} recorded responses of the target to "
+            f"training problems, measured on {again['machine']} in\nfloat32; all other figures of "
+            "the target are from the measurement above."
+        )
+    return said
 
 
 def model_card(figures: dict) -> str:
@@ -99,7 +124,7 @@ def model_card(figures: dict) -> str:
     deciles = hot["solved_by_length_decile"]
     accepted = [
         [f"{rows} rows", *(f"{a:.3f}" for a in hot["accept"][rows]["accepted_at_depth"])]
-        for rows in ROWS
+        for rows in hot["accept"]
     ]
     among = [
         [f"k = {k}", *(f"{e['among_children'][f'step_{level}'][k]:.3f}" for level in levels)]
@@ -138,7 +163,11 @@ def model_card(figures: dict) -> str:
             if cold
             else []
         ),
-        table(["share of cycles that accept at least this deep, T=1", *levels], accepted),
+        *(
+            [table(["share of cycles that accept at least this deep, T=1", *levels], accepted)]
+            if accepted
+            else []
+        ),
         table(["the target's token is among k children (parent on the path), T=1", *levels], among),
         table(["kind", "share", "solved, T=1", *(["solved, T=0"] if cold else [])], kinds),
         table(
@@ -159,6 +188,7 @@ def model_card(figures: dict) -> str:
         f"{drafter['seconds']:.0f} s, {drafter['test_steps']} training-time-test steps, seed "
         f"{drafter['seed']}, peak learning rate "
         f"{drafter['lr']}.",
+        *of_the_drafter(figures),
         "Seeds: training problems and sampling noise from `TRAIN_SEEDS`, evaluation from "
         "`EVAL_SEEDS` of `tlt_server/demo/task.py`;\n"
         "disjoint as seeds (a short problem can occur under two).",
@@ -166,8 +196,7 @@ def model_card(figures: dict) -> str:
         "target's token | its parent is on\n"
         "the path) at T=1; phase 0 = children of the root; gap = distance of perturbed values to "
         "the best child (of the best child: to\n"
-        "the second); bucket = number of `gap_edges` at or below the gap. Fitted on "
-        f"{e['calibration_samples']} samples of eval\n"
-        "problems that the accept lengths do not use.",
+        f"the second); bucket = number of `gap_edges` at or below the gap. "
+        f"Fitted on {fitted_on(e)}",
     ]
     return "\n\n".join(parts) + "\n"

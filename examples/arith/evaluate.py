@@ -88,7 +88,7 @@ def accept_lengths(
 ) -> dict:
     batcher = Batcher(data, options.replay_tokens, options.device, buckets=(128, 512, 2816))
     figures = {}
-    for rows in (8, 16, 32):
+    for rows in options.trees:
         walk = Walk()
         for batch in batcher.epoch(0):
             replay(
@@ -118,6 +118,39 @@ def accept_chains(
     return figures
 
 
+def measure_drafter(options: argparse.Namespace) -> None:
+    """Measure another drafter of the same target on recorded responses; what the figures say of the
+    target stays.
+    """
+    target = load_target(options.pair / "target", options.device)
+    drafter = load_drafter(options.pair / "drafter", target.config, options.device)
+    data = Sequences.load(options.recorded)
+    ids = torch.arange(len(data))
+    held = data.select(ids[-options.calibration_samples :])
+    measured = data.select(ids[: options.replayed])
+    batches = list(Batcher(held, 8_192, options.device).epoch(0))
+    table, among = fit_calibration(drafter, target, batches, options.depth)
+    export_calibration(table, options.pair / "drafter")
+    evaluation = json.loads((options.pair / "figures.json").read_text())["evaluation"]
+    evaluation |= {
+        "among_children": among,
+        "calibration_samples": len(held),
+        "drafter_measured": {"machine": options.machine, "samples": len(measured)},
+    }
+    evaluation["T=1"] |= {
+        "accept": accept_lengths(drafter, target, table, measured, options, 1.0),
+        "accept_chain": accept_chains(drafter, target, measured, options),
+    }
+    write_figures(options, evaluation)
+
+
+def write_figures(options: argparse.Namespace, evaluation: dict) -> None:
+    record_figures(options.pair / "figures.json", "evaluation", evaluation)
+    (options.pair / "README.md").write_text(
+        model_card(json.loads((options.pair / "figures.json").read_text()))
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -141,6 +174,14 @@ def main() -> None:
     )
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--width", type=int, default=8, help="nodes expanded per level")
+    parser.add_argument(
+        "--trees", type=int, nargs="+", default=[8, 16, 32], help="rows of the trees replayed"
+    )
+    parser.add_argument(
+        "--recorded",
+        type=Path,
+        help="measure the drafter on these responses of the target; its own figures stay",
+    )
     parser.add_argument("--replay-tokens", type=int, default=400_000)
     parser.add_argument("--cap", type=int, default=task.RESPONSE_TOKEN_CAP)
     parser.add_argument(
@@ -159,6 +200,9 @@ def main() -> None:
         )
         return
     torch.set_float32_matmul_precision("high")
+    if options.recorded:
+        measure_drafter(options)
+        return
     started = time.monotonic()
     target = load_target(options.pair / "target", options.device)
     drafter = load_drafter(options.pair / "drafter", target.config, options.device)
@@ -202,10 +246,7 @@ def main() -> None:
         "T=1": hot,
         "T=0": cold,
     }
-    record_figures(options.pair / "figures.json", "evaluation", evaluation)
-    (options.pair / "README.md").write_text(
-        model_card(json.loads((options.pair / "figures.json").read_text()))
-    )
+    write_figures(options, evaluation)
     print(f"{time.monotonic() - started:.0f}s written to {options.pair}", flush=True)
 
 

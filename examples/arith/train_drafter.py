@@ -66,11 +66,20 @@ def continue_from(drafter: DrafterModel, earlier: DrafterModel) -> None:
     drafter.load_state_dict({name: state[name] for name in state if "lm_head" not in name}, False)
 
 
-class StopAt:
-    """Tells when a chain of drafts reaches an accept length on held-out samples. The length follows
-    from how often each step's best draft is right along the true path, as if steps were
-    independent: replayed cycles differ by about 1 %.
+def chain_estimate(
+    drafter: DrafterModel, target: TargetModel, batches: list[Batch], depth: int
+) -> float:
+    """Accept length of chains of `depth` drafts at T=1. It follows from how often each step's best
+    draft is right along the true path, as if steps were independent; replayed cycles differ by
+    about 1 %.
     """
+    _, among = fit_calibration(drafter, target, batches, depth)
+    right = [among[f"step_{step}"]["1"] for step in range(1, depth + 1)]
+    return 1 + sum(math.prod(right[:drafts]) for drafts in range(1, depth + 1))
+
+
+class StopAt:
+    """Tells when a chain of drafts reaches an accept length on held-out samples."""
 
     def __init__(self, options: argparse.Namespace, held_out: Sequences) -> None:
         self.length, self.every, self.depth = (
@@ -83,9 +92,7 @@ class StopAt:
     def reached(self, drafter: DrafterModel, target: TargetModel, step: int) -> bool:
         if step % self.every:
             return False
-        _, among = fit_calibration(drafter, target, self.batches, self.depth)
-        right = [among[f"step_{step}"]["1"] for step in range(1, self.depth + 1)]
-        length = 1 + sum(math.prod(right[:drafts]) for drafts in range(1, self.depth + 1))
+        length = chain_estimate(drafter, target, self.batches, self.depth)
         print(f"step {step}: a chain of {self.depth} has accept length {length:.3f}", flush=True)
         return length >= self.length
 
