@@ -143,7 +143,9 @@ def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> N
     over = threading.Event()
 
     def half() -> Iterator[UpdateWeightsRequest]:
-        yield UpdateWeightsRequest(part=Part(version="w", part="p", data=b"x" * 100, total=1000))
+        yield UpdateWeightsRequest(
+            part=Part(version="w", part="p.safetensors", data=b"x" * 100, total=1000)
+        )
         over.wait(60)
 
     def asked(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -176,7 +176,6 @@ def test_a_range_that_is_none(header: str, server: LiveServer) -> None:
     "part",
     [
         "config.json",
-        "commit",
         ".safetensors",
         "..safetensors",
         "calibration.json.safetensors.json",

@@ -4,13 +4,19 @@ fails.
 
 from __future__ import annotations
 
+import pkgutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
+import msgspec
 import pytest
+from triton.runtime.jit import KernelInterface
 
+import tlt_kernels.gpu
 from tlt_kernels.gpu.variants import Variant
 from tlt_server.engine.gpu.compiling import ParallelCompiler
+from tlt_server.engine.gpu.kernel_records import record_name, toolchain
 
 TARGET = ("cuda", 90, 32)
 VARIANTS = [Variant("tlt_kernels.gpu.growth", "_grow", f'{{"depth": {i}}}') for i in range(3)]
@@ -70,3 +76,16 @@ def test_a_compiler_that_has_ended_before_it_is_asked_is_noticed(
     compiler.compile(VARIANTS)
     assert compiler.wait(lambda done, of: None) == 0
     assert "3 of 3 kernels were not compiled ahead (status 3)" in capfd.readouterr().err
+
+
+def test_a_kernel_is_found_by_its_name() -> None:
+    for module in pkgutil.iter_modules(tlt_kernels.gpu.__path__):
+        for name, value in vars(import_module(f"tlt_kernels.gpu.{module.name}")).items():
+            if isinstance(value, KernelInterface):
+                assert value.__name__ == name, f"another process finds {module.name} by its name"
+
+
+def test_what_kernels_depend_on_can_be_written_down() -> None:
+    found = toolchain()
+    assert msgspec.json.decode(msgspec.json.encode(found)) == found
+    assert record_name(found, "a") != record_name(found, "b")

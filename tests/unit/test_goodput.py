@@ -71,7 +71,7 @@ class World:
         drafters: tuple[str, ...] = ("eagle",),
     ) -> None:
         self.seconds, self.survival = seconds, 0.8
-        self.survivals: dict[str, float] = {}  # of drafters that differ
+        self.survivals: dict[str, float] = {}  # by drafter, where it differs
         self.rng, self.noise = np.random.default_rng(seed), random.Random(seed)
         self.knowledge = Knowledge(drafters)
         profiled = PROFILED + HISTORY_PROFILED * ("history" in drafters)

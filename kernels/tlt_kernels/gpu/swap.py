@@ -22,7 +22,8 @@ _BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 _ALIGNED = 16  # bytes of a vector access
 
 
-def _swap(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
+@triton.jit
+def _swap(one, other, count, first, last, BLOCK: tl.constexpr):
     if first != 0:
         pdl_wait()
     if last == 0:
@@ -40,14 +41,19 @@ def _swap(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
     pdl_wait()
 
 
-_KERNELS = {
-    True: triton.jit(_swap, do_not_specialize=["count", "first", "last"]),
-    False: triton.jit(
-        _swap,
-        do_not_specialize=["count", "first", "last"],
-        do_not_specialize_on_alignment=["one", "other"],
-    ),
-}
+@triton.jit(do_not_specialize=["count", "first", "last"])
+def _swap_vectors(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
+    _swap(one, other, count, first, last, BLOCK)
+
+
+@triton.jit(
+    do_not_specialize=["count", "first", "last"], do_not_specialize_on_alignment=["one", "other"]
+)
+def _swap_elements(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
+    _swap(one, other, count, first, last, BLOCK)
+
+
+_KERNELS = {True: _swap_vectors, False: _swap_elements}  # by whether both tensors are aligned
 
 
 def variant(one: Tensor, other: Tensor) -> tuple[int, bool]:

@@ -68,6 +68,7 @@ class Endpoint(Route):
             return await handler(request.app.state.service, request)
 
         super().__init__(path, serve, methods=[method])
+        self.path = self.path_format  # as clients read it, without the names of patterns
         self.method, self.handler, self.needs = method, handler, needs
         self.parameters = about.get("parameters", ())
         self.takes = about.get("takes")

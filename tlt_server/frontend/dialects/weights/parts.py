@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -18,7 +19,14 @@ from tlt_server.frontend.weights.uploads import PartStatus, Uploads
 ROUTES = Routes()
 
 
-PART_PATH = "/weights/{version}/{part}"
+class FileNames(StringConvertor):
+    """Names with a suffix; a path that ends in another name belongs to another route."""
+
+    regex = r"[^/]*\.[^/]*"
+
+
+register_url_convertor("file", FileNames())
+PART_PATH = "/weights/{version}/{part:file}"
 PART = (
     Parameter("version", "path", "the version that the part belongs to"),
     Parameter("part", "path", "a file name: *.safetensors, or calibration.json"),
