@@ -132,6 +132,32 @@ def test_flat_and_peaked_rows_pass_the_filters():
     assert check_against_twin(logits_SV, p, p.sample(logits_SV, filtered=True)) >= 8
 
 
+def kept_tokens(logits_SV: np.ndarray, p: Parameters) -> np.ndarray:
+    """Return a mask of the tokens that the filters keep."""
+    cut_S, last_S = (t.cpu().numpy()[:, None] for t in filters.cuts(**p.arguments(logits_SV)))
+    z_SV = logits_SV / np.maximum(p.temperature, 1e-5)[:, None]
+    return (z_SV > cut_S) | ((z_SV == cut_S) & (np.arange(logits_SV.shape[1]) <= last_S))
+
+
+@pytest.mark.parametrize("capacity", [60, 400])
+def test_weighed_bins_leave_a_nearly_even_row_the_tokens_that_a_list_leaves_it(
+    capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 4100
+    even = [rows_of(size, 3, 20 + i, spread) for i, spread in enumerate((1e-4, 0.7, 2.5, 30.0))]
+    masked = np.where(np.arange(size) % 5 == 0, rows_of(size, 3, 30), np.float32(-np.inf))
+    tied = np.round(rows_of(size, 3, 31) * 2) / np.float32(2)
+    logits_SV = np.concatenate([*even, masked, tied, np.zeros((3, size), np.float32)])
+    p = Parameters(len(logits_SV), 13)
+    p.top_p[0::3], p.top_p[1::3], p.top_p[2::3] = 0.95, 0.4, 0.99999
+    p.temperature[1::3] = 2.0  # halves: divided exactly
+    expected = kept_tokens(logits_SV, p)
+    monkeypatch.setattr(filters, "CAPACITY", capacity)
+    found = kept_tokens(logits_SV, p)
+    assert (found == expected).all()
+    assert expected.sum(axis=1).max() > 10 * capacity
+
+
 def test_close_neighbours_are_compared_exactly():
     logits_SV, p = np.zeros((24, 64), np.float32), Parameters(24, 12)
     # Four neighbours with nothing else near: the bounds of their scores lie far above the scores.

@@ -4,11 +4,13 @@ its id is <= last.
 Each filter keeps the head of the row sorted by falling z, ties by rising id, so the three of them
 are one cut in that order. There is no sort. Every group of tokens is reduced to its maximum and
 mass; from these follows a floor that the cut cannot lie below; the few tokens above it are listed;
-and the list is bisected over the values of z. Where too many remain (nearly even rows) the whole
-row is bisected instead, which costs passes over the row. Masses of tokens are integers, so neither
-the order of a list nor its tiles matter.
+and the list is bisected over the values of z. Where top_p leaves too many (nearly even rows), bins
+of z are weighed first, see `nucleus.py`. Where still too many remain, the whole row is bisected,
+which costs passes over the row. Masses of tokens are integers, so neither the order of a list nor
+its tiles matter.
 
-Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, Q batch slots.
+Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, N bins, Q batch
+slots.
 """
 
 from __future__ import annotations
@@ -17,7 +19,19 @@ import torch
 import triton
 import triton.language as tl
 
+from tlt_kernels.gpu.bisection import least, measured, shorten
 from tlt_kernels.gpu.noise import fast_exp, log
+from tlt_kernels.gpu.nucleus import (
+    BINS,
+    ONE,
+    WEIGH_WARPS,
+    WEIGHED,
+    crossing,
+    scale_for,
+    weigh_bins,
+    within,
+)
+from tlt_kernels.gpu.nucleus import TILE as WEIGHED_TILE
 from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided
@@ -31,7 +45,6 @@ CAPACITY = 16384  # listed tokens
 FLOOR_WARPS, CUT_WARPS = 8, 8
 REFINEMENTS = tl.constexpr(12)  # halvings on the way to the floor
 SLACK = tl.constexpr(1.0 - 1e-3)  # covers the rounding of a mass where only a bound is wanted
-ONE = tl.constexpr(2.0**40)  # mass of the likeliest token
 
 
 @triton.jit
@@ -77,13 +90,20 @@ def _measure_groups(
 
 
 @triton.jit
+def _target(mass, top_p):
+    return (mass * top_p).to(tl.int64)
+
+
+@triton.jit
 def _find_floors(
     row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
     floor_S, top_S, total_S, temperature_S, listed_S,
-    V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr,
+    narrowed_S, low_S, scale_S, target_S, mass_SN, part_SN,
+    V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Find floor, maximum and mass of every row. The mass is 0 where nothing is cut or the row is
-    broken; the floor is -inf where no bound was found.
+    broken; the floor is -inf where no bound was found. Prepare to weigh rows that only top_p cuts
+    and that may have more tokens than can be listed.
     """
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -103,6 +123,7 @@ def _find_floors(
     if not (cutting & (total >= 1.0) & (top < float("inf"))):
         tl.store(floor_S + s, float("inf"))
         tl.store(total_S + s, 0.0)
+        tl.store(narrowed_S + s, 0)
         return
 
     # No token that min_p and top_k keep lies below the floor; without both, those below it weigh
@@ -135,15 +156,26 @@ def _find_floors(
     tl.store(top_S + s, top)
     tl.store(total_S + s, total)
     tl.store(temperature_S + s, temperature)
+    most = GROUP * tl.sum((inside & (top_G >= floor)).to(tl.int32))
+    narrowed = tl.where(restricted | (most <= CAPACITY), 0, 1)
+    tl.store(narrowed_S + s, narrowed)
+    if narrowed != 0:
+        width = tl.minimum(depth, top - tl.min(tl.where(top_G > -float("inf"), top_G, top)))
+        tl.store(low_S + s, top - width)
+        tl.store(scale_S + s, scale_for(width, N))
+        tl.store(target_S + s, _target(total.to(tl.float64) * ONE, top_p))
+        tl.store(mass_SN + s * N + tl.arange(0, N), tl.zeros((N,), tl.int64))
+        tl.store(part_SN + s * N + tl.arange(0, N), tl.zeros((N,), tl.int64))
 
 
 @triton.jit
 def _list_tokens(
     logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL,
-    V, G, GROUP: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+    narrowed_S, low_S, scale_S, target_S, mass_SN, part_SN,
+    V, G, GROUP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens with z >= floor, in any order. listed_S counts them, or says that there are
-    more than fit.
+    """List the tokens with z >= floor, in any order; of a weighed row, those where the cut lies.
+    listed_S counts them, or says that there are more than fit.
     """
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
@@ -154,13 +186,18 @@ def _list_tokens(
         tl.load(temperature_S + s),
         tl.load(listed_S + s),
     )
+    narrowed = tl.load(narrowed_S + s) != 0
     top = tl.load(top_SG + s * G + tokens // GROUP, mask=tokens < V, other=-float("inf"))
-    if (floor == -float("inf")) | (floor == float("inf")) | (listed > CAPACITY):
+    bounded = narrowed | (floor > -float("inf"))
+    if not (bounded & (floor < float("inf")) & (listed <= CAPACITY)):
         return
-    z = divided(
-        tl.load(logits_SV + s * V + tokens, mask=top >= floor, other=-float("inf")), temperature
-    )
-    wanted = z >= floor
+    wanted = (tokens < V) & (top >= floor)
+    z = divided(tl.load(logits_SV + s * V + tokens, mask=wanted, other=-float("inf")), temperature)
+    wanted &= z >= floor
+    if narrowed:
+        crossed, start, part, _ = crossing(mass_SN, part_SN, target_S, low_S, scale_S, s, N)
+        low, scale = tl.load(low_S + s), tl.load(scale_S + s)
+        wanted &= within(z, low, scale, crossed, start, part, N)
     at = tl.atomic_add(listed_S + s + tl.zeros((BLOCK,), tl.int32), 1, mask=wanted, sem="relaxed")
     wanted &= at < CAPACITY
     tl.store(z_SL + s * CAPACITY + at, z, mask=wanted)
@@ -168,103 +205,11 @@ def _list_tokens(
 
 
 @triton.jit
-def _measured(
-    logits_V,
-    z_L,
-    token_L,
-    size,
-    listed,
-    temperature,
-    top,
-    key,
-    last,
-    MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return (count, mass) of the tokens whose key is larger, or equal with an id up to `last`.
-    Without MASS the count stands for the mass.
-    """
-    count = tl.zeros((TILE,), tl.int32)
-    mass = tl.zeros((TILE,), tl.int64)
-    for start in range(0, size, TILE):
-        lanes = start + tl.arange(0, TILE)
-        if listed:
-            z = tl.load(z_L + lanes, mask=lanes < size, other=-float("inf"))
-            tokens = tl.load(token_L + lanes, mask=lanes < size, other=0)
-        else:
-            z = divided(
-                tl.load(logits_V + lanes, mask=lanes < size, other=-float("inf")), temperature
-            )
-            tokens = lanes
-        keys = key_of(z)
-        kept = (lanes < size) & ((keys > key) | ((keys == key) & (tokens <= last)))
-        count += kept.to(tl.int32)
-        if MASS:
-            mass += tl.where(kept, fast_exp(z - top) * ONE, 0.0).to(tl.int64)
-    number = tl.sum(count)
-    return number, tl.sum(mass) if MASS else number.to(tl.int64)
-
-
-@triton.jit
-def _shorten(
-    logits_V,
-    z_L,
-    token_L,
-    size,
-    listed,
-    temperature,
-    top,
-    low_key,
-    low_last,
-    target,
-    V,
-    MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return (key, last) of the shortest head that measures `target`. The head that ends at
-    (low_key, low_last) is known to measure it.
-    """
-    low, high = low_key, key_of(top) + 1
-    count_low = _measured(
-        logits_V, z_L, token_L, size, listed, temperature, top, low, low_last, False, TILE
-    )[0]
-    count_high = tl.zeros_like(count_low)
-    halve_keys = False
-    while (count_low - count_high > 1) & (high - 1 > low):
-        middle = key_of(
-            0.5 * (value_of(low) + value_of(high))
-        )  # tokens are spread more evenly over values than over keys
-        if halve_keys | (middle <= low) | (middle >= high):
-            middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
-        halve_keys = not halve_keys
-        count, mass = _measured(
-            logits_V, z_L, token_L, size, listed, temperature, top, middle, V, MASS, TILE
-        )
-        if mass >= target:
-            low, count_low = middle, count
-        else:
-            high, count_high = middle, count
-    last = tl.where(low == low_key, low_last, V)
-    if count_low - count_high > 1:  # ties
-        before = tl.full((), -1, tl.int32)
-        last = tl.minimum(last, V - 1)
-        while last - before > 1:
-            middle = (before + last) >> 1
-            head = _measured(
-                logits_V, z_L, token_L, size, listed, temperature, top, low, middle, MASS, TILE
-            )[1]
-            if head >= target:
-                last = middle
-            else:
-                before = middle
-    return low, last
-
-
-@triton.jit
 def _cut_rows(
     logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q,
     floor_S, top_S, total_S, listed_S,
-    z_SL, token_SL, cut_S, last_S, V, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    z_SL, token_SL, narrowed_S, low_S, scale_S, target_S, mass_SN, part_SN, cut_S, last_S,
+    V, TILE: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -278,16 +223,17 @@ def _cut_rows(
         row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
     )
     floor, top, size = tl.load(floor_S + s), tl.load(top_S + s), tl.load(listed_S + s)
-    listed = (floor > -float("inf")) & (size <= CAPACITY)
+    narrowed = (tl.load(narrowed_S + s) != 0) & (size <= CAPACITY)
+    listed = narrowed | ((floor > -float("inf")) & (size <= CAPACITY))
     size = tl.where(listed, size, V)
     logits_V, z_L, token_L = logits_SV + s * V, z_SL + s * CAPACITY, token_SL + s * CAPACITY
     key, last = key_of(floor), tl.full((), V, tl.int32)
     if top_k < V:
-        count = _measured(
+        count = measured(
             logits_V, z_L, token_L, size, listed, temperature, top, key, last, False, TILE
         )[0]
         if count > top_k:
-            key, last = _shorten(
+            key, last = shorten(
                 logits_V,
                 z_L,
                 token_L,
@@ -305,13 +251,16 @@ def _cut_rows(
     if top_p < 1.0:
         target = total.to(tl.float64) * ONE
         if (min_p > 0.0) | (top_k < V):
-            mass = _measured(
+            mass = measured(
                 logits_V, z_L, token_L, size, listed, temperature, top, key, last, True, TILE
             )[1]
             target = mass.to(tl.float64)
-        target = (target * top_p).to(tl.int64)
-        key, last = _shorten(
-            logits_V, z_L, token_L, size, listed, temperature, top, key, last, target, V, True, TILE
+        goal = _target(target, top_p)
+        if narrowed:
+            goal -= crossing(mass_SN, part_SN, target_S, low_S, scale_S, s, N)[3]
+            key = least(z_L, size, key, TILE)
+        key, last = shorten(
+            logits_V, z_L, token_L, size, listed, temperature, top, key, last, goal, V, True, TILE
         )
     tl.store(cut_S + s, value_of(key))
     tl.store(last_S + s, last)
@@ -330,6 +279,11 @@ def cuts(
     top_SG, mass_SG = (logits_SV.new_empty(S, G) for _ in range(2))
     floor_S, top_S, total_S, temperature_S, cut_S = (logits_SV.new_empty(S) for _ in range(5))
     listed_S, last_S = (row_S.new_empty(S) for _ in range(2))
+    # Of rows that top_p alone cuts, if they may have more tokens than are listed.
+    narrowed_S, target_S = row_S.new_empty(S), row_S.new_empty(S, dtype=torch.int64)
+    low_S, scale_S = (logits_SV.new_empty(S) for _ in range(2))
+    mass_SN, part_SN = (row_S.new_empty((S, BINS), dtype=torch.int64) for _ in range(2))
+    bins = (narrowed_S, low_S, scale_S, target_S, mass_SN, part_SN)
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
     parameters = (
         row_S,
@@ -352,15 +306,22 @@ def cuts(
         **PDL,
     )
     _find_floors[(S,)](
-        *parameters, top_SG, mass_SG, floor_S, top_S, total_S, temperature_S, listed_S,
-        V, G, GROUP=GROUP, G_TILE=triton.next_power_of_2(G), num_warps=FLOOR_WARPS, **PDL,
+        *parameters, top_SG, mass_SG, floor_S, top_S, total_S, temperature_S, listed_S, *bins,
+        V, G, GROUP=GROUP, G_TILE=triton.next_power_of_2(G), N=BINS, CAPACITY=CAPACITY,
+        num_warps=FLOOR_WARPS, **PDL,
     )  # fmt: skip
+    for parts in (False, True):
+        weigh_bins[(triton.cdiv(V, WEIGHED), S)](
+            logits_SV, narrowed_S, floor_S, low_S, scale_S, top_S, target_S, temperature_S,
+            mass_SN, part_SN, V, PARTS=parts, N=BINS, WEIGHED=WEIGHED, TILE=WEIGHED_TILE,
+            num_warps=WEIGH_WARPS, **PDL,
+        )  # fmt: skip
     _list_tokens[(triton.cdiv(V, BLOCK), S)](
-        logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL,
-        V, G, GROUP=GROUP, BLOCK=BLOCK, CAPACITY=CAPACITY, num_warps=4, **PDL,
+        logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL, *bins,
+        V, G, GROUP=GROUP, BLOCK=BLOCK, N=BINS, CAPACITY=CAPACITY, num_warps=4, **PDL,
     )  # fmt: skip
     _cut_rows[(S,)](
-        logits_SV, *parameters, floor_S, top_S, total_S, listed_S, z_SL, token_SL, cut_S, last_S,
-        V, TILE=TILE, CAPACITY=CAPACITY, num_warps=CUT_WARPS, **PDL,
+        logits_SV, *parameters, floor_S, top_S, total_S, listed_S, z_SL, token_SL, *bins,
+        cut_S, last_S, V, TILE=TILE, N=BINS, CAPACITY=CAPACITY, num_warps=CUT_WARPS, **PDL,
     )  # fmt: skip
     return cut_S, last_S

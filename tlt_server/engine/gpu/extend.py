@@ -70,6 +70,7 @@ class Extend:
     ) -> None:
         self.key, self.state, self._followers = key, state, followers
         rows, device = key.decode_rows + key.prompt_rows, state.upload_U.device.type
+        assert rows <= len(state.hidden_RH), f"{key}: {rows} rows, {len(state.hidden_RH)} have room"
         self.rows = RowTable.allocate(rows, state.depth, device=device)
         self.trees = Trees.allocate(key.batch, key.chunks, key.decode_rows, device=device)
         self.kept = KeptRows.allocate(
