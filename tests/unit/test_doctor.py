@@ -212,6 +212,11 @@ def test_state_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "file"], "a check changes nothing"
 
 
+def test_step_times(tmp_path: Path) -> None:
+    finding = found(places.step_times, configured(state_dir=tmp_path))
+    expect_ok(finding, f"none yet in {tmp_path}: measured at the next start")
+
+
 @pytest.mark.parametrize(("free", "status"), [(10, "fail"), (90, "warn"), (4000, "ok")])
 def test_disk(free: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.unit.test_goodput import PROFILED, cpu_seconds, trees
-from tlt_server.engine.knowledge_file import MAX_BYTES, NAME, KnowledgeFile
+from tlt_server.engine.knowledge_file import MAX_BYTES, NAME, KnowledgeFile, profile_in
 from tlt_server.speculation.cost import Measured
 from tlt_server.speculation.knowledge import Knowledge
 
@@ -40,6 +42,18 @@ def test_a_restarted_engine_knows_what_it_knew(tmp_path: Path) -> None:
     nodes = np.array([0.5, 3.0, 7.0])
     eagle = found.outlooks["eagle"].gain(7, 1, nodes)
     np.testing.assert_array_equal(eagle, before.outlooks["eagle"].gain(7, 1, nodes))
+
+
+def test_the_profile_in_use_is_told_with_what_made_it(tmp_path: Path) -> None:
+    assert profile_in(None).startswith("none is kept (--state-dir keeps it)")
+    assert profile_in(tmp_path) == f"none yet in {tmp_path}: measured at the next start"
+    path = kept(tmp_path)
+    os.utime(path, (0, 43200))
+    assert re.fullmatch(
+        rf"{path}, made 1970-01-0[12] \d\d:\d\d by one, two layers", profile_in(tmp_path)
+    )
+    path.write_bytes(b"{")
+    assert f"{path} cannot be read, and will be made again" in profile_in(tmp_path)
 
 
 def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
