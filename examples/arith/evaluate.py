@@ -190,7 +190,8 @@ def main() -> None:
         help="write the model card from figures.json and measure nothing",
     )
     parser.add_argument(
-        "--machine", default="one NVIDIA H200" if torch.cuda.is_available() else "a CPU"
+        "--machine",
+        default=f"one {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "a CPU",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
