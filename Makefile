@@ -16,6 +16,7 @@ PIP_ARGS ?=
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 PAIR ?= /tmp/padded-7b
+HARD ?= /tmp/padded-7b-hard
 SHAPE ?= qwen2.5-7b
 RESULTS ?= benchmarks/results
 ON_PAIR = --device cuda --model "$(PAIR)/target" --drafter "$(PAIR)/drafter" $(ARGS)
@@ -88,6 +89,11 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --context 16000 --json "$(RESULTS)/cycle-gpu.json"
 	"$(BIN)/tlt" bench cycle --device cuda --json "$(RESULTS)/cycle-demo-gpu.json"
 	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-gpu.json"
+	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) --json "$(RESULTS)/rollout-http-gpu.json"
+	test -f "$(HARD)/drafter/config.json" || "$(BIN)/tlt" bench pad --shape "$(SHAPE)" --out "$(HARD)" --device cuda --target benchmarks/pairs/hard/target --drafter benchmarks/pairs/hard/drafter
+	"$(BIN)/tlt" bench rollout --http --pair hard --device cuda --model "$(HARD)/target" --drafter "$(HARD)/drafter" $(ARGS) --json "$(RESULTS)/rollout-http-hard-gpu.json"
+	"$(BIN)/tlt" bench record $(ON_PAIR) --out "$(HARD)/rollout.safetensors"
+	"$(BIN)/tlt" bench replay "$(HARD)/rollout.safetensors" --json "$(RESULTS)/replay-gpu.json"
 	for part in gemm norms attention sampling trees; do "$(BIN)/tlt" bench "$$part" --json "$(RESULTS)/$$part-gpu.json"; done
 	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
 	"$(BIN)/python" -m benchmarks.report

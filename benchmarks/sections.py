@@ -206,9 +206,10 @@ def _rollout(figures: Figures) -> Iterator[str]:
 
 def _rollout_http(figures: Figures) -> Iterator[str]:
     yield _model(figures)
-    seeds, nats = ", ".join(map(str, figures["seeds"])), figures["rows"][0]["nats_per_token"]
+    seeds, first = ", ".join(map(str, figures["seeds"])), figures["rows"][0]
     yield (
-        f"Whole rollouts over HTTP, medians over the seeds {seeds}; {nats:.2f} nats per token. "
+        f"The {first['pair']} pair, {first['nats_per_token']:.2f} nats per token; whole rollouts "
+        f"over HTTP, medians over the seeds {seeds}. "
         "`full 64`: 64 requests running all the time. Ratios are medians of one seed's times. "
         "Runs with other tokens or bits of "
         f"log-probs than the first arm's: {figures['responses_differing']}."

@@ -58,6 +58,12 @@ def add_rollout(parser: argparse.ArgumentParser, engine: Flags) -> None:
         "--max-tokens", type=_count, metavar="N", help="per response [default 2000]", default=2000
     )
     http.add_argument(
+        "--pair",
+        default="demo",
+        metavar="NAME",
+        help="of the models, in the figures [default demo]",
+    )
+    http.add_argument(
         "--penalties",
         action="store_true",
         help="give every request a repetition and a presence penalty",

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         "penalties": bool(args.penalties),
         **described(settings),
         "max_running": args.max_running,
-        **figures(seen),
+        **figures(seen, args.pair),
     }
     _print(console, summary)
     finish(args, summary, on_gpu=args.device == "cuda")
@@ -137,7 +137,7 @@ def _commands(device: str) -> list[SetPolicy]:
     return [SetPolicy(DEFAULT), SetPolicy("off"), *fixed, SetPolicy("beg")]
 
 
-def figures(seen: dict[tuple[str, str], list[RolloutRun]]) -> dict[str, Any]:
+def figures(seen: dict[tuple[str, str], list[RolloutRun]], pair: str) -> dict[str, Any]:
     """Return a row per workload and arm, and how many runs gave other responses than the first
     arm's.
     """
@@ -148,6 +148,7 @@ def figures(seen: dict[tuple[str, str], list[RolloutRun]]) -> dict[str, Any]:
         differing += sum(a.digest != b.digest for a, b in zip(runs, first, strict=True))
         drafted = sum(r.drafted_tokens for r in runs)
         row: dict[str, Any] = {
+            "pair": pair,
             "workload": workload,
             "arm": arm,
             "seconds": round(statistics.median(r.seconds for r in runs), 3),
