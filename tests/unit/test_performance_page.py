@@ -17,6 +17,8 @@ from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import RUNS, figures
 from benchmarks.report import PAGE, README, RESULTS, page
+from tlt_server.bench.rollout_http import RolloutRun
+from tlt_server.bench.rollout_http import figures as rollout_figures
 from tlt_server.bench.weights import MeasuredPush, row
 
 SHAPE = {
@@ -96,6 +98,12 @@ PUSHES = [
     )
     for seconds, pause_ms in ((3.0, 0.5), (5.0, 97.0), (4.0, 0.4))
 ]
+
+
+def rollout_run(seconds: float) -> RolloutRun:
+    return RolloutRun(seconds, 60_000, 9_000.0, b"same", 900, 700, {"eagle chain": seconds})
+
+
 EXAMPLES = [
     decode("decode-h200.json", 3.8),
     result(
@@ -236,6 +244,20 @@ EXAMPLES = [
         ],
         **COMMON,
     ),
+    result(
+        "rollout-http-h200.json",
+        bench="rollout-http",
+        seeds=[1, 2],
+        **rollout_figures(
+            {
+                ("512", "goodput"): [rollout_run(2.0), rollout_run(3.0)],
+                ("512", "off"): [rollout_run(8.0), rollout_run(6.0)],
+                ("512", "fixed:eagle:7x1x8"): [rollout_run(3.0), rollout_run(3.0)],
+            },
+            "demo",
+        ),
+        **COMMON,
+    ),
     result("trees.json", bench="trees", rows=[{"requests": 1, "walk_us": 3.5}]),
     result("test-gpu.json", **figures(ALL_PASSED, SAME_BITS)),
 ]
@@ -346,6 +368,12 @@ def test_the_page_says_whether_pushes_were_spooled() -> None:
 )
 def test_verdicts(what: str, value: float, expected: str) -> None:
     assert verdict(goal(what), value) == expected
+
+
+def test_rollouts_are_compared_seed_by_seed() -> None:
+    said = page(EXAMPLES)
+    assert "|512|goodput|2.50|25000|3.00x|1.25x|" in said, "medians of 4 and 2, of 1.5 and 1"
+    assert "|512|off|7.00|8750|1.00x||" in said
 
 
 def test_goals_ask_for_fields_that_benches_write() -> None:
