@@ -8,7 +8,9 @@ what was found.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.numerics import Numerics
 
+GPU_READERS = 4  # threads that read and copy; one alone leaves most of the bus idle
 STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -110,12 +113,23 @@ def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[
     """
     files = tensor_files(directory)
     check_names(parameters, files, ignored, directory)
-    for path in sorted(set(files.values())):
-        names = [name for name in parameters if files[name] == path]
-        for name, tensor in read_tensors(path, names):
-            values = tensor.to(parameters[name].device)
-            check_tensor(name, values, parameters[name], path)
-            parameters[name].copy_(values)
+    inference = torch.is_inference_mode_enabled()  # a property of each thread
+
+    def copy(path: Path, names: Sequence[str]) -> None:
+        with torch.inference_mode(inference):
+            for name, tensor in read_tensors(path, names):
+                values = tensor.to(parameters[name].device)
+                check_tensor(name, values, parameters[name], path)
+                parameters[name].copy_(values)
+
+    on_gpu = any(parameter.is_cuda for parameter in parameters.values())
+    readers = GPU_READERS if on_gpu else 1
+    with ThreadPoolExecutor(readers) as pool:
+        for path in sorted(set(files.values())):
+            names = [name for name in parameters if files[name] == path]
+            parts = [names[first::readers] for first in range(readers)]
+            # A CPU's threads are busy with the one copy.
+            list((pool.map if on_gpu else map)(partial(copy, path), parts))
 
 
 def check_files(
