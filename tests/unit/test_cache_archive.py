@@ -4,6 +4,7 @@ would not be used is refused by name, and then nothing has changed.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import io
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tlt_server.cache import archive
+from tlt_server.cache import archive, command
 from tlt_server.cache.archive import ArchiveManifest, Refused, export, import_
 from tlt_server.engine.gpu.kernel_records import (
     FOLDER,
@@ -155,6 +156,19 @@ def folder(members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
     members.append((member, b""))
 
 
+def holes(members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+    """Declare a file of 1 MiB that takes no room in the archive."""
+    member = tarfile.TarInfo(f"kernels/{ENTRY}/_grow.ptx.json")
+    member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**20)}
+    members.append((member, b""))
+
+
+def no_number(members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+    member = tarfile.TarInfo(f"kernels/{ENTRY}/_other.cubin")
+    member.pax_headers = {"GNU.sparse.size": "x"}
+    members.append((member, b""))
+
+
 def replaced(end: str, data: bytes) -> Change:
     def change(members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
         [at] = [i for i, (member, _) in enumerate(members) if member.name.endswith(end)]
@@ -184,8 +198,11 @@ def foreign(members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
         (named(f"kernels/{ENTRY}/__triton_launcher.so"), "which no archive of kernels has"),
         (link, "no plain file"),
         (folder, "no plain file"),
+        (holes, "no plain file"),
+        (no_number, "cannot be read as an archive"),
+        (named(f"kernels/{ENTRY}/__grp___other.json"), "which no archive of kernels has"),
         (replaced("_grow.json", b"{}"), "no kernel of Triton's"),
-        (replaced("_grow.json", b"[" * 10**5), "no kernel of Triton's"),
+        (replaced("_grow.json", b'{"x": ' + b"[" * 10**5), "no kernel of Triton's"),
         (without("_grow.json"), "no kernel of Triton's"),
         (without("_grow.cubin"), "has no program"),
         (foreign, "its hash is another's"),
@@ -208,6 +225,7 @@ def test_what_no_export_writes_is_refused(
         (without(".cubin"), "lacks kernels/"),
         (without("manifest.json"), "does not begin with manifest.json"),
         (replaced("manifest.json", b'{"format": 1}'), "manifest.json cannot be read"),
+        (replaced("manifest.json", b'{"\xff": 1}'), "manifest.json cannot be read"),
     ],
 )
 def test_what_was_changed_on_the_way_is_named(
@@ -250,6 +268,19 @@ def test_no_archive_is_refused(content: bytes | None, tmp_path: Path) -> None:
         (tmp_path / "x.tar").write_bytes(content)
     with pytest.raises(Refused, match=r"x\.tar"):
         import_(tmp_path / "x.tar", tmp_path / "new", HERE)
+
+
+@pytest.mark.parametrize("state", ["x.tar", "x.tar/state"])
+def test_a_directory_that_cannot_be_made_is_named(
+    state: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(tmp_path / "x.tar", cache, HERE)
+    monkeypatch.setattr(command, "cache_directory", lambda: tmp_path / "new")
+    monkeypatch.setattr(command, "toolchain", lambda: HERE)
+    given = argparse.Namespace(verb="import", file=tmp_path / "x.tar", state_dir=tmp_path / state)
+    with pytest.raises(StartupError, match=r"x\.tar.* cannot be used: .*--state-dir"):
+        command.run(given)
+    assert files(tmp_path / "new") == {}
 
 
 def test_a_damaged_or_foreign_record_is_named_and_not_used(

@@ -38,8 +38,10 @@ FORMAT = 1
 MAX_FILES = 20_000
 MAX_FILE_BYTES = 64 * 2**20
 MAX_BYTES = 2**30
-KERNEL_NAME = re.compile(r"kernels/([A-Z2-7]{52})/(\w{1,150}\.(?:json|cubin))")
+# Triton's lists of files (`__grp__`) hold paths, so an archive has none.
+KERNEL_NAME = re.compile(r"kernels/([A-Z2-7]{52})/((?!__grp__)\w{1,150}\.(?:json|cubin))", re.ASCII)
 RECORD_NAME = re.compile(r"records/[0-9a-f]{32}\.json")
+UNREADABLE = (ValueError, RecursionError)  # errors of JSON that is damaged or nested too deeply
 
 
 class ArchiveManifest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +91,7 @@ def export(
     for entry in entries:
         for path in sorted((cache / entry).iterdir()):
             name = f"kernels/{entry}/{path.name}"
-            if KERNEL_NAME.fullmatch(name) and not path.name.startswith("__grp__"):
+            if KERNEL_NAME.fullmatch(name):
                 contents[name] = path.read_bytes()
     profile = state is not None and (state / PROFILE).exists()
     if state is not None and profile:
@@ -109,7 +111,8 @@ def import_(
     """Take an archive's kernels, and its profile where the state directory has none. `Refused`
     names what is wrong.
     """
-    private_directory(cache / FOLDER, parents=True, exist_ok=True)
+    for directory in (cache / FOLDER, *([state] if state is not None else ())):
+        private_directory(directory, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="import-", dir=cache / FOLDER) as directory:
         staged = Path(directory)
         names = _unpack(file, staged, toolchain)
@@ -128,7 +131,6 @@ def import_(
                 write_record(cache, record)
         profile = state is not None and PROFILE in names and not (state / PROFILE).exists()
         if state is not None and profile:
-            private_directory(state, parents=True, exist_ok=True)
             shutil.copyfile(staged / PROFILE, state / f"{PROFILE}.import")
             os.replace(state / f"{PROFILE}.import", state / PROFILE)
         return Moved(len(entries), len(found), file.stat().st_size, profile)
@@ -164,7 +166,7 @@ def _unpack(file: Path, staged: Path, toolchain: Mapping[str, str]) -> list[str]
             manifest = _manifest(file, members)
             _check_toolchain(file, manifest.toolchain, toolchain)
             names = [_store(file, name, content, manifest, staged) for name, content in members]
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, tarfile.TarError, ValueError) as error:
         raise Refused(
             f"{file} cannot be read as an archive of tlt cache export: {error}; export it again"
         ) from None
@@ -178,7 +180,8 @@ def _members(file: Path, archive: tarfile.TarFile) -> Iterator[tuple[str, IO[byt
     """Yield name and content of each member, none of which is anything but a plain file."""
     for number, member in enumerate(archive):
         shown = member.name[:200]
-        if member.type != tarfile.REGTYPE:
+        # Extended headers can declare holes, which take no room here but do where they are read.
+        if member.type != tarfile.REGTYPE or member.pax_headers:
             raise Refused(f"{file} has {shown!r}, which is no plain file; nothing was taken")
         if number >= MAX_FILES or member.size > MAX_FILE_BYTES:
             raise Refused(
@@ -198,7 +201,7 @@ def _manifest(file: Path, members: Iterator[tuple[str, IO[bytes]]]) -> ArchiveMa
         )
     try:
         manifest = msgspec.json.decode(content.read(), type=ArchiveManifest)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise Refused(f"{file}: {MANIFEST} cannot be read: {error}; export it again") from None
     if manifest.format != FORMAT:
         raise Refused(
@@ -246,7 +249,7 @@ def _is_record(name: str) -> bool:
 def _record(file: Path, path: Path, toolchain: Mapping[str, str]) -> KernelRecord:
     try:
         record = msgspec.json.decode(path.read_bytes(), type=KernelRecord)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise Refused(f"{file}: records/{path.name} cannot be read: {error}") from None
     if record.name != path.name or record.toolchain != toolchain or record.started:
         raise Refused(f"{file}: records/{path.name} is not the record that its name says")
@@ -261,7 +264,7 @@ def _complete(file: Path, staged: Path, entry: Path) -> None:
         digest = msgspec.json.decode(description.read_bytes(), type=_Description).hash
         if entry_name(digest) != entry.name or not description.with_suffix(".cubin").exists():
             raise ValueError("its hash is another's, or it has no program")
-    except (ValueError, msgspec.MsgspecError) as error:
+    except UNREADABLE as error:
         raise Refused(f"{file}: kernels/{entry.name} is no kernel of Triton's: {error}") from None
     paths = {path.name: str(entry / path.name) for path in sorted(staged.iterdir())}
     with open(staged / f"__grp__{description.name}", "xb", opener=private_file) as out:

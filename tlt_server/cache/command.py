@@ -13,13 +13,21 @@ from rich.console import Console
 from tlt_server.cache.archive import Moved, export, import_
 from tlt_server.engine.gpu.kernel_records import KernelRecord, cache_directory, records, toolchain
 from tlt_server.engine.knowledge_file import profile_in
+from tlt_server.errors import StartupError
 
 MIB = 2**20
 
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    VERBS[arguments.verb](arguments, cache_directory(), toolchain(), console)
+    cache = cache_directory()
+    try:
+        VERBS[arguments.verb](arguments, cache, toolchain(), console)
+    except OSError as error:
+        raise StartupError(
+            f"{error.filename or cache} cannot be used: {error.strerror}; TRITON_CACHE_DIR and "
+            "--state-dir must be directories that this user may write to"
+        ) from error
     return 0
 
 

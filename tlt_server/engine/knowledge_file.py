@@ -59,7 +59,7 @@ class KnowledgeFile:
             if other:
                 raise ValueError(f"it was made with {'; '.join(other)[:300]}")
             knowledge.restore(content.knowledge)
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             print(f"tlt: {self._path} is not used, and made again: {error}", file=sys.stderr)
             return ""
         return str(self._path)
@@ -93,7 +93,7 @@ def profile_in(directory: Path | None) -> str:
     try:
         with path.open("rb") as file:
             made_by = msgspec.json.decode(file.read(MAX_BYTES), type=_Content).made_by
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{path} cannot be read, and will be made again: {error}"
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
     what = ", ".join(made_by[name] for name in ("processor", "model", "dtype") if name in made_by)

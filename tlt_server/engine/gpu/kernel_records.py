@@ -116,7 +116,7 @@ def read_record(cache: Path, name: str) -> KernelRecord | None:
             record = msgspec.json.decode(file.read(MAX_BYTES), type=KernelRecord)
         if record.name != name:
             raise ValueError(f"it is a record for {record.name}")
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         print(f"tlt: {path} is not used, and made again: {error}", file=sys.stderr)
         return None
     return record
