@@ -4,6 +4,7 @@ it accepts included, on a CPU and one step late on a GPU.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,13 @@ import pytest
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, request
 from tlt_server.bench.recording import recorded
-from tlt_server.bench.replay import figures
+from tlt_server.bench.replay import figures, run
 from tlt_server.bench.replaying.names import parse_policy
 from tlt_server.bench.replaying.plots import draw
 from tlt_server.bench.replaying.simulated import Replay
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
 from tlt_server.speculation.recorded import DraftedTrees, RolloutRecord
 
 CHAIN, SHORT, TREE = "fixed:eagle:7x1x8", "fixed:eagle:3x1x3", "fixed:eagle:4x2x6"
@@ -119,14 +121,61 @@ def test_plots_are_pictures(record: RolloutRecord, tmp_path: Path) -> None:
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
 
 
-def assert_predicted(record: RolloutRecord, run: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("fixed:other:7x1x8", "the record has eagle, history"),
+        ("fixed:eagle:7x3x8", "trees of 1, 2: record it with --width 3"),
+        ("fixed:eagle:5x2x8", "trees of 4 levels"),
+    ],
+)
+def test_what_the_record_cannot_tell_is_refused(
+    policy: str, says: str, record: RolloutRecord, tmp_path: Path
+) -> None:
+    record.save(tmp_path / "record.safetensors")
+    given = argparse.Namespace(
+        file=tmp_path / "record.safetensors", policy=[parse_policy(policy)], plots=None, rounds=1
+    )
+    with pytest.raises(StartupError, match=says):
+        run(given)
+
+
+def test_a_policy_of_a_drafter_that_is_not_loaded_is_not_recorded() -> None:
+    settings = EngineSettings(model=TARGET, drafter=str(DRAFTER))
+    with pytest.raises(StartupError, match="fixed:other:7x1x8 needs the drafter 'other'"):
+        recorded(settings, [], [parse_policy("fixed:other:7x1x8")], [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"__metadata__", b"__metadatas_"),
+        (b'\\"device\\":\\"cpu\\"', b'\\"device\\":\\"tpu\\"'),
+        (b'[\\"eagle\\",', b'[\\"other\\",'),
+        (b'\\"versions\\":[\\"initial\\"]', b'\\"versions\\":[           ]'),
+        (b'\\"described\\":{', b'\\"described\\":\xff'),
+    ],
+)
+def test_a_damaged_record_is_named(
+    old: bytes, new: bytes, record: RolloutRecord, tmp_path: Path
+) -> None:
+    file = tmp_path / "record.safetensors"
+    record.save(file)
+    data = file.read_bytes()
+    assert old in data and len(old) == len(new)
+    file.write_bytes(data.replace(old, new, 1))
+    with pytest.raises(StartupError, match=r"record\.safetensors .* record the rollout again"):
+        RolloutRecord.load(file)
+
+
+def assert_predicted(record: RolloutRecord, turn: int, name: str) -> None:
     """Compare a run of the engine with the replay of its policy."""
     cycles = record.cycles
-    of_run_V = cycles.run_C[cycles.cycle_V] == run
+    of_run_V = cycles.run_C[cycles.cycle_V] == turn
     seen = zip(cycles.request_V, cycles.root_V, cycles.accepted_V, strict=True)
     expected = [tuple(map(int, v)) for v, mine in zip(seen, of_run_V, strict=True) if mine]
     replayed = Replay(record, parse_policy(name), judged=False).run()
     assert [v for cycle in replayed.cycles for v in cycle.verified] == expected
-    rows = cycles.rows_C[cycles.run_C == run]
+    rows = cycles.rows_C[cycles.run_C == turn]
     assert [cycle.cycle.rows for cycle in replayed.cycles] == rows.tolist()
     assert replayed.tokens == record.responses.output_len_N.sum()

@@ -13,7 +13,14 @@ import pytest
 
 from tlt_server.records import OFF, Arms, Cycle, StepContext, Strategy
 from tlt_server.speculation.batch import Candidates
-from tlt_server.speculation.cost import CostModel, Measured, StepLoad, load_of, not_negative
+from tlt_server.speculation.cost import (
+    LEAST_S,
+    CostModel,
+    Measured,
+    StepLoad,
+    load_of,
+    not_negative,
+)
 from tlt_server.speculation.knowledge import Drafted, Knowledge
 from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies.goodput import Goodput
@@ -214,6 +221,19 @@ def test_a_model_without_a_profile_learns_from_the_first_steps() -> None:
             model.observe(load, cpu_seconds(load))
     load = StepLoad("", 0, 0, 16, 16, 0, CONTEXT)
     assert model.predict(load) == pytest.approx(cpu_seconds(load), rel=0.2)
+
+
+def test_no_step_is_expected_to_take_no_time() -> None:
+    knowledge = Knowledge(("eagle",))
+    steps = [StepLoad("", 0, 0, batch, batch, 0, 0.0) for batch in (64, 128)]
+    knowledge.cost.profile(Measured(load, 1e-3 if load.batch == 64 else 1e-1) for load in steps)
+    one = StepLoad("", 0, 0, 1, 1, 0, 0.0)
+    assert knowledge.cost.predict(one) == LEAST_S
+    Goodput(knowledge).choose(StepContext(1, 0, 0.0, 1))
+    before = knowledge.cost.predict(one)
+    for _ in range(200):
+        knowledge.cost.observe(one, 1e-3)
+    assert before < knowledge.cost.predict(one) == pytest.approx(1e-3, rel=0.1)
 
 
 def test_a_deep_tree_says_what_shallower_and_smaller_ones_accept() -> None:

@@ -137,6 +137,13 @@ def recorded(
     on_end: Callable[[str], None] = lambda name: None,
 ) -> RolloutRecord:
     """Run the rollout under every policy, then draft at every position."""
+    for command in policies:
+        if command.strategy and command.strategy.drafter not in settings.drafters:
+            raise StartupError(
+                f"--policy {policy_name(command)} needs the drafter {command.strategy.drafter!r}; "
+                f"loaded: {', '.join(settings.drafters) or 'none'}. Use one of these, or another "
+                "--drafter"
+            )
     engine, info = assemble(settings)
     runner = engine.runner
     watched = WatchedRunner(runner)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.replaying.drafts import check_strategy
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.replaying.plots import check_plots, draw, shape_of
 from tlt_server.bench.replaying.simulated import Replay, ReplayResult
@@ -26,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
         check_plots()
     record = RolloutRecord.load(args.file)
     commands = args.policy or [SetPolicy(name) for name in DEFAULT]
+    for strategy in filter(None, (command.strategy for command in commands)):
+        check_strategy(record.header, strategy)
     named: dict[str, SetPolicy | None] = {policy_name(c): c for c in commands}
     named[ORACLE] = None
     tokens = int(record.responses.output_len_N.sum())

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt_client import Client
+from tlt_client.errors import InvalidRequest
 from tlt_client.wire import Reply
 from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, progress_bar, wide_console
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     most = 96 if args.quick else args.max_tokens
     workloads = [Workload.of(name) for name in args.workload or WORKLOADS[args.device]]
     if args.quick:
-        workloads = [workload._replace(requests=16) for workload in workloads[:1]]
+        workloads = [Workload.of("full 4" if each.running else "16") for each in workloads[:1]]
     seeds = args.seeds or SEEDS[: 2 if args.quick else None]
     commands = args.policy or _commands(args.device)
     arms = {policy_name(command): command for command in commands}
@@ -109,9 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 requests = [shortened(r, min(most, FULL_TOKENS)) for r in requests]
             for arm, command in arms.items():
                 progress.update(task, description=f"{workload.name}: {arm.replace(':', ' ')}")
-                client.set_strategy(
-                    command.policy, command.strategy.name if command.strategy else None
-                )
+                _set(client, command)
                 client.clear_cache()
                 seen.setdefault((workload.name, arm), []).append(
                     _rollout(server, client, requests, workload.running, args.penalties)
@@ -130,6 +129,13 @@ def run(args: argparse.Namespace) -> int:
     _print(console, summary)
     finish(args, summary, on_gpu=args.device == "cuda")
     return 1 if summary["responses_differing"] else 0
+
+
+def _set(client: Client, command: SetPolicy) -> None:
+    try:
+        client.set_strategy(command.policy, command.strategy.name if command.strategy else None)
+    except InvalidRequest as error:
+        raise StartupError(f"--policy {policy_name(command)}: {error.message}") from None
 
 
 def _commands(device: str) -> list[SetPolicy]:

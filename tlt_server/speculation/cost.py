@@ -33,6 +33,7 @@ KNOTS = (
 )  # rows
 REQUESTS = 256  # unit of the part of requests
 ATTENDED = 2**14  # unit of the parts of attention: rows, or requests, times tokens of context
+LEAST_S = 1e-5  # no step takes less; a fit to few steps may say so
 DRAFT_SHARE = 0.1  # a level of drafting over a pass of the target, until it is measured
 
 
@@ -125,7 +126,7 @@ class CostModel:
             found = found + np.asarray(depth) * self._at(
                 self._drafting(drafter), batch * np.asarray(width)
             )
-        return self.speed * found
+        return np.maximum(self.speed * found, LEAST_S)
 
     def predict(self, load: StepLoad) -> float:
         return float(self.seconds(*load))

@@ -30,11 +30,13 @@ from safetensors.numpy import load, save
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.speculation.cost import CostRecord
+from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.knowledge import KnowledgeRecord
 
 FORMAT = "tlt rollout record 2"
 MAX_BYTES = 2**31  # limit of a file's size
 MAX_HEADER = 2**20  # bytes
+DEVICES = ("cpu", "cuda", "interpreter")
 MAX_COLUMNS = 1024  # nodes of a tree
 NONE = 2**16 - 1  # no node
 REMEDY = "record the rollout again with `tlt bench record`"
@@ -300,13 +302,13 @@ def _header(data: bytes, path: Path) -> RecordHeader:
     try:
         metadata = msgspec.json.decode(data[8 : 8 + length])["__metadata__"]
         found, header = metadata["format"], metadata["header"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StartupError(f"{path} is no record of a rollout; {REMEDY}") from error
     if found != FORMAT:
         raise StartupError(f"{path} is a {str(found)[:80]!r}, this reads {FORMAT!r}; {REMEDY}")
     try:
         parsed = msgspec.json.decode(header, type=RecordHeader)
-    except (msgspec.MsgspecError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise StartupError(f"{path} is damaged: {error}; {REMEDY}") from error
     for trees in parsed.trees:
         if not (1 <= trees.depth and 1 <= trees.width and trees.columns <= MAX_COLUMNS):
@@ -314,6 +316,12 @@ def _header(data: bytes, path: Path) -> RecordHeader:
                 f"{path} has trees of {trees.columns} nodes, a record at most {MAX_COLUMNS}; "
                 f"{REMEDY}"
             )
+    unknown = {*parsed.drafters, *_drafters(parsed)} - {*DRAFTERS}
+    if unknown or parsed.device not in DEVICES or not parsed.versions:
+        raise StartupError(
+            f"{path} is of another version: device {parsed.device[:80]!r}, drafters "
+            f"{', '.join(parsed.drafters)[:80] or 'none'}; {REMEDY}"
+        )
     sizes = (parsed.page_size, parsed.pages, parsed.max_running, parsed.max_rows)
     if min(*sizes, parsed.max_draft_rows, parsed.max_model_len) < 1 or max(sizes) > 2**28:
         raise StartupError(f"{path} is damaged: sizes of the engine; {REMEDY}")

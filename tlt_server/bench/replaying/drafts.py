@@ -23,7 +23,7 @@ from tlt_server.speculation.branches import Branching, Proposing
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.eagle import FLOOR
 from tlt_server.speculation.drafters.history import History
-from tlt_server.speculation.recorded import NONE, RecordedTrees, RolloutRecord
+from tlt_server.speculation.recorded import NONE, RecordedTrees, RecordHeader, RolloutRecord
 from tlt_server.speculation.survival import BUCKETS, RANKS, OnlineTable
 
 
@@ -113,18 +113,8 @@ class RecordedDrafts:
         return {width: grown.trees.own_PD.shape[1] for width, grown in self._grown.items()}
 
     def _of(self, width: int, depth: int) -> _Grown:
-        if width not in self._grown:
-            raise StartupError(
-                f"a strategy of {self.drafter} has {width} children per node; the record has trees "
-                f"of {', '.join(map(str, self._grown)) or 'none'}: record it with --width {width}"
-            )
-        grown = self._grown[width]
-        if depth > grown.trees.own_PD.shape[1]:
-            raise StartupError(
-                f"a strategy of {self.drafter} is {depth} deep; the record has trees of "
-                f"{grown.trees.own_PD.shape[1]} levels: use a shallower one"
-            )
-        return grown
+        check_strategy(self._record.header, Strategy(self.drafter, depth, width))
+        return self._grown[width]
 
     def _survivals(
         self, cell_BM: NDArray[np.int32], parent_BM: NDArray[np.uint16]
@@ -158,6 +148,29 @@ class RecordedDrafts:
         next_B = responses.start_N[index_B] + np.array([len(tokens) for tokens in batch.tokens])
         token_BM[b, own_BD[b, d]] = responses.token_T[next_B[b] + d]
         return token_BM
+
+
+def check_strategy(header: RecordHeader, strategy: Strategy) -> None:
+    """`StartupError` where the record cannot tell what this strategy drafts."""
+    drafter = strategy.drafter
+    if drafter not in header.drafters:
+        raise StartupError(
+            f"a strategy is of the drafter {drafter[:80]!r}; the record has "
+            f"{', '.join(header.drafters) or 'none'}: use one of these"
+        )
+    depths = {trees.width: trees.depth for trees in header.trees if trees.drafter == drafter}
+    if not depths:
+        return  # it drafts from text
+    if strategy.width not in depths:
+        raise StartupError(
+            f"a strategy of {drafter} has {strategy.width} children per node; the record has trees "
+            f"of {', '.join(map(str, depths))}: record it with --width {strategy.width}"
+        )
+    if strategy.depth > depths[strategy.width]:
+        raise StartupError(
+            f"a strategy of {drafter} is {strategy.depth} deep; the record has trees of "
+            f"{depths[strategy.width]} levels: use a shallower one"
+        )
 
 
 def outcomes(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.bool_]:

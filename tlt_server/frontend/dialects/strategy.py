@@ -109,7 +109,11 @@ class StrategyState(Struct, frozen=True, kw_only=True):
     ]
     arms: Annotated[list[str], Meta(description="the strategies that a policy chooses from")]
     pins: Annotated[
-        list[PinState], Meta(description="pins in force, with the limit of sd_max_batch")
+        list[PinState],
+        Meta(
+            description="pins in force, with the limit of sd_max_batch; not those for more "
+            "sequences than run at once"
+        ),
     ]
     policies: Annotated[list[str], Meta(description="policies that can be set")]
     drafters: Annotated[list[str], Meta(description="drafters that are loaded")]
@@ -176,6 +180,7 @@ def _state(service: Service) -> StrategyState:
         pins=[
             PinState([pin.first, min(pin.last, info.max_running)], pin.strategy.name)
             for pin in (*policy.pins, *limit(config.sd_max_batch))
+            if pin.first <= info.max_running
         ],
         policies=list(POLICIES),
         drafters=info.drafters,
@@ -212,7 +217,7 @@ def _parse(asked: PolicyFields, info: EngineInfo) -> SetPolicy:
     return SetPolicy(
         policy,
         _strategy("strategy", text, loaded) if text is not None else None,
-        _arms(asked.arms, info) if asked.arms is not None else None,
+        _arms(policy, asked.arms, info) if asked.arms is not None else None,
         _pins(asked.pins, loaded),
     )
 
@@ -237,9 +242,9 @@ def _strategy(field: str, text: str, loaded: list[str]) -> Strategy:
     return strategy
 
 
-def _arms(names: list[str], info: EngineInfo) -> Arms:
+def _arms(policy: str, names: list[str], info: EngineInfo) -> Arms:
     """Return what these names allow, each a drafter or a strategy."""
-    strategies, known = [], ladder(info.drafters, info.device).arms
+    strategies, arms = [], ladder(info.drafters, info.device)
     for i, name in enumerate(names):
         if name in info.drafters:
             continue
@@ -252,12 +257,18 @@ def _arms(names: list[str], info: EngineInfo) -> Arms:
         strategy = _strategy(f"arms[{i}]", name, info.drafters)
         half = DRAFTERS[strategy.drafter].half(info.device)
         shaped = strategy.depth in half.depths and strategy.width in half.widths
-        if not shaped and strategy not in known:
+        if not shaped and strategy not in arms.arms:
             raise InvalidRequest(
                 f"arms[{i}] is {name!r}; policies choose the depths "
                 f"{', '.join(map(str, half.depths))} and the widths "
                 f"{', '.join(map(str, half.widths))} of {strategy.drafter}: name one of these, or "
                 "use policy fixed, or a pin"
+            )
+        rows = sorted({group.rows for group in arms.groups} - {OFF.rows})
+        if policy == "beg" and strategy.rows not in rows:
+            raise InvalidRequest(
+                f"arms[{i}] is {name!r}; beg chooses strategies of {', '.join(map(str, rows))} "
+                "verify rows: name one of these, or use goodput"
             )
         strategies.append(strategy)
     drafters = tuple(name for name in info.drafters if name in names)
