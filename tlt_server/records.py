@@ -197,6 +197,7 @@ class StepContext(Struct, frozen=True):
     prefill_rows: int  # prompt rows that share the step
     mean_context: float
     speculable: int  # requests that allow speculation
+    bound: int = 0  # speculable requests that only one drafter may draft for
 
 
 class Cycle(Struct, frozen=True, kw_only=True):

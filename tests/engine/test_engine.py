@@ -19,6 +19,7 @@ from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.records import (
+    OFF,
     Arms,
     DraftLimits,
     GenerateRequest,
@@ -215,6 +216,22 @@ def test_a_request_is_drafted_for_within_its_own_limits(
         drafted = [output.drafted for output in outputs]
         limits, most = of[id]
         assert max(drafted) <= most and (max(drafted) > 0) == (most > 0), (limits, drafted)
+
+
+def test_steps_in_which_no_request_takes_drafts_are_plain(base: EngineSettings) -> None:
+    """Else their time would teach that drafting costs nothing."""
+    engine, _ = assemble(replace(base, policy="fixed", sd_strategy="eagle:4x1x5"))
+    engine.send(
+        Submit(
+            [msgspec.structs.replace(requests(1, "greedy")[0], sd=DraftLimits(drafter="history"))]
+        )
+    )
+    cycles = []
+    while not engine.idle:
+        engine.step()
+        cycles.append(engine.last_cycle)
+    seen = {(c.strategy, c.context.bound) for c in cycles if c and c.context.decoding}
+    assert seen == {(OFF, 1)}
 
 
 def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:

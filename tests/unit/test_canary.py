@@ -24,13 +24,18 @@ def run(
     seed: int = 0,
     strategy: Strategy = EAGLE,
     refusing: int = 0,
+    bound: int = 0,
 ) -> int:
     """The step in which the drafter collapsed; 0: in none."""
     rng = random.Random(seed)
     for step in range(1, steps + 1):
         accepted = tuple(rng.randint(1, 7) if rng.random() < share else 0 for _ in range(batch))
         context = StepContext(
-            decoding=batch, prefill_rows=0, mean_context=100.0, speculable=batch - refusing
+            decoding=batch,
+            prefill_rows=0,
+            mean_context=100.0,
+            speculable=batch - refusing,
+            bound=bound,
         )
         if canary.observe(
             Cycle(
@@ -101,6 +106,7 @@ def test_steps_that_say_nothing_do_not_count():
         not run(canary, 0.0, 100, strategy=OFF)
         and not run(canary, 0.0, 100, strategy=PAST)
         and not run(canary, 0.0, 100, refusing=1)
+        and not run(canary, 0.0, 100, bound=1)
     )
     assert run(canary, 0.0, 100)
 

@@ -64,11 +64,13 @@ class Batch:
     @cached_property
     def context(self) -> StepContext:
         decoding = [chunk for chunk in self.chunks if chunk.decodes]
+        limits = [chunk.sequence.request.draft_limits for chunk in decoding]
         return StepContext(
             decoding=len(decoding),
             prefill_rows=sum(chunk.end - chunk.start for chunk in self.chunks if not chunk.decodes),
             mean_context=sum(chunk.end for chunk in decoding) / max(1, len(decoding)),
-            speculable=sum(chunk.sequence.request.sd is not False for chunk in decoding),
+            speculable=sum(limit is not None for limit in limits),
+            bound=sum(limit is not None and bool(limit.drafter) for limit in limits),
         )
 
 

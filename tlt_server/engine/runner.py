@@ -24,7 +24,7 @@ from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder
-from tlt_server.records import MAX_ROWS, Cycle, Strategy, TokenLogprobs
+from tlt_server.records import MAX_ROWS, OFF, Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.branches import Proposing, branching, with_branches
@@ -107,7 +107,7 @@ class CpuRunner:
             drafts.observe(accepted_R[step.layout.parent_R >= 0])
         cycle = Cycle(
             context=batch.context,
-            strategy=strategy,
+            strategy=strategy if drafts.drafted else OFF,
             rows=len(step.rows),
             accepted=tuple(
                 len(emission.tokens) - 1
@@ -181,7 +181,7 @@ class _Drafts(NamedTuple):
     parent_N: NDArray[np.int32]
     chunk_N: NDArray[np.int32]
     learn: Callable[[NDArray[np.int8]], None]  # by candidate: accepted 1, rejected 0, not chosen -1
-    drafted: Drafted | None = None
+    drafted: Drafted | None = None  # None: no request takes drafts of this drafter
 
     def observe(self, accepted_N: NDArray[np.int8]) -> None:
         """Pass on, for every chosen node in order, whether it is on its request's path."""

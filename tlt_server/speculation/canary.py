@@ -59,11 +59,9 @@ class Canary:
 
     def observe(self, cycle: Cycle) -> str:
         """Return the line to log if a drafter has just collapsed, else an empty one."""
-        drafter = self._watched.get(cycle.strategy.drafter)
-        if (
-            drafter is None or cycle.context.speculable < cycle.context.decoding
-        ):  # some took no drafts
-            return ""
+        drafter, context = self._watched.get(cycle.strategy.drafter), cycle.context
+        if drafter is None or context.speculable - context.bound < context.decoding:
+            return ""  # some may have taken no drafts
         if not cycle.accepted or not drafter.collapsed(cycle.accepted, self._collapse):
             return ""
         self.collapses += 1
