@@ -41,7 +41,7 @@ def parts(version: str, weights: dict[str, torch.Tensor]) -> Iterator[UpdateWeig
     for start in range(0, len(data), PIECE_BYTES):
         piece = Part(
             version=version,
-            part="model",
+            part="model.safetensors",
             start=start,
             total=len(data),
             data=data[start : start + PIECE_BYTES],

@@ -176,6 +176,7 @@ def test_a_range_that_is_none(header: str, server: LiveServer) -> None:
     "part",
     [
         "config.json",
+        "model",
         ".safetensors",
         "..safetensors",
         "calibration.json.safetensors.json",

@@ -20,9 +20,9 @@ ROUTES = Routes()
 
 
 class FileNames(StringConvertor):
-    """Names with a suffix; a path that ends in another name belongs to another route."""
+    """Names that are no verb of a version: those have routes of their own."""
 
-    regex = r"[^/]*\.[^/]*"
+    regex = r"(?!(?:commit|abort)$)[^/]+"
 
 
 register_url_convertor("file", FileNames())
