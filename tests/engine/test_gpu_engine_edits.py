@@ -24,6 +24,7 @@ from tests.engine.gpu_engine import (
     request,
 )
 from tests.engine.pushing import Pushable
+from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Strategy
 
@@ -121,6 +122,23 @@ def test_preemption_changes_no_count(settings: EngineSettings) -> None:
     scarce.run(*both)
     assert scarce.engine.gauges()["preemptions"] > 0
     assert_agree(scarce, cpu, ["r0", "r1"])
+
+
+def test_counts_that_a_sleep_gave_back_are_made_again(
+    settings: EngineSettings, twin: Pushable
+) -> None:
+    slept = Pushable(drafting(settings, "eagle", 3, 1, 4))
+    slept.submit(*asked())
+    slept.step(5)
+    slept.engine.send(Sleep("s", ["kv_cache"]))
+    slept.step(2)
+    assert slept.engine.idle and slept.engine.halt.take_reports()
+    batch_slots = slept.engine.runner.state.batch_slots
+    assert batch_slots.count_QV.any() and not batch_slots.uncounted_Q.any()
+    batch_slots.count_QV.fill_(5)  # memory comes back with any content
+    slept.engine.send(WakeUp("w", ["kv_cache"]))
+    slept.finish()
+    assert_agree(slept, twin, IDS)
 
 
 def test_only_steps_with_an_edited_request_are_edited(engine: Pushable) -> None:

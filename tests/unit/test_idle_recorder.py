@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+import torch
+
 from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
@@ -102,3 +105,21 @@ def test_nothing_is_recorded_without_quiet_or_past_half_of_the_memory() -> None:
     assert len(runner.recorded) == 3
     runner.graphs._most_bytes *= 100
     assert record(short)
+
+
+def test_memory_that_others_take_meanwhile_ends_recording_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner = Recording().started(short)
+    record = IdleRecorder(runner)  # type: ignore[arg-type]
+
+    def run_out(key: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as full:
+        full.setattr(runner, "record", run_out)
+        assert not record(short)
+    assert "no room to record ExtendKey" in capsys.readouterr().err
+    assert not record(short) and not runner.recorded, "it is not tried all the time"
+    runner.clear()
+    assert record(short), "a sleep has given memory back"

@@ -38,6 +38,14 @@ def bin_of(z, low, scale, N: tl.constexpr):
 
 
 @triton.jit
+def _start_of(crossed, low, scale):
+    """Return where a bin starts. The rounded quotient is exact, and no multiply-add can absorb it,
+    so every kernel finds the same bits.
+    """
+    return low + tl.div_rn(crossed.to(tl.float32), scale)
+
+
+@triton.jit
 def _crossed(mass_N, target, N: tl.constexpr):
     """Return (the bin in which the mass from the top reaches the target, the mass above it): bin 0
     if none does.
@@ -57,7 +65,7 @@ def crossing(mass_SN, part_SN, target_S, low_S, scale_S, s, N: tl.constexpr):
     target = tl.load(target_S + s)
     crossed, above = _crossed(tl.load(mass_SN + s * N + bins), target, N)
     part, above_part = _crossed(tl.load(part_SN + s * N + bins), target - above, N)
-    start = tl.load(low_S + s) + crossed.to(tl.float32) / tl.load(scale_S + s)
+    start = _start_of(crossed, tl.load(low_S + s), tl.load(scale_S + s))
     return crossed, start, part, above + above_part
 
 
@@ -87,7 +95,7 @@ def weigh_bins(
     top, temperature = tl.load(top_S + s), tl.load(temperature_S + s)
     if PARTS:
         crossed, _ = _crossed(tl.load(mass_SN + s * N + bins), tl.load(target_S + s), N)
-        start = low + crossed.to(tl.float32) / scale
+        start = _start_of(crossed, low, scale)
     mass_NT = tl.zeros((N, TILE), tl.int64)
     for at in range(first, tl.minimum(first + WEIGHED, V), TILE):
         tokens = at + tl.arange(0, TILE)

@@ -4,8 +4,13 @@ with edits, under a policy set since, after a sleep. One at a time, so that a re
 
 from __future__ import annotations
 
+import sys
+
+import torch
+
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.speculation.sizes import Reach
 
@@ -27,6 +32,21 @@ class IdleRecorder:
         while self._left:
             key = self._left.pop()
             if key not in graphs:
-                self._runner.record(key)
-                return True
+                return self._record(key)
         return False
+
+    def _record(self, key: DraftKey | ExtendKey) -> bool:
+        """Record the key. Memory that others have taken meanwhile costs what is left, and no
+        request.
+        """
+        try:
+            self._runner.record(key)
+        except torch.OutOfMemoryError:
+            self._left.clear()
+            print(
+                f"tlt: the GPU has no room to record {key} while nothing runs, so the first steps "
+                f"of some kinds are slower; {BUSY}",
+                file=sys.stderr,
+            )
+            return False
+        return True

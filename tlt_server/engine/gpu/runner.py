@@ -165,6 +165,7 @@ class GpuRunner:
                 self._run_empty(key, keep=keep)
                 on_key(done + 1, len(keys))
             self._run_between(keys)
+            self.forget()  # its kernel, too, is loaded before a trainer may hold the GPU
             for filtered, edited in ((False, False), (True, False), (False, True)):
                 self._reporter.rehearse(
                     self._extend(ExtendKey(1, 1, filtered=filtered, edited=edited))
