@@ -177,8 +177,8 @@ class SharedSettings:
         Path | None,
         Doc(
             "directory",
-            "Keeps committed weights and rollouts over a restart; none: they end with the process "
-            "that holds them.",
+            "Keeps committed weights, rollouts and measured step times over a restart; none: they "
+            "end with the process that holds them.",
         ),
     ] = None
 

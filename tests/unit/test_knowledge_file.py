@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.test_goodput import PROFILED, cpu_seconds, trees
 from tlt_server.engine.knowledge_file import MAX_BYTES, NAME, KnowledgeFile, profile_in
-from tlt_server.speculation.cost import Measured
+from tlt_server.speculation.cost import KNOTS, Measured
 from tlt_server.speculation.knowledge import Knowledge
 
 MADE_BY = {"processor": "one", "model": "two layers"}
@@ -50,7 +50,8 @@ def test_the_profile_in_use_is_told_with_what_made_it(tmp_path: Path) -> None:
     path = kept(tmp_path)
     os.utime(path, (0, 43200))
     assert re.fullmatch(
-        rf"{path}, made 1970-01-0[12] \d\d:\d\d by one, two layers", profile_in(tmp_path)
+        rf"{path}, made 1970-01-0[12] \d\d:\d\d by one, two layers; used where .*",
+        profile_in(tmp_path),
     )
     path.write_bytes(b"{")
     assert f"{path} cannot be read, and will be made again" in profile_in(tmp_path)
@@ -71,6 +72,7 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("made_by", "processor", value="another"), "processor 'another', now 'one'"),
         (_set("made_by", value={}), "processor 'unknown'"),
         (_set("knowledge", "cost", "extend", value=[1.0]), "numbers of seconds"),
+        (_set("knowledge", "cost", "extend", value=[0.0] * len(KNOTS)), "take 0 seconds"),
         (_set("knowledge", "cost", "linear", value=[-1.0, 0.0, 0.0]), "numbers of seconds"),
         (_set("knowledge", "outlooks", "eagle", "curves", value=[]), "outlook"),
         (_set("knowledge", "outlooks", "eagle", "depths", value=[9]), "outlook"),

@@ -64,6 +64,7 @@ EDGES, CHANCES = list(range(BUCKETS - 1)), np.full((2, RANKS, BUCKETS), 0.5).tol
         ({"survival": CHANCES, "gap_edges": [0.0] * 10**5}, "not a calibration table.*limit"),
         ({"survival": [[[0.5]]], "gap_edges": EDGES}, "survival must be"),
         ({"survival": CHANCES, "gap_edges": EDGES[::-1]}, "must ascend"),
+        ({"survival": CHANCES, "gap_edges": [*EDGES[:-1], 1e39]}, "must ascend"),
     ],
 )
 def test_a_wrong_table_is_named(content, why, tmp_path):

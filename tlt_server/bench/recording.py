@@ -56,7 +56,6 @@ from tlt_server.speculation.survival import Calibration
 
 SIZES = {"cpu": (64, 64), "cuda": (512, 256)}  # requests, and how many run at once
 QUICK = 16  # requests
-KV_MB = 2048  # on a CPU
 STALL = 3.0  # times the expected seconds from which a cycle says nothing of its shape
 
 

@@ -84,7 +84,9 @@ class KnowledgeFile:
 
 
 def profile_in(directory: Path | None) -> str:
-    """Say which measured times of steps a server with this state directory starts from."""
+    """Say which measured times of steps are in this state directory. Whether they fit, a server
+    decides at its start, when it knows its machine, model and settings.
+    """
     if directory is None:
         return "none is kept (--state-dir keeps it): measured at each start"
     path = directory / NAME
@@ -97,4 +99,4 @@ def profile_in(directory: Path | None) -> str:
         return f"{path} cannot be read, and will be made again: {error}"
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
     what = ", ".join(made_by[name] for name in ("processor", "model", "dtype") if name in made_by)
-    return f"{path}, made {made} by {what}"
+    return f"{path}, made {made} by {what}; used where machine, model and settings are the same"

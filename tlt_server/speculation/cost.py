@@ -192,6 +192,8 @@ class CostModel:
         for values in (record.extend, *record.draft.values()):
             if len(values) != len(KNOTS) or not all(0 <= value < 1e4 for value in values):
                 raise ValueError(f"the time of steps must be {len(KNOTS)} numbers of seconds")
+        if not any(record.extend):
+            raise ValueError("steps of all sizes take 0 seconds")
         if len(record.linear) != 3 or not all(0 <= value < 1e4 for value in record.linear):
             raise ValueError("the time of requests must be 3 numbers of seconds")
         self._extend_K = np.array(record.extend)

@@ -147,7 +147,8 @@ class Calibration(OnlineTable):
                 f"gap_edges [{BUCKETS - 1}], "
                 f"found {list(table.shape)} and {list(edges.shape)}; export the drafter again"
             )
-        if not ((table >= 0) & (table <= 1)).all() or not (np.diff(edges) > 0).all():
+        ascending = np.isfinite(edges).all() and (np.diff(edges) > 0).all()
+        if not ((table >= 0) & (table <= 1)).all() or not ascending:
             raise ModelError(
                 f"calibration ({source}): survival must lie in [0, 1] and gap_edges must ascend; "
                 "export the drafter again"
@@ -184,13 +185,15 @@ class Calibration(OnlineTable):
             if len(data) > MAX_FILE_BYTES:
                 raise ValueError(f"it has {len(data)} bytes, the limit is {MAX_FILE_BYTES}")
             table = _table.decode(data)
-            survival = np.array(table.survival, np.float32)
+            with np.errstate(over="ignore"):  # what overflows is refused below
+                survival = np.array(table.survival, np.float32)
+                edges = np.array(table.gap_edges, np.float32)
         except (ValueError, RecursionError) as error:
             raise ModelError(
                 f"{source}: not a calibration table ({error}); export the drafter again or delete "
                 "the file"
             ) from error
-        return cls(survival, np.array(table.gap_edges, np.float32), settings, source=source)
+        return cls(survival, edges, settings, source=source)
 
     def save(self, directory: str | Path) -> None:
         """Write the table in force, online correction included."""
