@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,14 @@ def test_text_is_shared_by_prompt_or_running_group_and_never_between_salts() -> 
         texts.end(sequence(name, prompt, group_id="g"))
     assert texts.begin(sequence("e", [1, 2], 1, group_id="g")).group == group
     texts.check()
+
+
+def test_the_numbers_of_prompts_are_not_known_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = set()
+    for key in (b"1" * 16, b"2" * 16):
+        monkeypatch.setattr("tlt_server.engine.gpu.texts.KEY", key)
+        numbers.add(Texts(2, range(3, 5)).begin(sequence("a", [1, 2])).group)
+    assert len(numbers) == 2
 
 
 def test_a_preempted_sequence_has_one_slot() -> None:

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from os import urandom
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,9 @@ from numpy.typing import NDArray
 from tlt_kernels.gpu.history import MAX_MATCH, MEMBERS
 from tlt_kernels.gpu.tensors import BatchSlots
 from tlt_server.engine.sequence import Sequence
+
+# The device compares 31 bits of a digest, so a client must not be able to aim at another's.
+KEY = urandom(16)
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ class Texts:
 def _digest(sequence: Sequence) -> bytes:
     tenant = blake2b(sequence.request.tenant.encode(), digest_size=16).digest()
     prompt = sequence.tokens[: sequence.prompt_len].tobytes()
-    return blake2b(tenant + prompt, digest_size=16).digest()
+    return blake2b(tenant + prompt, digest_size=16, key=KEY).digest()
 
 
 def _number(prompt: bytes) -> int:
