@@ -214,6 +214,11 @@ def _rollout_http(figures: Figures) -> Iterator[str]:
         "Runs with other tokens or bits of "
         f"log-probs than the first arm's: {figures['responses_differing']}."
     )
+    if "first_s" in figures:
+        yield (
+            f"The first rollout after the start took {figures['first_s']:.2f} s, the same again "
+            f"at the end {figures['later_s']:.2f} s."
+        )
     yield table(
         ("requests", "policy", "s", "tokens/s", "against off", "against the best fixed"),
         (

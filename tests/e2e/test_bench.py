@@ -75,6 +75,7 @@ def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
     assert 0.1 < rows["fixed:eagle:7x1x8"]["accepted_share"] <= 1
     assert 0.05 < rows["off"]["nats_per_token"] < 0.5
     assert rows["goodput"]["best_fixed"] == "fixed:eagle:7x1x8"
+    assert said["first_over_later"] == pytest.approx(said["first_s"] / said["later_s"], abs=0.02)
     assert len(rows["goodput"]["runs_s"]) == 2 and rows["off"]["against_off"] == 1
     assert all(row["step_s"] and row["seconds"] > 0 for row in rows.values())
 
@@ -166,6 +167,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         (["cycle", "--drafter", "history"], "EAGLE-3"),
         (["decode", "--context", "16000"], "max_model_len 16400 exceeds the model's 4096"),
         (["rollout", "--numerics", "fast"], "leave the flag out"),
+        (["rollout", "--workload", "64"], "add --http"),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "tlt_server", "bench", *flags],

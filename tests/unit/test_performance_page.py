@@ -248,6 +248,9 @@ EXAMPLES = [
         "rollout-http-h200.json",
         bench="rollout-http",
         seeds=[1, 2],
+        first_s=2.1,
+        later_s=2.0,
+        first_over_later=1.05,
         **rollout_figures(
             {
                 ("512", "goodput"): [rollout_run(2.0), rollout_run(3.0)],

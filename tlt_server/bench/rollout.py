@@ -92,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.http:
         return rollout_http.run(args)
+    for flag in ("workload", "policy", "seeds", "penalties"):
+        if getattr(args, flag):
+            raise StartupError(f"--{flag} is for rollouts against a server: add --http")
     base = replace(settings_of(args), max_running=RUNNING, policy="goodput")
     arms = ARMS[args.device]
     if args.numerics != "strict":

@@ -3,7 +3,8 @@ fixed strategies.
 
 A workload is either a whole rollout, sent as one batch (`512`: the time until the last response is
 there), or a number of requests that is kept running all the time (`full 64`: each one that ends is
-followed by the next, all of one length). Every seed is one run of every arm; the arms take turns.
+followed by the next, all of one length). Every seed is one run of every arm; the arms take turns,
+and the first rollout of all is repeated as the last, which tells what a start leaves to be done.
 Ratios are medians over the seeds of one arm's time over another's with the same seed. The server's
 caches are flushed between runs, and every response is compared with that of the first arm, tokens
 and bits of log-probs.
@@ -101,21 +102,29 @@ def run(args: argparse.Namespace) -> int:
         Client(server.url, timeout_s=60) as client,
         progress_bar(console) as progress,
     ):
-        task = progress.add_task("rollouts", total=len(workloads) * len(seeds) * len(arms))
-        for workload, seed in itertools.product(workloads, seeds):
+        total = len(workloads) * len(seeds) * len(arms) + 2
+        task = progress.add_task("rollouts", total=total)
+
+        def play(workload: Workload, seed: int, arm: str) -> RolloutRun:
+            progress.update(task, description=f"{workload.name}: {arm.replace(':', ' ')}")
             requests = problems_as_requests(
                 settings.model, workload.requests, group=8, seed=seed, max_tokens=most
             )
             if workload.running:
                 requests = [shortened(r, min(most, FULL_TOKENS)) for r in requests]
-            for arm, command in arms.items():
-                progress.update(task, description=f"{workload.name}: {arm.replace(':', ' ')}")
-                _set(client, command)
-                client.clear_cache()
-                seen.setdefault((workload.name, arm), []).append(
-                    _rollout(server, client, requests, workload.running, args.penalties)
-                )
-                progress.update(task, advance=1)
+            _set(client, arms[arm])
+            client.clear_cache()
+            found = _rollout(server, client, requests, workload.running, args.penalties)
+            progress.update(task, advance=1)
+            return found
+
+        names = [*arms]
+        first = play(workloads[0], seeds[0], names[0])
+        for workload, (turn, seed) in itertools.product(workloads, enumerate(seeds)):
+            at = turn % len(names)  # another arm begins each turn
+            for arm in names[at:] + names[:at]:
+                seen.setdefault((workload.name, arm), []).append(play(workload, seed, arm))
+        later = play(workloads[0], seeds[0], names[0])
     summary = {
         "bench": "rollout-http",
         "quick": bool(args.quick),
@@ -124,6 +133,9 @@ def run(args: argparse.Namespace) -> int:
         "penalties": bool(args.penalties),
         **described(settings),
         "max_running": args.max_running,
+        "first_s": round(first.seconds, 3),
+        "later_s": round(later.seconds, 3),
+        "first_over_later": round(first.seconds / later.seconds, 3),
         **figures(seen, args.pair),
     }
     _print(console, summary)
@@ -285,17 +297,19 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
         title="tlt bench rollout --http: medians over seeds; times faster than off, and than the "
         "best fixed strategy"
     )
-    for heading in ("workload", "arm", "s", "first s", "tokens/s", "off", "best fixed"):
+    for heading in ("workload", "arm", "s", "tokens/s", "off", "best fixed"):
         table.add_column(heading, justify="left" if heading in ("workload", "arm") else "right")
     for row in summary["rows"]:
         table.add_row(
             row["workload"],
             Text(row["arm"]),
             f"{row['seconds']:.2f}",
-            f"{row['runs_s'][0]:.2f}",
             str(row["tokens_per_s"]),
             f"{row['against_off']:.2f}x" if "against_off" in row else "",
             f"{row['against_best_fixed']:.2f}x" if "against_best_fixed" in row else "",
         )
     console.print(table)
-    console.print(f"runs whose responses differ: {summary['responses_differing']}")
+    console.print(
+        f"first rollout after the start {summary['first_s']:.2f} s, the same again at the end "
+        f"{summary['later_s']:.2f} s; runs whose responses differ: {summary['responses_differing']}"
+    )

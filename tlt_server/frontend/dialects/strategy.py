@@ -107,7 +107,10 @@ class StrategyState(Struct, frozen=True, kw_only=True):
     expected_tokens_per_s: Annotated[
         float | None, Meta(description="expected of steps like the last ones; null: not known")
     ]
-    arms: Annotated[list[str], Meta(description="the strategies that a policy chooses from")]
+    arms: Annotated[
+        list[str],
+        Meta(description="strategies that beg chooses from; goodput has other depths, too"),
+    ]
     pins: Annotated[
         list[PinState],
         Meta(
