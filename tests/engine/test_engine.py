@@ -178,7 +178,7 @@ def test_steps_that_leave_sequences_out_change_no_bit(
         for output in engine.step():
             said[output.id].append(output)
         engine.scheduler.check()
-    assert len(set().union(*left_out)) > 4, "they take turns"
+    assert len(set().union(*left_out)) > 2, "they take turns"
     assert bits(said) == reference
 
 
