@@ -19,8 +19,8 @@ A target and drafter of the demo pair's shapes, trained on to write noisier text
 pairs, because
 large models on real reasoning are less predictable than the demo pair. Prompts, tokenizer and \
 answers are the demo pair's. Made
-by `examples/arith/hard.sh`; every figure below was measured by `evaluate.py` and stands in \
-`figures.json`.""",
+by `examples/arith/hard.sh`; the figures below are of `evaluate.py` and stand in `figures.json`. \
+The last lines say where accept lengths come from.""",
 }
 
 

@@ -138,6 +138,7 @@ def run(args: argparse.Namespace) -> int:
         "first_over_later": round(first.seconds / later.seconds, 3),
         **figures(seen, args.pair),
     }
+    summary["responses_differing"] += later.digest != first.digest
     _print(console, summary)
     finish(args, summary, on_gpu=args.device == "cuda")
     return 1 if summary["responses_differing"] else 0
@@ -283,7 +284,7 @@ async def _sent(url: str, bodies: list[bytes], at_once: int) -> tuple[float, lis
 
 
 def _step_seconds(client: Client) -> dict[str, float]:
-    """Return the seconds of all steps so far, by kind of strategy."""
+    """Return the seconds of the steps whose time was predicted, by kind of strategy."""
     return {
         sample.labels["kind"]: sample.value
         for family in text_string_to_metric_families(client.metrics())
