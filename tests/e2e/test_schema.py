@@ -117,8 +117,6 @@ def test_every_operation_does_what_the_document_says(limited: ServerProcess) -> 
         "5",
         "--seed",
         "1",
-        "--workers",
-        "2",
     )
     with Client(limited.url, timeout_s=30) as client:
         assert look(client).open == 0
@@ -159,16 +157,7 @@ def test_every_operation_does_what_the_document_says_to_many_questions(
     limited: ServerProcess, seed: int
 ) -> None:
     schemathesis(
-        limited,
-        *REST,
-        "--phases",
-        "fuzzing",
-        "--max-examples",
-        "300",
-        "--seed",
-        str(seed),
-        "--workers",
-        "2",
+        limited, *REST, "--phases", "fuzzing", "--max-examples", "300", "--seed", str(seed)
     )
 
 
