@@ -114,7 +114,12 @@ class Strategy(Struct, frozen=True, order=True):
     @property
     def name(self) -> str:
         """The spelling that `parse_strategy` reads; `off` for no speculation."""
-        return f"{self.drafter}:{self.depth}x{self.width}x{self.rows}" if self.drafter else "off"
+        return f"{self.shape}x{self.rows}" if self.drafter else "off"
+
+    @property
+    def shape(self) -> str:
+        """The name without the rows, which a policy may change at every step."""
+        return f"{self.drafter}:{self.depth}x{self.width}" if self.drafter else "off"
 
 
 OFF = Strategy()

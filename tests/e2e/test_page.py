@@ -143,7 +143,7 @@ def test_it_shows_what_the_choice_of_the_strategy_rests_on(
         f"{switch['before']} → eagle:2x1x3 · pin · 1 decoding"
     )
     expect(page.locator("#switches li").first).to_contain_text(re.compile(r"^\d\d:\d\d:\d\d "))
-    expect(page.locator("#now-strategy")).to_have_text("eagle:2x1x3")
+    expect(page.locator("#now-strategy")).to_have_text("eagle:2x1")
     expect(page.locator("#now-predicted")).to_contain_text(re.compile(r"eagle chain \d\.\d\d"))
     expect(page.locator("#now-cost-error")).to_have_text(re.compile(r"\d %$"))
     expect(page.locator("#now-calibration")).to_have_text(re.compile(r"eagle (< )?\d+ %"))

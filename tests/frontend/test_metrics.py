@@ -63,7 +63,7 @@ def test_accepted_drafts_by_strategy_and_position() -> None:
     step(metrics, EAGLE, [0, 2, 5, 2], drafted=60)
     step(metrics, EAGLE, [1, 0], drafted=30)
     step(metrics, EAGLE, [], drafted=0)
-    found, name = shown(metrics), EAGLE.name
+    found, name = shown(metrics), EAGLE.shape
     assert found["tlt_cycles_total"] == {("off",): 1, (name,): 3}
     assert found["tlt_decodes_total"] == {("off",): 3, (name,): 6}
     assert found["tlt_sd_drafted_tokens_total"] == {("off",): 0, (name,): 90}
@@ -79,10 +79,11 @@ def test_drafts_deeper_than_the_positions_listed_count_in_all_of_these() -> None
     step(metrics, EAGLE, [POSITIONS + 9, POSITIONS, 3], drafted=99)
     found = shown(metrics)
     positions = [
-        found["tlt_sd_accepted_position_total"][str(k), EAGLE.name] for k in range(1, POSITIONS + 1)
+        found["tlt_sd_accepted_position_total"][str(k), EAGLE.shape]
+        for k in range(1, POSITIONS + 1)
     ]
     assert positions == [3, 3, 3] + [2] * (POSITIONS - 3)
-    assert found["tlt_sd_accepted_tokens_total"][EAGLE.name,] == 2 * POSITIONS + 12
+    assert found["tlt_sd_accepted_tokens_total"][EAGLE.shape,] == 2 * POSITIONS + 12
 
 
 def test_the_strategy_in_force_and_its_switches() -> None:
@@ -90,7 +91,7 @@ def test_the_strategy_in_force_and_its_switches() -> None:
     for strategy in (OFF, OFF, EAGLE, OFF):
         step(metrics, strategy, [0])
     found = shown(metrics)
-    assert found["tlt_strategy_in_force"] == {("off",): 1, (EAGLE.name,): 0}
+    assert found["tlt_strategy_in_force"] == {("off",): 1, (EAGLE.shape,): 0}
     assert found["tlt_steps_total"] == {("off",): 3, ("eagle tree",): 1}
 
 
@@ -112,10 +113,19 @@ def test_predicted_and_measured_time_are_of_the_same_steps() -> None:
     assert found["tlt_measured_step_seconds_total"] == {("off",): 1, ("eagle chain",): 1}
 
 
-def test_strategies_without_end_are_one_label_value() -> None:
+def test_rows_that_differ_in_every_step_are_no_strategies() -> None:
     metrics = Metrics()
     for rows in range(2, STRATEGIES + 40):
-        step(metrics, Strategy("eagle", 1, 1, rows), [1], drafted=1)
+        step(metrics, Strategy("eagle", 7, 1, rows), [1], drafted=1)
+    found = shown(metrics)
+    assert found["tlt_cycles_total"] == {("eagle:7x1",): STRATEGIES + 38}
+    assert found["tlt_step_rows_count"] == {(): STRATEGIES + 38}
+
+
+def test_strategies_without_end_are_one_label_value() -> None:
+    metrics = Metrics()
+    for depth in range(2, STRATEGIES + 40):
+        step(metrics, Strategy("eagle", depth, 1, 2), [1], drafted=1)
     assert (
         len(shown(metrics)["tlt_cycles_total"]) == STRATEGIES + 1
         and shown(metrics)["tlt_cycles_total"]["other",] == 38

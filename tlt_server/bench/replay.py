@@ -12,7 +12,7 @@ from rich.text import Text
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.replaying.drafts import check_strategy
 from tlt_server.bench.replaying.names import policy_name
-from tlt_server.bench.replaying.plots import check_plots, draw, shape_of
+from tlt_server.bench.replaying.plots import check_plots, draw
 from tlt_server.bench.replaying.simulated import Replay, ReplayResult
 from tlt_server.commands import SetPolicy
 from tlt_server.speculation.recorded import RolloutRecord
@@ -97,11 +97,10 @@ def figures(replayed: ReplayResult) -> dict[str, Any]:
     cycles = [c.cycle for c in replayed.cycles]
     by_strategy: dict[str, float] = defaultdict(float)
     for cycle in cycles:
-        by_strategy[shape_of(cycle.strategy)] += cycle.step_s
+        by_strategy[cycle.strategy.shape] += cycle.step_s
     decoding = sum(len(c.accepted) for c in cycles if c.drafted)
     changes = sum(
-        shape_of(a.strategy) != shape_of(b.strategy)
-        for a, b in zip(cycles, cycles[1:], strict=False)
+        a.strategy.shape != b.strategy.shape for a, b in zip(cycles, cycles[1:], strict=False)
     )
     seconds = replayed.seconds
     return {

@@ -1,4 +1,6 @@
-"""Metrics of the engine's steps, by strategy."""
+"""Metrics of the engine's steps, by strategy: drafter, depth and width. Rows, which may differ in
+every step, are a histogram.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ STEP_S = (
     1,
     2,
 )
+STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
 STRATEGIES = 64  # label values; strategies beyond them count as "other"
 POSITIONS = 16  # label values; deeper positions count in tlt_sd_accepted_tokens_total only
 
@@ -44,6 +47,9 @@ class StepMetrics:
 
     def __init__(self, kinds: Kinds) -> None:
         self._step_s = kinds.histogram("tlt_step_seconds", "Wall time of an engine step.", STEP_S)
+        self._step_rows = kinds.histogram(
+            "tlt_step_rows", "Rows that the target computed in an engine step.", STEP_ROWS
+        )
         self._cycles = kinds.counter("tlt_cycles", "Engine steps, by strategy.", "strategy")
         self._decodes = kinds.counter(
             "tlt_decodes", "Decoding requests summed over engine steps, by strategy.", "strategy"
@@ -89,12 +95,13 @@ class StepMetrics:
         self._in_force = ""
 
     def count(self, cycle: Cycle) -> None:
-        name = cycle.strategy.name
+        name = cycle.strategy.shape
         if name not in self._arms and len(self._arms) >= STRATEGIES:
             name = "other"
         if name not in self._arms:
             self._arms[name] = self._arm(name)
         self._step_s.observe(cycle.step_s)
+        self._step_rows.observe(cycle.rows)
         self._prefilled.inc(cycle.context.prefill_rows)
         self._arms[name].count(cycle)
         kind = kind_of(cycle.strategy)

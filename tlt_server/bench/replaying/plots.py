@@ -16,7 +16,6 @@ import numpy as np
 
 from tlt_server.bench.replaying.simulated import ReplayResult
 from tlt_server.errors import StartupError
-from tlt_server.records import OFF, Strategy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,21 +45,14 @@ def draw(found: Mapping[str, ReplayResult], directory: Path) -> list[Path]:
     return files
 
 
-def shape_of(strategy: Strategy) -> str:
-    """Return a strategy's name without its rows, which may differ in every step."""
-    if strategy == OFF:
-        return "off"
-    return f"{strategy.drafter}:{strategy.depth}x{strategy.width}"
-
-
 def _course(name: str, replayed: ReplayResult, file: Path) -> Path:
     """Draw batch size, strategy, rows and tokens per second over the rollout."""
     cycles = [each.cycle for each in replayed.cycles]
     seconds_C = np.array([cycle.step_s for cycle in cycles])
     end_C = np.cumsum(seconds_C)
     start_C = end_C - seconds_C
-    shapes = sorted({shape_of(cycle.strategy) for cycle in cycles}, key=lambda s: (s != "off", s))
-    shape_C = np.array([shapes.index(shape_of(cycle.strategy)) for cycle in cycles])
+    shapes = sorted({cycle.strategy.shape for cycle in cycles}, key=lambda s: (s != "off", s))
+    shape_C = np.array([shapes.index(cycle.strategy.shape) for cycle in cycles])
     figure, axes = _subplots(4, 1, figsize=(10, 8), sharex=True)
     batch, strategy, rows, rate = axes
     batch.step(start_C, [cycle.context.decoding for cycle in cycles], where="post")
