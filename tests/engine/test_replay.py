@@ -79,7 +79,7 @@ def test_a_replay_accepts_what_the_gpu_engine_accepted(gpu_record: RolloutRecord
 
 def test_every_position_of_a_gpu_record_has_its_tree(gpu_record: RolloutRecord) -> None:
     responses = gpu_record.responses
-    assert gpu_record.cycles.accepted_V.sum() > 5
+    assert gpu_record.verified.accepted_V.sum() > 5
     last_P = np.zeros(int(responses.output_len_N.sum()), bool)
     last_P[responses.position_N + responses.output_len_N - 1] = True
     first_P = np.zeros_like(last_P)
@@ -170,9 +170,9 @@ def test_a_damaged_record_is_named(
 
 def assert_predicted(record: RolloutRecord, turn: int, name: str) -> None:
     """Compare a run of the engine with the replay of its policy."""
-    cycles = record.cycles
+    cycles, verified = record.cycles, record.verified
     of_run_V = cycles.run_C[cycles.cycle_V] == turn
-    seen = zip(cycles.request_V, cycles.root_V, cycles.accepted_V, strict=True)
+    seen = zip(verified.request_V, verified.root_V, verified.accepted_V, strict=True)
     expected = [tuple(map(int, v)) for v, mine in zip(seen, of_run_V, strict=True) if mine]
     replayed = Replay(record, parse_policy(name), judged=False).run()
     assert [v for cycle in replayed.cycles for v in cycle.verified] == expected

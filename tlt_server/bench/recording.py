@@ -37,6 +37,8 @@ from tlt_server.engine.runner import Finished
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.records import Cycle, GenerateRequest, Strategy
+from tlt_server.samples.identity import identity_of
+from tlt_server.samples.samples import Legend, Responses, Verifications
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.cost import CostModel, CostRecord, Measured, load_of
 from tlt_server.speculation.drafters import DRAFTERS
@@ -48,7 +50,6 @@ from tlt_server.speculation.recorded import (
     RecordedRun,
     RecordedTrees,
     RecordHeader,
-    Responses,
     RolloutRecord,
     Table,
 )
@@ -178,9 +179,17 @@ def recorded(
         assert directory is not None
         shipped = Calibration.load(directory)
         tables[name] = Table(shipped.prior_K, shipped.gap_edges)
+    identity = identity_of(settings.model)
     header = RecordHeader(
         device=info.device,
-        vocab_size=info.vocab_size,
+        legend=Legend(
+            vocab_size=info.vocab_size,
+            model=identity.model,
+            template=identity.template,
+            versions=(info.weight_version,),
+            end_reasons=tuple(dict.fromkeys(runs[0].ends)),
+            strategies=tuple(strategies),
+        ),
         eos_token_ids=tuple(info.eos_token_ids),
         page_size=info.page_size,
         pages=info.pages,
@@ -190,9 +199,6 @@ def recorded(
         max_draft_rows=settings.max_draft_rows,
         drafters=tuple(engine.knowledge.outlooks),
         trees=tuple(drafted),
-        strategies=tuple(strategies),
-        versions=(info.weight_version,),
-        end_reasons=tuple(dict.fromkeys(runs[0].ends)),
         runs=tuple(
             RecordedRun(policy_name(command), played.seconds, played.known)
             for command, played in zip(policies, runs, strict=True)
@@ -201,7 +207,8 @@ def recorded(
         described=described(replace(settings, max_running=info.max_running)),
         machine=machine(on_gpu=info.device == "cuda"),
     )
-    return RolloutRecord(header, responses, _cycles(runs, strategies), trees, tables)
+    verified, cycles = _cycles(runs, strategies)
+    return RolloutRecord(header, responses, verified, cycles, trees, tables)
 
 
 def _fitted(cycles: Iterator[Cycle]) -> CostRecord:
@@ -237,17 +244,28 @@ def _responses(requests: list[GenerateRequest], played: Played) -> Responses:
     )
 
 
-def _cycles(runs: list[Played], strategies: list[Strategy]) -> RecordedCycles:
+def _cycles(runs: list[Played], strategies: list[Strategy]) -> tuple[Verifications, RecordedCycles]:
     all_cycles = [(i, timed) for i, played in enumerate(runs) for timed in played.cycles]
     cycles = [timed.cycle for _, timed in all_cycles]
     verified = [(c, v) for c, (_, timed) in enumerate(all_cycles) for v in timed.verified]
+    strategy_C = np.array([strategies.index(c.strategy) for c in cycles], np.int32)
+    cycle_V = np.array([c for c, _ in verified], np.int32)
 
     def numbers(values: list[int]) -> NDArray[np.int32]:
         return np.array(values, np.int32)
 
-    return RecordedCycles(
+    return Verifications(
+        request_V=numbers([v.request for _, v in verified]),
+        root_V=numbers([v.root for _, v in verified]),
+        rows_V=np.array([v.rows for _, v in verified], np.uint16),
+        accepted_V=np.array([v.accepted for _, v in verified], np.uint8),
+        own_rows_V=np.array([v.own_rows for _, v in verified], np.uint16),
+        own_accepted_V=np.array([v.own_accepted for _, v in verified], np.uint8),
+        strategy_V=strategy_C[cycle_V].astype(np.uint16),
+        calibration_V=np.zeros(len(verified), np.uint16),
+    ), RecordedCycles(
         run_C=np.array([i for i, _ in all_cycles], np.uint8),
-        strategy_C=numbers([strategies.index(c.strategy) for c in cycles]),
+        strategy_C=strategy_C,
         decoding_C=numbers([c.context.decoding for c in cycles]),
         prompt_rows_C=numbers([c.context.prefill_rows for c in cycles]),
         context_C=np.array([c.context.mean_context for c in cycles], np.float32),
@@ -255,11 +273,7 @@ def _cycles(runs: list[Played], strategies: list[Strategy]) -> RecordedCycles:
         drafted_C=numbers([c.drafted for c in cycles]),
         emitted_C=numbers([c.emitted for c in cycles]),
         seconds_C=np.array([c.step_s for c in cycles], np.float32),
-        cycle_V=numbers([c for c, _ in verified]),
-        request_V=numbers([v.request for _, v in verified]),
-        root_V=numbers([v.root for _, v in verified]),
-        rows_V=np.array([v.rows for _, v in verified], np.uint16),
-        accepted_V=np.array([v.accepted for _, v in verified], np.uint8),
+        cycle_V=cycle_V,
     )
 
 

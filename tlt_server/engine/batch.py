@@ -87,5 +87,16 @@ class Emission:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     drafted: int = 0
     accepted: int = 0
+    # The parts of both that are the drafter's own, without history's branches; None: not known.
+    own_drafted: int | None = None
+    own_accepted: int = 0
     weight_version: str = ""
     error: TltError | None = None  # why the sequence cannot go on
+
+    @property
+    def followed(self) -> tuple[int, int]:
+        """Return the accepted draft tokens that the sequence has too, which are none after its end,
+        and those of them that are the drafter's own.
+        """
+        followed = min(self.accepted, len(self.tokens))
+        return followed, min(self.own_accepted, followed)

@@ -99,7 +99,8 @@ class CpuRunner:
         sampled, walk = self._sample(batch, step, forward)
         self._commit_kv(step, walk)
 
-        emissions = _emissions(batch, step, sampled, walk)
+        own_N = drafts.candidates.rank_N[drafts.chosen_N] >= 0
+        emissions = _emissions(batch, step, sampled, walk, own_N)
         self._add_prompt_logprobs(batch, step, forward, emissions)
         accepted_R = np.zeros(len(step.rows), np.int8)
         accepted_R[walk.row_A] = 1
@@ -226,8 +227,12 @@ def _draft(
     )
 
 
-def _emissions(batch: Batch, step: LaidOut, sampled: Sampled, walk: Walk) -> list[Emission]:
-    """Return for each chunk the target's tokens along the accepted path, with their log-probs."""
+def _emissions(
+    batch: Batch, step: LaidOut, sampled: Sampled, walk: Walk, own_N: NDArray[np.bool_]
+) -> list[Emission]:
+    """Return for each chunk the target's tokens along the accepted path, with their log-probs.
+    own_N: which draft rows are of the drafter itself.
+    """
     at_R = np.full(len(step.rows), -1, np.int64)  # row -> its index among the sampled rows
     at_R[step.sampled_R] = np.arange(len(step.sampled_R))
     tokens, logprobs = sampled.token_S.tolist(), sampled.logprob_S.tolist()
@@ -239,6 +244,12 @@ def _emissions(batch: Batch, step: LaidOut, sampled: Sampled, walk: Walk) -> lis
         walk.length_B.tolist(),
     )
     drafts = step.layout.drafts_W.tolist()
+    own_R = np.zeros(len(step.rows), np.bool_)
+    own_R[step.layout.parent_R >= 0] = own_N
+    of_W = step.layout.request_R
+    own_drafts = np.bincount(of_W[own_R], minlength=len(drafts)).tolist()
+    kept_R = walk.row_A[own_R[walk.row_A]]
+    own_accepted = np.bincount(of_W[kept_R], minlength=len(drafts)).tolist()
     emissions, first = [], 0
     for w, chunk in enumerate(batch.chunks):
         path = [roots[w], *accepted[first : first + lengths[w]]]
@@ -250,6 +261,8 @@ def _emissions(batch: Batch, step: LaidOut, sampled: Sampled, walk: Walk) -> lis
             tokens=[tokens[s] for s in path],
             logprobs=[logprobs[s] for s in path],
             drafted=drafts[w],
+            own_drafted=own_drafts[w],
+            own_accepted=own_accepted[w],
         )
         if broken and any(math.isnan(logprob) for logprob in emission.logprobs):
             emission = Emission(error=EngineFailed(NOT_FINITE))

@@ -8,17 +8,17 @@ gained. Nodes keep the cells of their calibration table, not survivals, so that 
 the table as the engine does.
 
 One safetensors file; `bench/recording.py` writes it, `bench/replay.py` reads it. No torch.
-Legend: N requests, T tokens, S spans of one weight version, C cycles, V verifications, P positions
-(an output token each, request after request), M nodes of a position, D depths.
+Legend: N requests, C cycles, V verifications, P positions (an output token each, request after
+request), M nodes of a position, D depths.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,21 +28,19 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, Sampling, Strategy
+from tlt_server.samples.columns import expect, parsed, same_length, tensors_of, within
+from tlt_server.samples.samples import Legend, Responses, Samples, Verifications
 from tlt_server.speculation.cost import CostRecord
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.knowledge import KnowledgeRecord
 
-FORMAT = "tlt rollout record 2"
+FORMAT = "tlt rollout record 3"
 MAX_BYTES = 2**31  # limit of a file's size
 MAX_HEADER = 2**20  # bytes
 DEVICES = ("cpu", "cuda", "interpreter")
 MAX_COLUMNS = 1024  # nodes of a tree
 NONE = 2**16 - 1  # no node
 REMEDY = "record the rollout again with `tlt bench record`"
-
-Array = NDArray[Any]
-Part = TypeVar("Part")
 
 
 class DraftedTrees(Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +70,7 @@ class RecordedRun(Struct, frozen=True, forbid_unknown_fields=True):
 
 class RecordHeader(Struct, frozen=True, forbid_unknown_fields=True):
     device: str
-    vocab_size: int
+    legend: Legend
     eos_token_ids: tuple[int, ...]
     page_size: int
     pages: int
@@ -82,9 +80,6 @@ class RecordHeader(Struct, frozen=True, forbid_unknown_fields=True):
     max_draft_rows: int
     drafters: tuple[str, ...]
     trees: tuple[DraftedTrees, ...]
-    strategies: tuple[Strategy, ...]
-    versions: tuple[str, ...]
-    end_reasons: tuple[str, ...]
     runs: tuple[RecordedRun, ...]
     cost: CostRecord  # fitted to all recorded cycles
     described: dict[str, Any]  # what a reader of figures has to know
@@ -92,64 +87,8 @@ class RecordHeader(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Responses:
-    """Requests in the order in which they were submitted."""
-
-    token_T: NDArray[np.int32]  # prompts with outputs
-    start_N: NDArray[np.int64]  # first token
-    prompt_len_N: NDArray[np.int32]
-    group_N: NDArray[np.int32]
-    seed_N: NDArray[np.uint64]
-    temperature_N: NDArray[np.float32]
-    top_p_N: NDArray[np.float32]
-    min_p_N: NDArray[np.float32]
-    top_k_N: NDArray[np.int32]
-    max_tokens_N: NDArray[np.int32]
-    end_N: NDArray[np.uint8]  # index into `end_reasons`
-    # Spans of output tokens that one weight version computed.
-    span_request_S: NDArray[np.int32]
-    span_start_S: NDArray[np.int32]  # first output token
-    span_version_S: NDArray[np.int32]  # index into `versions`
-
-    def __len__(self) -> int:
-        return len(self.prompt_len_N)
-
-    @property
-    def output_len_N(self) -> NDArray[np.int64]:
-        end_N = np.append(self.start_N[1:], len(self.token_T))
-        return end_N - self.start_N - self.prompt_len_N
-
-    @property
-    def position_N(self) -> NDArray[np.int64]:
-        """Return the index of each request's first position in the arrays over P."""
-        return np.cumsum(self.output_len_N) - self.output_len_N
-
-    def tokens(self, n: int) -> NDArray[np.int32]:
-        """Return prompt and output of a request; a view."""
-        end = self.start_N[n + 1] if n + 1 < len(self) else len(self.token_T)
-        return self.token_T[self.start_N[n] : end]
-
-    def request(self, n: int) -> GenerateRequest:
-        """Return the request as it was submitted."""
-        sampling = Sampling(
-            temperature=float(self.temperature_N[n]),
-            top_p=float(self.top_p_N[n]),
-            min_p=float(self.min_p_N[n]),
-            top_k=int(self.top_k_N[n]),
-            max_tokens=int(self.max_tokens_N[n]),
-        )
-        return GenerateRequest(
-            id=str(n),
-            token_ids=self.tokens(n)[: self.prompt_len_N[n]].tolist(),
-            sampling=sampling,
-            seed=int(self.seed_N[n]),
-            group_id=str(self.group_N[n]),
-        )
-
-
-@dataclass(frozen=True)
 class RecordedCycles:
-    """The cycles of all runs, and what they verified of each request."""
+    """The cycles of all runs."""
 
     run_C: NDArray[np.uint8]
     strategy_C: NDArray[np.int32]  # index into `strategies`
@@ -160,11 +99,7 @@ class RecordedCycles:
     drafted_C: NDArray[np.int32]
     emitted_C: NDArray[np.int32]
     seconds_C: NDArray[np.float32]
-    cycle_V: NDArray[np.int32]
-    request_V: NDArray[np.int32]
-    root_V: NDArray[np.int32]  # position of the root in prompt and output
-    rows_V: NDArray[np.uint16]  # with the root
-    accepted_V: NDArray[np.uint8]
+    cycle_V: NDArray[np.int32]  # cycle of each verification
 
 
 @dataclass(frozen=True)
@@ -191,17 +126,29 @@ class Table:
 class RolloutRecord:
     header: RecordHeader
     responses: Responses
+    verified: Verifications  # of all runs
     cycles: RecordedCycles
     trees: Mapping[str, RecordedTrees]  # by `DraftedTrees.name`
     tables: Mapping[str, Table]  # by drafter
 
+    @property
+    def samples(self) -> Samples:
+        return Samples(self.header.legend, self.responses, self.verified)
+
     def save(self, path: Path) -> None:
         """Write the file; a reader never sees a part of it."""
         tensors = {
-            **_tensors("responses", self.responses),
-            **_tensors("cycles", self.cycles),
-            **{k: v for name, part in self.trees.items() for k, v in _tensors(name, part).items()},
-            **{k: v for name, part in self.tables.items() for k, v in _tensors(name, part).items()},
+            **tensors_of("responses", self.responses),
+            **tensors_of("verified", self.verified),
+            **tensors_of("cycles", self.cycles),
+            **{
+                k: v for name, part in self.trees.items() for k, v in tensors_of(name, part).items()
+            },
+            **{
+                k: v
+                for name, part in self.tables.items()
+                for k, v in tensors_of(name, part).items()
+            },
         }
         header = msgspec.json.encode(self.header).decode()
         partial = path.with_name(path.name + ".partial")
@@ -229,10 +176,11 @@ class RolloutRecord:
         try:
             record = cls(
                 header,
-                _parsed(Responses, "responses", tensors),
-                _parsed(RecordedCycles, "cycles", tensors),
-                {trees.name: _parsed(RecordedTrees, trees.name, tensors) for trees in header.trees},
-                {name: _parsed(Table, name, tensors) for name in _drafters(header)},
+                parsed(Responses, "responses", tensors),
+                parsed(Verifications, "verified", tensors),
+                parsed(RecordedCycles, "cycles", tensors),
+                {trees.name: parsed(RecordedTrees, trees.name, tensors) for trees in header.trees},
+                {name: parsed(Table, name, tensors) for name in _drafters(header)},
             )
             record.check()
         except (ValueError, KeyError) as error:
@@ -241,41 +189,38 @@ class RolloutRecord:
 
     def check(self) -> None:
         """`ValueError` unless all arrays fit each other."""
-        self._check_responses()
+        self.samples.check()
+        self._check_ends()
         cycles, header = self.cycles, self.header
-        _expect("cycles", _same_length(cycles, "_C") and _same_length(cycles, "_V"))
-        _within("cycles.run_C", cycles.run_C, len(header.runs))
-        _within("cycles.strategy_C", cycles.strategy_C, len(header.strategies))
-        _within("cycles.cycle_V", cycles.cycle_V, len(cycles.run_C))
-        _within("cycles.request_V", cycles.request_V, len(self.responses))
+        expect("cycles", same_length(cycles, "_C") and len(cycles.cycle_V) == len(self.verified))
+        within("cycles.run_C", cycles.run_C, len(header.runs))
+        within("cycles.strategy_C", cycles.strategy_C, len(header.legend.strategies))
+        within("cycles.cycle_V", cycles.cycle_V, len(cycles.run_C))
         finite = np.isfinite(cycles.seconds_C) & np.isfinite(cycles.context_C)
-        _expect("cycles.seconds_C", bool(finite.all() and (cycles.seconds_C >= 0).all()))
+        expect("cycles.seconds_C", bool(finite.all() and (cycles.seconds_C >= 0).all()))
         positions = int(self.responses.output_len_N.sum())
         for drafted in header.trees:
             trees, table = self.trees[drafted.name], self.tables[drafted.drafter]
             shape = (positions, drafted.columns)
-            _expect(drafted.name, trees.cell_PM.shape == trees.parent_PM.shape == shape)
-            _expect(drafted.name, trees.own_PD.shape == (positions, drafted.depth))
-            _expect(drafted.name, trees.count_P.shape == (positions,))
-            _within(drafted.name, trees.count_P, drafted.columns + 1)
-            _expect(drafted.name, _before(trees.parent_PM) and _before(trees.own_PD, shape[1]))
-            _within(drafted.name, trees.cell_PM, len(table.survival_K))
+            expect(drafted.name, trees.cell_PM.shape == trees.parent_PM.shape == shape)
+            expect(drafted.name, trees.own_PD.shape == (positions, drafted.depth))
+            expect(drafted.name, trees.count_P.shape == (positions,))
+            within(drafted.name, trees.count_P, drafted.columns + 1)
+            expect(drafted.name, _before(trees.parent_PM) and _before(trees.own_PD, shape[1]))
+            within(drafted.name, trees.cell_PM, len(table.survival_K))
             good = (table.survival_K >= 0) & (table.survival_K <= 1)
-            _expect(drafted.drafter, bool(good.all() and (np.diff(table.gap_edges) > 0).all()))
+            expect(drafted.drafter, bool(good.all() and (np.diff(table.gap_edges) > 0).all()))
 
-    def _check_responses(self) -> None:
+    def _check_ends(self) -> None:
+        """Expect that every response ends with a stop token or at its limit, and not before."""
         responses, header = self.responses, self.header
-        _expect("responses", len(responses) > 0 and _same_length(responses, "_N"))
-        _expect("spans", _same_length(responses, "_S"))
+        expect("responses", len(responses) > 0)
         output_len_N = responses.output_len_N
         starts_N = responses.start_N
-        _expect("responses.start_N", starts_N[0] == 0 and bool((np.diff(starts_N) > 0).all()))
-        _expect("responses.prompt_len_N", bool((responses.prompt_len_N > 0).all()))
+        expect("outputs", bool((output_len_N > 0).all()))
         most_N = responses.max_tokens_N
-        _expect("outputs", bool(((output_len_N > 0) & (output_len_N <= most_N)).all()))
         lengths_N = responses.prompt_len_N + most_N.astype(np.int64)
-        _expect("responses.max_tokens_N", bool((lengths_N <= header.max_model_len).all()))
-        _within("responses.token_T", responses.token_T, header.vocab_size)
+        expect("responses.max_tokens_N", bool((lengths_N <= header.max_model_len).all()))
         ends_T = np.isin(responses.token_T, header.eos_token_ids)
         place_T = np.arange(len(ends_T)) - np.repeat(
             starts_N, np.diff(starts_N, append=len(ends_T))
@@ -284,14 +229,9 @@ class RolloutRecord:
             responses.prompt_len_N, np.diff(starts_N, append=len(ends_T))
         )
         last_N = np.append(starts_N[1:], len(ends_T)) - 1
-        _expect("ends of outputs", bool((ends_T[last_N] | (output_len_N == most_N)).all()))
+        expect("ends of outputs", bool((ends_T[last_N] | (output_len_N == most_N)).all()))
         ends_T[last_N] = False
-        _expect("tokens after an end", not bool((ends_T & output_T).any()))
-        _within("responses.end_N", responses.end_N, len(header.end_reasons))
-        _within("responses.span_request_S", responses.span_request_S, len(responses))
-        _within("responses.span_version_S", responses.span_version_S, len(header.versions))
-        for values in (responses.temperature_N, responses.top_p_N, responses.min_p_N):
-            _expect("sampling", bool(np.isfinite(values).all() and (values >= 0).all()))
+        expect("tokens after an end", not bool((ends_T & output_T).any()))
 
 
 def _header(data: bytes, path: Path) -> RecordHeader:
@@ -317,7 +257,7 @@ def _header(data: bytes, path: Path) -> RecordHeader:
                 f"{REMEDY}"
             )
     unknown = {*parsed.drafters, *_drafters(parsed)} - {*DRAFTERS}
-    if unknown or parsed.device not in DEVICES or not parsed.versions:
+    if unknown or parsed.device not in DEVICES or not parsed.legend.versions:
         raise StartupError(
             f"{path} is of another version: device {parsed.device[:80]!r}, drafters "
             f"{', '.join(parsed.drafters)[:80] or 'none'}; {REMEDY}"
@@ -330,49 +270,6 @@ def _header(data: bytes, path: Path) -> RecordHeader:
 
 def _drafters(header: RecordHeader) -> set[str]:
     return {trees.drafter for trees in header.trees}
-
-
-def _tensors(prefix: str, part: object) -> dict[str, Array]:
-    assert hasattr(part, "__dataclass_fields__")
-    return {
-        f"{prefix}.{field.name}": np.ascontiguousarray(getattr(part, field.name))
-        for field in fields(part)  # type: ignore[arg-type]
-    }
-
-
-def _parsed(kind: type[Part], prefix: str, tensors: Mapping[str, Array]) -> Part:
-    """Return one part; `KeyError` or `ValueError` unless its arrays are there, of their types."""
-    values = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        name = f"{prefix}.{field.name}"
-        if name not in tensors:
-            raise ValueError(f"{name} is missing")
-        dtype = str(field.type).removeprefix("NDArray[np.").removesuffix("]")
-        if tensors[name].dtype != dtype:
-            raise ValueError(f"{name} is {tensors[name].dtype}, not {dtype}")
-        dimensions = sum(letter.isupper() for letter in field.name.rpartition("_")[2]) or 1
-        if tensors[name].ndim != dimensions:
-            raise ValueError(f"{name} has {tensors[name].ndim} dimensions, not {dimensions}")
-        values[field.name] = tensors[name]
-    return kind(**values)
-
-
-def _same_length(part: object, suffix: str) -> bool:
-    assert hasattr(part, "__dataclass_fields__")
-    names = [f.name for f in fields(part) if f.name.endswith(suffix)]  # type: ignore[arg-type]
-    return len({len(getattr(part, name)) for name in names}) == 1
-
-
-def _expect(name: str, holds: bool) -> None:
-    if not holds:
-        raise ValueError(f"{name} does not fit the rest")
-
-
-def _within(name: str, values: Array, limit: int) -> None:
-    if values.size and not (0 <= int(values.min()) <= int(values.max()) < limit):
-        raise ValueError(
-            f"{name} lies between {values.min()} and {values.max()}, not in [0, {limit})"
-        )
 
 
 def _before(node_PM: NDArray[np.uint16], limit: int | None = None) -> bool:

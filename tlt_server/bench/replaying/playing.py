@@ -21,7 +21,9 @@ class Verified(NamedTuple):
     request: int
     root: int
     rows: int
+    own_rows: int  # 0: not known
     accepted: int
+    own_accepted: int
 
 
 class TimedCycle(NamedTuple):
@@ -105,7 +107,13 @@ def play(
 def _verified(finished: Finished, root_W: list[int], index: Mapping[str, int]) -> list[Verified]:
     """Return what a step verified of each request that decoded."""
     return [
-        Verified(index[chunk.sequence.id], root, 1 + emission.drafted, emission.accepted)
+        Verified(
+            index[chunk.sequence.id],
+            root,
+            1 + emission.drafted,
+            0 if emission.own_drafted is None else 1 + emission.own_drafted,
+            *emission.followed,
+        )
         for chunk, emission, root in zip(
             finished.batch.chunks, finished.emissions, root_W, strict=True
         )

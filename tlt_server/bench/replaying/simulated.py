@@ -277,7 +277,7 @@ class Replay:
             ),
             max_rows=header.max_rows,
             lookahead=max(strategy.depth, *(half.deepest for half in halves), 0),
-            weight_version=header.versions[0],
+            weight_version=header.legend.versions[0],
             prompt_budget=limits.room,
             on_end=self.runner.end,
             clock=lambda: self._seconds,
@@ -289,7 +289,7 @@ class Replay:
         self.scheduler.submit(
             Sequence(
                 request,
-                SamplingState(request, header.vocab_size, header.eos_token_ids),
+                SamplingState(request, header.legend.vocab_size, header.eos_token_ids),
                 header.page_size,
             )
             for request in map(responses.request, range(len(responses)))
