@@ -1,4 +1,4 @@
-"""What token ids belong to: a model's shape with its tokenizer, and its chat template.
+"""The identity of what token ids belong to: a model's shape, its tokenizer and its chat template.
 
 Weights do not count, so every checkpoint of one training run has the same identity.
 """

@@ -26,7 +26,7 @@ class Legend(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     vocab_size: int
     model: str = ""  # identity of the target without its weights, see `identity.py`
     template: str = ""  # identity of its chat template
-    versions: tuple[str, ...]  # of the target's weights
+    versions: tuple[str, ...]  # target weights
     end_reasons: tuple[str, ...]
     strategies: tuple[Strategy, ...]
     calibrations: tuple[str, ...] = ("",)  # versions of the drafters' calibration tables

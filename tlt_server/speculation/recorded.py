@@ -126,7 +126,7 @@ class Table:
 class RolloutRecord:
     header: RecordHeader
     responses: Responses
-    verified: Verifications  # of all runs
+    verified: Verifications  # all runs
     cycles: RecordedCycles
     trees: Mapping[str, RecordedTrees]  # by `DraftedTrees.name`
     tables: Mapping[str, Table]  # by drafter
