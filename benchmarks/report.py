@@ -12,7 +12,7 @@ from benchmarks.comparison import goals_section, others_section
 from benchmarks.first_screen import with_figures
 from benchmarks.goals import Result, results
 from benchmarks.markdown import link
-from benchmarks.sections import SECTIONS
+from benchmarks.sections.table import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

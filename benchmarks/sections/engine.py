@@ -1,0 +1,174 @@
+"""Sections about the engine alone: its steps, graphs, exactness, and the padded pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.markdown import number, table
+from benchmarks.sections.figures import Figures, model
+
+SMALLEST_SHARE = 0.01  # part of a cycle; kernels that take less are summed in one row
+SHORT_PROMPT = 128  # tokens; cycles after longer prompts are not broken down
+FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
+
+
+def decode(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    priced = {
+        (row["batch"], row["prompt"]): f"{row['percent']:+.1f} %"
+        for row in figures.get("price", ())
+        if row["what"] == "decode"
+    }
+    if priced:
+        yield (
+            f"The price of {figures['numerics']} numerics is their time over the time of fast "
+            "numerics, less one."
+        )
+    yield table(
+        ("batch", "prompt", "ms per step", "tokens/s", "price"),
+        (
+            (
+                r["batch"],
+                r["prompt"],
+                f"{r['step_ms']:.3f}",
+                number(r["tokens_per_s"]),
+                priced.get((r["batch"], r["prompt"]), ""),
+            )
+            for r in figures["rows"]
+            if r["numerics"] == figures["numerics"]
+        ),
+    )
+    rates = {
+        (r["prompts"], r["length"], r["numerics"]): r["tokens_per_s"]
+        for r in figures.get("prefill", ())
+    }
+    for row in figures.get("price", ()):
+        if row["what"] == "prefill":
+            size = (row["prompts"], row["length"])
+            rate = rates.get((*size, figures["numerics"]))
+            yield (
+                f"Prefill by the engine, {size[0]} x {size[1]} tokens: "
+                + (f"{number(rate)} tokens/s, " if rate else "")
+                + f"price {row['percent']:+.1f} %."
+            )
+
+
+def prefill(figures: Figures) -> Iterator[str]:
+    yield "The decoder's layers alone: no LM head, no drafter, no scheduler. The three take turns."
+    yield table(
+        ("prompts", "with", "ms", "tokens/s", "against cuBLAS + SDPA"),
+        (
+            (
+                f"{r['prompts']} x {r['length']}",
+                r["with"],
+                f"{r['ms']:.1f}",
+                number(r["tokens_per_s"]),
+                f"{r['ratio']:.2f}x",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
+def cycle(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    yield (
+        "After random prompts, answers are noise to the drafter. `problem`: problems of the demo "
+        "task, one after another, each to its end, without the prompt and its first 3 cycles."
+    )
+    yield table(
+        ("strategy", "batch", "prompt", "ms", "tokens/s", "accept length", "GPU idle"),
+        (
+            (
+                r["strategy"],
+                r["batch"],
+                r["prompt"],
+                f"{r['step_ms']:.3f}",
+                number(r["tokens_per_s"]),
+                f"{r['accept_length']:.2f}",
+                f"{r['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in r else "",
+            )
+            for r in figures["rows"]
+            if r["prompt"] == "problem" or figures["shape"]["layers"] >= FULL_SIZE
+        ),
+    )
+    profiled = [
+        r for r in figures["rows"] if "longest_kernels_ms" in r and r["prompt"] == SHORT_PROMPT
+    ]
+    if profiled and figures["shape"]["layers"] >= FULL_SIZE:
+        yield (
+            f"Where cycles at prompt {SHORT_PROMPT} go, by the profiler, in ms. A kernel may be "
+            "resident while it waits for the one before; a moment that several share counts for "
+            "the first of them."
+        )
+        yield _kernel_shares(profiled)
+
+
+def _kernel_shares(profiled: list[Figures]) -> str:
+    """Tabulate the kernels that take a share of some cycle worth a row; sum up the others."""
+    times = [dict(row["longest_kernels_ms"]) for row in profiled]
+    share = {
+        name: max(
+            of.get(name, 0) / row["profiled_step_ms"]
+            for of, row in zip(times, profiled, strict=True)
+        )
+        for name in {name for of in times for name in of}
+    }
+    names = sorted(
+        (name for name in share if share[name] >= SMALLEST_SHARE),
+        key=lambda name: (-share[name], name),
+    )
+    rest = [sum(of.values()) - sum(of.get(name, 0) for name in names) for of in times]
+    return table(
+        ("kernel", *(f"{r['strategy']} x {r['batch']}" for r in profiled)),
+        [
+            ["whole cycle", *(f"{r['profiled_step_ms']:.3f}" for r in profiled)],
+            ["kernels and copies", *(r["kernels_per_step"] for r in profiled)],
+            *(
+                [f"`{name}`", *(f"{of[name]:.3f}" if name in of else "" for of in times)]
+                for name in names
+            ),
+            ["others", *(f"{ms:.3f}" for ms in rest)],
+        ],
+    )
+
+
+def padded(figures: Figures) -> Iterator[str]:
+    found = "; ".join(
+        f"{r['target']}: mean error {r['mean']}, largest {r['max']}, "
+        f"same greedy token {r['greedy_agreement']:.2%}"
+        for r in figures["rows"]
+    )
+    yield (
+        f"Logits in {figures['dtype']} against the small target's in float32, both by "
+        f"transformers, at {figures['positions']} positions of its greedy answers; the largest "
+        f"logit is {figures['largest_logit']}. {found}."
+    )
+
+
+def graphs(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["phases_s"].items())
+    yield (
+        f"{figures['graphs']} graphs in {figures['graph_bytes'] / 1e9:.2f} GB, "
+        f"captured in {figures['capture_s']:.1f} s. Ready after {figures['ready_s']:.1f} s "
+        f"with a {figures['triton_cache']} Triton cache: {phases}."
+    )
+
+
+def exact(figures: Figures) -> Iterator[str]:
+    yield (
+        f"{model(figures)} {figures['numerics'].capitalize()} numerics: "
+        f"{figures['differing_tokens']} of {figures['tokens']} tokens "
+        f"({figures['differing_token_rate']:.2%}) and {figures['differing_logprob_bits']} "
+        f"log-probs differ in {figures['requests']} runs of requests over "
+        f"{figures['configurations']} configurations, with {figures['preemptions']} preemptions."
+    )
+
+
+def matmuls(figures: Figures) -> Iterator[str]:
+    yield (
+        "Time of all matmuls of a step over cuBLAS's, by rows: "
+        + ", ".join(f"{row['of_cublas']:.3f} ({row['rows']})" for row in figures["rows"])
+        + "."
+    )

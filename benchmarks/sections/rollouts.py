@@ -1,0 +1,90 @@
+"""Sections about whole rollouts: in the engine, over HTTP, and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.markdown import number, table
+from benchmarks.sections.figures import Figures, model
+
+
+def rollout(figures: Figures) -> Iterator[str]:
+    if "shape" in figures:
+        yield model(figures)
+    yield (
+        f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the "
+        "two plain engines. Responses that differ from plain decoding: "
+        f"{figures['responses_differing']}. `tail`: 64 requests, run to the end; `full`: 64 "
+        "running all the time. Fast numerics give other responses, so where at most 2 run they may "
+        "have other work."
+    )
+    yield table(
+        ("workload / policy", "wall s", "accept length", "speed-up", "at most 2 run"),
+        (
+            (
+                name,
+                f"{r['wall_s']:.2f}",
+                f"{r['accept_length']:.2f}" if r["accept_length"] else "",
+                f"{r['speedup']:.2f}x",
+                f"{r['tail_speedup']:.2f}x" if "tail_speedup" in r else "",
+            )
+            for name, r in figures.items()
+            if "/" in name
+        ),
+    )
+
+
+def rollout_http(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    seeds, first = ", ".join(map(str, figures["seeds"])), figures["rows"][0]
+    yield (
+        f"The {first['pair']} pair, {first['nats_per_token']:.2f} nats per token; whole rollouts "
+        f"over HTTP, medians over the seeds {seeds}. "
+        "`full 64`: 64 requests running all the time. Ratios are medians of one seed's times. "
+        "Runs with other tokens or bits of "
+        f"log-probs than the first arm's: {figures['responses_differing']}."
+    )
+    if "first_s" in figures:
+        yield (
+            f"The first rollout after the start took {figures['first_s']:.2f} s, the same again "
+            f"at the end {figures['later_s']:.2f} s."
+        )
+    yield table(
+        ("requests", "policy", "s", "tokens/s", "against off", "against the best fixed"),
+        (
+            (
+                r["workload"],
+                r["arm"].removeprefix("fixed:"),
+                f"{r['seconds']:.2f}",
+                number(r["tokens_per_s"]),
+                f"{r['against_off']:.2f}x" if "against_off" in r else "",
+                f"{r['against_best_fixed']:.2f}x" if "against_best_fixed" in r else "",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
+def replay(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    yield (
+        f"A recorded rollout of {figures['requests']} requests and {figures['tokens']} tokens, "
+        "replayed with times of a cost model fitted to it: no policy was run on the GPU. Regret: "
+        "time lost against the best choice of every step, its outcome known; expected: the same "
+        "with the tokens that survivals promise."
+    )
+    yield table(
+        ("policy", "s", "tokens/s", "accept length", "switches", "regret", "expected"),
+        (
+            (
+                r["policy"].removeprefix("fixed:"),
+                f"{r['seconds']:.2f}",
+                number(r["tokens_per_s"]),
+                f"{r['accept_length']:.2f}",
+                r["switches"],
+                f"{r['regret']:.1%}",
+                f"{r['expected_regret']:.1%}",
+            )
+            for r in figures["rows"]
+        ),
+    )

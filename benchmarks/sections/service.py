@@ -1,0 +1,95 @@
+"""Sections about the server under load: overload, hostile clients, long tests, and the tests on a
+GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.markdown import number, table
+from benchmarks.sections.figures import Figures
+from tlt_server.bench.hostile import rows as hostile_rows
+
+
+def overload(figures: Figures) -> Iterator[str]:
+    yield table(
+        (
+            "offered",
+            "requests",
+            "goodput, tokens/s",
+            "of peak",
+            "refused",
+            "late",
+            "refusals p99 ms",
+        ),
+        (
+            (
+                name,
+                r["requests"],
+                number(r["goodput"]),
+                f"{r['of_peak']:.2f}",
+                f"{r['shed']:.0%}",
+                r["late"],
+                r["shed_p99_ms"],
+            )
+            for name, r in figures.items()
+            if isinstance(r, dict) and "goodput" in r
+        ),
+    )
+    yield (
+        f"Every request has exactly one end: {'yes' if figures['exactly_one_end'] else 'no'}. "
+        f"Bounds missed: {', '.join(figures['missed']) or 'none'}."
+    )
+
+
+def hostile(figures: Figures) -> Iterator[str]:
+    yield (
+        "What one key's hostile clients do to others, on the shipped pair. `-`: no bound is set. "
+        f"Bounds missed: {', '.join(figures['missed']) or 'none'}."
+    )
+    yield table(
+        ("what", "figure", "bound", "aim"),
+        (
+            (
+                row.what,
+                f"{figures[row.scenario][row.figure]:.3g} {row.unit}".strip(),
+                "-" if row.must == float("inf") else f"{row.must:g}",
+                "-" if row.stretch is None else f"{row.stretch:g}",
+            )
+            for row in hostile_rows(figures)
+            if row.scenario in figures
+        ),
+    )
+
+
+def soak(figures: Figures) -> Iterator[str]:
+    storms = figures["storms"]
+    sent = sum(count for what, count in storms.items() if what.startswith(("http", "grpc")))
+    sound = sum(
+        count for what, count in storms.items() if what.startswith("sound") and ":" not in what
+    )
+    failed = sum(came.get("failed", 0) for came in figures["files"].values())
+    yield (
+        f"{sent} generated requests by HTTP and gRPC, {storms.get('kill', 0)} kills of the engine, "
+        f"{storms.get('push', 0)} pushes and {storms.get('full', 0)} spells of a full disk at "
+        f"once; {sound} sound results completed, each with the bits of an undisturbed run. "
+        f"Tests that failed: {failed}."
+    )
+
+
+def tests(figures: Figures) -> Iterator[str]:
+    found = ", ".join(
+        f"{name} {r['passed']} / {r['failed']} / {r['skipped']}"
+        for name, r in figures["parts"].items()
+    )
+    yield f"Tests that passed / failed / were skipped: {found}."
+    red = [name for r in figures["parts"].values() for name in r.get("red", ())]
+    if red:
+        yield f"Red: {', '.join(f'`{name}`' for name in red)}."
+    exact = figures["exact"]
+    if exact:
+        yield (
+            f"`tlt bench exact --quick` on the shipped pair: {exact['differing_tokens']} tokens "
+            f"and {exact['differing_logprob_bits']} log-prob bits differ in {exact['requests']} "
+            "runs of requests."
+        )

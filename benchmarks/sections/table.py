@@ -1,0 +1,31 @@
+"""The sections of the page, one per bench."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks.sections import engine, figures, rollouts, service, weights
+from benchmarks.sections.figures import Figures
+
+SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
+    "decode": ("Plain decoding", engine.decode),
+    "prefill": ("Prefill against the libraries", engine.prefill),
+    "cycle": ("Cycles of speculation", engine.cycle),
+    "padded": ("What padding and rounding change", engine.padded),
+    "graphs": ("Graphs and start-up", engine.graphs),
+    "exact": ("Exactness", engine.exact),
+    "rollout": ("Rollouts with a long tail", rollouts.rollout),
+    "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),
+    "replay": ("Regret of the policies", rollouts.replay),
+    "overload": ("Overload", service.overload),
+    "hostile": ("Hostile clients", service.hostile),
+    "soak": ("Long tests", service.soak),
+    "weights": ("Weight pushes on a CPU", weights.weights),
+    "weights-gpu": ("Weight pushes from GPU to GPU", weights.weights_gpu),
+    "products": ("Matmuls alone", engine.matmuls),
+    "attention": ("Single kernels", figures.in_the_file),
+    "norms": ("Single kernels", figures.in_the_file),
+    "sampling": ("Single kernels", figures.in_the_file),
+    "trees": ("Single kernels", figures.in_the_file),
+    "test-gpu": ("Tests on a GPU", service.tests),
+}
