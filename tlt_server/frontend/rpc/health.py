@@ -5,7 +5,7 @@ and open to every caller like that route.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
@@ -39,13 +39,10 @@ class Health(HealthServicer):
             )
         return HealthCheckResponse(status=self._status(request.service))
 
-    async def Watch(
-        self, request: HealthCheckRequest, context: Context
-    ) -> AsyncIterator[HealthCheckResponse]:
-        async for reply in self._streams.bounded(context, self._replies(request.service)):
-            yield reply
+    async def Watch(self, request: HealthCheckRequest, context: Context) -> None:
+        await self._streams.send(context, self._replies(request.service))
 
-    async def _replies(self, service: str) -> AsyncIterator[HealthCheckResponse]:
+    async def _replies(self, service: str) -> AsyncGenerator[HealthCheckResponse, None]:
         async for status in changes(
             lambda: None if self._stopping else self._status(service), self._told, math.inf
         ):

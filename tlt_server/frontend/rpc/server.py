@@ -8,7 +8,7 @@ is only one path through this code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -177,11 +177,8 @@ class _Reflection(grpc.aio.ServerInterceptor):
         except TltError as error:
             return grpc.stream_stream_rpc_method_handler(partial(_refused, error))
 
-        async def bounded(requests: Any, context: Context) -> AsyncIterator[Any]:
-            async for reply in self._streams.bounded(
-                context, handler.stream_stream(requests, context)
-            ):
-                yield reply
+        async def bounded(requests: Any, context: Context) -> None:
+            await self._streams.send(context, handler.stream_stream(requests, context))
 
         return grpc.stream_stream_rpc_method_handler(
             bounded, handler.request_deserializer, handler.response_serializer
