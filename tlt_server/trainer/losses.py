@@ -1,108 +1,110 @@
-"""The training targets of a drafter: the target's quantities of each slot, and the losses over
-them.
+"""Pairing and loss terms of a drafter's training.
 
 `pair` is the one statement of the alignment, for training and inference alike: slot r holds
 (embedding of x_r, feature of position r-1) and predicts x_{r+1}; in EAGLE's words (embed x_{t+1},
-h_t) -> h_{t+1}, x_{t+2}. Legend: B sequences, T positions, N slots, H hidden, V target vocabulary,
-D draft vocabulary. Every loss is a mean over slots with the given weights; zero weights leave a
-slot out.
+h_t) -> h_{t+1}, x_{t+2}. Drafted `step` tokens ahead of root r, it is slot r + step of the
+document, so every target of a deeper step is the same array read `step` slots further.
+
+A loss term takes the rows' logits and gives one value per row; weights and sums are the caller's.
+Legend: T tokens, N slots, H hidden, F feature width, C draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 
 class Pairs(NamedTuple):
-    """Aligned tensors of branch roots r = 1 .. N, drafted `step` tokens ahead along the true path;
-    N = T-2-step.
+    """Aligned tensors of a document's slots r = 1 .. T-1; N = T-1."""
+
+    token_N: Tensor
+    """x_r: the token whose embedding enters the slot."""
+    feature_NF: Tensor
+    """Target feature of position r-1, which enters the slot. The next slot's is what EAGLE and HASS
+    regress this slot's output on.
     """
-
-    inputs_BN: torch.Tensor
-    """x_{r+step}: the token whose embedding enters the slot."""
-    features_BNH: torch.Tensor
-    """Target feature of position r-1; it enters the slot at step 0, the drafter's output later."""
-    next_features_BNH: torch.Tensor
-    """Target feature of position r+step: what EAGLE-1/2 regress the slot's output on."""
-    teacher_BNV: torch.Tensor
-    """Target logits (or probabilities) at position r+step: the distribution of x_{r+step+1}."""
-    labels_BN: torch.Tensor
-    """x_{r+step+1}."""
-
-
-def pair(
-    tokens_BT: torch.Tensor, features_BTH: torch.Tensor, teacher_BTV: torch.Tensor, step: int = 0
-) -> Pairs:
-    """Align a batch of sequences with the target's features and outputs over them (all by absolute
-    position).
+    teacher_NH: Tensor
+    """The target's last hidden state at position r: with the LM head the distribution of x_{r+1}.
     """
-    last = tokens_BT.shape[1] - 1
-    if last - 1 - step < 1:
-        raise ValueError(
-            f"sequences of {last + 1} tokens have no slot {step} steps ahead: they need at least "
-            f"{step + 3}"
-        )
-    return Pairs(
-        inputs_BN=tokens_BT[:, 1 + step : last],
-        features_BNH=features_BTH[:, : last - 1 - step],
-        next_features_BNH=features_BTH[:, 1 + step : last],
-        teacher_BNV=teacher_BTV[:, 1 + step : last],
-        labels_BN=tokens_BT[:, 2 + step :],
+    counted_N: Tensor
+    """Is x_r a token of the response?"""
+
+
+def pair(tokens_T: Tensor, features_TF: Tensor, hidden_TH: Tensor, counted_T: Tensor) -> Pairs:
+    """Align a document's tokens with the target's features and outputs over them, all by position.
+
+    The last slot predicts a token that is not there; `slot_weights` leaves it out.
+    """
+    return Pairs(tokens_T[1:], features_TF[:-1], hidden_TH[1:], counted_T[1:])
+
+
+def slot_weights(root_N: Tensor, predicted_N: Tensor, left_N: Tensor, step: int) -> Tensor:
+    """Return weights [N] of roots drafted `step` tokens ahead.
+
+    root_N: weight of a root, 0 where nothing is drafted. predicted_N: may a slot's token count as
+    predicted? It must be in the root's document, in which `left_N` slots follow.
+    """
+    return root_N * (predicted_N.roll(-1 - step) & (left_N > step))
+
+
+def teacher_probabilities(hidden_NH: Tensor, head_CH: Tensor) -> Tensor:
+    """Return the target's distribution on the draft vocabulary, float32 [N, C], renormalised to sum
+    to 1. `head_CH`: the LM head's rows of the draft vocabulary.
+    """
+    return functional.linear(hidden_NH.to(head_CH.dtype), head_CH).float().softmax(-1)
+
+
+def soft_cross_entropy(logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
+    """-sum_v p_v log q_v, [N]."""
+    return -(teacher_NC * logits_NC.float().log_softmax(-1)).sum(-1)
+
+
+def total_variation(logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
+    """1/2 sum_v |p_v - q_v|, [N]: one minus the best chance that a single draft is right."""
+    return 0.5 * (teacher_NC - logits_NC.float().softmax(-1)).abs().sum(-1)
+
+
+def shared_noise_refusal(logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
+    """One minus the chance that draft and target choose the same token under one Gumbel noise, [N].
+
+    With exponential E_j the target (p) chooses argmin E_j / p_j and the draft (q) argmin E_j / q_j,
+    which is Gumbel-max. Both choose i where E_j >= E_i m_ij for all j != i, with m_ij =
+    max(p_j / p_i, q_j / q_i). Given E_i = e this has the chance exp(-e sum_{j != i} m_ij), and the
+    mean over e is 1 / (1 + sum_{j != i} m_ij) = 1 / sum_j m_ij, as m_ii = 1. So
+
+        acceptance = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i).
+
+    q_j / q_i is the larger of the two exactly where q_j / p_j >= q_i / p_i. With tokens sorted by
+    q / p the inner sum is therefore P_i / p_i + Q_i / q_i, where P_i sums p over the tokens before
+    i and Q_i sums q from i on: O(C log C) instead of O(C^2). At equal ratios both forms agree, so
+    the order of ties is free, and the order is constant where the gradient exists.
+    """
+    log_q_NC = logits_NC.float().log_softmax(-1)
+    # A ratio of two zeros has no order, so p is kept above zero there.
+    ratio_NC = log_q_NC.detach() - teacher_NC.clamp(min=torch.finfo(torch.float32).tiny).log()
+    order_NC = ratio_NC.argsort(-1)
+    p_NC, q_NC = teacher_NC.gather(-1, order_NC), log_q_NC.gather(-1, order_NC).exp()
+    before_NC = p_NC.cumsum(-1) - p_NC
+    onward_NC = q_NC.flip(-1).cumsum(-1).flip(-1)
+    both_NC = p_NC * q_NC
+    share_NC = both_NC / (before_NC * q_NC + onward_NC * p_NC).clamp(min=1e-30)
+    return 1 - share_NC.sum(-1)
+
+
+def top_cross_entropy(logits_NC: Tensor, teacher_NC: Tensor, count: int) -> Tensor:
+    """Cross-entropy over the teacher's `count` most likely tokens alone, [N]: HASS's distillation
+    of what can be accepted (arXiv 2408.15766).
+    """
+    top_NK, index_NK = teacher_NC.topk(min(count, teacher_NC.shape[-1]), -1)
+    return -(top_NK * logits_NC.float().log_softmax(-1).gather(-1, index_NK)).sum(-1)
+
+
+def feature_distance(output_NH: Tensor, feature_NH: Tensor) -> Tensor:
+    """Smooth L1 of a slot's output and the feature of its position, averaged over H: [N]."""
+    return functional.smooth_l1_loss(output_NH.float(), feature_NH.float(), reduction="none").mean(
+        -1
     )
-
-
-def slot_weights(counted_BT: torch.Tensor, step: int = 0) -> torch.Tensor:
-    """Weights [B, N] from `counted_BT` (is token t of the response?): the root's token and the
-    predicted token must both count.
-    """
-    counted = counted_BT.float()
-    return counted[:, 1 : counted.shape[1] - 1 - step] * counted[:, 2 + step :]
-
-
-class DraftTeacher(NamedTuple):
-    """The target's distribution on the draft vocabulary."""
-
-    probabilities: torch.Tensor
-    """[..., D], renormalised to sum to 1."""
-    covered: torch.Tensor
-    """[...] float: 1 where the target's most likely token is in the draft vocabulary. EAGLE-3
-    trains on these positions only.
-    """
-
-
-def restrict(teacher_logits: torch.Tensor, d2t: torch.Tensor, t2d: torch.Tensor) -> DraftTeacher:
-    """Restrict target logits [..., V] to the draft vocabulary. `d2t` [D] holds target id minus
-    draft id, `t2d` [V] marks the kept ids.
-    """
-    kept_ids = d2t + torch.arange(len(d2t), device=d2t.device)
-    probabilities = teacher_logits.index_select(-1, kept_ids).float().softmax(-1)
-    return DraftTeacher(probabilities, t2d[teacher_logits.argmax(-1)].float())
-
-
-def soft_cross_entropy(
-    draft_logits: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """-sum_v p_v log q_v, averaged by `weights`; logits and teacher [..., D]."""
-    return _mean(-(teacher * draft_logits.float().log_softmax(-1)).sum(-1), weights)
-
-
-def total_variation(
-    draft_logits: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """1/2 sum_v |p_v - q_v|: one minus the best chance that a single draft is right."""
-    return _mean(0.5 * (teacher - draft_logits.float().softmax(-1)).abs().sum(-1), weights)
-
-
-def over_steps(losses: Sequence[torch.Tensor], decay: float = 0.8) -> torch.Tensor:
-    """Training-time test: step j counts decay^j, normalised to weights that sum to 1."""
-    factors = [decay**step for step in range(len(losses))]
-    return torch.stack(
-        [factor * loss for factor, loss in zip(factors, losses, strict=True)]
-    ).sum() / sum(factors)
-
-
-def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return (values * weights).sum() / weights.sum().clamp(min=1e-6)

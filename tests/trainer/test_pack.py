@@ -1,0 +1,130 @@
+"""Packs: windows, full budgets, and losses and gradients that are the sums over documents."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer.tiny import Documents, document, frozen, network
+from tlt_server.errors import InvalidRequest
+from tlt_server.trainer.objectives import make_objective
+from tlt_server.trainer.pack import Cursor, Packer, assemble, fit, padded, windows
+from tlt_server.trainer.unroll import Sums, accumulate, weights_of
+
+
+@given(length=st.integers(0, 400), budget=st.integers(16, 64), steps=st.integers(1, 7))
+def test_every_root_is_in_one_window_with_all_its_steps(length, budget, steps):
+    seen = []
+    for window in windows(0, length, budget, steps):
+        assert 0 <= window.start < window.first <= window.end <= window.stop <= length
+        assert window.slots <= budget
+        # A root is no deeper cut off than by the document's own end.
+        assert window.stop == length or window.end - 1 + steps < window.stop
+        context = window.first - window.start - 1
+        assert window.start == 0 or context >= budget // 4
+        seen += range(window.first, window.end)
+    assert seen == (list(range(1, length)) if length > 2 else [])
+
+
+def test_a_budget_without_room_for_the_steps_is_refused():
+    with pytest.raises(InvalidRequest, match="use at least 28"):
+        list(windows(0, 100, 9, 7))
+
+
+@given(lengths=st.lists(st.integers(3, 65), min_size=1, max_size=60))
+def test_packs_hold_every_window_once_within_the_budget(lengths):
+    pieces = [w for d, n in enumerate(lengths) for w in windows(d, n, 64, 3)]
+    packs = fit(pieces, 64)
+    assert all(sum(placed.width for placed in pack) <= 64 for pack in packs)
+    assert sorted(placed.window for pack in packs for placed in pack) == sorted(pieces)
+    # No two packs would fit into one.
+    used = sorted(sum(placed.width for placed in pack) for pack in packs)
+    assert len(used) < 2 or used[0] + used[1] > 64
+
+
+def gradients(drafter, fixed, objective, packs):
+    """Unnormalised losses by step, and all gradients."""
+    for weight in drafter.weights.values():
+        weight.requires_grad_().grad = None
+    sums = Sums.zero(objective.steps, torch.device("cpu"))
+    factor = 0.8 ** torch.arange(objective.steps)
+    for pack in packs:
+        for _ in accumulate(drafter, fixed, objective, pack, factor, sums):
+            pass
+    grads = {
+        name: torch.zeros_like(w) if w.grad is None else w.grad.clone()
+        for name, w in drafter.weights.items()
+    }
+    return sums, grads
+
+
+@settings(max_examples=15)
+@given(
+    shapes=st.lists(st.tuples(st.integers(3, 12), st.integers(0, 6)), min_size=1, max_size=5),
+    name=st.sampled_from(["eagle", "hass", "eagle3"]),
+    acceptance=st.sampled_from(["none", "total-variation", "shared-noise"]),
+    spare=st.integers(0, 9),
+)
+def test_a_packs_loss_and_gradients_are_the_sums_over_its_documents(
+    shapes, name, acceptance, spare
+):
+    drafter, objective = network(), make_objective(name, acceptance)
+    fixed = frozen(drafter)
+    source = Documents(*(document(n, p, seed) for seed, (n, p) in enumerate(shapes)))
+    pieces = [w for d, (n, _) in enumerate(shapes) for w in windows(d, n, 100, objective.steps)]
+    wide = sum(w.slots for w in pieces) + spare
+    (placed,) = fit(pieces, wide)
+    whole = assemble(source, placed, wide)
+    apart = [assemble(source, [one], one.width) for one in placed]
+    together, packed = gradients(drafter, fixed, objective, [whole])
+    alone, summed = gradients(drafter, fixed, objective, apart)
+    for ours, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    for key in packed:
+        # float32 sums over at most 60 slots, in another order.
+        torch.testing.assert_close(packed[key], summed[key], atol=2e-5, rtol=1e-3, msg=key)
+
+
+def test_a_padded_batch_has_the_gradients_of_a_pack():
+    drafter, objective = network(), make_objective("eagle3")
+    fixed, lengths = frozen(drafter), (5, 9, 12)
+    source = Documents(*(document(n, 2, seed) for seed, n in enumerate(lengths)))
+    pieces = [w for d, n in enumerate(lengths) for w in windows(d, n, 64, 7)]
+    batches = padded(pieces, 24, [11])
+    assert [len(batch) for batch in batches] == [2, 1]
+    found = [
+        gradients(drafter, fixed, objective, [assemble(source, p, s) for p, s in laid])[1]
+        for laid in ([(fit(pieces, 64)[0], 64)], [(batch, 11 * len(batch)) for batch in batches])
+    ]
+    for key in found[0]:
+        torch.testing.assert_close(found[0][key], found[1][key], atol=2e-5, rtol=1e-3, msg=key)
+
+
+def test_prompt_tokens_and_those_outside_the_draft_vocabulary_weigh_nothing():
+    drafter = network()
+    source = Documents(document(12, 5, seed=1))
+    (window,) = windows(0, 12, 20, 2)
+    pack = assemble(source, fit([window], 20)[0], 20)
+    tokens, drafted = source.pieces[0].tokens_T, set(drafter.target_ids_C.tolist())
+    for step, weights in enumerate(weights_of(drafter, pack, 2).tolist()):
+        for slot, weight in enumerate(weights):
+            root, ahead = slot + 1, slot + 2 + step
+            counts = root >= 5 and ahead < 12 and int(tokens[ahead]) in drafted
+            assert weight == float(counts)
+
+
+def test_an_epoch_follows_from_seed_and_number_alone():
+    source = Documents(*(document(5 + n % 9, 2, n) for n in range(20)))
+    first, second = (Packer(source, 32, 3, seed=4) for _ in range(2))
+    cursor = Cursor()
+    for _ in range(9):
+        pack, after = first.next(cursor)
+        assert torch.equal(pack.token_N, second.next(cursor)[0].token_N) and len(pack) == 32
+        cursor = after
+    assert cursor.epoch > 0 and first.plan(0) != first.plan(1)
+    assert Packer(source, 32, 3, seed=5).plan(0) != second.plan(0)
+
+
+def test_documents_without_a_root_are_refused():
+    with pytest.raises(InvalidRequest, match="none of 2 documents"):
+        Packer(Documents(document(2, 0, 1), document(1, 0, 2)), 32, 3)

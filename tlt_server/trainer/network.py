@@ -1,0 +1,217 @@
+"""The EAGLE-3 drafter as trainable tensors, in the checkpoint layout that `models.eagle` serves.
+
+Parameters are float32 and carry the published names; matmuls run in `compute`, norms, rotations and
+the residual stream in float32. In inference its logits are those of the serving network on the same
+slots. The target's embedding is handed in per target version and never trained.
+
+Legend: N slots, H hidden, F = 3H feature width, A query heads, K KV heads, D head width, C draft
+vocabulary, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.eagle import describe, feature_layers, fill_drafter, target_ids
+from tlt_server.models.rope import rotary_table
+
+
+@dataclass
+class TargetShape:
+    """The facts about a target that a drafter must fit: `models.eagle.Served` without a network."""
+
+    config: ModelConfig
+    feature_layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.hidden_size, self.vocab_size = self.config.hidden_size, self.config.vocab_size
+        self.max_position = self.config.max_position
+
+
+class Frozen(NamedTuple):
+    """What training reads of one target version, in the compute dtype."""
+
+    embedding_VH: Tensor
+    head_CH: Tensor  # the LM head's rows of the draft vocabulary
+
+
+class Projected(NamedTuple):
+    """A slot's attention inputs, rotated, float32."""
+
+    q_NAD: Tensor
+    k_NKD: Tensor
+    v_NKD: Tensor
+
+
+class TrainableEagle3:
+    """One drafter's weights and its layer between attention calls."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        draft_vocab_size: int,
+        *,
+        own_embedding: bool = False,
+        compute: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config, self.compute, self.device = config, compute, torch.device(device)
+        self.draft_vocab_size, self.vocab_size = draft_vocab_size, config.vocab_size
+        self.target_ids_C = torch.arange(draft_vocab_size)  # int64, draft id -> target id; host
+        self.own_embedding_VH = (
+            torch.zeros(config.vocab_size, config.hidden_size) if own_embedding else None
+        )
+        self.weights: dict[str, Tensor] = {
+            name: torch.zeros(shape, device=self.device)
+            for name, shape in shapes(config, draft_vocab_size).items()
+        }
+        table = rotary_table(config.rope, config.head_dim, config.max_position)
+        self._cos_PD2, self._sin_PD2 = (half.to(self.device) for half in table)
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        target: ModelConfig,
+        *,
+        compute: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> TrainableEagle3:
+        """Read a drafter's directory. `ModelError` where it does not fit a target of this shape."""
+        directory = Path(directory)
+        shape = TargetShape(target, feature_layers(directory, target))
+        described = describe(directory, shape)
+        network = cls(
+            described.config,
+            described.draft_vocab_size,
+            own_embedding=described.own_embedding,
+            compute=compute,
+            device=device,
+        )
+        fill_drafter(network, directory)
+        return network
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Map published names to the tensors of a checkpoint, without d2t and t2d."""
+        own = self.own_embedding_VH
+        return {**({} if own is None else {"embed_tokens.weight": own}), **self.weights}
+
+    def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None:
+        """Map draft ids to target ids as a checkpoint's two tensors say; they must agree."""
+        self.target_ids_C = target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
+
+    @property
+    def drafted_V(self) -> Tensor:
+        """Whether a token is in the draft vocabulary: bool, on the host."""
+        drafted_V = torch.zeros(self.vocab_size, dtype=torch.bool)
+        drafted_V[self.target_ids_C] = True
+        return drafted_V
+
+    def frozen(self, embedding_VH: Tensor, head_CH: Tensor) -> Frozen:
+        """Take a target version's embedding and head rows; a drafter's own embedding wins."""
+        own = self.own_embedding_VH
+        embedding_VH = embedding_VH if own is None else own
+        return Frozen(*(x.to(self.device, self.compute) for x in (embedding_VH, head_CH)))
+
+    def fuse(self, feature_NF: Tensor) -> Tensor:
+        """The target's features of a position as the g that enters the next slot: [N, H]."""
+        return self._linear("fc", feature_NF)
+
+    def project(self, embedded_NH: Tensor, g_NH: Tensor, position_N: Tensor) -> Projected:
+        """Norm and join the two halves of a slot, project and rotate."""
+        joined_NX = torch.cat(
+            [
+                self._norm("midlayer.input_layernorm", embedded_NH),
+                self._norm("midlayer.hidden_norm", g_NH),
+            ],
+            dim=1,
+        )
+        q, k, v = (
+            self._linear(f"midlayer.self_attn.{part}_proj", joined_NX).unflatten(
+                1, (-1, self.config.head_dim)
+            )
+            for part in "qkv"
+        )
+        at_N = position_N.clamp(max=len(self._cos_PD2) - 1)  # beyond it nothing is served
+        cos_N1D, sin_N1D = (half[at_N][:, None] for half in (self._cos_PD2, self._sin_PD2))
+        return Projected(_rotate(q, cos_N1D, sin_N1D), _rotate(k, cos_N1D, sin_N1D), v)
+
+    def finish(self, g_NH: Tensor, attended_NAD: Tensor) -> Tensor:
+        """Add attention and MLP to the residual stream: h [N, H], the next drafted slot's g."""
+        h_NH = g_NH + self._linear("midlayer.self_attn.o_proj", attended_NAD.flatten(1))
+        normed_NH = self._norm("midlayer.post_attention_layernorm", h_NH)
+        gate_NI, up_NI = (
+            self._linear(f"midlayer.mlp.{part}_proj", normed_NH) for part in ("gate", "up")
+        )
+        return h_NH + self._linear("midlayer.mlp.down_proj", functional.silu(gate_NI) * up_NI)
+
+    def logits(self, h_NH: Tensor) -> Tensor:
+        """[N, C] over the draft vocabulary, predicting the token after the slot's."""
+        return self._linear("lm_head", self._norm("norm", h_NH))
+
+    def save(self, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write `model.safetensors` with the vocabulary map; config.json is the caller's."""
+        ids_C = self.target_ids_C
+        tensors = {
+            name: value.detach().to("cpu", dtype).contiguous()
+            for name, value in self.parameters().items()
+        }
+        tensors |= {"d2t": ids_C - torch.arange(len(ids_C)), "t2d": self.drafted_V}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    def _linear(self, name: str, x_NX: Tensor) -> Tensor:
+        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        return functional.linear(
+            x_NX.to(self.compute),
+            weight.to(self.compute),
+            None if bias is None else bias.to(self.compute),
+        ).float()
+
+    def _norm(self, name: str, x_NH: Tensor) -> Tensor:
+        weight_H = self.weights[f"{name}.weight"]
+        return functional.rms_norm(x_NH.float(), weight_H.shape, weight_H, self.config.norm_eps)
+
+
+def shapes(config: ModelConfig, draft_vocab_size: int) -> Mapping[str, tuple[int, ...]]:
+    """Return the trained tensors of a checkpoint; matrices come first."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    matrices = {
+        "fc": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj": (query, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, query),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+        "lm_head": (draft_vocab_size, hidden),
+    }
+    norms = (
+        "midlayer.input_layernorm",
+        "midlayer.hidden_norm",
+        "midlayer.post_attention_layernorm",
+        "norm",
+    )
+    biased = [f"midlayer.self_attn.{part}_proj" for part in "qkv" if config.attention_bias]
+    biased += [f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down") if config.mlp_bias]
+    return {
+        **{f"{name}.weight": shape for name, shape in matrices.items()},
+        **{f"{name}.weight": (hidden,) for name in norms},
+        **{f"{name}.bias": matrices[name][:1] for name in biased},
+    }
+
+
+def _rotate(x_NXD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2), as `elementwise.rope_store` does."""
+    low, high = x_NXD.chunk(2, -1)
+    return torch.cat([low * cos_N1D - high * sin_N1D, high * cos_N1D + low * sin_N1D], -1)

@@ -1,0 +1,160 @@
+"""One pack's losses and gradients, in segments: each unrolled step forward, chunks of the loss,
+each step backward.
+
+The graph is cut between segments: a step reads detached inputs and leaves its output's gradient to
+be filled in, so a trainer can stop between any two segments and keep all it has done. Logits exist
+for one chunk of slots at a time, forward and backward at once. Losses are sums, so that those of a
+pack are the sums over its documents.
+
+Legend: N slots, H hidden, A query heads, K KV heads, D head width, C draft vocabulary, S unrolled
+steps, M slots of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from tlt_server.trainer.attend import Trunk, attend, trunk_of
+from tlt_server.trainer.losses import feature_distance, slot_weights, teacher_probabilities
+from tlt_server.trainer.network import Frozen, TrainableEagle3
+from tlt_server.trainer.objectives import Objective
+from tlt_server.trainer.pack import Pack
+
+CHUNK_LOGITS = 1 << 23  # logits of a chunk: 32 MiB in float32
+
+
+class Sums(NamedTuple):
+    """Totals over slots, by unrolled step; float64 on the device."""
+
+    loss_S: Tensor
+    weight_S: Tensor
+    agreed_S: Tensor  # where draft and target have the same most likely token
+
+    @classmethod
+    def zero(cls, steps: int, device: torch.device) -> Sums:
+        return cls(*(torch.zeros(steps, dtype=torch.float64, device=device) for _ in range(3)))
+
+
+@dataclass
+class Unrolled:
+    """One step's graph and its cut ends."""
+
+    g_NH: Tensor  # its input
+    h_NH: Tensor
+    k_NKD: Tensor
+    v_NKD: Tensor
+    k_cut: Tensor  # what later steps read, gathering gradients
+    v_cut: Tensor
+    grad_NH: Tensor  # of h_NH
+
+
+def weights_of(network: TrainableEagle3, pack: Pack, steps: int) -> Tensor:
+    """Return weights [S, N] of every slot and step. The predicted token must be of the response and
+    in the draft vocabulary: the others are the coverage's loss, which no training mends.
+    """
+    predicted_N = pack.counted_N & network.drafted_V.to(pack.token_N.device)[pack.token_N]
+    return torch.stack(
+        [slot_weights(pack.root_N, predicted_N, pack.left_N, step) for step in range(steps)]
+    )
+
+
+def forward(
+    network: TrainableEagle3, frozen: Frozen, pack: Pack, trunk: Trunk, before: list[Unrolled]
+) -> Unrolled:
+    """Run the next unrolled step after `before`."""
+    step = len(before)
+    if step:
+        g_NH = before[-1].h_NH.detach().requires_grad_()
+    else:
+        g_NH = network.fuse(pack.feature_NF)
+    embedded_NH = embedding(pack.token_N.roll(-step), frozen.embedding_VH)
+    q, k, v = network.project(embedded_NH, g_NH, pack.position_N + step)
+    trunk_k, trunk_v = (before[0].k_cut, before[0].v_cut) if step else (k, v)
+    branch_k = [each.k_cut for each in before[1:]] + [k] * (step > 0)
+    branch_v = [each.v_cut for each in before[1:]] + [v] * (step > 0)
+    attended_NAD = attend(trunk, network.compute, q, trunk_k, trunk_v, branch_k, branch_v)
+    h_NH = network.finish(g_NH, attended_NAD)
+    k_cut, v_cut = (x.detach().requires_grad_() for x in (k, v))
+    return Unrolled(g_NH, h_NH, k, v, k_cut, v_cut, torch.zeros_like(h_NH))
+
+
+def accumulate(
+    network: TrainableEagle3,
+    frozen: Frozen,
+    objective: Objective,
+    pack: Pack,
+    factor_S: Tensor,
+    sums: Sums,
+) -> Iterator[str]:
+    """Add a pack's gradients of sum_s factor_s * loss_s to the weights' `grad`, and its totals to
+    `sums`; yields after each segment.
+    """
+    trunk = trunk_of(pack.bounds, network.device, network.compute)
+    weight_SN = weights_of(network, pack, objective.steps)
+    steps: list[Unrolled] = []
+    for _ in range(objective.steps):
+        steps.append(forward(network, frozen, pack, trunk, steps))
+        yield "forward"
+    size = max(16, CHUNK_LOGITS // network.draft_vocab_size)
+    for start, stop in pack.roots:
+        for at in range(start, stop, size):
+            rows = slice(at, min(at + size, stop))
+            _chunk(network, frozen, objective, pack, steps, rows, weight_SN, factor_S, sums)
+            yield "loss"
+    while steps:
+        _backward(steps)
+        yield "backward"
+
+
+def _chunk(
+    network: TrainableEagle3,
+    frozen: Frozen,
+    objective: Objective,
+    pack: Pack,
+    steps: list[Unrolled],
+    rows: slice,
+    weight_SN: Tensor,
+    factor_S: Tensor,
+    sums: Sums,
+) -> None:
+    """Loss of some slots over all steps, and its gradient with respect to each step's output."""
+    count = rows.stop - rows.start
+    index = torch.arange(rows.start, rows.stop + len(steps), device=network.device) % len(pack)
+    with torch.no_grad():
+        teacher_MC = teacher_probabilities(pack.teacher_NH[index], frozen.head_CH)
+        likely_M = teacher_MC.argmax(-1)
+        g_MH = steps[0].g_NH.detach()[index]
+    for step, unrolled in enumerate(steps):
+        weight_M, ahead = weight_SN[step, rows], slice(step, step + count)
+        h_MH = unrolled.h_NH[rows].detach().requires_grad_()
+        logits_MC = network.logits(h_MH)
+        loss_M = objective.token_loss(logits_MC, teacher_MC[ahead])
+        if objective.feature_weight:
+            following_MH = g_MH[step + 1 : step + 1 + count]
+            loss_M = loss_M + objective.feature_weight * feature_distance(h_MH, following_MH)
+        loss = (loss_M * weight_M).sum()
+        (loss * factor_S[step]).backward()
+        assert h_MH.grad is not None
+        unrolled.grad_NH[rows] = h_MH.grad
+        agreed_M = logits_MC.detach().argmax(-1) == likely_M[ahead]
+        sums.loss_S[step] += loss.detach()
+        sums.weight_S[step] += weight_M.sum()
+        sums.agreed_S[step] += (weight_M * agreed_M).sum()
+
+
+def _backward(steps: list[Unrolled]) -> None:
+    """Backward through the last step that is left; its input's gradient goes to the step before."""
+    last = steps.pop()
+    ends = [last.h_NH, last.k_NKD, last.v_NKD]
+    grads = [last.grad_NH, last.k_cut.grad, last.v_cut.grad]
+    live = [(end, grad) for end, grad in zip(ends, grads, strict=True) if grad is not None]
+    torch.autograd.backward([end for end, _ in live], [grad for _, grad in live])
+    if steps:
+        assert last.g_NH.grad is not None
+        steps[-1].grad_NH += last.g_NH.grad
