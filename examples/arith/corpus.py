@@ -130,6 +130,13 @@ class Batch:
         position = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)[None]
         return (position >= self.prompt_lengths_B[:, None]) & (position < self.lengths_B[:, None])
 
+    def drafted(self, step: int) -> torch.Tensor:
+        """[B, T-2-step]: 1.0 for roots 1, 2, ... whose own token and the one that is predicted
+        `step` tokens ahead of them belong to the response.
+        """
+        response = self.response_tokens().float()
+        return response[:, 1 : response.shape[1] - 1 - step] * response[:, 2 + step :]
+
 
 class Batcher:
     """Serves a data set on a device in random batches of one length bucket; `epoch(n)` is the same

@@ -119,7 +119,7 @@ class DrafterModel(nn.Module):
         self, embeds_BTH: torch.Tensor, fused_BTH: torch.Tensor, steps: int
     ) -> Iterator[torch.Tensor]:
         """Training-time test along the true path: yields h [B, N, H] of step j for roots r = 1 ..
-        T-2-j, as `losses.pair` counts.
+        T-2-j.
 
         Step j's slot r+j sees the true slots 1..r and its own path's slots r+1 .. r+j, whose keys
         come from steps 1 .. j.

@@ -32,24 +32,25 @@ def drafter_loss(
     """(the training loss, total variation of each step)."""
     with torch.no_grad():
         states = target.hidden_states(batch.tokens_BT)
-        embeds = states[0]
-        teacher = losses.restrict(target.logits(states[-1]), drafter.d2t, drafter.t2d)
-    counted = batch.response_tokens()
+        teacher_logits = target.logits(states[-1])
+        teacher = teacher_logits.index_select(-1, drafter.kept_ids).softmax(-1)
+        covered = drafter.t2d[teacher_logits.argmax(-1)]
     per_step, variations = [], []
-    for step, h in enumerate(drafter.unroll(embeds, drafter.fuse(states), steps)):
-        probabilities = losses.pair(
-            batch.tokens_BT, embeds, teacher.probabilities, step
-        ).teacher_BNV
-        covered = losses.pair(
-            batch.tokens_BT, embeds, teacher.covered[..., None], step
-        ).teacher_BNV[..., 0]
-        weights = losses.slot_weights(counted, step) * covered
+    for step, h in enumerate(drafter.unroll(states[0], drafter.fuse(states), steps)):
+        # Roots r = 1 .. T-2-step: the slot at r + step is taught by the target's output there.
+        taught = slice(1 + step, batch.tokens_BT.shape[1] - 1)
+        weights = batch.drafted(step) * covered[:, taught]
         logits = drafter.logits(h)
-        variations.append(losses.total_variation(logits, probabilities, weights))
-        per_step.append(
-            losses.soft_cross_entropy(logits, probabilities, weights) + variation * variations[-1]
-        )
-    return losses.over_steps(per_step, decay), [v.detach() for v in variations]
+        variations.append(_mean(losses.total_variation(logits, teacher[:, taught]), weights))
+        entropy = _mean(losses.soft_cross_entropy(logits, teacher[:, taught]), weights)
+        per_step.append(entropy + variation * variations[-1])
+    factors = [decay**step for step in range(steps)]
+    loss = sum(factor * each for factor, each in zip(factors, per_step, strict=True)) / sum(factors)
+    return loss, [v.detach() for v in variations]
+
+
+def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (values * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
 def frequent_ids(data: Sequences, vocab_size: int, size: int) -> torch.Tensor:

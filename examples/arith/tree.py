@@ -20,8 +20,6 @@ from drafter_model import DrafterModel
 from noise import gumbel
 from target_model import TargetModel
 
-from tlt_server.trainer import losses
-
 CHILDREN = 8
 UNCERTAIN = 0.3  # nats of the target's entropy
 GAP_EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.5, 8.0, 10.0, 13.0)
@@ -106,7 +104,7 @@ def fit_calibration(
         ].view(rows, width, -1)
         for step, logits in enumerate(outputs):
             labels = tokens[:, 2 + step :]
-            keep = losses.slot_weights(batch.response_tokens(), step).bool()
+            keep = batch.drafted(step).bool()
             z = logits[keep].log_softmax(-1)
             if noise:
                 z = z + shared[:, 2 + step :][keep]

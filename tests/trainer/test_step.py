@@ -165,7 +165,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path):
     for _ in range(4):
         run(stopped, packer(), 1)
         assert checkpoints.begin()
-        run(stopped, packer(), 1)  # the copy is of before this step, whatever runs next to it
+        run(stopped, packer(), 1)  # the copy holds the state before this step
         checkpoints.close()
     assert checkpoints.written == 4 and not checkpoints.failure
     assert [path.name for path in sorted(tmp_path.iterdir())] == [

@@ -6,7 +6,7 @@ import torch
 
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.trainer.network import Frozen, TrainableEagle3
-from tlt_server.trainer.pack import Piece
+from tlt_server.trainer.pack import DocumentPart
 
 HIDDEN, VOCAB, DRAFT_VOCAB = 16, 40, 12
 CONFIG = ModelConfig(
@@ -48,22 +48,22 @@ def frozen(drafter: TrainableEagle3, seed: int = 50) -> Frozen:
 
 
 class Documents:
-    """A `Source` in memory."""
+    """A `DocumentSource` in memory."""
 
-    def __init__(self, *pieces: Piece) -> None:
+    def __init__(self, *pieces: DocumentPart) -> None:
         self.pieces = pieces
 
     @property
     def lengths(self) -> list[int]:
         return [len(piece.tokens_T) for piece in self.pieces]
 
-    def read(self, document: int, start: int, stop: int) -> Piece:
-        return Piece(*(x[start:stop] for x in self.pieces[document]))
+    def read(self, document: int, start: int, stop: int) -> DocumentPart:
+        return DocumentPart(*(x[start:stop] for x in self.pieces[document]))
 
 
-def document(length: int, prompt: int, seed: int) -> Piece:
+def document(length: int, prompt: int, seed: int) -> DocumentPart:
     generator = torch.Generator().manual_seed(seed)
-    return Piece(
+    return DocumentPart(
         torch.randint(0, VOCAB, (length,), generator=generator),
         torch.randn(length, 3 * HIDDEN, generator=generator),
         torch.randn(length, HIDDEN, generator=generator),

@@ -34,13 +34,13 @@ NAMES = ("weights", "means", "squares")
 CHECKSUM = "xxh3"
 
 
-class Layout(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file holds, in its metadata."""
+class CheckpointLayout(Struct, frozen=True, forbid_unknown_fields=True):
+    """The metadata of a file."""
 
     step: int
     rate_scale: float
     cursor: tuple[int, ...]
-    identity: dict[str, str]  # of the run: a checkpoint of another is not resumed
+    identity: dict[str, str]  # a run resumes only its own checkpoints
     sums: dict[str, str]
 
 
@@ -118,7 +118,7 @@ def write(directory: Path, state: State, identity: Mapping[str, str]) -> Path:
     """Write a state as one file, whole or not at all."""
     tensors = dict(zip(NAMES, state.tensors(), strict=True))
     sums = {name: checksum(CHECKSUM, tensor) for name, tensor in tensors.items()}
-    layout = Layout(state.step, state.rate_scale, state.cursor, dict(identity), sums)
+    layout = CheckpointLayout(state.step, state.rate_scale, state.cursor, dict(identity), sums)
     path = directory / f"{PREFIX}{state.step:010}{SUFFIX}"
     draft = path.with_suffix(".part")
     os.close(private_file(draft, os.O_CREAT | os.O_WRONLY | os.O_TRUNC))  # others may not read it
@@ -152,11 +152,11 @@ def newest(directory: Path, identity: Mapping[str, str]) -> tuple[Found | None, 
     return None, faults
 
 
-def read(path: Path) -> tuple[State, Layout]:
+def read(path: Path) -> tuple[State, CheckpointLayout]:
     """Read a checkpoint. `ValueError`, `SafetensorError` or `OSError` where it is not whole."""
     with safe_open(path, framework="pt") as file:
         metadata: dict[str, Any] = file.metadata() or {}
-        layout = msgspec.json.decode(metadata.get("layout", ""), type=Layout)
+        layout = msgspec.json.decode(metadata.get("layout", ""), type=CheckpointLayout)
         if set(file.keys()) != set(NAMES):
             raise ValueError(f"it holds {sorted(file.keys())}, expected {sorted(NAMES)}")
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in NAMES}

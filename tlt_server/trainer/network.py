@@ -38,7 +38,7 @@ class TargetShape:
 
 
 class Frozen(NamedTuple):
-    """What training reads of one target version, in the compute dtype."""
+    """Tensors of one target version, in the compute dtype."""
 
     embedding_VH: Tensor
     head_CH: Tensor  # the LM head's rows of the draft vocabulary
@@ -111,7 +111,7 @@ class TrainableEagle3:
 
     @property
     def drafted_V(self) -> Tensor:
-        """Whether a token is in the draft vocabulary: bool, on the host."""
+        """Mask of the tokens in the draft vocabulary: bool, on the host."""
         drafted_V = torch.zeros(self.vocab_size, dtype=torch.bool)
         drafted_V[self.target_ids_C] = True
         return drafted_V

@@ -31,7 +31,7 @@ from tlt_server.trainer.losses import pair
 CONTEXT = 4  # a window's context is the budget divided by this
 
 
-class Piece(NamedTuple):
+class DocumentPart(NamedTuple):
     """Consecutive tokens of a document with what the target says over them."""
 
     tokens_T: Tensor  # int64
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     counted_T: Tensor  # bool: is the token of the response?
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Documents of one target version, from wherever their features come."""
 
     @property
@@ -48,7 +48,7 @@ class Source(Protocol):
         """Tokens of each document."""
         ...
 
-    def read(self, document: int, start: int, stop: int) -> Piece:
+    def read(self, document: int, start: int, stop: int) -> DocumentPart:
         """Return tokens [start, stop) of a document."""
         ...
 
@@ -158,7 +158,7 @@ def padded(pieces: Sequence[Window], budget: int, edges: Sequence[int]) -> list[
     ]
 
 
-def assemble(source: Source, placed: Sequence[Placed], slots: int) -> Pack:
+def assemble(source: DocumentSource, placed: Sequence[Placed], slots: int) -> Pack:
     """Read the documents and lay them out in `slots` slots, on the host."""
     tokens_N = torch.zeros(slots, dtype=torch.int64)
     position_N, left_N = torch.zeros_like(tokens_N), torch.zeros_like(tokens_N)
@@ -215,7 +215,7 @@ class Packer:
     so a cursor is all there is to resume from.
     """
 
-    def __init__(self, source: Source, budget: int, steps: int, seed: int = 0) -> None:
+    def __init__(self, source: DocumentSource, budget: int, steps: int, seed: int = 0) -> None:
         self.source, self.budget, self.seed = source, budget, seed
         self._windows = [
             window

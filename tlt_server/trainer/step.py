@@ -34,7 +34,7 @@ class AdamWSettings:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    weight_decay: float = 1e-2  # of matrices
+    weight_decay: float = 1e-2  # matrices only
     clip: float = 1.0  # largest norm of the gradient
     warmup_steps: int = 0  # over which the rate rises from 0
     total_steps: int = 0  # over which it falls to a tenth along a cosine; 0: it stays
@@ -54,8 +54,8 @@ class State:
     """Everything that a step changes. `cursor` is the caller's place in its data."""
 
     weight_P: Tensor
-    mean_P: Tensor  # of gradients
-    square_P: Tensor  # of squared gradients
+    mean_P: Tensor  # AdamW's mean of gradients
+    square_P: Tensor  # AdamW's mean of their squares
     step: int = 0
     rate_scale: float = 1.0
     cursor: tuple[int, ...] = ()
@@ -78,15 +78,15 @@ class State:
         return self.weight_P, self.mean_P, self.square_P
 
 
-class Outcome(NamedTuple):
-    """What a step did. Losses are means over slots."""
+class StepOutcome(NamedTuple):
+    """Result of a step. Losses are means over slots."""
 
     applied: bool
     loss: float
     loss_S: list[float]
     agreement_S: list[float]  # how often draft and target have the same most likely token
     gradient_norm: float
-    tokens: int  # of the packs, those without weight included
+    tokens: int  # slots of the packs, those without weight included
 
 
 class Trainer:
@@ -122,19 +122,19 @@ class Trainer:
         )
         self._decay_S = (decay_S / decay_S.sum()).to(network.device)
 
-    def step(self, packs: Sequence[Pack], pause: Callable[[], None] = lambda: None) -> Outcome:
+    def step(self, packs: Sequence[Pack], pause: Callable[[], None] = lambda: None) -> StepOutcome:
         """Run one step over packs of this device, with `pause` called between segments."""
         segments = self.segments(packs)
         while True:
             try:
                 next(segments)
             except StopIteration as end:
-                return cast(Outcome, end.value)
+                return cast(StepOutcome, end.value)
             pause()
 
-    def segments(self, packs: Sequence[Pack]) -> Generator[str, None, Outcome]:
+    def segments(self, packs: Sequence[Pack]) -> Generator[str, None, StepOutcome]:
         """Run one step, yielding the name of each segment after it; the generator's value is the
-        `Outcome`. One step at a time; one that is not run to its end must be `abandon`ed.
+        `StepOutcome`. One step at a time; one that is not run to its end must be `abandon`ed.
         """
         steps, device = self.objective.steps, self.network.device
         sums = Sums.zero(steps, device)
@@ -156,7 +156,7 @@ class Trainer:
             yield from self._update(norm)
         self._settle(weighs, applied)
         tokens = sum(map(len, packs))
-        return Outcome(applied, loss, loss_S, agreed_S, norm, tokens)
+        return StepOutcome(applied, loss, loss_S, agreed_S, norm, tokens)
 
     def abandon(self) -> None:
         """Forget a step that was not run to its end. It must not have reached its optimizer: then

@@ -51,7 +51,7 @@ class Unrolled:
     v_NKD: Tensor
     k_cut: Tensor  # what later steps read, gathering gradients
     v_cut: Tensor
-    grad_NH: Tensor  # of h_NH
+    grad_NH: Tensor  # gradient of h_NH
 
 
 def weights_of(network: TrainableEagle3, pack: Pack, steps: int) -> Tensor:

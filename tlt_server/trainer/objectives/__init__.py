@@ -34,7 +34,7 @@ ACCEPTANCES: dict[str, tuple[str, str]] = {
 class Objective(Protocol):
     steps: int  # unrolled steps, the first included
     decay: float  # weight of each step relative to the one before
-    feature_weight: float  # of the distance to the next slot's feature; 0: none is computed
+    feature_weight: float  # weighs the distance to the next slot's feature; 0: none is computed
 
     def token_loss(self, logits_NC: Tensor, teacher_NC: Tensor) -> Tensor:
         """Loss of each slot's logits, [N]; `teacher_NC` are probabilities."""
@@ -55,7 +55,12 @@ class WithAcceptance:
         return self._objective.token_loss(logits_NC, teacher_NC) + self._weight * term_N
 
 
-def make_objective(name: str, acceptance: Acceptance = "none", weight: float = 0.5) -> Objective:
-    """Return an objective by name. `StartupError` for one that is not known."""
+def make_objective(
+    name: str, acceptance: Acceptance = "none", weight: float = 0.5, steps: int = 0
+) -> Objective:
+    """Return an objective by name, unrolled over `steps` steps where that is not 0. `StartupError`
+    for a name that is not known.
+    """
     objective: Objective = OBJECTIVES.resolve(name)()
+    objective.steps = steps or objective.steps
     return objective if acceptance == "none" else WithAcceptance(objective, acceptance, weight)

@@ -1,0 +1,213 @@
+"""Logits in training against those of the serving network over the same tokens, trunk and branch,
+and negative controls: each kind of disagreement that training could have is seen by the comparison.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tests.rows_of_one import certain_rows
+from tlt_server.attention.rows import Rows
+from tlt_server.errors import InvalidRequest, ModelError
+from tlt_server.models.eagle import Eagle3, feature_layers
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.trainer.attend import Blocks
+from tlt_server.trainer.network import TrainableEagle3, shapes
+from tlt_server.trainer.pack import assemble, fit, windows
+from tlt_server.trainer.recompute import Document, Recomputed, head_rows
+from tlt_server.trainer.unroll import forward
+
+LENGTHS, STEPS, PAGE = (23, 9, 40), 4, 16
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pair")
+    return write_target(path / "target"), write_eagle(path / "drafter")
+
+
+@pytest.fixture(scope="module")
+def target(directories):
+    from tlt_server.models.config import ModelConfig
+
+    config = ModelConfig.read(directories[0])
+    layers = feature_layers(directories[1], config)
+    return load_target(directories[0], numerics=Numerics("strict"), feature_layers=layers)
+
+
+@pytest.fixture
+def trainable(directories, target):
+    return TrainableEagle3.load(directories[1], target.config)
+
+
+@pytest.fixture(scope="module")
+def source(target):
+    random = np.random.default_rng(3)
+    return Recomputed(
+        target,
+        [
+            Document(random.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 4)
+            for n in LENGTHS
+        ],
+    )
+
+
+def served(drafter, source, document, root, steps):
+    """Logits [steps, C] that the server drafts with at a root, along the document's own tokens."""
+    piece = source.read(document, 0, source.lengths[document])
+    pages = 6
+    table_P = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    cache = drafter.make_cache(pages, PAGE, STEPS)
+    g_RH = drafter.fuse(piece.features_TF[:root])
+    rows = certain_rows(piece.tokens_T[1 : root + 1], 1, table_P, PAGE)
+    h_RH = drafter.forward(rows, g_RH, cache)[-1:]
+    found = [drafter.logits(h_RH)]
+    for step in range(1, steps):
+        path = torch.full((1, STEPS), -1, dtype=torch.int32)
+        path[0, :step] = cache.scratch_start + torch.arange(step, dtype=torch.int32)
+        row = Rows(
+            piece.tokens_T[root + step : root + step + 1],
+            torch.tensor([root + step]),
+            torch.tensor([cache.scratch_start + step - 1]),
+            torch.zeros(1, dtype=torch.int32),
+            torch.tensor([root + 1], dtype=torch.int32),
+            table_P[None],
+            path,
+        )
+        h_RH = drafter.forward(row, h_RH, cache)
+        found.append(drafter.logits(h_RH))
+    return torch.cat(found)
+
+
+def trained(trainable, target, source, bounds=None):
+    """Logits [steps, N, C] of a pack in training, and the first slot of each document."""
+    pieces = [w for d, n in enumerate(LENGTHS) for w in windows(d, n, 80, STEPS)]
+    placed = sorted(fit(pieces, 80)[0])
+    pack = assemble(source, placed, 80)
+    frozen = trainable.frozen(target.embedding_VH, head_rows(target, trainable.target_ids_C))
+    steps = []
+    with torch.no_grad():
+        for _ in range(STEPS):
+            steps.append(forward(trainable, frozen, pack, Blocks(bounds or pack.bounds), steps))
+        return torch.stack([trainable.logits(step.h_NH) for step in steps]), pack.bounds
+
+
+def difference(directories, target, source, trainable, **kwargs):
+    drafter = Eagle3.load(directories[1], target)
+    found, starts = trained(trainable, target, source, **kwargs)
+    worst = 0.0
+    for document, root in ((0, 1), (0, 9), (1, 4), (2, 17), (2, 35)):
+        steps = min(STEPS, LENGTHS[document] - root)
+        expected = served(drafter, source, document, root, steps)
+        ours = found[:steps, starts[document] + root - 1]
+        worst = max(worst, float(((ours - expected).abs() / expected.abs().max()).max()))
+    return worst
+
+
+def test_training_logits_are_the_serving_networks(directories, target, source, trainable):
+    assert difference(directories, target, source, trainable) < 1e-5  # float32
+
+
+def test_the_comparison_sees_a_missing_norm(directories, target, source, trainable, monkeypatch):
+    norm = TrainableEagle3._norm
+
+    def without(self, name, x_NH):
+        return x_NH if name == "midlayer.hidden_norm" else norm(self, name, x_NH)
+
+    monkeypatch.setattr(TrainableEagle3, "_norm", without)
+    assert difference(directories, target, source, trainable) > 1e-3
+
+
+def test_the_comparison_sees_a_mask_that_leaks(directories, target, source, trainable):
+    assert difference(directories, target, source, trainable, bounds=(0, 80)) > 1e-3
+
+
+def test_the_comparison_sees_a_pairing_shifted_by_one(
+    directories, target, source, trainable, monkeypatch
+):
+    from tlt_server.trainer import pack
+
+    pair = pack.pair
+
+    def shifted(tokens_T, features_TF, hidden_TH, counted_T):
+        return pair(tokens_T, features_TF.roll(-1, 0), hidden_TH, counted_T)
+
+    monkeypatch.setattr(pack, "pair", shifted)
+    assert difference(directories, target, source, trainable) > 1e-3
+
+
+def test_the_comparison_sees_positions_that_are_off(
+    directories, target, source, trainable, monkeypatch
+):
+    from tlt_server.trainer import network
+
+    monkeypatch.setattr(network.TrainableEagle3, "project", _late(network.TrainableEagle3.project))
+    assert difference(directories, target, source, trainable) > 1e-3
+
+
+def _late(project):
+    """Rotate the trunk as it should be and a branch as if it began one position later."""
+    calls = []
+
+    def changed(self, embedded_NH, g_NH, position_N):
+        calls.append(1)
+        return project(self, embedded_NH, g_NH, position_N + (len(calls) % STEPS == 2))
+
+    return changed
+
+
+def test_its_tensors_are_those_of_the_serving_network(directories, target, trainable, tmp_path):
+    drafter = Eagle3.load(directories[1], target)
+    ours, theirs = trainable.parameters(), drafter.parameters()
+    assert {name: tuple(x.shape) for name, x in ours.items()} == {
+        name: tuple(x.shape) for name, x in theirs.items()
+    }
+    assert set(shapes(trainable.config, trainable.draft_vocab_size)) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(trainable.target_ids_C, drafter.target_ids)
+    # Written and read again, by the server's own loader.
+    (tmp_path / "config.json").write_text((directories[1] / "config.json").read_text())
+    trainable.save(tmp_path, torch.float32)
+    again = Eagle3.load(tmp_path, target)
+    assert all(torch.equal(x, again.parameters()[name]) for name, x in theirs.items())
+
+
+def test_a_drafter_with_its_own_embedding_keeps_it(directories, target, tmp_path):
+    directory = write_eagle(tmp_path / "own", own_embedding=True)
+    own = TrainableEagle3.load(directory, target.config)
+    frozen = own.frozen(target.embedding_VH, head_rows(target, own.target_ids_C))
+    assert torch.equal(frozen.embedding_VH, own.parameters()["embed_tokens.weight"])
+    assert "embed_tokens.weight" not in own.weights  # it is not trained
+
+
+def test_a_drafter_of_another_target_is_refused(directories, target, tmp_path):
+    other = write_eagle(tmp_path / "other")
+    config = (other / "config.json").read_text().replace('"hidden_size": 64', '"hidden_size": 32')
+    (other / "config.json").write_text(config)
+    with pytest.raises(ModelError, match="'hidden_size' is 32, the target's is 64"):
+        TrainableEagle3.load(other, target.config)
+
+
+def test_features_computed_again_are_the_bits_of_those_of_one_pass(target, source):
+    """Chunks and kept copies change no bit."""
+    documents = source._documents
+    once = source.read(2, 0, LENGTHS[2])
+    from tlt_server.trainer import recompute
+
+    before, recompute.CHUNK = recompute.CHUNK, 7
+    try:
+        chunked = Recomputed(target, documents, kept_bytes=0).read(2, 0, LENGTHS[2])
+    finally:
+        recompute.CHUNK = before
+    assert torch.equal(once.features_TF, chunked.features_TF)
+    assert torch.equal(once.hidden_TH, chunked.hidden_TH)
+    part = source.read(2, 11, 20)
+    assert torch.equal(part.features_TF, once.features_TF[11:20]) and len(part.tokens_T) == 9
+
+
+def test_a_document_beyond_the_targets_positions_is_refused(target):
+    long = Document(np.zeros(2000, np.int32), np.ones(2000, np.bool_))
+    with pytest.raises(InvalidRequest, match="2000 tokens, the target takes 1024"):
+        Recomputed(target, [long])
