@@ -1,0 +1,159 @@
+"""Train the demo's target with GRPO in plain PyTorch, against a server that drafts or does not.
+
+    python -m examples.grpo.train --steps 20 --out build/grpo
+
+A run is fixed by its seed: tokens, rewards and weights have the same bits with every
+`--speculation`. See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean, quantiles
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from examples.arith.target_model import load_target
+from examples.grpo.policy import Update, optimizer_of, update
+from examples.grpo.record import RunDirectory, accept_length
+from examples.grpo.rollouts import KINDS, Group, draw_prompts, load_tokenizer, roll_out
+from tlt_client import Client
+from tlt_client.channels.http import HttpSender
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import DRAFTER, TARGET
+
+SPECULATIONS = ("off", "frozen")
+FIXED = ("seed", "prompts", "group", "max_tokens", "minibatches", "lr", "clip", "threads")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.grpo.train", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the run's directory")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the whole run")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
+    parser.add_argument("--group", type=int, default=8, help="responses per prompt")
+    parser.add_argument("--max-tokens", type=int, default=400, help="tokens per response")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="kinds of problem, with commas between"
+    )
+    parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps per step")
+    parser.add_argument("--lr", type=float, default=3e-5, help="learning rate of AdamW")
+    parser.add_argument("--clip", type=float, default=0.2, help="clip range of the ratio")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the policy's update")
+    parser.add_argument("--speculation", choices=SPECULATIONS, default="frozen")
+    parser.add_argument("--strategy", help="pin one, such as eagle:7x4x16, instead of the policy")
+    parser.add_argument("--model", type=Path, default=TARGET, help="directory of the first policy")
+    parser.add_argument("--drafter", type=Path, default=DRAFTER, help="directory of the drafter")
+    parser.add_argument("--keep-every", type=int, default=10, help="keep each n-th step's weights")
+    parser.add_argument("--url", help="a server with the channel http; without it one is started")
+    return parser
+
+
+def train(asked: argparse.Namespace) -> None:
+    torch.set_num_threads(asked.threads)
+    torch.use_deterministic_algorithms(True)
+    kinds = asked.kinds.split(",")
+    if not set(kinds) <= set(KINDS):
+        raise ValueError(f"--kinds is {asked.kinds}; the task has {', '.join(KINDS)}")
+    run = RunDirectory(asked.out, {n: getattr(asked, n) for n in FIXED}, resume=asked.resume)
+    policy, tokenizer = load_target(asked.model, "cpu"), load_tokenizer(asked.model)
+    optimizer = optimizer_of(policy, asked.lr)
+    run.restore(policy, optimizer)
+    with ExitStack() as stack:
+        url = asked.url or started(stack, asked.model, asked.drafter)
+        client = stack.enter_context(Client(url))
+        set_speculation(client, asked.speculation, asked.strategy)
+        if not run.steps:
+            run.keep_weights(policy, asked.model)
+        while run.steps < asked.steps:
+            version, marks = f"{asked.out.name}-{run.steps}", [time.perf_counter()]
+            HttpSender(client).push(dict(policy.named_parameters()), version)
+            marks.append(time.perf_counter())
+            prompts = draw_prompts(tokenizer, asked.prompts, kinds, asked.seed, run.steps)
+            groups = roll_out(client, prompts, asked.group, asked.max_tokens, version)
+            marks.append(time.perf_counter())
+            run.keep_responses(groups, version, asked.max_tokens)
+            done = update(policy, optimizer, groups, asked.minibatches, asked.clip)
+            marks.append(time.perf_counter())
+            line = {
+                "step": run.steps,
+                "version": version,
+                "drafter_version": client.weights()["drafter"],
+                "speculation": asked.speculation,
+                **dict(zip(("push_s", "rollout_s", "policy_s"), seconds(marks), strict=True)),
+                **figures(groups, done),
+            }
+            run.save(policy, optimizer, line)
+            if run.steps % asked.keep_every == 0 or run.steps == asked.steps:
+                run.keep_weights(policy, asked.model)
+            print(said(line, asked.steps), flush=True)
+
+
+def started(stack: ExitStack, model: Path, drafter: Path) -> str:
+    """Start a server and return its address. What it keeps of pushes ends with the run, which
+    pushes its weights again when it goes on.
+    """
+    state = stack.enter_context(TemporaryDirectory(prefix="grpo-"))
+    flags = ["--model", str(model), "--drafter", str(drafter), "--state-dir", state]
+    flags += ["--weight-channels", "http", "--log-level", "warning"]
+    return stack.enter_context(ServerProcess(*flags)).url
+
+
+def set_speculation(client: Client, speculation: str, strategy: str | None) -> None:
+    if speculation == "off":
+        client.set_strategy("off")
+    elif strategy:
+        client.set_strategy("fixed", strategy)
+    else:
+        client.set_strategy("goodput")
+
+
+def seconds(marks: Sequence[float]) -> list[float]:
+    return [round(b - a, 4) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+
+
+def figures(groups: Sequence[Group], done: Update) -> dict[str, Any]:
+    """Return what a step's line says of its responses and its update."""
+    choices = [choice for group in groups for choice in group.choices]
+    lengths = [len(choice.token_ids) for choice in choices]
+    deciles = quantiles(lengths, n=100, method="inclusive")
+    by_kind: dict[str, list[float]] = {}
+    for group in groups:
+        by_kind.setdefault(group.prompt.exercise.kind, []).extend(group.rewards)
+    accepted = accept_length(choices)
+    return {
+        "reward": round(fmean(r for group in groups for r in group.rewards), 6),
+        "reward_by_kind": {k: round(fmean(r), 4) for k, r in sorted(by_kind.items())},
+        "entropy": round(done.entropy / done.tokens, 6),
+        "tokens": sum(lengths),
+        "length": {f"p{n}": deciles[n - 1] for n in (50, 90, 99)} | {"max": max(lengths)},
+        "truncated": sum(choice.finish_reason == "length" for choice in choices),
+        "accept_length": None if accepted is None else round(accepted, 4),
+        "loss": done.loss,
+        "gradient_norms": done.norms,
+        "clipped": done.clipped,
+        "logprob_difference": done.difference,
+    }
+
+
+def said(line: dict[str, Any], steps: int) -> str:
+    accepted = f"{line['accept_length']:.2f}" if line["accept_length"] else "off"
+    return (
+        f"step {line['step'] + 1} of {steps}: reward {line['reward']:.3f}, entropy "
+        f"{line['entropy']:.3f}, {line['tokens']} tokens, accept length {accepted}; rollout "
+        f"{line['rollout_s']:.1f} s, push {line['push_s']:.2f} s, policy {line['policy_s']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    train(arguments().parse_args())
