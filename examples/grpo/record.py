@@ -15,16 +15,20 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.numpy import load_file
 from safetensors.numpy import save_file as save_arrays
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from examples.grpo.rollouts import KINDS, Group
+from examples.grpo.rollouts import Group
 from tlt_client.wire import Choice
-from tlt_server.speculation.recorded import Responses
+from tlt_server.samples.columns import parsed, tensors_of
+from tlt_server.samples.identity import identity_of
+from tlt_server.samples.samples import Legend, Responses, Samples, Verifications
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ENDS = ("stop", "length")
@@ -94,22 +98,40 @@ class RunDirectory:
             directory / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"})
         )
 
-    def keep_responses(self, groups: Sequence[Group], version: str, max_tokens: int) -> None:
-        """Write a step's responses with their log-probs, rewards and kinds of problem."""
+    def keep_responses(
+        self, groups: Sequence[Group], version: str, model: Path, max_tokens: int
+    ) -> None:
+        """Write a step's responses with their log-probs, rewards and problems."""
         pairs = [(group, choice) for group in groups for choice in group.choices]
-        responses = _responses(groups, max_tokens)
-        arrays = {
-            f"responses.{field.name}": getattr(responses, field.name) for field in fields(responses)
-        }
-        arrays["logprob_T"] = np.array([p for _, c in pairs for p in c.logprobs], np.float32)
-        arrays["reward_N"] = np.array([r for group in groups for r in group.rewards], np.float32)
-        arrays["kind_N"] = np.array([KINDS.index(g.prompt.exercise.kind) for g, _ in pairs], "u1")
-        arrays["problem_N"] = np.array([g.prompt.number for g, _ in pairs], np.int64)
-        names = {"version": version, "ends": ",".join(ENDS), "kinds": ",".join(KINDS)}
+        identity = identity_of(model)
+        legend = Legend(
+            vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
+            model=identity.model,
+            template=identity.template,
+            versions=(version,),
+            end_reasons=ENDS,
+            strategies=(),
+        )
+        arrays = tensors_of("responses", _responses(groups, max_tokens))
+        arrays["logprobs"] = np.array([p for _, c in pairs for p in c.logprobs], np.float32)
+        arrays["rewards"] = np.array([r for group in groups for r in group.rewards], np.float32)
+        arrays["problems"] = np.array([group.prompt.number for group, _ in pairs], np.int64)
+        metadata = {"legend": msgspec.json.encode(legend).decode()}
         _write(
             self.path / "responses" / f"{self.steps:05}.safetensors",
-            lambda path: save_arrays(arrays, path, names),
+            lambda path: save_arrays(arrays, path, metadata),
         )
+
+
+def load_samples(file: Path) -> Samples:
+    """Read a step's responses as the server's own record holds them, without verifications."""
+    with safe_open(file, "np") as opened:
+        legend = msgspec.json.decode(opened.metadata()["legend"], type=Legend)
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    empty = {f.name: np.zeros(0, str(f.type)[11:-1]) for f in fields(Verifications)}
+    samples = Samples(legend, parsed(Responses, "responses", tensors), Verifications(**empty))
+    samples.check()
+    return samples
 
 
 def differences(first: Path, second: Path) -> list[str]:
@@ -134,10 +156,10 @@ def differences(first: Path, second: Path) -> list[str]:
     return found
 
 
-def _same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def _same(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> bool:
     """Compare bits: NaN is equal to itself, and -0.0 differs from 0.0."""
     alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
-    return alike and ours.numpy().tobytes() == theirs.numpy().tobytes()
+    return alike and ours.tobytes() == theirs.tobytes()
 
 
 def _responses(groups: Sequence[Group], max_tokens: int) -> Responses:

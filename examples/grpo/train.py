@@ -9,6 +9,7 @@ A run is fixed by its seed: tokens, rewards and weights have the same bits with 
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -82,7 +83,7 @@ def train(asked: argparse.Namespace) -> None:
             prompts = draw_prompts(tokenizer, asked.prompts, kinds, asked.seed, run.steps)
             groups = roll_out(client, prompts, asked.group, asked.max_tokens, version)
             marks.append(time.perf_counter())
-            run.keep_responses(groups, version, asked.max_tokens)
+            run.keep_responses(groups, version, asked.model, asked.max_tokens)
             done = update(policy, optimizer, groups, asked.minibatches, asked.clip)
             marks.append(time.perf_counter())
             line = {
@@ -156,4 +157,5 @@ def said(line: dict[str, Any], steps: int) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server is stopped, too
     train(arguments().parse_args())

@@ -1,0 +1,73 @@
+"""The GRPO example against one real server: the same bits with and without speculation, in one go
+and resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from examples.grpo.record import RunDirectory, differences, load_samples
+from examples.grpo.train import arguments, train
+from tests.e2e.conftest import PAIR
+from tlt_server.demo.server import ServerProcess
+
+SIZE = ["--prompts", "2", "--group", "4", "--max-tokens", "48", "--lr", "1e-3"]
+
+
+def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) -> None:
+    off, frozen = tmp_path / "off", tmp_path / "frozen"
+    with ServerProcess(*PAIR, "--state-dir", str(tmp_path), "--weight-channels", "http") as server:
+
+        def run(*flags: object) -> None:
+            train(arguments().parse_args([*SIZE, "--url", server.url, *map(str, flags)]))
+
+        run("--out", off, "--speculation", "off", "--steps", 2)
+        pinned = ("--out", frozen, "--speculation", "frozen", "--strategy", "eagle:7x1x8")
+        run(*pinned, "--steps", 1)
+        run(*pinned, "--steps", 2, "--resume")
+    assert differences(off, frozen) == []
+    plain, drafted = (
+        [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
+        for path in (off, frozen)
+    )
+    assert [line["accept_length"] for line in plain] == [None, None]
+    assert all(line["accept_length"] > 2 for line in drafted)
+    assert all(0 < line["entropy"] < 1 and line["logprob_difference"] < 1e-4 for line in plain)
+    assert any(norm > 0 for line in plain for norm in line["gradient_norms"])
+    weights = [
+        load_file(off / "weights" / step / "model.safetensors") for step in ("00000", "00002")
+    ]
+    assert moved(*weights) > 1e-4
+    samples = load_samples(off / "responses" / "00001.safetensors")
+    assert len(samples) == 8 and samples.legend.versions == ("off-1",)
+
+
+def test_a_changed_bit_is_found(tmp_path: Path) -> None:
+    for name, value in (("a", 0.0), ("b", -0.0)):
+        (tmp_path / name / "responses").mkdir(parents=True)
+        save_file({"x": np.array([value])}, tmp_path / name / "state.safetensors")
+    save_file({"x": np.zeros(1)}, tmp_path / "a" / "responses" / "00000.safetensors")
+    assert differences(tmp_path / "a", tmp_path / "b") == [
+        "responses/00000.safetensors is not in both",
+        "state.safetensors: x",
+    ]
+
+
+def test_a_run_is_never_mixed_with_another(tmp_path: Path) -> None:
+    RunDirectory(tmp_path, {"seed": 1}, resume=False)
+    with pytest.raises(ValueError, match="seed=1, not 2"):
+        RunDirectory(tmp_path, {"seed": 2}, resume=True)
+    (tmp_path / "steps.jsonl").touch()
+    with pytest.raises(ValueError, match="--resume"):
+        RunDirectory(tmp_path, {"seed": 1}, resume=False)
+
+
+def moved(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Return the largest difference between two policies."""
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
