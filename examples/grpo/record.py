@@ -1,4 +1,4 @@
-"""What a run leaves in its directory, and how it goes on from there.
+"""The files of a run, and how it goes on from them.
 
 `steps.jsonl` has a line per step, `responses/` every response as the server's own record keeps
 them, `weights/` the policy of chosen steps as model directories, `state.safetensors` the policy and

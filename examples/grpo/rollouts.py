@@ -26,7 +26,7 @@ class Prompt:
     number: int  # seed of the problem
     exercise: Exercise
     token_ids: list[int]
-    seed: int  # of the group; the server derives each choice's from it
+    seed: int  # base of the choices' seeds, which the server derives
 
 
 @dataclass(frozen=True)

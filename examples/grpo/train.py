@@ -3,7 +3,7 @@
     python -m examples.grpo.train --steps 20 --out build/grpo
 
 A run is fixed by its seed: tokens, rewards and weights have the same bits with every
-`--speculation`. See the README beside this file.
+`--speculation`. See README.md.
 """
 
 from __future__ import annotations
