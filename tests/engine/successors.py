@@ -37,6 +37,7 @@ class SuccessorTable:
     """The network: the successor of each token, as a float so that it is pushed like any weight."""
 
     own_embedding = False
+    vocabulary_map = frozenset[str]()
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.draft_vocab_size = config, config.vocab_size

@@ -37,7 +37,7 @@ WITH_WEIGHTS = Declaration(
         "tests.engine.successors:SuccessorLoader",
     ),
     Half(HISTORY_ON_GPU, ((2, 1, 3),), "tests.engine.successors:SuccessorLoader"),
-    architecture=ARCHITECTURE,
+    architectures=(ARCHITECTURE,),
 )
 SUCCESSORS = Strategy("successors", 3, 1, 4)
 

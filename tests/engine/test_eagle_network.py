@@ -12,7 +12,8 @@ from tests.rows_of_one import Sequence, certain_rows
 from tlt_kernels import reference
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, Rope
-from tlt_server.models.eagle import Eagle3, feature_layers
+from tlt_server.models.draft_checkpoint import feature_layers
+from tlt_server.models.eagle import Eagle3
 from tlt_server.models.llama import Llama
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import rotary_table

@@ -30,7 +30,8 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.eagle import Eagle3, feature_layers
+from tlt_server.models.draft_checkpoint import feature_layers
+from tlt_server.models.eagle import Eagle3
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy

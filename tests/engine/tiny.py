@@ -1,5 +1,5 @@
-"""Tiny random checkpoints on disk, in the published layouts: a qwen2 target and an EAGLE-3 head
-that knows nothing.
+"""Tiny random checkpoints on disk, in the published layouts: a qwen2 target, an EAGLE-3 head that
+knows nothing, and an EAGLE-1 head that knows a little.
 """
 
 from __future__ import annotations
@@ -117,4 +117,61 @@ def write_eagle(
             }
         )
     )
+    return directory
+
+
+def write_eagle1(
+    directory: Path, target: Path, seed: int = 2, bias: bool = True, shape: Shape = Shape()
+) -> Path:
+    """`fc` maps the token and the hidden state before it to the hidden state after it, by least
+    squares over random text; the layer adds a little of its own.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    hidden, head_dim, mlp = shape.hidden, shape.head_dim, shape.mlp
+    directory.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    token_BT = torch.randint(0, shape.vocab, (16, 48))
+    with torch.no_grad():
+        state_BTH = model(token_BT, output_hidden_states=True).hidden_states[-1]
+        embedded_BTH = model.get_input_embeddings()(token_BT)
+    before_NX = torch.cat(
+        [embedded_BTH[:, 1:], state_BTH[:, :-1], torch.ones(16, 47, 1)], dim=2
+    ).flatten(0, 1)
+    fc_XH = torch.linalg.lstsq(before_NX, state_BTH[:, 1:].flatten(0, 1)).solution
+
+    def weight(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes) * 0.05
+
+    save_file(
+        {
+            "fc.weight": fc_XH[:-1].t().contiguous(),
+            **({"fc.bias": fc_XH[-1].contiguous()} if bias else {}),
+            "layers.0.self_attn.q_proj.weight": weight(2 * head_dim, hidden),
+            "layers.0.self_attn.k_proj.weight": weight(head_dim, hidden),
+            "layers.0.self_attn.v_proj.weight": weight(head_dim, hidden),
+            "layers.0.self_attn.o_proj.weight": weight(hidden, 2 * head_dim),
+            "layers.0.post_attention_layernorm.weight": torch.ones(hidden) + weight(hidden),
+            "layers.0.mlp.gate_proj.weight": weight(mlp, hidden),
+            "layers.0.mlp.up_proj.weight": weight(mlp, hidden),
+            "layers.0.mlp.down_proj.weight": weight(hidden, mlp),
+        },
+        directory / "model.safetensors",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": shape.vocab,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
     return directory

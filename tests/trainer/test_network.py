@@ -10,7 +10,8 @@ from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tests.rows_of_one import certain_rows
 from tlt_server.attention.rows import Rows
 from tlt_server.errors import InvalidRequest, ModelError
-from tlt_server.models.eagle import Eagle3, feature_layers
+from tlt_server.models.draft_checkpoint import feature_layers
+from tlt_server.models.eagle import Eagle3
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.attend import Blocks

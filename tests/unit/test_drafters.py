@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from tests.unit.fake_eagle import VOCABULARY, FakeEngine, FakeNetwork
+from tlt_server.models.draft_checkpoint import ARCHITECTURES
+from tlt_server.models.eagle import EagleNetwork
 from tlt_server.records import Strategy
 from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates
@@ -117,6 +119,12 @@ def test_a_report_about_no_candidates_changes_nothing(drafted):
     before = drafter.gauges()
     drafter.observe(engine.batch(names), Candidates.empty(), np.zeros(0, np.int8))
     assert drafter.gauges() == before
+
+
+def test_every_draft_network_has_a_drafter_that_its_architecture_names():
+    assert set(ARCHITECTURES) <= set(DRAFTERS["eagle"].architectures)
+    for network in ARCHITECTURES.values():
+        assert issubclass(load_object(network.cpu), EagleNetwork)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -67,7 +67,12 @@ def settings(**changes: Any) -> EngineSettings:
     )
 
 
-def needs(given: EngineSettings, drafter: ModelConfig | None = None) -> Needs:
+class Drafter(NamedTuple):
+    config: ModelConfig = replace(CONFIG, layers=1)
+    draft_vocab_size: int = 32_000
+
+
+def needs(given: EngineSettings, drafter: Drafter | None = None) -> Needs:
     return Needs.of(given, CONFIG, drafter, VALUES)
 
 
@@ -97,9 +102,17 @@ def test_what_a_model_needs() -> None:
     given = settings()
     assert needs(given).weights == 2 * VALUES and needs(given).per_page == 16 * 2 * 28 * 4 * 128 * 2
     assert needs(settings(dtype="float32")).per_page == 2 * needs(given).per_page
-    assert needs(given, replace(CONFIG, layers=1)).per_page - needs(given).per_page == 2 * (
-        16 * 2 * 4 * 128 + 3584
+    assert needs(given, Drafter()).per_page - needs(given).per_page == 2 * (16 * 2 * 4 * 128 + 3584)
+
+
+def test_a_drafters_logits_are_counted() -> None:
+    """A level has up to 512 rows; the target's vocabulary is five times the usual draft one."""
+    given = settings(max_running=32)
+    few, all_ids = (
+        MemoryPlan(given, needs(given, drafter), 32768, TOTAL, TOTAL).working
+        for drafter in (Drafter(), Drafter(draft_vocab_size=CONFIG.vocab_size))
     )
+    assert all_ids - few == 512 * 4 * (152_064 - 32_000)
 
 
 def test_pages_are_what_the_fraction_leaves() -> None:

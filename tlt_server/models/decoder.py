@@ -66,12 +66,13 @@ class Decoder:
         feature_layers: tuple[int, ...] = (),
     ) -> None:
         """`feature_layers`: layers whose inputs `forward` returns (Hugging Face
-        `hidden_states[i]`), 0 <= i < layers.
+        `hidden_states[i]`), 0 <= i < layers, or i = layers for the hidden state after the final
+        norm.
         """
-        wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
+        wrong = [layer for layer in feature_layers if not 0 <= layer <= config.layers]
         if wrong:
             raise ModelError(
-                f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; "
+                f"feature layers {wrong} do not exist: the target has 0 to {config.layers}; "
                 "use a drafter made for it"
             )
         self.config, self.numerics, self.page_size, self.feature_layers = (
@@ -147,6 +148,7 @@ class Decoder:
                 else self.final_norm_H
             )
             normed_RH = add_rms_norm(layer.mlp(normed_RH), residual_RH, next_norm_H, eps)
+        inputs[len(self.layers)] = normed_RH
         features = [inputs[index] for index in self.feature_layers]
         return Forward(
             normed_RH,

@@ -55,3 +55,11 @@ def drafter_parameters(network: Any) -> Parameters:
     yield from mlp_parameters(network.mlp, "midlayer.mlp.")
     yield "norm.weight", network.final_norm_H
     yield from network.head.parameters()
+
+
+def eagle1_parameters(network: Any) -> Parameters:
+    """Yield the tensors of an EAGLE-1 or EAGLE-2 checkpoint, without copies of the target's."""
+    yield from network.joint.parameters()
+    yield from attention_parameters(network.self_attention, "layers.0.self_attn.")
+    yield "layers.0.post_attention_layernorm.weight", network.post_attention_norm_H
+    yield from mlp_parameters(network.mlp, "layers.0.mlp.")

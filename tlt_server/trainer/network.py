@@ -20,14 +20,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
+from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.eagle import describe, feature_layers, fill_drafter, target_ids
+from tlt_server.models.draft_checkpoint import describe, feature_layers, fill_drafter, target_ids
+from tlt_server.models.draft_layouts import EAGLE3
 from tlt_server.models.rope import rotary_table
 
 
 @dataclass
 class TargetShape:
-    """The facts about a target that a drafter must fit: `models.eagle.Served` without a network."""
+    """The facts about a target that a drafter must fit: a `draft_checkpoint.Served` without a
+    network.
+    """
 
     config: ModelConfig
     feature_layers: tuple[int, ...]
@@ -90,6 +94,12 @@ class TrainableEagle3:
         directory = Path(directory)
         shape = TargetShape(target, feature_layers(directory, target))
         described = describe(directory, shape)
+        if described.config.architecture != EAGLE3 or described.norm_before_residual:
+            raise ModelError(
+                f"{directory}: only an {EAGLE3} without 'norm_before_residual' is trained, and "
+                f"this is an {described.config.architecture} with 'norm_before_residual' "
+                f"{described.norm_before_residual}; serve it as it is, or train another drafter"
+            )
         network = cls(
             described.config,
             described.draft_vocab_size,

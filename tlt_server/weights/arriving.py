@@ -20,6 +20,7 @@ from tlt_client.channels.tensors import written
 from tlt_server.commands import TensorEntry
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_layouts import layout_of
 from tlt_server.models.loader import check_finite, check_layout, check_names
 from tlt_server.weights.checksums import content
 from tlt_server.weights.declared import check_content, check_shape
@@ -27,7 +28,6 @@ from tlt_server.weights.parts import Drafter, DrafterNetwork, Target, TargetNetw
 from tlt_server.weights.spool import Data
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-VOCABULARY_MAP = frozenset({"d2t", "t2d"})
 Model = TypeVar("Model")
 Enter = Callable[[str], None]  # enters a phase; raises to cancel
 
@@ -73,7 +73,7 @@ class Arriving:
     ) -> Arriving:
         """Fill the network; `arrived`: checksums of the tensors that it has."""
         tied = {TIED_HEAD} if network.config.tied_embeddings else set()
-        others = tied if role == "target" else VOCABULARY_MAP
+        others = tied if role == "target" else network.vocabulary_map  # type: ignore[union-attr]
         return cls(role, network, network.parameters(), others, steps, sums=dict(arrived))
 
     @property
@@ -205,7 +205,7 @@ class Arriving:
                 f"{self.place}: of the vocabulary map only {next(iter(self.found))!r} is there; "
                 "push both 'd2t' and 't2d', or neither to keep the map in use"
             )
-        if self.steps.in_place and not self.found:
+        if self.steps.in_place and self.others and not self.found:
             raise WeightsRefused(
                 f"{self.place}: the vocabulary map is not there; with weight_staging none a failed "
                 "push may have left another one in use: push 'd2t' and 't2d', too"
@@ -241,7 +241,8 @@ def check_config(config: ModelConfig, data: bytes | None, where: str) -> None:
     """Refuse a directory that says it is another model; without a config there is no check."""
     if data is None:
         return
-    pushed = ModelConfig.parse(json_object(data, where), where)
+    raw = json_object(data, where)
+    pushed = ModelConfig.parse(layout_of(raw).flat(raw, where), where)
     pushed = replace(pushed, eos_token_ids=config.eos_token_ids, max_position=config.max_position)
     for compared in fields(config):
         mine, theirs = getattr(config, compared.name), getattr(pushed, compared.name)

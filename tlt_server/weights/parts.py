@@ -35,11 +35,12 @@ class TargetNetwork(Protocol):
 
 
 class DrafterNetwork(Protocol):
-    """An EAGLE-3 network on any device."""
+    """A drafter's network on any device."""
 
     config: ModelConfig
     draft_vocab_size: int
     own_embedding: bool
+    vocabulary_map: frozenset[str]  # tensors that it is set by: d2t and t2d, or none
 
     @property
     def target_ids(self) -> Tensor:

@@ -54,13 +54,15 @@ def _add_rms_norm(
     rows,
     P: tl.constexpr,
     BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     pdl_launch()
     h = tl.arange(0, BLOCK)
     inside = h < H
-    weight = tl.load(weight_H + h, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        weight = tl.load(weight_H + h, mask=inside, other=0.0).to(tl.float32)
     row = tl.program_id(0).to(tl.int64) * H
     pdl_wait()
     residual = tl.load(residual_RH + row + h, mask=inside, other=0.0)
@@ -71,9 +73,8 @@ def _add_rms_norm(
         total += tl.load(bias_H + h, mask=inside, other=0.0).to(tl.float32)
     residual += total
     tl.store(residual_RH + row + h, residual, mask=inside)
-    tl.store(
-        out_RH + row + h, _normed(residual, weight, eps, H).to(out_RH.dtype.element_ty), mask=inside
-    )
+    out = _normed(residual, weight, eps, H) if NORMED else residual
+    tl.store(out_RH + row + h, out.to(out_RH.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def _embed_rms_norm(
 
 
 @triton.jit
-def _embed_norms(
+def _embed_halves(
     token_R,
     embedding_VH,
     w_embed_H,
@@ -112,30 +113,30 @@ def _embed_norms(
     out_RX,
     eps,
     vocabulary,
+    NORMED: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Norm, in program (r, 0), the embedding into the left half of row r, and in program (r, 1) the
-    feature into the right half.
+    """Write, in program (r, 0), the embedding into the left half of row r, and in program (r, 1)
+    the feature into the right half; NORMED: the norms of both.
     """
     pdl_launch()
     h = tl.arange(0, BLOCK)
     inside = h < H
     r, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    weight = tl.load((w_embed_H if half == 0 else w_feature_H) + h, mask=inside, other=0.0).to(
-        tl.float32
-    )
+    if NORMED:
+        weight = tl.load((w_embed_H if half == 0 else w_feature_H) + h, mask=inside, other=0.0).to(
+            tl.float32
+        )
     pdl_wait()
     if half == 0:
         token = tl.minimum(tl.maximum(tl.load(token_R + r), 0), vocabulary - 1).to(tl.int64)
         x = tl.load(embedding_VH + token * H + h, mask=inside, other=0.0).to(tl.float32)
     else:
         x = tl.load(g_RH + r * H + h, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        out_RX + (r * 2 + half) * H + h,
-        _normed(x, weight, eps, H).to(out_RX.dtype.element_ty),
-        mask=inside,
-    )
+    if NORMED:
+        x = _normed(x, weight, eps, H)
+    tl.store(out_RX + (r * 2 + half) * H + h, x.to(out_RX.dtype.element_ty), mask=inside)
 
 
 def _shape(hidden: int) -> dict[str, int]:
@@ -165,9 +166,28 @@ def add_rms_norm(
     """Add the partial sums in order, then the bias, to the residual (in place), and return its norm
     in the weight's dtype; in `out_RH` where that is given.
     """
-    parts, rows, hidden = part_PRH.shape
     if out_RH is None:
-        out_RH = torch.empty(rows, hidden, dtype=weight_H.dtype, device=weight_H.device)
+        out_RH = torch.empty(part_PRH.shape[1:], dtype=weight_H.dtype, device=weight_H.device)
+    return _add(part_PRH, residual_RH, weight_H, eps, bias_H, out_RH)
+
+
+def add(part_PRH: Tensor, residual_RH: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add the partial sums in order to the residual (in place), and return it rounded to
+    `dtype`.
+    """
+    out_RH = torch.empty(part_PRH.shape[1:], dtype=dtype, device=part_PRH.device)
+    return _add(part_PRH, residual_RH, None, 0.0, None, out_RH)
+
+
+def _add(
+    part_PRH: Tensor,
+    residual_RH: Tensor,
+    weight_H: Tensor | None,
+    eps: float,
+    bias_H: Tensor | None,
+    out_RH: Tensor,
+) -> Tensor:
+    parts, rows, hidden = part_PRH.shape
     if rows:
         _add_rms_norm[(rows,)](
             part_PRH,
@@ -179,6 +199,7 @@ def add_rms_norm(
             rows,
             P=parts,
             BIASED=bias_H is not None,
+            NORMED=weight_H is not None,
             **_shape(hidden),
             **PDL,
         )
@@ -218,10 +239,26 @@ def embed_norms(
     """Return the input of an EAGLE-3 layer, [R, 2H]: the norm of the tokens' embeddings, then the
     norm of the features g.
     """
+    return _embed_beside(token_R, embedding_VH, w_embed_H, g_RH, w_feature_H, eps)
+
+
+def embed_beside(token_R: Tensor, embedding_VH: Tensor, g_RH: Tensor) -> Tensor:
+    """Return the tokens' embeddings, then the features g, [R, 2H], in the embedding's dtype."""
+    return _embed_beside(token_R, embedding_VH, None, g_RH, None, 0.0)
+
+
+def _embed_beside(
+    token_R: Tensor,
+    embedding_VH: Tensor,
+    w_embed_H: Tensor | None,
+    g_RH: Tensor,
+    w_feature_H: Tensor | None,
+    eps: float,
+) -> Tensor:
     rows, (vocabulary, hidden) = len(token_R), embedding_VH.shape
-    out_RX = torch.empty(rows, 2 * hidden, dtype=w_embed_H.dtype, device=embedding_VH.device)
+    out_RX = torch.empty(rows, 2 * hidden, dtype=embedding_VH.dtype, device=embedding_VH.device)
     if rows:
-        _embed_norms[(rows, 2)](
+        _embed_halves[(rows, 2)](
             token_R,
             embedding_VH,
             w_embed_H,
@@ -230,6 +267,7 @@ def embed_norms(
             out_RX,
             eps,
             vocabulary,
+            NORMED=w_embed_H is not None,
             **_shape(hidden),
             **PDL,
         )

@@ -43,7 +43,7 @@ from tlt_server.bench.padding.shapes import (
 )
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
-from tlt_server.models.eagle import feature_layers
+from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.models.loader import read_tensors, tensor_files
 
 # Size of random weights that write: a sum over 20,000 units of size 1 is 5e-13.
@@ -119,7 +119,7 @@ def pad(
         )
     raw_target, raw_drafter = read_json(target / "config.json"), read_json(drafter / "config.json")
     small, head = ModelConfig.read(target), ModelConfig.read(drafter)
-    check_fit(small, head, raw_drafter["draft_vocab_size"], shape)
+    check_fit(small, head, raw_drafter.get("draft_vocab_size") or head.vocab_size, shape)
     target_tensors, drafter_tensors = _read(target), _read(drafter)
     if "embed_tokens.weight" in drafter_tensors:
         raise ModelError(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_layouts import EAGLE3
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {
@@ -62,6 +63,10 @@ def check_fit(target: ModelConfig, drafter: ModelConfig, draft_vocab: int, shape
         raise ModelError(
             f"a {target.architecture} cannot be padded; "
             "the small target must be a Qwen2 or a Llama without q and k norms"
+        )
+    if drafter.architecture != EAGLE3:
+        raise ModelError(
+            f"a {drafter.architecture} cannot be padded; the small drafter must be a {EAGLE3}"
         )
     for who, small in (("target", target), ("drafter", drafter)):
         if small.mlp_bias or small.attention_bias:

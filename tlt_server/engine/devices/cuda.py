@@ -128,12 +128,7 @@ class CudaDevice:
 
     def _needs(self, target: GpuDecoder, drafter: DrafterNetwork | None) -> Needs:
         views = [*target.parameters().values(), *(drafter.parameters().values() if drafter else ())]
-        return Needs.of(
-            self._settings,
-            target.config,
-            drafter.config if drafter else None,
-            sum(view.numel() for view in views),
-        )
+        return Needs.of(self._settings, target.config, drafter, sum(view.numel() for view in views))
 
     def free(self) -> Free:
         """Count what the allocator has cached as free."""

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from tlt_server.engine.gpu.buckets import sampled_rows
+from tlt_server.engine.gpu.buckets import MAX_DRAFTED, sampled_rows
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 
 MIB, GIB = 2**20, 2**30
 RESERVE = 2 * GIB  # for graphs, libraries and fragmentation
 TEXTS = 64 * MIB  # for texts of sequences that have ended, which others draft from
+
+
+class Drafting(Protocol):
+    """A drafter's network, with storage or without."""
+
+    config: ModelConfig
+    draft_vocab_size: int
 
 
 class Needs(NamedTuple):
@@ -28,14 +35,11 @@ class Needs(NamedTuple):
     per_row: int  # activations of one row of a step
     per_logits: int  # logits of one row
     per_batch_slot: int  # counts of tokens, for penalties
+    per_drafted: int  # a drafter's logits of one row
 
     @classmethod
     def of(
-        cls,
-        settings: DecidedSettings,
-        config: ModelConfig,
-        drafter: ModelConfig | None,
-        values: int,
+        cls, settings: DecidedSettings, config: ModelConfig, drafter: Drafting | None, values: int
     ) -> Needs:
         """`values`: parameters of target and drafter together; `settings`: nothing left to the
         device.
@@ -44,7 +48,7 @@ class Needs(NamedTuple):
         per_page = settings.page_size * kv_slot_values(config, config.layers)
         if drafter is not None:
             per_page += (
-                settings.page_size * kv_slot_values(drafter, 1) + drafter.hidden_size
+                settings.page_size * kv_slot_values(drafter.config, 1) + drafter.config.hidden_size
             )  # and a hint per page
         return cls(
             values * itemsize,
@@ -52,6 +56,7 @@ class Needs(NamedTuple):
             8 * config.intermediate_size + 64 * config.hidden_size,
             4 * config.vocab_size,
             4 * config.vocab_size,
+            4 * drafter.draft_vocab_size if drafter is not None else 0,
         )
 
 
@@ -95,6 +100,7 @@ class MemoryPlan(NamedTuple):
         return (
             self.settings.max_rows * self.needs.per_row
             + sampled_rows(self.settings.max_running) * self.needs.per_logits
+            + max(MAX_DRAFTED, self.settings.max_running) * self.needs.per_drafted
             + (self.settings.max_running + 1) * self.needs.per_batch_slot
             + 4 * self.text_slots * self.max_model_len
         )

@@ -59,12 +59,13 @@ class GpuDecoder:
         self, config: ModelConfig, *, placement: Placement, feature_layers: tuple[int, ...] = ()
     ) -> None:
         """`feature_layers`: layers whose inputs `forward` returns (Hugging Face
-        `hidden_states[i]`), 0 <= i < layers.
+        `hidden_states[i]`), 0 <= i < layers, or i = layers for the hidden state after the final
+        norm.
         """
-        wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
+        wrong = [layer for layer in feature_layers if not 0 <= layer <= config.layers]
         if wrong:
             raise ModelError(
-                f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; "
+                f"feature layers {wrong} do not exist: the target has 0 to {config.layers}; "
                 "use a drafter made for it"
             )
         shape = FAMILIES.resolve(config.architecture).shape(config)
@@ -105,13 +106,7 @@ class GpuDecoder:
         )
         features_RF = self.placement.empty(len(residual_RH), self.feature_width)
         for index, layer in enumerate(self.layers):
-            for at, wanted in enumerate(
-                self.feature_layers
-            ):  # a small target may give one layer twice
-                if wanted == index:
-                    features_RF[:, at * self.hidden_size : (at + 1) * self.hidden_size].copy_(
-                        residual_RH
-                    )
+            self._keep(index, residual_RH, features_RF)
             part_PRH = layer.self_attention(normed_RH, keys[index], values[index], rows, attend)
             normed_RH = add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
             last = index + 1 == len(self.layers)
@@ -119,7 +114,16 @@ class GpuDecoder:
             normed_RH = add_rms_norm(
                 layer.mlp(normed_RH), residual_RH, next_norm_H, eps, out_RH=out_RH if last else None
             )
+        self._keep(len(self.layers), normed_RH, features_RF)
         return Forward(normed_RH, features_RF)
+
+    def _keep(self, index: int, state_RH: Tensor, features_RF: Tensor) -> None:
+        """Copy the state to every feature that is of this layer: a small target may give one
+        twice.
+        """
+        for at, wanted in enumerate(self.feature_layers):
+            if wanted == index:
+                features_RF[:, at * self.hidden_size : (at + 1) * self.hidden_size].copy_(state_RH)
 
     def logits(self, hidden_RH: Tensor, out_RV: Tensor | None = None) -> Tensor:
         """[R, V] fp32, from `Forward.hidden_RH` or any of its rows; in `out_RV` where that is

@@ -1,24 +1,31 @@
-"""The EAGLE-3 draft network on a GPU; see `tlt_server.models.eagle` for the layout and its
-arithmetic.
+"""The draft networks of EAGLE-3, EAGLE-1 and EAGLE-2 on a GPU; see `tlt_server.models.eagle` for
+their arithmetic.
 
 Slot p of its KV holds (embedding of x_p, hint g_{p-1}): `store` keeps it for every row that the
-target extends, `forward` drafts.
+target extends, `forward` drafts. What a network reads, how it joins that with the embedding and
+which head it has is in its class; the rest is common.
 
-Legend: R rows, H hidden, F = 3H feature width, C draft vocabulary, V target vocabulary.
+Legend: R rows, H hidden, F feature width, P partial sums, X width of the layer's input, C draft
+vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.norm import add_rms_norm, embed_norms
+from tlt_kernels.gpu.norm import add, add_rms_norm, embed_beside, embed_norms
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
-from tlt_server.models.config import ModelConfig
-from tlt_server.models.eagle import target_ids
+from tlt_server.models.draft_checkpoint import (
+    VOCABULARY_MAP,
+    Described,
+    refuse_own_embedding,
+    target_ids,
+)
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
 from tlt_server.models.gpu.layers import (
     Attend,
@@ -29,43 +36,36 @@ from tlt_server.models.gpu.layers import (
 )
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
-from tlt_server.models.names import drafter_parameters
+from tlt_server.models.names import drafter_parameters, eagle1_parameters
 
 
-class GpuEagle3:
+class GpuEagleNetwork:
     """Layers and storage of one drafter, placed as its target is and sharing, where it has none,
     the target's embedding.
     """
 
-    def __init__(
-        self, config: ModelConfig, draft_vocab_size: int, target: GpuDecoder, *, own_embedding: bool
-    ) -> None:
-        placement, hidden = target.placement, config.hidden_size
+    vocabulary_map = VOCABULARY_MAP  # tensors of a checkpoint that are no parameters
+    joined_width: int  # X / H
+
+    def __init__(self, described: Described, target: GpuDecoder) -> None:
+        config, placement = described.config, target.placement
+        hidden = config.hidden_size
         shape = LayerShape(qkv_bias=config.attention_bias, mlp_bias=config.mlp_bias)
         check_shape(config, shape, "the drafter")
-        self.config, self.placement, self.draft_vocab_size, self.own_embedding = (
-            config,
-            placement,
-            draft_vocab_size,
-            own_embedding,
+        self.described, self.config, self.placement = described, config, placement
+        self.draft_vocab_size, self.own_embedding = (
+            described.draft_vocab_size,
+            described.own_embedding,
         )
         self.vocab_size = target.vocab_size
         self.embedding_VH = (
-            placement.empty(target.vocab_size, hidden) if own_embedding else target.embedding_VH
+            placement.empty(target.vocab_size, hidden)
+            if self.own_embedding
+            else target.embedding_VH
         )
-        self.fusion = GpuProjection(
-            target.feature_width, {"fc": hidden}, bias=False, placement=placement
-        )
-        self.embedding_norm_H, self.feature_norm_H = (
-            placement.empty(hidden),
-            placement.empty(hidden),
-        )
-        self.post_attention_norm_H, self.final_norm_H = (
-            placement.empty(hidden),
-            placement.empty(hidden),
-        )
+        self.post_attention_norm_H = placement.empty(hidden)
         self.self_attention = GpuSelfAttention(
-            2 * hidden,
+            self.joined_width * hidden,
             hidden,
             config.heads,
             config.kv_heads,
@@ -78,11 +78,8 @@ class GpuEagle3:
         self.mlp = GpuGatedMlp(
             hidden, config.intermediate_size, bias=config.mlp_bias, placement=placement
         )
-        self.head = GpuProjection(
-            hidden, {"lm_head": draft_vocab_size}, bias=False, placement=placement
-        )
         self.target_ids_C = torch.arange(
-            draft_vocab_size, dtype=torch.int32, device=placement.device
+            self.draft_vocab_size, dtype=torch.int32, device=placement.device
         )  # draft id -> target id
 
     @property
@@ -98,7 +95,7 @@ class GpuEagle3:
             target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
         )
 
-    def blank(self, target: GpuDecoder, *, own_embedding: bool) -> GpuEagle3:
+    def blank(self, target: GpuDecoder, *, own_embedding: bool) -> Self:
         """The same network with storage of its own, to be filled with other weights; the vocabulary
         map is kept until another is set.
 
@@ -113,34 +110,77 @@ class GpuEagle3:
                 "running GPU engine cannot "
                 f"change that; {remedy}, or restart the server with --drafter naming the other"
             )
-        network = GpuEagle3(self.config, self.draft_vocab_size, target, own_embedding=own_embedding)
+        network = type(self)(self.described, target)
         network.target_ids_C.copy_(self.target_ids_C)
         return network
 
     def fuse(self, features_RF: Tensor) -> Tensor:
         """The target's features of a position as the hint of the next: [R, H]."""
-        return self.placement.matmuls.linear(features_RF, self.fusion.weight_XK)
+        raise NotImplementedError
+
+    def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
+        """Return the layer's input [R, X] and leave in `g_RH`, float32, the start of the residual
+        stream.
+        """
+        raise NotImplementedError
+
+    def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor:
+        """Add the last partial sums to the residual, in place; return the input of the head."""
+        raise NotImplementedError
+
+    @property
+    def head_CH(self) -> Tensor:
+        raise NotImplementedError
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Map published names to views [out, in] of the live storage; `target_ids_C` is `d2t`."""
+        raise NotImplementedError
 
     def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
         """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns logits_RC. `g_RH`,
         float32, becomes the residual stream's end, the hint of what is drafted after the rows.
         """
+        input_RX = self.join(rows, g_RH)
+        part_PRH = self.self_attention(input_RX, cache.k[0], cache.v[0], rows, attend, first=1)
         eps = self.config.norm_eps
-        part_PRH = self.self_attention(
-            self._normed(rows, g_RH), cache.k[0], cache.v[0], rows, attend, first=1
-        )
         normed_RH = add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
-        normed_RH = add_rms_norm(self.mlp(normed_RH), g_RH, self.final_norm_H, eps)
-        return self.placement.matmuls.linear(
-            normed_RH, self.head.weight_XK, out_dtype=torch.float32
-        )
+        hidden_RH = self.hidden(self.mlp(normed_RH), g_RH)
+        return self.placement.matmuls.linear(hidden_RH, self.head_CH, out_dtype=torch.float32)
 
     def store(self, rows: RowTensors, g_RH: Tensor, cache: KVCache) -> None:
         """Write the rows' KV and compute nothing else."""
-        self.self_attention.store(self._normed(rows, g_RH), cache.k[0], cache.v[0], rows)
+        self.self_attention.store(self.join(rows, g_RH), cache.k[0], cache.v[0], rows)
 
-    def _normed(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
-        return embed_norms(
+    def storage(self) -> list[Tensor]:
+        """Everything that makes a version, in a fixed order."""
+        return [*self.parameters().values(), self.target_ids_C]
+
+
+class GpuEagle3(GpuEagleNetwork):
+    """See `models.eagle.Eagle3`."""
+
+    joined_width = 2
+
+    def __init__(self, described: Described, target: GpuDecoder) -> None:
+        super().__init__(described, target)
+        hidden, placement = described.config.hidden_size, self.placement
+        self.fusion = GpuProjection(
+            target.feature_width, {"fc": hidden}, bias=False, placement=placement
+        )
+        self.embedding_norm_H, self.feature_norm_H = (
+            placement.empty(hidden),
+            placement.empty(hidden),
+        )
+        self.final_norm_H = placement.empty(hidden)
+        self.head = GpuProjection(
+            hidden, {"lm_head": self.draft_vocab_size}, bias=False, placement=placement
+        )
+
+    def fuse(self, features_RF: Tensor) -> Tensor:
+        return self.placement.matmuls.linear(features_RF, self.fusion.weight_XK)
+
+    def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
+        input_RX = embed_norms(
             rows.token_R,
             self.embedding_VH,
             self.embedding_norm_H,
@@ -148,11 +188,54 @@ class GpuEagle3:
             self.feature_norm_H,
             self.config.norm_eps,
         )
+        if self.described.norm_before_residual:
+            g_RH.copy_(input_RX[:, g_RH.shape[1] :])
+        return input_RX
+
+    def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor:
+        return add_rms_norm(part_PRH, residual_RH, self.final_norm_H, self.config.norm_eps)
+
+    @property
+    def head_CH(self) -> Tensor:
+        return self.head.weight_XK
 
     def parameters(self) -> dict[str, Tensor]:
-        """Map published names to views [out, in] of the live storage; `target_ids_C` is `d2t`."""
         return dict(drafter_parameters(self))
 
-    def storage(self) -> list[Tensor]:
-        """Everything that makes a version, in a fixed order."""
-        return [*self.parameters().values(), self.target_ids_C]
+
+class GpuEagle1(GpuEagleNetwork):
+    """See `models.eagle.Eagle1`. The target's head is read where it lies, like its embedding."""
+
+    vocabulary_map = frozenset[str]()
+    joined_width = 1
+
+    def __init__(self, described: Described, target: GpuDecoder) -> None:
+        super().__init__(described, target)
+        hidden = described.config.hidden_size
+        self.joint = GpuProjection(
+            2 * hidden, {"fc": hidden}, bias=described.join_bias, placement=self.placement
+        )
+        self.head_VH = target.head_VH
+
+    def blank(self, target: GpuDecoder, *, own_embedding: bool) -> Self:
+        refuse_own_embedding(own_embedding)
+        return super().blank(target, own_embedding=False)
+
+    def fuse(self, features_RF: Tensor) -> Tensor:
+        return features_RF
+
+    def join(self, rows: RowTensors, g_RH: Tensor) -> Tensor:
+        both_RX = embed_beside(rows.token_R, self.embedding_VH, g_RH)
+        linear, weight_XK = self.placement.matmuls.linear, self.joint.weight_XK
+        linear(both_RX, weight_XK, self.joint.bias_X, out_dtype=g_RH.dtype, out_MN=g_RH)
+        return g_RH.to(self.placement.dtype)
+
+    def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor:
+        return add(part_PRH, residual_RH, self.placement.dtype)
+
+    @property
+    def head_CH(self) -> Tensor:
+        return self.head_VH
+
+    def parameters(self) -> dict[str, Tensor]:
+        return dict(eagle1_parameters(self))

@@ -36,13 +36,13 @@ class Declaration(NamedTuple):
 
     cpu: Half
     gpu: Half
-    architecture: str = ""  # config.json's name of the network that it drafts with
+    architectures: tuple[str, ...] = ()  # config.json's names of networks that it drafts with
     can_stand_in: bool = False  # drafts while a drafter with weights rests
 
     @property
     def needs_weights(self) -> bool:
         """Tell whether `--drafter` names it by a directory, which holds its network."""
-        return bool(self.architecture)
+        return bool(self.architectures)
 
     def half(self, device: str) -> Half:
         """Return the half for a device of `engine.devices.DEVICES`."""
@@ -63,7 +63,14 @@ DRAFTERS: dict[str, Declaration] = {
             depths=(1, 2, 3, 5, 7, 10, 14, 20),
             widths=(1, 2, 4),
         ),
-        architecture="LlamaForCausalLMEagle3",
+        architectures=(
+            "LlamaForCausalLMEagle3",
+            "Eagle3LlamaForCausalLM",
+            "Eagle3Speculator",
+            "Eagle3DraftModel",
+            "LlamaForCausalLMEagle",
+            "EagleLlamaForCausalLM",
+        ),
     ),
     "history": Declaration(
         Half("tlt_server.speculation.drafters.history:History", ((2, 1, 3), (4, 1, 5), (7, 1, 8))),
@@ -96,7 +103,9 @@ def drafter_in(directory: Path) -> str:
     except (OSError, ValueError, LookupError, TypeError):
         named = None
     names = [name for name, known in DRAFTERS.items() if known.needs_weights]
-    return next((name for name in names if [DRAFTERS[name].architecture] == named), names[0])
+    known = {architecture: name for name in names for architecture in DRAFTERS[name].architectures}
+    single = named[0] if isinstance(named, list) and len(named) == 1 else None
+    return known.get(single, names[0]) if isinstance(single, str) else names[0]
 
 
 def to_load(drafter: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafting: a best-first tree grown with the noise the target will sample with.
+"""EAGLE drafting: a best-first tree grown with the noise the target will sample with.
 
 Slot p of the drafter's KV holds (embed x_p, feature of p - 1), under the target's page ids, so
 shared prefix pages are drafted once. Slots it has not seen are caught up when a request is next
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,10 +24,16 @@ from tlt_kernels.cpu.catch_up import lay_roots, undrafted
 from tlt_kernels.cpu.growth import FIELDS, grow, harvest
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.decoder import Decoder
-from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, feature_layers, fill_drafter
-from tlt_server.models.loader import check_files
+from tlt_server.models.draft_checkpoint import (
+    Architecture,
+    Fillable,
+    check_drafter,
+    describe,
+    feature_layers,
+    fill_drafter,
+)
 from tlt_server.records import Strategy
+from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.survival import Calibration
@@ -38,7 +44,7 @@ FLOOR = 0.02  # a node that survives less is not expanded: its row costs more th
 
 
 class DraftNetwork(Protocol):
-    """The operations that the drafter needs of a model; see `tlt_server/models/eagle.py`."""
+    """The operations that the drafter needs of a model; see `models/eagle.py`."""
 
     target_ids: Tensor  # int64 [draft vocabulary]
 
@@ -89,19 +95,24 @@ class RowBuffer:
 
 
 class EagleLoader:
-    """The `drafters.loading.Loader` of the published checkpoint layout."""
+    """The `drafters.loading.Loader` of the published checkpoint layouts."""
 
     def feature_layers(self, directory: Path, target: ModelConfig) -> tuple[int, ...]:
         return feature_layers(directory, target)
 
-    def empty(self, directory: Path, target: Decoder) -> Eagle3:
-        return Eagle3.empty(directory, target)
+    def empty(self, directory: Path, target: Any) -> Any:
+        described = describe(directory, target)
+        return load_object(self.network(described.architecture))(described, target)
 
-    def fill(self, network: Eagle3, directory: Path) -> None:
+    def network(self, architecture: Architecture) -> str:
+        """Return "module:Class" of the network on this device."""
+        return architecture.cpu
+
+    def fill(self, network: Fillable, directory: Path) -> None:
         fill_drafter(network, directory)
 
-    def check(self, network: Eagle3, directory: Path) -> None:
-        check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
+    def check(self, network: Fillable, directory: Path) -> None:
+        check_drafter(network, directory)
 
     def calibration(self, directory: Path) -> Calibration:
         return Calibration.load(directory)

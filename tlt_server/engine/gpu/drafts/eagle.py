@@ -1,4 +1,4 @@
-"""EAGLE-3 on the device: a best-first tree grown with the noise the target will sample with, depth
+"""EAGLE on the device: a best-first tree grown with the noise the target will sample with, depth
 passes in one graph.
 
 Its KV is always kept: every extend pass also fuses the features of its rows and stores the
@@ -26,14 +26,12 @@ from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage, index_of
 from tlt_server.engine.gpu.drafts.branches import Branches
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
-from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, describe
-from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.eagle import GpuEagle3
+from tlt_server.models.draft_checkpoint import Architecture, Fillable
+from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
-from tlt_server.models.loader import check_files
 from tlt_server.speculation.drafters.eagle import EagleLoader
 from tlt_server.speculation.survival import Calibration as OnlineTable
 from tlt_server.weights.parts import Drafter
@@ -42,16 +40,13 @@ from tlt_server.weights.parts import Drafter
 class GpuEagleLoader(EagleLoader):
     """The `drafters.loading.Loader` of a GPU."""
 
-    def empty(self, directory: Path, target: GpuDecoder) -> GpuEagle3:  # type: ignore[override]
-        found = describe(directory, target)
-        return GpuEagle3(
-            found.config, found.draft_vocab_size, target, own_embedding=found.own_embedding
-        )
+    def network(self, architecture: Architecture) -> str:
+        return architecture.gpu
 
-    def check(self, network: Eagle3 | GpuEagle3, directory: Path) -> None:
-        shape = LayerShape(mlp_bias=network.config.mlp_bias)
-        check_shape(network.config, shape, str(directory))
-        check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
+    def check(self, network: Fillable, directory: Path) -> None:
+        config = network.config
+        check_shape(config, LayerShape(mlp_bias=config.mlp_bias), str(directory))
+        super().check(network, directory)
 
 
 class EagleDrafts:
@@ -110,9 +105,9 @@ class EagleDrafts:
         return {"calibration_drift": self._drift.value, **self.branches.gauges()}
 
 
-def _of(drafter: Drafter) -> tuple[GpuEagle3, OnlineTable]:
+def _of(drafter: Drafter) -> tuple[GpuEagleNetwork, OnlineTable]:
     network, table = drafter.network, drafter.calibration
-    assert isinstance(network, GpuEagle3) and isinstance(table, OnlineTable)
+    assert isinstance(network, GpuEagleNetwork) and isinstance(table, OnlineTable)
     return network, table
 
 

@@ -1,0 +1,255 @@
+"""Checkpoints of draft networks: what a directory describes, whether it fits a target, and its
+weights. `ARCHITECTURES` has one row per network.
+
+Called by the loaders of the `eagle` drafter, on any device, and where the target's features must be
+known beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tlt_server.errors import ModelError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_layouts import EAGLE1, EAGLE3, Raw, read_layout
+from tlt_server.models.loader import check_files, check_tensor, fill, read_tensors, tensor_files
+
+VOCABULARY_MAP = frozenset({"d2t", "t2d"})
+# The target's tensors, which checkpoints of a network without a head of its own repeat.
+COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
+
+
+class Architecture(NamedTuple):
+    """The facts of a draft network that hold on every device."""
+
+    cpu: str  # "module:Class"
+    gpu: str
+    features: Callable[[Raw, ModelConfig, str], tuple[int, ...]]
+    # False: it drafts with the target's embedding and head, over the whole vocabulary. Copies of
+    # these in a checkpoint are not read.
+    own_head: bool
+
+
+def _three_layers(raw: Raw, target: ModelConfig, source: str) -> tuple[int, ...]:
+    """`eagle_aux_hidden_state_layer_ids` counts layer inputs at the top level of config.json, but
+    layer outputs (one less) inside `eagle_config`: both conventions are in use. Without either: [2,
+    L // 2, L - 3].
+    """
+    nested = raw.get("eagle_config") or {}
+    ids, shift = raw.get("eagle_aux_hidden_state_layer_ids"), 0
+    if ids is None:
+        ids, shift = nested.get("eagle_aux_hidden_state_layer_ids"), 1
+    if ids is None:
+        ids, shift = list(usual_layers(target)), 0
+    if (
+        not isinstance(ids, list)
+        or len(ids) != 3
+        or not all(type(i) is int and 0 <= i + shift < target.layers for i in ids)
+    ):
+        raise ModelError(
+            f"{source}: feature layers {ids!r} do not fit a target of {target.layers} layers; "
+            "expected three of its layers"
+        )
+    return tuple(i + shift for i in ids)
+
+
+def usual_layers(target: ModelConfig) -> tuple[int, int, int]:
+    """Return the feature layers of an EAGLE-3 network that names none."""
+    return 2, target.layers // 2, target.layers - 3
+
+
+def _last_hidden(raw: Raw, target: ModelConfig, source: str) -> tuple[int, ...]:
+    """The target's hidden state after its final norm, from which its head computes logits."""
+    return (target.layers,)
+
+
+ARCHITECTURES = {
+    EAGLE3: Architecture(
+        "tlt_server.models.eagle:Eagle3",
+        "tlt_server.models.gpu.eagle:GpuEagle3",
+        _three_layers,
+        own_head=True,
+    ),
+    EAGLE1: Architecture(
+        "tlt_server.models.eagle:Eagle1",
+        "tlt_server.models.gpu.eagle:GpuEagle1",
+        _last_hidden,
+        own_head=False,
+    ),
+}
+
+
+class Described(NamedTuple):
+    """The network that a drafter's directory describes."""
+
+    config: ModelConfig
+    draft_vocab_size: int
+    own_embedding: bool = False
+    join_bias: bool = False  # EAGLE-1: `fc` has a bias
+    norm_before_residual: bool = False  # EAGLE-3: the residual stream begins after the norm
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.config.architecture]
+
+
+class Served(Protocol):
+    """The target that a drafter must fit, on any device."""
+
+    config: ModelConfig
+    feature_layers: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+
+
+class Fillable(Protocol):
+    """A draft network to be filled, on any device."""
+
+    config: ModelConfig
+    draft_vocab_size: int
+    vocab_size: int
+
+    def parameters(self) -> dict[str, Tensor]: ...
+
+    def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
+
+
+def feature_layers(directory: str | Path, target: ModelConfig) -> tuple[int, ...]:
+    """Target layers whose inputs the drafter in `directory` reads; what
+    `load_target(feature_layers=...)` needs. `ModelError`.
+    """
+    directory = Path(directory)
+    _, raw = read_layout(directory)
+    return _architecture(raw, directory).features(raw, target, str(directory / "config.json"))
+
+
+def _architecture(raw: Raw, directory: Path) -> Architecture:
+    named = raw.get("architectures")
+    known = [name for name in ARCHITECTURES if named == [name]]
+    if not known:
+        raise ModelError(
+            f"{directory / 'config.json'}: architectures {named!r} are not those of a drafter; "
+            f"expected one of {', '.join(map(repr, ARCHITECTURES))}, the last for EAGLE-1 and "
+            "EAGLE-2, whose own files do not say"
+        )
+    return ARCHITECTURES[known[0]]
+
+
+def describe(directory: Path, target: Served) -> Described:
+    """`ModelError` when it does not fit the target."""
+    source = directory / "config.json"
+    _, raw = read_layout(directory)
+    architecture = _architecture(raw, directory)
+    config = ModelConfig.parse(raw, str(source))
+    wanted = architecture.features(raw, target.config, str(source))
+    if target.feature_layers != wanted:
+        raise ModelError(
+            f"{source}: the drafter reads target layers {wanted}, the target gives "
+            f"{target.feature_layers}; "
+            "load the target with the drafter's feature layers"
+        )
+    for field in ("hidden_size", "vocab_size"):
+        found, expected = getattr(config, field), getattr(target, field)
+        if found != expected:
+            raise ModelError(
+                f"{source}: {field!r} is {found}, the target's is {expected}; use a drafter "
+                "trained for this target"
+            )
+    least = 1 if architecture.own_head else config.vocab_size
+    draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
+    if type(draft_vocab) is not int or not least <= draft_vocab <= config.vocab_size:
+        raise ModelError(
+            f"{source}: 'draft_vocab_size' is {draft_vocab!r}; expected {least} to "
+            f"{config.vocab_size}"
+        )
+    files = tensor_files(directory)
+    return Described(
+        replace(config, max_position=target.max_position),
+        draft_vocab,
+        own_embedding=architecture.own_head and "embed_tokens.weight" in files,
+        join_bias="fc.bias" in files,
+        norm_before_residual=raw.get("norm_before_residual") is True,
+    )
+
+
+def fill_drafter(network: Fillable, directory: Path) -> None:
+    """Weights and vocabulary map of a published checkpoint."""
+    parameters, ignored = _published(network, directory)
+    fill(parameters, directory, ignored=ignored)
+    if not ARCHITECTURES[network.config.architecture].own_head:
+        return
+    files, vocab = tensor_files(directory), network.vocab_size
+    count = network.draft_vocab_size
+    expected = {
+        "d2t": torch.empty(count, dtype=torch.int64),
+        "t2d": torch.empty(vocab, dtype=torch.bool),
+    }
+    absent = [name for name in expected if name not in files]
+    if absent:
+        if len(absent) == 2 and count == vocab:
+            return  # the whole vocabulary: identity
+        raise ModelError(
+            f"{directory}: tensor {absent[0]!r} is missing, expected shape "
+            f"{list(expected[absent[0]].shape)}; "
+            "export the drafter again with its vocabulary map"
+        )
+    found = {}
+    for name in expected:
+        ((_, found[name]),) = read_tensors(files[name], [name])
+    network.set_vocabulary(found["d2t"], found["t2d"], files["d2t"])
+
+
+def check_drafter(network: Fillable, directory: Path) -> None:
+    """Raise the errors of `fill_drafter` that the files' headers reveal; no weight is read."""
+    parameters, ignored = _published(network, directory)
+    check_files(parameters, directory, ignored=ignored)
+
+
+def _published(network: Fillable, directory: Path) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """Return the network's tensors by the names of the directory's layout, and those of the files
+    that are not read.
+    """
+    layout, _ = read_layout(directory)
+    files = tensor_files(directory)
+
+    def named(name: str) -> str:
+        # What a push has left in the state directory has our names next to the first config.
+        theirs = layout.published(name)
+        return theirs if theirs in files else name
+
+    parameters = {named(name): view for name, view in network.parameters().items()}
+    own_head = ARCHITECTURES[network.config.architecture].own_head
+    return parameters, VOCABULARY_MAP if own_head else COPIES
+
+
+def refuse_own_embedding(own_embedding: bool) -> None:
+    """Refuse a push for a network that has none of its own."""
+    if own_embedding:
+        raise ModelError(
+            "the drafter in use drafts with the target's embedding and head, and the push brings "
+            "'embed_tokens.weight'; leave it out of the push"
+        )
+
+
+def target_ids(d2t_C: Tensor, t2d_V: Tensor, count: int, vocab: int, path: Path) -> Tensor:
+    """Draft id -> target id, int64 [C], as a checkpoint's two tensors say; `ModelError` where they
+    disagree.
+    """
+    check_tensor("d2t", d2t_C, torch.empty(count, dtype=torch.int64), path)
+    check_tensor("t2d", t2d_V, torch.empty(vocab, dtype=torch.bool), path)
+    ids = torch.arange(count) + d2t_C
+    within = bool(((ids >= 0) & (ids < vocab)).all())
+    if not within or not t2d_V[ids].all() or int(t2d_V.sum()) != count:
+        raise ModelError(
+            f"{path}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of "
+            f"{vocab}; "
+            "export the drafter again"
+        )
+    return ids

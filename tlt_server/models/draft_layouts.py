@@ -1,0 +1,86 @@
+"""Layouts of draft networks: where config.json keeps what, and how files name tensors.
+
+A layout's config is read as if it were flat, its tensors under the names of `models/names.py`, so
+nothing else asks which layout a directory has. `tlt drafter export` writes the same layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tlt_server.errors import ModelError
+from tlt_server.models.config import read_json
+
+Raw = dict[str, Any]  # a config.json
+EAGLE3, EAGLE1 = "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"
+SPECULATORS = "speculators_model_type"  # the key by which a layout of vLLM's speculators is known
+
+
+class DraftLayout(NamedTuple):
+    """A way to describe a network in a directory. `flat` turns its config.json into ours and raises
+    `ModelError`; the second argument names the file.
+    """
+
+    flat: Callable[[Raw, str], Raw]
+    prefixes: Mapping[str, str]  # the start of our tensor names -> of the file's
+
+    def published(self, name: str) -> str:
+        """Return the file's name of a tensor."""
+        for ours, theirs in self.prefixes.items():
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+
+def _as_it_is(raw: Raw, source: str) -> Raw:
+    """SafeAILab's and SGLang's configs. vLLM puts its own prefix before the architecture;
+    `qkv_bias` is what SafeAILab calls the biases of a Qwen2 layer.
+    """
+    named = raw.get("architectures")
+    known = {"EagleLlamaForCausalLM": EAGLE1, "Eagle3LlamaForCausalLM": EAGLE3}
+    if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str):
+        named = [known.get(named[0], named[0])]
+    bias = {"attention_bias": raw["qkv_bias"]} if "qkv_bias" in raw else {}
+    return {**raw, "architectures": named, **bias}
+
+
+def _speculators(raw: Raw, source: str) -> Raw:
+    """The layer's config lies inside, in the target's sizes; see vllm-project/speculators,
+    `Eagle3SpeculatorConfig`.
+    """
+    kind, layer = raw[SPECULATORS], raw.get("transformer_layer_config")
+    if kind != "eagle3":
+        raise ModelError(
+            f"{source}: {SPECULATORS!r} is {kind!r}; of this layout only 'eagle3' is served: "
+            "choose another drafter"
+        )
+    if not isinstance(layer, dict):
+        raise ModelError(
+            f"{source}: 'transformer_layer_config' is {layer!r}; expected an object: download the "
+            "file again"
+        )
+    if raw.get("norm_before_fc"):
+        raise ModelError(
+            f"{source}: 'norm_before_fc' is {raw['norm_before_fc']!r}, and features are joined "
+            "without a norm here; choose a drafter without it"
+        )
+    keys = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
+    return {**layer, "architectures": [EAGLE3], **{key: raw[key] for key in keys if key in raw}}
+
+
+FLAT = DraftLayout(_as_it_is, {})
+NESTED = DraftLayout(_speculators, {"midlayer.": "layers.0."})
+
+
+def layout_of(raw: Raw) -> DraftLayout:
+    return NESTED if SPECULATORS in raw else FLAT
+
+
+def read_layout(directory: Path) -> tuple[DraftLayout, Raw]:
+    """Return the layout of a directory and its config.json, made flat. `ModelError`."""
+    source = directory / "config.json"
+    raw = read_json(source)
+    layout = layout_of(raw)
+    return layout, layout.flat(raw, str(source))
