@@ -11,7 +11,8 @@ import pytest
 
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
-from tlt_server.bench.exact import KINDS, PLANS, ExactSize, compare, pages_for, rollout, varied
+from tlt_server.bench.exact import ExactEngines, compare, rollout
+from tlt_server.bench.exact_plan import KINDS, PLANS, ExactSize, pages_for, varied
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
@@ -62,17 +63,18 @@ def test_every_pair_of_levels_meets(seed: int, device: str) -> None:
 def test_green_on_a_sound_engine_and_red_on_one_ulp(
     base: EngineSettings, requests: list[GenerateRequest]
 ) -> None:
-    reference, _ = rollout(base, PLANS["cpu"].reference, requests, SIZE)
+    engines = ExactEngines(base)
+    reference, _ = rollout(engines, PLANS["cpu"].reference, requests, SIZE)
     scored = [r for r in requests if r.sampling.prompt_logprobs is not None]
     assert len(requests) >= len(KINDS) and scored, "every kind of request is compared"
     for request in scored:
         bits = reference[request.id]
         assert len(bits.logprobs) == 4 * (len(request.token_ids) - 1 + len(bits.tokens))
     configuration = {"arm": "eagle medium", "batch": 7, "pages": "scarce", "chunk": 16}
-    found, counts = rollout(base, configuration, requests, SIZE)
+    found, counts = rollout(engines, configuration, requests, SIZE)
     sound = compare(configuration, reference, found, counts, 0.0)
     assert (sound.differing_tokens, sound.differing_logprobs) == (0, 0) and sound.tokens > 100
-    found, counts = rollout(base, configuration, requests, SIZE, fault=True)
+    found, counts = rollout(engines, configuration, requests, SIZE, fault=True)
     faulty = compare(configuration, reference, found, counts, 0.0)
     assert faulty.differing_tokens + faulty.differing_logprobs > 0
 
@@ -83,5 +85,5 @@ def test_scarce_pages_hold_the_longest_request_and_preempt(
     configuration = {"arm": "off", "batch": 7, "pages": "scarce", "chunk": 512}
     pages = pages_for(configuration, requests, SIZE, base.page_size)
     assert pages * base.page_size >= max(len(r.token_ids) + r.sampling.max_tokens for r in requests)
-    _, counts = rollout(replace(base, drafter="none"), configuration, requests, SIZE)
+    _, counts = rollout(ExactEngines(replace(base, drafter="none")), configuration, requests, SIZE)
     assert counts["preemptions"] > 0

@@ -7,6 +7,7 @@ One engine at a time: drop the one before, then `release`, then the next finds t
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, Quiet, make_device
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
+from tlt_server.records import Strategy
 from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Changed, Live
 
@@ -28,11 +30,12 @@ def release() -> None:
 
 class LoadedOnce:
     """Makes devices that share one copy of the weights: the first engine loads it. Nothing may be
-    pushed to such engines.
+    pushed to such engines. They get ready for `strategies`, too, next to those of their policy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategies: Sequence[Strategy] = ()) -> None:
         self.live: Live | None = None
+        self.strategies = strategies
 
     def device(self, settings: DecidedSettings) -> Device:
         return _Shared(make_device(settings), self)
@@ -67,7 +70,10 @@ class _Shared:
         on_progress: OnProgress,
         quiet: Quiet,
     ) -> Equipped:
-        equipped = self._device.equip(live, memory, reach, page_table_SP, on_progress, quiet)
+        def wider(requests: int, *, prompts: bool) -> Iterable[Strategy]:
+            return (*reach(requests, prompts=prompts), *self._source.strategies)
+
+        equipped = self._device.equip(live, memory, wider, page_table_SP, on_progress, quiet)
         return equipped._replace(install=_refuse)
 
 

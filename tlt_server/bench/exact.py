@@ -1,7 +1,9 @@
 """`tlt bench exact`: the same seeded requests under every kind of strategy, batch, memory and
 chunking; all bits must agree.
 
-One reference run without speculation, then a pairwise covering array of the other settings.
+One reference run without speculation, then a pairwise covering array of the other settings. One
+engine serves all runs of a batch, since a start takes longer than a run: between two runs it
+forgets every prefix and text, and the next run has another policy, fewer pages, a smaller chunk.
 Compared are the tokens and the bits of every log-prob, of prompts too where they are asked for.
 Many requests have penalties, biases, min_tokens or prompt log-probs. `--plant-fault` moves logits
 by one ulp in thirty steps of one run, to show that the check can fail. With `--numerics fast`,
@@ -12,111 +14,28 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.bench.engines import LoadedOnce, release
+from tlt_server.bench.exact_plan import PLANS, ExactSize, pages_for, varied, with_length
 from tlt_server.bench.faults import planted
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
-from tlt_server.commands import Submit
+from tlt_server.commands import ClearCache, SetPolicy, Submit
 from tlt_server.engine.assembly import assemble
+from tlt_server.engine.loop import Engine
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Strategy
-from tlt_server.shared_settings import PolicyName
+from tlt_server.records import GenerateRequest
 
-Arms = Mapping[str, tuple[PolicyName, Strategy | None]]  # name -> policy, its one strategy
-Factors = Mapping[str, tuple[object, ...]]
-
-
-class ExactSize(NamedTuple):
-    requests: int
-    max_tokens: int
-    long: int  # requests that may take long_tokens
-    long_tokens: int
-    alone: int  # requests at batch 1
-
-
-class Plan(NamedTuple):
-    """The comparisons made on a kind of device."""
-
-    arms: Arms
-    factors: Factors
-    reference: Configuration
-    full: ExactSize
-    quick: ExactSize
-    max_model_len: int  # 0: the model's own
-
-
-ON_CPU: Arms = {
-    "off": ("off", None),
-    "eagle small": ("fixed", Strategy("eagle", 3, 2, 4)),
-    "eagle medium": ("fixed", Strategy("eagle", 7, 4, 16)),
-    "eagle large": ("fixed", Strategy("eagle", 10, 6, 48)),
-    "history": ("fixed", Strategy("history", 8, 3, 12)),
-    "beg": ("beg", None),
-    "goodput": ("goodput", None),
-}
-ON_GPU: Arms = {
-    "off": ("off", None),
-    "eagle chain": ("fixed", Strategy("eagle", 7, 1, 8)),
-    "eagle tree": ("fixed", Strategy("eagle", 7, 4, 32)),
-    "eagle large": ("fixed", Strategy("eagle", 10, 8, 64)),
-    "history": ("fixed", Strategy("history", 12, 2, 16)),
-    "beg": ("beg", None),
-    "goodput": ("goodput", None),
-}
-PLANS = {
-    "cpu": Plan(
-        ON_CPU,
-        {
-            "arm": tuple(ON_CPU),
-            "batch": (1, 7, 64),
-            "pages": ("ample", "scarce"),
-            "chunk": (16, 512),
-        },
-        {"arm": "off", "batch": 64, "pages": "ample", "chunk": 512},
-        ExactSize(512, 256, 16, 2000, 32),
-        ExactSize(48, 48, 2, 256, 6),
-        0,
-    ),
-    # The smaller chunk leaves 16 prompt rows next to a full batch; the full size takes minutes
-    # for a 7B model.
-    "cuda": Plan(
-        ON_GPU,
-        {
-            "arm": tuple(ON_GPU),
-            "batch": (1, 7, 64),
-            "pages": ("ample", "scarce"),
-            "chunk": (80, 1024),
-        },
-        {"arm": "off", "batch": 64, "pages": "ample", "chunk": 1024},
-        ExactSize(192, 128, 4, 600, 12),
-        ExactSize(48, 48, 2, 256, 6),
-        2048,
-    ),
-}
-PLANS["interpreter"] = PLANS["cuda"]
-
-
-# The requests take these in turn. They are seven, so that long requests are of different kinds.
-KINDS: tuple[dict[str, object], ...] = (
-    {},
-    {"repetition_penalty": 1.05, "presence_penalty": 0.1},
-    {"prompt_logprobs": 0},
-    {},
-    {"frequency_penalty": 0.2, "temperature": 0.0},
-    {"logit_bias": dict.fromkeys(range(8), 0.5), "min_tokens": 24},
-    {"presence_penalty": -0.3, "top_p": 0.95, "min_tokens": 12, "prompt_logprobs": 2},
-)
+OnPhase = Callable[[str, float, str], None]
 
 
 class Bits(NamedTuple):
@@ -160,12 +79,16 @@ def run(args: argparse.Namespace) -> int:
             problems_as_requests(base.model, size.requests, group=8, seed=args.seed)
         )
     ]
-    configurations = covering_array(plan.factors, args.seed)
-    source = LoadedOnce()
+    configurations = plan.in_order(covering_array(plan.factors, args.seed))
     console = wide_console()
     with progress_bar(console) as progress:
         task = progress.add_task("reference", total=len(configurations) + 1)
-        reference, _ = rollout(base, plan.reference, requests, size, source=source)
+
+        def started(name: str, seconds: float, detail: str) -> None:
+            progress.update(task, description=f"start: {name} took {seconds:.1f} s")
+
+        engines = ExactEngines(base, started)
+        reference, _ = rollout(engines, plan.reference, requests, size)
         progress.update(task, advance=1)
         results = []
         for i, configuration in enumerate(configurations):
@@ -173,72 +96,69 @@ def run(args: argparse.Namespace) -> int:
                 task, description=" ".join(str(level) for level in configuration.values())
             )
             chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
-            fault = args.plant_fault and i == 0
-            started = time.perf_counter()
-            found, counts = rollout(base, configuration, chosen, size, fault=fault, source=source)
+            began = time.perf_counter()
+            found, counts = rollout(
+                engines, configuration, chosen, size, fault=args.plant_fault and i == 0
+            )
             results.append(
-                compare(configuration, reference, found, counts, time.perf_counter() - started)
+                compare(configuration, reference, found, counts, time.perf_counter() - began)
             )
             progress.update(task, advance=1)
     return report(console, results, base, args)
 
 
-def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRequest:
-    """One request in requests / long writes all of `long_tokens`, so that long ones run side by
-    side and press on the pages.
-    """
-    is_long = i % (size.requests // size.long) == 0
-    changed = msgspec.structs.replace(
-        request.sampling,
-        max_tokens=size.long_tokens if is_long else size.max_tokens,
-        ignore_eos=is_long,
-    )
-    return msgspec.structs.replace(request, sampling=changed)
+class ExactEngines:
+    """The engine of one batch after another, in this process; they share their weights."""
 
+    def __init__(
+        self, base: EngineSettings, on_phase: OnPhase = lambda name, seconds, detail: None
+    ) -> None:
+        self.base, self.plan, self._on_phase = base, PLANS[str(base.device)], on_phase
+        self._source = LoadedOnce(self.plan.strategies)
+        self._engine: Engine | None = None
+        self._of: tuple[int, bool] | None = None
 
-def varied(request: GenerateRequest, i: int) -> GenerateRequest:
-    """Return the request with the edits of logits and the scores that its turn has."""
-    changed = msgspec.structs.replace(request.sampling, **KINDS[i % len(KINDS)])
-    return msgspec.structs.replace(request, sampling=changed)
-
-
-def pages_for(
-    configuration: Configuration, requests: list[GenerateRequest], size: ExactSize, page_size: int
-) -> int | None:
-    """Return the number of pages. Ample: None, the engine's own choice. Scarce: the longest request
-    fits, but a full batch of them does not.
-    """
-    if configuration["pages"] == "ample":
-        return None
-    longest = -(-max(len(r.token_ids) + r.sampling.max_tokens for r in requests) // page_size)
-    usual = -(-(max(len(r.token_ids) for r in requests) + size.max_tokens // 4) // page_size)
-    return max(longest, usual * int(str(configuration["batch"])) // 5)
+    def engine(self, batch: int, *, fault: bool) -> Engine:
+        """Return the engine that runs up to `batch` requests at once; one that is to err captures
+        nothing.
+        """
+        if self._engine is None or self._of != (batch, fault):
+            self._engine = None
+            release()
+            settings = replace(
+                self.base,
+                policy=self.plan.starts,
+                max_running=batch,
+                max_rows=self.plan.max_rows,
+                graphs=self.base.graphs and not fault,
+            )
+            self._engine, _ = assemble(settings, self._on_phase, make_device=self._source.device)
+            self._of = batch, fault
+        return self._engine
 
 
 def rollout(
-    base: EngineSettings,
+    engines: ExactEngines,
     configuration: Configuration,
     requests: list[GenerateRequest],
     size: ExactSize,
     *,
     fault: bool = False,
-    source: LoadedOnce | None = None,
 ) -> tuple[dict[str, Bits], dict[str, float]]:
-    """Run all requests on a fresh engine of this process; return each output and the run's counts.
-    `source` holds the weights that engines share.
+    """Run all requests on an engine that has forgotten what it ran before; return each output and
+    the run's counts.
     """
-    policy, strategy = PLANS[str(base.device)].arms[str(configuration["arm"])]
-    settings = replace(
-        base,
-        policy=policy,
-        sd_strategy=strategy.name if strategy is not None else "",
-        max_running=int(str(configuration["batch"])),
-        max_rows=int(str(configuration["chunk"])),
-        pages=pages_for(configuration, requests, size, base.page_size),
-        graphs=base.graphs and not fault,  # a captured step cannot be told to err
-    )
-    release()
-    engine, _ = assemble(settings, make_device=(source or LoadedOnce()).device)
+    engine = engines.engine(int(str(configuration["batch"])), fault=fault)
+    policy, strategy = engines.plan.arms[str(configuration["arm"])]
+    pool, before = engine.scheduler.pool, engine.scheduler.preemptions
+    engine.send(SetPolicy(policy, strategy))
+    engine.send(ClearCache("exact"))
+    engine.step()
+    assert [report.error for report in engine.control_reports()] == [None]
+    engine.scheduler.max_rows = int(str(configuration["chunk"]))
+    pages = pages_for(configuration, requests, size, pool.page_size)
+    kept_back = pool.allocate(max(0, pool.pages - pages)) if pages is not None else []
+    assert kept_back is not None, "an idle engine holds no pages"
     engine.send(Submit(requests))
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}
     logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
@@ -251,9 +171,10 @@ def rollout(
                 tokens[output.id] += output.token_ids
                 logprobs[output.id] += [*(each.logprobs[0] for each in scored), *output.logprobs]
             passes += engine.last_cycle is not None
+    pool.release(kept_back)
     engine.scheduler.check()
     found = {i: Bits(tokens[i], np.array(logprobs[i], np.float32).tobytes()) for i in tokens}
-    return found, {"passes": passes, "preemptions": engine.scheduler.preemptions}
+    return found, {"passes": passes, "preemptions": engine.scheduler.preemptions - before}
 
 
 def compare(

@@ -35,11 +35,17 @@ def wide_console() -> Console:
 
 class StillProgress(Progress):
     """Progress that is drawn only on updates: a thread that redraws would take the interpreter from
-    what is being timed.
+    what is being timed. Where output goes to a file, each description becomes a line of its own, so
+    that a run that is cut off shows how far it came.
     """
 
     def update(self, task_id: TaskID, **change: Any) -> None:
+        before = self._tasks[task_id].description
         super().update(task_id, refresh=True, **change)
+        task = self._tasks[task_id]
+        if task.description != before and not self.console.is_terminal:
+            line = f"[{task.elapsed or 0:.1f} s] {task.completed:g}/{task.total:g} "
+            print(f"{line}{task.description}", flush=True)
 
 
 def progress_bar(console: Console) -> Progress:

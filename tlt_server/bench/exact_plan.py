@@ -1,0 +1,153 @@
+"""What `tlt bench exact` compares on each kind of device: arms, batches, pages, chunks, and the
+kinds of requests. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from tlt_server.bench.covering import Configuration
+from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.shared_settings import PolicyName
+
+Arms = Mapping[str, tuple[PolicyName, Strategy | None]]  # name -> policy, its one strategy
+Factors = Mapping[str, tuple[object, ...]]
+
+
+class ExactSize(NamedTuple):
+    requests: int
+    max_tokens: int
+    long: int  # requests that may take long_tokens
+    long_tokens: int
+    alone: int  # requests at batch 1
+
+
+class Plan(NamedTuple):
+    """The comparisons made on a kind of device."""
+
+    arms: Arms
+    factors: Factors
+    reference: Configuration
+    full: ExactSize
+    quick: ExactSize
+    max_model_len: int  # 0: the model's own
+    starts: PolicyName  # policy of the engines' start, which compiles all that it may choose
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Return the strategies of arms that have one."""
+        return tuple(strategy for _, strategy in self.arms.values() if strategy is not None)
+
+    @property
+    def max_rows(self) -> int:
+        """Return the rows of the largest chunk."""
+        return max(int(str(chunk)) for chunk in self.factors["chunk"])
+
+    def in_order(self, configurations: list[Configuration]) -> list[Configuration]:
+        """Return the configurations by batch, those of the reference's batch first, so that one
+        engine runs all of a batch; `goodput` is last, when most is known of steps and drafts.
+        """
+        first = self.reference["batch"]
+        return sorted(
+            configurations, key=lambda c: (c["batch"] != first, c["batch"], c["arm"] == "goodput")
+        )
+
+
+ON_CPU: Arms = {
+    "off": ("off", None),
+    "eagle small": ("fixed", Strategy("eagle", 3, 2, 4)),
+    "eagle medium": ("fixed", Strategy("eagle", 7, 4, 16)),
+    "eagle large": ("fixed", Strategy("eagle", 10, 6, 48)),
+    "history": ("fixed", Strategy("history", 8, 3, 12)),
+    "beg": ("beg", None),
+    "goodput": ("goodput", None),
+}
+ON_GPU: Arms = {
+    "off": ("off", None),
+    "eagle chain": ("fixed", Strategy("eagle", 7, 1, 8)),
+    "eagle tree": ("fixed", Strategy("eagle", 7, 4, 32)),
+    "eagle large": ("fixed", Strategy("eagle", 10, 8, 64)),
+    "history": ("fixed", Strategy("history", 12, 2, 16)),
+    "beg": ("beg", None),
+    "goodput": ("goodput", None),
+}
+PLANS = {
+    "cpu": Plan(
+        ON_CPU,
+        {
+            "arm": tuple(ON_CPU),
+            "batch": (1, 7, 64),
+            "pages": ("ample", "scarce"),
+            "chunk": (16, 512),
+        },
+        {"arm": "off", "batch": 64, "pages": "ample", "chunk": 512},
+        ExactSize(512, 256, 16, 2000, 32),
+        ExactSize(48, 48, 2, 256, 6),
+        0,
+        "off",
+    ),
+    # The smaller chunk leaves 16 prompt rows next to a full batch; the full size takes minutes
+    # for a 7B model.
+    "cuda": Plan(
+        ON_GPU,
+        {
+            "arm": tuple(ON_GPU),
+            "batch": (1, 7, 64),
+            "pages": ("ample", "scarce"),
+            "chunk": (80, 1024),
+        },
+        {"arm": "off", "batch": 64, "pages": "ample", "chunk": 1024},
+        ExactSize(192, 128, 4, 600, 12),
+        ExactSize(48, 48, 2, 256, 6),
+        2048,
+        "goodput",
+    ),
+}
+PLANS["interpreter"] = PLANS["cuda"]
+
+
+# The requests take these in turn. They are seven, so that long requests are of different kinds.
+KINDS: tuple[dict[str, object], ...] = (
+    {},
+    {"repetition_penalty": 1.05, "presence_penalty": 0.1},
+    {"prompt_logprobs": 0},
+    {},
+    {"frequency_penalty": 0.2, "temperature": 0.0},
+    {"logit_bias": dict.fromkeys(range(8), 0.5), "min_tokens": 24},
+    {"presence_penalty": -0.3, "top_p": 0.95, "min_tokens": 12, "prompt_logprobs": 2},
+)
+
+
+def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRequest:
+    """One request in requests / long writes all of `long_tokens`, so that long ones run side by
+    side and press on the pages.
+    """
+    is_long = i % (size.requests // size.long) == 0
+    changed = msgspec.structs.replace(
+        request.sampling,
+        max_tokens=size.long_tokens if is_long else size.max_tokens,
+        ignore_eos=is_long,
+    )
+    return msgspec.structs.replace(request, sampling=changed)
+
+
+def varied(request: GenerateRequest, i: int) -> GenerateRequest:
+    """Return the request with the edits of logits and the scores that its turn has."""
+    changed = msgspec.structs.replace(request.sampling, **KINDS[i % len(KINDS)])
+    return msgspec.structs.replace(request, sampling=changed)
+
+
+def pages_for(
+    configuration: Configuration, requests: list[GenerateRequest], size: ExactSize, page_size: int
+) -> int | None:
+    """Return the number of pages. Ample: None, the engine's own choice. Scarce: the longest request
+    fits, but a full batch of them does not.
+    """
+    if configuration["pages"] == "ample":
+        return None
+    longest = -(-max(len(r.token_ids) + r.sampling.max_tokens for r in requests) // page_size)
+    usual = -(-(max(len(r.token_ids) for r in requests) + size.max_tokens // 4) // page_size)
+    return max(longest, usual * int(str(configuration["batch"])) // 5)
