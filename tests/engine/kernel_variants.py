@@ -25,6 +25,7 @@ from tlt_server.engine.devices.interpreter import Interpreted
 from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.preparing import rehearse
 from tlt_server.engine.gpu.reports import MIN_BEST
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.settings import EngineSettings
@@ -109,21 +110,21 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
     runner, policy = engine.runner, engine.policy
     assert isinstance(runner, GpuRunner)
     with torch.inference_mode():
-        runner.prepare(runner.shapes.at_start(MAX_ROWS, policy.strategies), lambda done, of: None)
+        rehearse(runner, runner.shapes.at_start(MAX_ROWS, policy.strategies))
         at_start = len(found)
         passed: set[DraftKey | ExtendKey | None] = {None}
         for draft, key in dict.fromkeys(reachable(runner.shapes, policy)):
-            extend = runner._extend(key)
+            extend = runner.extend_pass(key)
             if not key.plain:
                 extend.select(None)
             if draft is not None:
-                drafted = runner._draft(draft)
+                drafted = runner.draft_pass(draft)
                 if draft not in passed:
-                    runner._work(drafted)()
+                    runner.work(drafted)()
                 extend.select(drafted.nodes)
-                runner._learn(extend, drafted)
+                runner.learn(extend, drafted)
             if key not in passed:
-                runner._work(extend)()
+                runner.work(extend)()
                 for best in (0, MIN_BEST, 8 * MIN_BEST):
                     extend.report(torch.zeros(1, dtype=torch.int32), best, raw=True)
                     extend.score_prompt(0, 3 * best + 1, best)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.graphs import DRIVER_BYTES, GraphPool
 
 GIB = 2**30
 
@@ -27,26 +27,28 @@ def test_nothing_is_recorded_while_a_trainer_holds_the_gpu(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     quiet, runs, recorded = [False, True], [], []
     pool = GraphPool(object(), quiet=lambda: quiet.pop(0))  # type: ignore[arg-type]
-    monkeypatch.setattr(pool, "_record", lambda key, work: recorded.append(key))
+    monkeypatch.setattr(pool, "_record", lambda key, work, started: recorded.append(key))
     for count in (0, 1):
         pool.run("key", lambda: runs.append(1), keep=True)
         assert len(recorded) == count and len(runs) == count + 1
 
 
 class Recorder:
-    """A stand-in for torch's recording of graphs on a device with `free` bytes, of which each graph
-    takes `each`.
+    """A stand-in for torch's recording of graphs on a device with `free` bytes. Torch reserves
+    `each` for a graph, the driver takes `driver`, and others take `others` meanwhile.
     """
 
-    def __init__(self, free: int, each: int) -> None:
+    def __init__(self, free: int, each: int, driver: int = 0, others: int = 0) -> None:
         self.free, self.each, self.recording = free, each, False
+        self.reserved, self._beside = 0, driver + others
 
     @contextmanager
     def graph(self, *_: object, **__: object) -> Iterator[None]:
         self.recording = True
         try:
             yield
-            self.free -= self.each
+            self.free -= self.each + self._beside
+            self.reserved += self.each
         finally:
             self.recording = False
 
@@ -66,8 +68,9 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
-    def made(free: int, each: int) -> Recorder:
-        recorder = Recorder(free, each)
+    def made(free: int, each: int, **beside: int) -> Recorder:
+        recorder = Recorder(free, each, **beside)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: recorder.reserved)
         monkeypatch.setattr(torch.cuda, "graph", recorder.graph)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: recorder)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
@@ -116,6 +119,35 @@ def test_graphs_that_take_all_that_is_set_aside_are_told_once(
     )
 
 
+def test_memory_that_others_take_meanwhile_is_not_counted(
+    recorder: Callable[..., Recorder],
+) -> None:
+    device = recorder(free=8 * GIB, each=16 << 20, driver=1 << 20, others=GIB)
+    pool = GraphPool(device)  # type: ignore[arg-type]
+    pool.record("key", device.work)
+    assert pool.bytes == {"key": (16 << 20) + DRIVER_BYTES}, "at most what a driver takes"
+    alone = recorder(free=8 * GIB, each=16 << 20, driver=1 << 20)
+    pool.record("other", alone.work)
+    assert pool.bytes["other"] == 17 << 20
+
+
+def test_a_key_that_is_recorded_ahead_is_not_run_and_one_that_fails_is_not_recorded(
+    recorder: Callable[..., Recorder],
+) -> None:
+    device, recording = recorder(free=8 * GIB, each=0), []
+    pool = GraphPool(device)  # type: ignore[arg-type]
+    for _ in range(2):
+        pool.record("key", lambda: recording.append(device.recording))
+    assert recording == [True] and "key" in pool
+
+    def fails() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        pool.record("another", fails)
+    assert "another" not in pool and not device.recording
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
@@ -135,6 +167,16 @@ class TestOnGpu:
         assert len(calls) == 2, "once to run, once to record"
         assert x.tolist() == [5.0] * 4, "recording executes nothing"
         assert "key" in pool and pool.seconds["key"] > 0
+
+    def test_a_key_that_is_recorded_ahead_first_runs_when_it_is_replayed(self) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            pool, x = GraphPool(stream), torch.zeros(4, device="cuda")
+            x.add_(1)  # torch has its kernel
+            pool.record("key", lambda: x.add_(1))
+            pool.run("key", lambda: None, keep=True)
+        stream.synchronize()
+        assert x.tolist() == [2.0] * 4 and pool.seconds["key"] > 0
 
     def test_what_is_not_kept_is_run_each_time(self) -> None:
         stream = torch.cuda.Stream()

@@ -31,9 +31,7 @@ def test_every_kernel_variant_that_default_steps_launch_is_loaded_at_start(
     assert told["at_start"] > least and told["later"] == []
 
 
-def test_kernels_are_compiled_in_other_processes_and_found_by_the_next_launch(
-    tmp_path: Path,
-) -> None:
+def test_kernels_are_compiled_in_other_processes_and_loaded_before_a_launch(tmp_path: Path) -> None:
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.engine.compiled_ahead"],
@@ -42,10 +40,17 @@ def test_kernels_are_compiled_in_other_processes_and_found_by_the_next_launch(
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    starts, *reported = map(json.loads, ran.stdout.splitlines())
-    assert starts == [
-        {"start": "cold", "rehearsals": 1, "compiled": 2, "hits": [True, True]},
-        {"start": "warm", "rehearsals": 0, "compiled": 0, "hits": [True, True]},
-        {"start": "one is missing", "rehearsals": 0, "compiled": 2, "hits": [True, True]},
+    (refused, starts), *reported = map(json.loads, ran.stdout.splitlines())
+    assert refused == "_gather", "a capture must not load a kernel"
+    rows = [
+        [each[name] for name in ("start", "rehearsals", "compiled", "hits", "brought")]
+        for each in starts
     ]
+    assert rows == [
+        ["cold", 1, 2, [True, True], 2],
+        ["later engine of this process", 1, 0, [], 2],
+        ["warm", 0, 0, [True, True], 4],
+        ["one is missing", 0, 2, [True, True], 6],
+    ]
+    assert not any(each["left"] for each in starts), "no launch loads what a start has loaded"
     assert sorted(reported) == [[2, ""], [3, ""], [5, ""]], "the others ended their workers"

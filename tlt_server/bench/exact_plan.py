@@ -1,5 +1,5 @@
-"""What `tlt bench exact` compares on each kind of device: arms, batches, pages, chunks, and the
-kinds of requests. No torch.
+"""The comparisons of `tlt bench exact` on each kind of device: arms, batches, pages, chunks, and
+the kinds of requests. No torch.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
-PACKAGE = "tlt_kernels.gpu"
+from tlt_kernels.gpu.variants import PACKAGE, Variant, preload
+
 TASK = 4  # bytes of an index in the pipe that workers share
 MAX_VARIANTS = 8192  # more indices do not fit the pipe
 
@@ -40,9 +41,7 @@ class FixedTarget:
 
 def compile_variant(module: str, kernel: str, specialization: str) -> None:
     """Compile one variant for the active driver's target, unless Triton has it in its cache."""
-    if not module.startswith(f"{PACKAGE}."):
-        raise ValueError(f"{module} has no kernels of ours")
-    compiled = getattr(import_module(module), kernel).preload(specialization)
+    compiled = preload(Variant(module, kernel, specialization))
     if hasattr(nvidia, "make_launcher"):  # up to 3.6, Triton compiles a launcher for each signature
         nvidia.CudaLauncher(compiled.src, compiled.metadata)
 

@@ -9,15 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from triton import knobs
+
+PACKAGE = "tlt_kernels.gpu"
 
 
 class Variant(NamedTuple):
     module: str
     kernel: str  # its name in the module
     specialization: str  # JSON, as `JITFunction.preload` takes it
+
+
+class Unloaded(Exception):
+    """A launch needs a kernel that is not loaded."""
+
+
+def preload(variant: Variant) -> Any:
+    """Return the compiled variant, which a launch then finds; Triton compiles it for the active
+    driver's target, unless its cache has it. `ValueError` if the kernel is none of this package.
+    """
+    if not variant.module.startswith(f"{PACKAGE}."):
+        raise ValueError(f"{variant.module} has no kernels of ours")
+    return getattr(import_module(variant.module), variant.kernel).preload(variant.specialization)
+
+
+def load(variant: Variant) -> None:
+    """Bring a variant onto the GPU, so that its first launch need not, which may be captured."""
+    _ = preload(variant).run  # Triton loads the program where its launcher is asked for
+
+
+@contextmanager
+def only_loaded() -> Iterator[None]:
+    """Let launches that would load a kernel raise `Unloaded`. Loading is forbidden in a capture."""
+
+    def refuse(**told: Any) -> bool:
+        raise Unloaded(told["fn"].name)
+
+    with _hook("jit_cache_hook", refuse):
+        yield
 
 
 class _Unlaunched:

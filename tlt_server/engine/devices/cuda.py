@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
-from tlt_kernels.gpu.variants import Variant, listed
 from tlt_server.attention import GPU_BACKENDS
 from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
@@ -41,6 +39,7 @@ from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV
 from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
+from tlt_server.engine.gpu.preparing import load_exchange, prepare
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
@@ -50,7 +49,7 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.exchange import Stored, compile_exchange, exchange
+from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import MATMULS
 from tlt_server.models.loader import eos_token_ids, fill, unread
@@ -192,12 +191,12 @@ class CudaDevice:
                 name: load_object(DRAFTERS[name].gpu.implementation).make(state, storage)
                 for name in settings.drafters
             }
-            capture = self._captures(attention)
+            captures = self._captures(attention)
             runner = GpuRunner(
                 state,
                 attention,
                 drafters,
-                GraphPool(self._stream if capture else None, quiet=quiet),
+                GraphPool(self._stream if captures else None, quiet=quiet),
                 Texts.of(state.batch_slots, kept=bool(drafters)),
                 shapes=shapes,
                 stream=self._stream,
@@ -223,7 +222,7 @@ class CudaDevice:
             equipment.free,
             equipment.reclaim,
             runner.forget,
-            f"{taken}{ahead}" if capture else "launched kernel by kernel",
+            f"{taken}{ahead}" if captures else "launched kernel by kernel",
             matmuls,
             shapes.room,
             IdleRecorder(runner),
@@ -241,26 +240,11 @@ class CudaDevice:
     ) -> None:
         """Load every kernel that a step or a push launches, and capture the steps of these keys."""
         networks = [part.network for part in live.by_role.values()]
-
-        def rehearse() -> list[Variant]:
-            with listed() as found:
-                runner.prepare(keys, lambda done, of: None, keep=False)
-                exchange_kernels()
-            return [*found]
-
-        def exchange_kernels() -> None:
-            for network in networks:
-                assert isinstance(network, Stored)
-                compile_exchange(network)
-
-        if self._kernels is None:
-            if self._stream is not None:
-                exchange_kernels()
-            return
-        self._kernels.compile(rehearse, partial(on_progress, "compile kernels"))
-        with self._kernels.recorded():
-            runner.prepare(keys, partial(on_progress, "prepare runner"))
-            exchange_kernels()
+        if self._kernels is not None:
+            fast = self._settings.numerics != "strict"
+            prepare(runner, self._kernels, networks, keys, on_progress, run_first=fast)
+        elif self._stream is not None:
+            load_exchange(networks)
 
     def _state(
         self, model: GpuDecoder, kv: GpuKV, shapes: Shapes, pages_per_sequence: int

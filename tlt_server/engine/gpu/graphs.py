@@ -2,9 +2,10 @@
 
 A key names static shapes; what is captured reads and writes the same buffers each time. Graphs
 share one memory pool, so their intermediates overlap: only one may run at a time, and keys are
-captured from the largest to the smallest. A key that was not captured runs launch by launch, and is
-recorded after its first run if it is worth keeping and the memory set aside for graphs lasts; when
-that ends, one line on stderr says so.
+captured from the largest to the smallest. At start, keys are captured without a run, which takes
+half the time. Later, a key that was not captured runs launch by launch, and is recorded after its
+first run if it is worth keeping and the memory set aside for graphs lasts; when that ends, one line
+on stderr says so.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import torch
 
 from tlt_server.engine.gpu.memory import RESERVE, size
 from tlt_server.engine.gpu.refusals import BUSY, shortage
+
+# Memory that a driver takes for one graph, at most. It shows in nothing but what is free on the
+# device, from which trainers take, too.
+DRIVER_BYTES = 4 << 20
 
 
 class GraphPool:
@@ -50,18 +55,27 @@ class GraphPool:
             return
         started = time.perf_counter()
         work()  # compiles what is not compiled yet
-        if keep and self._stream is not None and not self._full and self._quiet():
-            self._record(key, work)
-            if key in self:
-                self.seconds[key] = time.perf_counter() - started
+        if keep and self.open:
+            self._record(key, work, started)
 
-    def _record(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Record the key, which executes nothing. Other threads may allocate meanwhile, as staging
-        does; what they take is counted here, too.
+    def record(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Record the key without a run of it, if it is not recorded yet. All of its kernels must be
+        loaded. After an error of `work` it is not recorded.
         """
+        if self.open and key not in self:
+            self._record(key, work, time.perf_counter())
+
+    @property
+    def open(self) -> bool:
+        """Tell whether anything may be recorded now."""
+        return self._stream is not None and not self._full and self._quiet()
+
+    def _record(self, key: Hashable, work: Callable[[], None], started_s: float) -> None:
+        """Record the key, which executes nothing."""
         assert self._stream is not None
         self._stream.synchronize()
         torch.cuda.empty_cache()  # memory that runs have left is no part of the graph
+        reserved = torch.cuda.memory_reserved()
         free, _ = torch.cuda.mem_get_info()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -77,8 +91,11 @@ class GraphPool:
                 f"lower --memory-fraction, which leaves less to KV, or {BUSY}",
             )
             return
+        pooled = max(0, torch.cuda.memory_reserved() - reserved)
         after, _ = torch.cuda.mem_get_info()
-        self._graphs[key], self.bytes[key] = graph, max(0, free - after)
+        self._graphs[key] = graph
+        self.bytes[key] = pooled + min(max(0, free - after - pooled), DRIVER_BYTES)
+        self.seconds[key] = time.perf_counter() - started_s
         if self.total_bytes >= self._most_bytes:
             self._end(
                 f"{len(self._graphs)} graphs take {size(self.total_bytes)}, "
@@ -111,8 +128,7 @@ class GraphPool:
         """Tell whether graphs that no step has asked for may be recorded now. They end at half of
         the memory.
         """
-        room = self._stream is not None and 2 * self.total_bytes < self._most_bytes
-        return room and not self._full and self._quiet()
+        return self.open and 2 * self.total_bytes < self._most_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -146,8 +146,8 @@ def write_record(cache: Path, record: KernelRecord) -> None:
 def recorded(
     cache: Path, known: KernelRecord | None, toolchain: Mapping[str, str], engine: str
 ) -> Iterator[None]:
-    """Record the kernels that the block loads, unless they are what is known. Only the first start
-    of a process is recorded.
+    """Record what is known and the kernels that the block loads, if there is news. Only the first
+    start of a process is recorded.
     """
     from tlt_kernels.gpu.variants import loaded
 
@@ -155,9 +155,9 @@ def recorded(
         yield
     if next(_recorded):
         return  # what this process has loaded before was not seen to be loaded
-    kernels = tuple(
-        RecordedKernel(*variant, entry_name(digest)) for variant, digest in found.items()
-    )
+    before = dict.fromkeys(known.kernels) if known else {}
+    loaded_now = (RecordedKernel(*variant, entry_name(found[variant])) for variant in found)
+    kernels = tuple(before | dict.fromkeys(loaded_now))
     record = KernelRecord(dict(toolchain), engine, True, kernels)
     if known is None or not known.started or set(known.kernels) != set(kernels):
         write_record(cache, record)

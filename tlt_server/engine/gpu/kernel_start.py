@@ -1,21 +1,26 @@
-"""The kernels of one start: compiled ahead, in parallel with the load of the weights where a record
-says which, else once a rehearsal has listed them.
+"""The kernels of one start: compiled ahead and loaded, in parallel with the load of the weights
+where a record says which, else once a rehearsal has listed them.
 
-A start that finds all of them in Triton's cache does neither.
+A start that finds all of them in Triton's cache compiles nothing and rehearses nothing. When a step
+is captured, all of its kernels are loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 
 import msgspec
 
-from tlt_kernels.gpu.variants import Variant
+from tlt_kernels.gpu.variants import Variant, load
 from tlt_server.engine.gpu.compiling import ParallelCompiler
 from tlt_server.engine.gpu.kernel_records import (
+    KernelRecord,
     cache_directory,
     read_record,
     record_name,
@@ -27,40 +32,68 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 
 WARP = 32
+FEW = 4  # kernels that one process compiles before another is ready to
+_starts = count()  # starts of this process
 
 
 class KernelStart:
     def __init__(self, engine: str) -> None:
-        """`engine`: see `engine_digest`. Starts to compile, or to get ready for it."""
+        """`engine`: see `engine_digest`. Starts to compile or load, or to get ready for it."""
         self._engine, self._toolchain, self._cache = engine, toolchain(), cache_directory()
-        name = record_name(self._toolchain, engine)
-        self._known = read_record(self._cache, name)
+        self._known = read_record(self._cache, record_name(self._toolchain, engine))
         self.compiled = 0
         self._compiler: ParallelCompiler | None = None
-        target = ("cuda", int(self._toolchain["capability"].replace(".", "")), WARP)
+        self._loading: Future[None] | None = None
+        self._target = ("cuda", int(self._toolchain["capability"].replace(".", "")), WARP)
+        first = not next(_starts)
         if self._known is None:
-            self._compiler = ParallelCompiler(target)
-        elif not (self._known.started and self._known.complete(self._cache)):
-            self._compiler = ParallelCompiler(
-                target, [Variant(k.module, k.kernel, k.specialization) for k in self._known.kernels]
-            )
+            # What an earlier engine of this process has loaded, a later one does not compile.
+            self._compiler = ParallelCompiler(self._target) if first else None
+        elif self._known.started and self._known.complete(self._cache):
+            thread = ThreadPoolExecutor(1)
+            self._loading = thread.submit(_load, _variants(self._known))
+            thread.shutdown(wait=False)
+        else:
+            self._compiler = ParallelCompiler(self._target, _variants(self._known))
 
-    def compile(
+    def load(
         self, rehearse: Callable[[], list[Variant]], on_progress: Callable[[int, int], None]
     ) -> None:
-        """Wait for the kernels; `rehearse` lists them where no record does."""
-        if self._compiler is None:
+        """Return when every kernel is loaded; `rehearse` lists them where no record does."""
+        if self._loading is not None:
+            self._loading.result()
             return
+        variants = _variants(self._known) if self._known else rehearse()
         if self._known is None:
-            self._compiler.compile(rehearse())
-        self.compiled = self._compiler.wait(on_progress)
-        self._compiler = None
+            if self._compiler is None and len(variants) > FEW:
+                self._compiler = ParallelCompiler(self._target)
+            if self._compiler is not None:
+                self._compiler.compile(variants)
+        if self._compiler is not None:
+            self.compiled = self._compiler.wait(on_progress)
+        _load(variants)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record what the block loads, for the next start."""
         with recorded(self._cache, self._known, self._toolchain, self._engine):
             yield
+
+
+def _variants(record: KernelRecord) -> list[Variant]:
+    return [Variant(k.module, k.kernel, k.specialization) for k in record.kernels]
+
+
+def _load(variants: Sequence[Variant]) -> None:
+    """Load these kernels. One that cannot be loaded is left to its first launch, which says why."""
+    for variant in variants:
+        try:
+            load(variant)
+        except Exception as error:  # a record may list what this version does not have
+            print(
+                f"tlt: the kernel {variant.kernel} is not loaded ahead: {error}"[:400],
+                file=sys.stderr,
+            )
 
 
 def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:

@@ -10,7 +10,8 @@ only reported about tokens is computed after the step (`reports.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -149,55 +150,34 @@ class GpuRunner:
         answers = [emissions[id(work)] for work in flight.batch.chunks]
         return Finished(flight.batch, answers, cycle, trees)
 
-    def prepare(
-        self,
-        keys: list[DraftKey | ExtendKey],
-        on_key: Callable[[int, int], None],
-        *,
-        keep: bool = True,
-    ) -> None:
-        """Run these keys once, in this order, and capture those that are kept, if any are to be
-        kept; `on_key(done, of)` follows.
-        """
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
-            self._upload([], [])
-            for done, key in enumerate(keys):
-                self._run_empty(key, keep=keep)
-                on_key(done + 1, len(keys))
-            self._run_between(keys)
-            self.forget()  # its kernel, too, is loaded before a trainer may hold the GPU
-            for filtered, edited in ((False, False), (True, False), (False, True)):
-                self._reporter.rehearse(
-                    self._extend(ExtendKey(1, 1, filtered=filtered, edited=edited))
-                )
-
     def record(self, key: DraftKey | ExtendKey) -> None:
         """Run one key without a request, while none runs, and capture it."""
+        with self.at_rest():
+            self.run_empty(key)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Let the block launch passes of dead rows, while no request runs."""
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             self._upload([], [])
-            self._run_empty(key, keep=True)
+            yield
 
-    def _run_empty(self, key: DraftKey | ExtendKey, *, keep: bool) -> None:
-        """Run a pass of dead rows."""
-        if isinstance(key, ExtendKey):
-            extend = self._extend(key)
-            if not key.plain:
-                extend.select(None)
-            self.graphs.run(key, self._work(extend), keep=keep and self.shapes.keeps(key))
-        else:
-            self.graphs.run(key, self._work(self._draft(key)), keep=keep)
-            self._cap_rows(key)
+    def run_empty(self, key: DraftKey | ExtendKey) -> None:
+        """Run a pass of dead rows, and capture it if that is worth it."""
+        part = self.pass_of(key)
+        if isinstance(part, Extend) and not part.key.plain:
+            part.select(None)
+        self.graphs.run(key, self.work(part), keep=self.keeps(key))
+        if isinstance(key, DraftKey):
+            self.cap_rows(key)
 
-    def _run_between(self, keys: list[DraftKey | ExtendKey]) -> None:
-        """Launch what steps launch between the graphs, so that no request waits for a compiler."""
-        extends = [key for key in keys if isinstance(key, ExtendKey) and not key.plain]
-        for key in keys:
-            for extend in (self._extend(other) for other in extends if other.batch == key.batch):
-                if isinstance(key, DraftKey):
-                    extend.select(self._draft(key).nodes)
-                    self._learn(extend, self._draft(key))
+    def rehearse_reports(self, key: ExtendKey) -> None:
+        self._reporter.rehearse(self.extend_pass(key))
 
-    def _learn(self, extend: Extend, drafted: DraftPass) -> None:
+    def keeps(self, key: DraftKey | ExtendKey) -> bool:
+        return isinstance(key, DraftKey) or self.shapes.keeps(key)
+
+    def learn(self, extend: Extend, drafted: DraftPass) -> None:
         self._drafters[drafted.key.drafter].observe(
             extend.trees, extend.kept, drafted.nodes, extend.rows, extend.key.decode_rows
         )
@@ -218,20 +198,20 @@ class GpuRunner:
             filtered=any(is_filtered(work.sequence) for work in batch.chunks if work.samples),
             edited=any(is_edited(work.sequence) for work in batch.chunks if work.samples),
         )
-        extend = self._extend(key)
+        extend = self.extend_pass(key)
         drafted: DraftPass | None = None
         trees: TreeSample | None = None
         if name:
-            drafted = self._draft(name)
-            self.graphs.run(name, self._work(drafted), keep=True)
+            drafted = self.draft_pass(name)
+            self.graphs.run(name, self.work(drafted), keep=True)
             if any(limits_rows(work.sequence) for work in decoding):
-                self._cap_rows(name)
+                self.cap_rows(name)
             if not key.plain:
                 extend.select(drafted.nodes)
             trees = self._trees.launch(drafted.nodes, len(decoding), drafted.own_columns)
-        self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
+        self.graphs.run(key, self.work(extend), keep=self.shapes.keeps(key))
         if drafted and self.learns and not key.plain:
-            self._learn(extend, drafted)
+            self.learn(extend, drafted)
         outcome = self._outcomes.take()
         outcome.tensor[: extend.outcome_EF.numel()].copy_(
             extend.outcome_EF.view(-1), non_blocking=True
@@ -321,7 +301,7 @@ class GpuRunner:
         """Apply the upload, unless that has been done."""
         apply(self.state.upload_U, self.state.layout, self.state.batch_slots, self._page_hint_PH)
 
-    def _work(self, part: DraftPass | Extend) -> Callable[[], None]:
+    def work(self, part: DraftPass | Extend) -> Callable[[], None]:
         """Return the callable to run or capture. The first pass of a step also applies the upload,
         which saves a launch.
         """
@@ -342,7 +322,10 @@ class GpuRunner:
         self._send()
         self._last_batch = batch_slots, chunks
 
-    def _extend(self, key: ExtendKey) -> Extend:
+    def pass_of(self, key: DraftKey | ExtendKey) -> DraftPass | Extend:
+        return self.extend_pass(key) if isinstance(key, ExtendKey) else self.draft_pass(key)
+
+    def extend_pass(self, key: ExtendKey) -> Extend:
         """A pass that is never captured is made for its one step: there are too many sizes to keep
         their buffers.
         """
@@ -353,15 +336,15 @@ class GpuRunner:
                 self._extends[key] = extend
         return extend
 
-    def _draft(self, key: DraftKey) -> DraftPass:
+    def draft_pass(self, key: DraftKey) -> DraftPass:
         if key not in self._drafts:
             self._drafts[key] = self._drafters[key.drafter].draft_pass(key)
         return self._drafts[key]
 
-    def _cap_rows(self, key: DraftKey) -> None:
+    def cap_rows(self, key: DraftKey) -> None:
         """Cut the trees just drafted for requests that take few rows."""
         state = self.state
-        cap_rows(state.batch_slot_B(key.batch), state.batch_slots, self._draft(key).nodes)
+        cap_rows(state.batch_slot_B(key.batch), state.batch_slots, self.draft_pass(key).nodes)
 
     @staticmethod
     def _emission(outcome: EntryOutcomes, entry: int, work: Chunk, flight: Flight) -> Emission:
