@@ -1,5 +1,5 @@
-"""The `tlt` command: serve | demo | bench | doctor | weights | cache. Parses arguments with the
-standard library only; heavy imports wait.
+"""The `tlt` command: serve | demo | bench | doctor | weights | cache | drafter. Parses arguments
+with the standard library only; heavy imports wait.
 
 User errors (`StartupError`) end in one line on stderr and exit status 2.
 """
@@ -78,6 +78,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     import_module("tlt_server.cache.arguments").add_arguments(cache)
     cache.set_defaults(run=_later("tlt_server.cache.command"))
+    drafter = verbs.add_parser(
+        "drafter", help="make, train and judge drafters", allow_abbrev=False
+    ).add_subparsers(metavar="VERB", required=True)
+    import_module("tlt_server.drafter.arguments").add_arguments(drafter, _later, _with_engine)
     benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(
         metavar="NAME", required=True
     )

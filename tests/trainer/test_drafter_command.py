@@ -1,0 +1,170 @@
+"""`tlt drafter init` and `tlt drafter train` on the shipped target, and their errors."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.samples import LAYERS, demo_target, solutions
+from tlt_server.__main__ import main
+from tlt_server.demo.workload import TARGET
+from tlt_server.drafter import data
+from tlt_server.drafter.data import TargetLimits, read_documents
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_checkpoint import feature_layers
+from tlt_server.models.eagle import Eagle3
+from tlt_server.trainer.initial import draft_vocabulary
+
+LIMITS = TargetLimits(512, 4096)
+PAIR = ["--target", str(TARGET)]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "solutions.jsonl"
+    with path.open("w") as file:
+        for token_T, counted_T in solutions(0, 24, 60):
+            prompt, response = token_T[~counted_T].tolist(), token_T[counted_T].tolist()
+            file.write(json.dumps({"prompt_ids": prompt, "response_ids": response}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def head(lines, tmp_path_factory):
+    out = tmp_path_factory.mktemp("heads") / "head"
+    flags = ["--data", str(lines), "--draft-vocab", "100", "--intermediate", "64"]
+    assert main(["drafter", "init", *PAIR, "--out", str(out), *flags]) == 0
+    return out
+
+
+def test_a_new_drafter_is_one_that_the_server_loads(head, lines):
+    target = demo_target()
+    assert feature_layers(head, target.config) == LAYERS
+    drafter = Eagle3.load(head, target)
+    config = ModelConfig.read(head)
+    assert config.max_position == 4096 and config.rope == target.config.rope
+    counts = np.zeros(512, np.int64)
+    for token_T, counted_T in read_documents([lines], LIMITS, TARGET):
+        np.add.at(counts, token_T[counted_T], 1)
+    drafted = set(drafter.target_ids.tolist())
+    assert len(drafted) == 100 and set(target.eos_token_ids) <= drafted
+    left_out = [counts[token] for token in range(512) if token not in drafted]
+    assert max(left_out) <= min(counts[t] for t in drafted - set(target.eos_token_ids))
+    logits = drafter.logits(torch.randn(3, 256))
+    assert torch.isfinite(logits).all() and logits.shape == (3, 100)
+
+
+def test_ties_in_the_draft_vocabulary_go_to_the_lower_ids():
+    counts = np.array([0, 5, 0, 5, 1, 0, 0])
+    assert draft_vocabulary(counts, 4, always=(6,)).tolist() == [1, 3, 4, 6]
+    assert draft_vocabulary(counts, 5, always=(6,)).tolist() == [0, 1, 3, 4, 6]
+    assert draft_vocabulary(counts, 99, always=()).tolist() == list(range(7))
+
+
+def train(head, lines, out, *flags):
+    small = ["--budget", "256", "--unroll", "2", "--device", "cpu", "--drafter", str(head)]
+    return main(
+        ["drafter", "train", *PAIR, *small, "--data", str(lines), "--out", str(out), *flags]
+    )
+
+
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits(head, lines, tmp_path, capsys):
+    assert train(head, lines, tmp_path / "whole", "--steps", "4") == 0
+    saved = ("--steps", "4", "--checkpoints", str(tmp_path / "saved"), "--save-every", "2")
+    assert train(head, lines, tmp_path / "first", *saved) == 0
+    (newest,) = (tmp_path / "saved").glob("*4.safetensors")
+    newest.write_bytes(newest.read_bytes()[:-1])
+    capsys.readouterr()
+    assert train(head, lines, tmp_path / "again", *saved) == 0
+    said = capsys.readouterr().err
+    assert f"{newest}: not a whole checkpoint" in said and "resumed from" in said
+    assert "loss" in said and "tokens/s" in said
+    states = [load_file(tmp_path / n / "model.safetensors") for n in ("whole", "first", "again")]
+    for name, tensor in states[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in states[1:]), name
+    before = load_file(head / "model.safetensors")
+    assert (states[0]["fc.weight"] != before["fc.weight"]).any()
+    assert torch.equal(states[0]["d2t"], before["d2t"])
+
+
+def test_an_out_directory_in_use_is_refused(head, lines, capsys):
+    assert train(head, lines, head, "--steps", "1") == 2
+    assert "not an empty directory" in capsys.readouterr().err
+
+
+def test_data_without_anything_to_learn_is_refused(head, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_ids": [1, 2, 3, 4], "response_ids": [5]}\n')
+    assert train(head, path, tmp_path / "out", "--steps", "1") == 2
+    assert "nothing to learn" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == [path]
+
+
+def test_conversations_are_encoded_as_a_server_meets_them(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    turns = [("user", "1+2?"), ("assistant", "3"), ("user", "3+4?"), ("assistant", "7")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path.write_text("\n" + json.dumps({"messages": messages, "source": "x"}) + "\n\n")
+    ((token_T, counted_T),) = read_documents([path], LIMITS, TARGET)
+    from tlt_server.frontend.generation.text import Text
+
+    text = Text.load(TARGET)
+    assert (
+        token_T.tolist()[: int(counted_T.argmax())]
+        == text.encode([text.render(messages[:1])], special=False)[0]
+    )
+    answers = text.decode(token_T[counted_T].tolist(), special=True)
+    assert answers == "3<|im_end|>\n7<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt_ids": [1], "response_ids": [2, 512]}', "id 512 at 1, .* vocabulary has 512"),
+        ('{"prompt_ids": [1, -3], "response_ids": [2]}', "id -3 at 1"),
+        ('{"prompt_ids": [true], "response_ids": [2]}', "Expected `int`"),
+        ('{"prompt_ids": [1]}', "neither 'prompt_ids' with 'response_ids' nor 'messages'"),
+        ('{"prompt_ids": [1], "response_ids": [1], "messages": []}', "give one of them"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no message of role 'assistant'"),
+        ('{"messages": [{"role": "user"}]}', "missing required field `content`"),
+        ("[1, 2]", "not a line of training data"),
+        ('{"prompt_ids": [1', "not a line of training data"),
+        (f'{{"prompt_ids": {[1] * 4000}, "response_ids": {[2] * 97}}}', "4097 tokens, .* 4096"),
+    ],
+)
+def test_a_bad_line_is_refused_by_file_and_number(tmp_path, line, words):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt_ids": [1], "response_ids": [2]}\n' + line + "\n")
+    with pytest.raises(StartupError, match=rf"data\.jsonl:2: .*{words}"):
+        read_documents([path], LIMITS, TARGET)
+
+
+def test_a_line_of_ten_million_tokens_is_refused_before_it_is_parsed(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt_ids": [1], "response_ids": [' + b"2," * 10_000_000 + b"2]}\n")
+    size = path.stat().st_size
+    with pytest.raises(StartupError, match=rf"data\.jsonl:1: {size} bytes, .* at most 16777216"):
+        read_documents([path], LIMITS, TARGET)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_files_without_data_are_refused(tmp_path, content):
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(StartupError, match="no line of data"):
+        read_documents([path], LIMITS, TARGET)
+    with pytest.raises(StartupError, match="No such file"):
+        read_documents([tmp_path / "none"], LIMITS, TARGET)
+
+
+def test_too_many_tokens_in_all_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "MAX_TOKENS", 5)
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt_ids": [1], "response_ids": [2, 3]}\n' * 2)
+    with pytest.raises(StartupError, match="data.jsonl:2: 6 tokens so far, the limit is 5"):
+        read_documents([path], LIMITS, TARGET)

@@ -1,0 +1,90 @@
+"""Some dozens of steps of an untrained head raise its agreement with the shipped target on text
+that was held out; two runs have the same bits.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainer.samples import demo_target, solutions
+from tlt_server.demo.workload import TARGET
+from tlt_server.trainer.attend import Blocks
+from tlt_server.trainer.initial import write_drafter
+from tlt_server.trainer.losses import teacher_probabilities
+from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.objectives import make_objective
+from tlt_server.trainer.pack import Cursor, Packer
+from tlt_server.trainer.recompute import Recomputed, head_rows
+from tlt_server.trainer.step import AdamWSettings, Trainer
+from tlt_server.trainer.unroll import forward, weights_of
+
+BUDGET, UNROLLED = 384, 2
+
+
+@pytest.fixture(scope="module")
+def target():
+    return demo_target()
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("head")
+    count_V = np.zeros(512, np.int64)
+    for token_T, counted_T in solutions(0, 60, 96):
+        np.add.at(count_V, token_T[counted_T], 1)
+    write_drafter(directory, TARGET, count_V=count_V, draft_vocab_size=128, intermediate_size=128)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def source(target):
+    return Recomputed(target, solutions(0, 60, 96))
+
+
+def build(target, head, name="eagle3", acceptance="none"):
+    network = TrainableEagle3.load(head, target.config)
+    frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
+    objective = make_objective(name, acceptance, steps=UNROLLED)
+    return Trainer(network, frozen, objective, AdamWSettings(lr=2e-3, warmup_steps=5))
+
+
+def train(trainer, source, steps):
+    packer, cursor = Packer(source, BUDGET, UNROLLED), Cursor()
+    for _ in range(steps):
+        pack, cursor = packer.next(cursor)
+        assert trainer.step([pack]).applied
+    return trainer
+
+
+@torch.no_grad()
+def agreement(trainer, source):
+    """Return how often the first drafted token is the target's most likely one."""
+    network, packer = trainer.network, Packer(source, BUDGET, UNROLLED)
+    agreed = total = 0.0
+    cursor = Cursor()
+    while cursor.epoch == 0:
+        pack, cursor = packer.next(cursor)
+        output = forward(network, trainer.frozen, pack, Blocks(pack.bounds), [])
+        teacher_NC = teacher_probabilities(pack.teacher_NH, trainer.frozen.head_CH)
+        weight_N = weights_of(network, pack, 1)[0]
+        same_N = network.logits(output.h_NH).argmax(-1) == teacher_NC.argmax(-1)
+        agreed, total = agreed + float((same_N * weight_N).sum()), total + float(weight_N.sum())
+    return agreed / total
+
+
+def test_a_new_head_learns_to_agree_with_its_target(target, head, source):
+    unseen = Recomputed(target, solutions(1000, 10, 96))
+    trainer = build(target, head)
+    before = agreement(trainer, unseen)
+    after = agreement(train(trainer, source, 40), unseen)
+    assert before < 0.1 and after > 0.3, (before, after)
+
+
+@pytest.mark.parametrize(
+    ("name", "acceptance"),
+    [("eagle", "none"), ("hass", "total-variation"), ("eagle3", "shared-noise")],
+)
+def test_two_runs_of_an_objective_have_the_same_bits(target, head, source, name, acceptance):
+    first, second = (train(build(target, head, name, acceptance), source, 2) for _ in range(2))
+    assert torch.equal(first.state.weight_P, second.state.weight_P)
+    assert not torch.equal(first.state.weight_P, build(target, head).state.weight_P)

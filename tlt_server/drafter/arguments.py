@@ -1,0 +1,180 @@
+"""Subcommands of `tlt drafter` and their flags. Light, because `tlt --help` imports it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+Runner = Callable[[str], Callable[[argparse.Namespace], int]]
+
+
+class DrafterVerb(NamedTuple):
+    sentence: str
+    add: Callable[[argparse.ArgumentParser], None]
+    loads_model: bool = False  # its libraries read the environment of strict numerics
+
+
+def _init(parser: argparse.ArgumentParser) -> None:
+    _pair(parser)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="JSONL whose most frequent response tokens make the draft vocabulary [default: the "
+        "first ids]",
+    )
+    parser.add_argument(
+        "--draft-vocab",
+        type=_count,
+        default=32_000,
+        metavar="N",
+        help="tokens that can be drafted; all, where the target has fewer [default 32000]",
+    )
+    parser.add_argument(
+        "--intermediate",
+        type=_count,
+        metavar="N",
+        help="width of the drafter's MLP [default: the target's]",
+    )
+    _seed(parser)
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    _pair(parser)
+    parser.add_argument(
+        "--drafter",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="drafter to start from; `tlt drafter init` writes one",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help='JSONL: {"prompt_ids": [...], "response_ids": [...]}, or {"messages": [...]} for the '
+        "target's chat template",
+    )
+    parser.add_argument(
+        "--steps", type=_count, default=1000, metavar="N", help="optimizer steps [default 1000]"
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("eagle", "hass", "eagle3"),
+        default="eagle3",
+        help="what the drafter is trained to match [default eagle3]",
+    )
+    parser.add_argument(
+        "--acceptance",
+        choices=("none", "total-variation", "shared-noise"),
+        default="none",
+        help="further loss term: half the L1 distance of the distributions, or the chance that "
+        "draft and target choose differently under one noise [default none]",
+    )
+    parser.add_argument(
+        "--acceptance-weight",
+        type=_positive,
+        default=0.5,
+        metavar="X",
+        help="weight of that term [default 0.5]",
+    )
+    parser.add_argument(
+        "--unroll",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="steps drafted ahead in training [default: the objective's: 1, 3, 7]",
+    )
+    parser.add_argument(
+        "--budget",
+        type=_count,
+        default=2048,
+        metavar="N",
+        help="tokens of a pack; longer documents are cut into windows [default 2048]",
+    )
+    parser.add_argument(
+        "--packs", type=_count, default=1, metavar="N", help="packs of a step [default 1]"
+    )
+    parser.add_argument(
+        "--lr",
+        type=_positive,
+        metavar="X",
+        help="learning rate [default 5e-5 at a hidden size of 3584, more for smaller ones in "
+        "proportion]",
+    )
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="write checkpoints here, and resume from the newest one",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=_count,
+        default=200,
+        metavar="N",
+        help="steps between two checkpoints [default 200]",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where the drafter is trained; the target always runs on the CPU [default: cuda if "
+        "torch has one]",
+    )
+    _seed(parser)
+
+
+VERBS = {
+    "init": DrafterVerb("write an untrained drafter for a target", _init),
+    "train": DrafterVerb("train a drafter on recorded text, without a server", _train, True),
+}
+
+
+def add_arguments(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], plain: Runner, strict: Runner
+) -> None:
+    """`plain` and `strict` make what runs a module; `strict` sets the environment of strict
+    numerics before it is imported.
+    """
+    for name, verb in VERBS.items():
+        parser = verbs.add_parser(
+            name, help=verb.sentence, description=verb.sentence, allow_abbrev=False
+        )
+        verb.add(parser)
+        run = strict if verb.loads_model else plain
+        parser.set_defaults(run=run(f"tlt_server.drafter.{name}"), numerics="strict")
+
+
+def _pair(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", type=Path, required=True, metavar="DIR", help="the target's model directory"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="drafter directory to write"
+    )
+
+
+def _seed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="[default 0]")
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 30:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {1 << 30}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return value

@@ -1,0 +1,159 @@
+"""Training text from JSONL files: one conversation or one prompt with its response per line.
+
+Every line is bounded before it is parsed. An error names file, line and both values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from tlt_server.errors import InvalidRequest, StartupError
+from tlt_server.frontend.generation.text import Text
+from tlt_server.trainer.recompute import Document
+
+MAX_LINE_BYTES = 1 << 24  # 16 MiB: a million tokens of ids
+MAX_TOKENS = 1 << 28  # in all files: 1 GiB of ids
+
+
+class TextTurn(Struct):
+    role: str
+    content: str
+
+
+class DataLine(Struct):
+    """One line: token ids, or messages."""
+
+    prompt_ids: list[int] | None = None
+    response_ids: list[int] | None = None
+    messages: list[TextTurn] | None = None
+
+
+_lines = msgspec.json.Decoder(DataLine)
+
+
+class TargetLimits(Struct, frozen=True):
+    """Bounds that the target sets."""
+
+    vocab_size: int
+    max_position: int
+
+
+def read_documents(files: Sequence[Path], limits: TargetLimits, target: Path) -> list[Document]:
+    """Read all documents. `StartupError` for a line that cannot be used, or where there is none."""
+    text: Text | None = None
+    found: list[Document] = []
+    total = 0
+    for file in files:
+        for place, line in _read(file):
+            try:
+                parsed = _lines.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise StartupError(f"{place}: not a line of training data ({error})") from None
+            if parsed.messages is not None and text is None:
+                text = Text.load(target)
+            found.append(_document(parsed, limits, text, place))
+            total += len(found[-1].token_T)
+            if total > MAX_TOKENS:
+                raise StartupError(
+                    f"{place}: {total} tokens so far, the limit is {MAX_TOKENS}; train on fewer "
+                    "files at a time"
+                )
+    if not found:
+        raise StartupError(f"{', '.join(map(str, files))}: no line of data")
+    return found
+
+
+def _read(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield "file:line" and the line, blank ones left out."""
+    try:
+        with file.open("rb") as opened:
+            number = 0
+            while line := opened.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise StartupError(
+                        f"{file}:{number}: {len(line) + _rest(opened)} bytes, a line takes at most "
+                        f"{MAX_LINE_BYTES}; split the document"
+                    )
+                if line.strip():
+                    yield f"{file}:{number}", line
+    except OSError as error:
+        raise StartupError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def _rest(opened: BinaryIO) -> int:
+    """Count the bytes that are left of a line."""
+    count = 0
+    while part := opened.readline(MAX_LINE_BYTES):
+        count += len(part)
+        if part.endswith(b"\n"):
+            break
+    return count
+
+
+def _document(line: DataLine, limits: TargetLimits, text: Text | None, place: str) -> Document:
+    parts: list[tuple[list[int], bool]]
+    if line.messages is not None:
+        if line.prompt_ids is not None or line.response_ids is not None:
+            raise StartupError(f"{place}: token ids and messages; give one of them")
+        assert text is not None
+        parts = _conversation(line.messages, text, place)
+    elif line.prompt_ids is not None and line.response_ids is not None:
+        parts = [(line.prompt_ids, False), (line.response_ids, True)]
+    else:
+        raise StartupError(
+            f"{place}: neither 'prompt_ids' with 'response_ids' nor 'messages'; a line is an "
+            "object with one or the other"
+        )
+    length = sum(len(ids) for ids, _ in parts)
+    if length > limits.max_position:
+        raise StartupError(
+            f"{place}: {length} tokens, the target takes {limits.max_position} "
+            "(max_position_embeddings); cut the document"
+        )
+    for ids, _ in parts:
+        for at, token in enumerate(ids):
+            if not 0 <= token < limits.vocab_size:
+                raise StartupError(
+                    f"{place}: id {token} at {at}, the target's vocabulary has "
+                    f"{limits.vocab_size} (0 to {limits.vocab_size - 1}); was the text encoded "
+                    "for another model?"
+                )
+    return Document(
+        np.array([token for ids, _ in parts for token in ids], np.int32),
+        np.array([counted for ids, counted in parts for _ in ids], np.bool_),
+    )
+
+
+def _conversation(
+    messages: Sequence[TextTurn], text: Text, place: str
+) -> list[tuple[list[int], bool]]:
+    """Encode what comes before each answer and the answer apart, as a server meets them."""
+    turns = [{"role": each.role, "content": each.content} for each in messages]
+    parts: list[tuple[str, bool]] = []
+    known = ""
+    try:
+        for at, turn in enumerate(turns):
+            if turn["role"] != "assistant":
+                continue
+            opened = text.render(turns[:at])
+            closed = text.render(turns[: at + 1], options={"add_generation_prompt": False})
+            if not opened.startswith(known) or not closed.startswith(opened):
+                raise StartupError(
+                    f"{place}: the chat template changes what it wrote before message {at}; give "
+                    "token ids instead"
+                )
+            parts += [(opened[len(known) :], False), (closed[len(opened) :], True)]
+            known = closed
+        if not parts:
+            raise StartupError(f"{place}: no message of role 'assistant', so nothing to learn")
+        ids = text.encode([part for part, _ in parts], special=False)
+    except InvalidRequest as error:
+        raise StartupError(f"{place}: {error.message}") from None
+    return [(each, counted) for each, (_, counted) in zip(ids, parts, strict=True)]

@@ -1,0 +1,195 @@
+"""`tlt drafter train`: train a drafter on text files, with features that the target computes again
+on this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tlt_server.drafter.data import TargetLimits, read_documents
+from tlt_server.drafter.out import new_directory
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.draft_checkpoint import feature_layers
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.trainer.checkpoint import Checkpoints, newest
+from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.objectives import make_objective
+from tlt_server.trainer.pack import Cursor, Packer
+from tlt_server.trainer.recompute import Recomputed, head_rows
+from tlt_server.trainer.step import AdamWSettings, StepOutcome, Trainer
+
+PAPERS_RATE, PAPERS_HIDDEN = 5e-5, 3584  # arXiv 2511.16665, warm-up of a 7B model's drafter
+PLAIN_EVERY_S = 5.0
+
+
+def default_rate(hidden_size: int) -> float:
+    """Return the paper's rate for its hidden size; others in inverse proportion, since a matrix's
+    updates add up over its inputs.
+    """
+    return PAPERS_RATE * PAPERS_HIDDEN / hidden_size
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = ModelConfig.read(arguments.target)
+    documents = read_documents(
+        arguments.data, TargetLimits(config.vocab_size, config.max_position), arguments.target
+    )
+    target = load_target(
+        arguments.target,
+        numerics=Numerics("strict"),
+        feature_layers=feature_layers(arguments.drafter, config),
+    )
+    source = Recomputed(target, documents)
+    with new_directory(arguments.out) as directory:
+        trainer, packer = _build(arguments, target.config, source, target)
+        tokens = sum(source.lengths)
+        _say(
+            f"{len(documents)} documents, {tokens} tokens; {len(packer.plan(0))} packs an epoch; "
+            f"learning rate {trainer.settings.lr:g}; on {trainer.network.device}"
+        )
+        checkpoints = _resume(arguments, trainer, tokens)
+        _train(arguments, trainer, packer, checkpoints)
+        shutil.copyfile(arguments.drafter / "config.json", directory / "config.json")
+        trainer.network.save(directory)
+    _say(f"{arguments.out}: trained for {trainer.state.step} steps")
+    return 0
+
+
+def _build(
+    arguments: argparse.Namespace, config: ModelConfig, source: Recomputed, target: Decoder
+) -> tuple[Trainer, Packer]:
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
+    network = TrainableEagle3.load(
+        arguments.drafter,
+        config,
+        compute=torch.bfloat16 if device == "cuda" else torch.float32,
+        device=device,
+    )
+    objective = make_objective(
+        arguments.objective, arguments.acceptance, arguments.acceptance_weight, arguments.unroll
+    )
+    settings = AdamWSettings(
+        lr=arguments.lr or default_rate(config.hidden_size),
+        warmup_steps=min(100, arguments.steps // 10),
+        total_steps=arguments.steps,
+    )
+    frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
+    trainer = Trainer(network, frozen, objective, settings)
+    return trainer, Packer(source, arguments.budget, objective.steps, arguments.seed)
+
+
+def _resume(arguments: argparse.Namespace, trainer: Trainer, tokens: int) -> Checkpoints | None:
+    """Go on from the newest checkpoint of the same run, where there is one."""
+    if arguments.checkpoints is None:
+        return None
+    same = ("objective", "acceptance", "acceptance_weight", "unroll", "budget", "packs", "seed")
+    identity = {name: str(getattr(arguments, name)) for name in same}
+    identity |= {
+        "lr": repr(trainer.settings.lr),
+        "steps": str(trainer.settings.total_steps),
+        "tokens": str(tokens),
+        "weights": str(len(trainer.state.weight_P)),
+    }
+    found, faults = newest(arguments.checkpoints, identity)
+    for fault in faults:
+        _say(fault)
+    if found is not None:
+        trainer.restore(found.state)
+        trainer.good.copy_from(found.state)
+        _say(f"resumed from {found.path}")
+    return Checkpoints(arguments.checkpoints, trainer.state, identity)
+
+
+def _train(
+    arguments: argparse.Namespace, trainer: Trainer, packer: Packer, checkpoints: Checkpoints | None
+) -> None:
+    if checkpoints is not None:
+        written = checkpoints
+
+        def settle() -> None:
+            trainer.good = written.settle() or trainer.good
+
+        trainer.before_update = settle
+    network, display = trainer.network, _Display(arguments.steps, trainer.state.step)
+    saved, idle = trainer.state.step, 0
+    with display.progress:
+        while trainer.state.step < arguments.steps:
+            if checkpoints is not None and trainer.state.step >= saved + arguments.save_every:
+                checkpoints.begin()
+                saved = trainer.state.step
+            packs, cursor = [], Cursor(*trainer.state.cursor)
+            for _ in range(arguments.packs):
+                pack, cursor = packer.next(cursor)
+                packs.append(pack.to(network.device, network.compute))
+            outcome = trainer.step(packs)
+            trainer.state.cursor = cursor
+            display.show(trainer, outcome)
+            idle = 0 if outcome.applied else idle + 1
+            _check(trainer, outcome, idle > len(packer.plan(cursor.epoch)))
+    if checkpoints is not None:
+        checkpoints.begin()
+        checkpoints.close()
+        if checkpoints.failure:
+            _say(checkpoints.failure)
+
+
+def _check(trainer: Trainer, outcome: StepOutcome, idle: bool) -> None:
+    """End a run that makes no progress."""
+    if idle and not trainer.undone:
+        raise StartupError(
+            "no response in the data has two tokens of which the second is in the draft "
+            "vocabulary, so there is nothing to learn; make the drafter from this data"
+        )
+    if trainer.restored > 3:
+        raise StartupError(
+            f"{trainer.undone} steps were undone because loss ({outcome.loss:g}) or gradient "
+            f"({outcome.gradient_norm:g}) was not finite; start with a smaller --lr"
+        )
+
+
+class _Display:
+    """A live line on a terminal, a plain one every few seconds elsewhere; on stderr."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self.progress.add_task("", total=steps, completed=done)
+        self._steps, self._began, self._tokens = steps, time.monotonic(), 0
+        self._said = 0.0
+
+    def show(self, trainer: Trainer, outcome: StepOutcome) -> None:
+        now, step = time.monotonic(), trainer.state.step
+        self._tokens += outcome.tokens
+        agreement = " ".join(f"{share:.0%}" for share in outcome.agreement_S)
+        line = (
+            f"loss {outcome.loss:.3f}, top-1 agreement by step {agreement}, "
+            f"{self._tokens / (now - self._began):.0f} tokens/s"
+            + (f", {trainer.undone} steps undone" if trainer.undone else "")
+        )
+        self.progress.update(self._task, completed=step, description=line)
+        if self.progress.disable and (now - self._said > PLAIN_EVERY_S or step == self._steps):
+            self._said = now
+            _say(f"step {step} of {self._steps}: {line}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
