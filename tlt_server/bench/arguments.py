@@ -24,10 +24,10 @@ class Bench(NamedTuple):
     module: str = ""  # where the name of the bench is taken
 
 
-def _record(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
-        type=_file,
+        type=writable_file,
         metavar="FILE",
         help="also write the figures, with machine, versions and commit, as JSON",
     )
@@ -72,7 +72,7 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="seed of the first response [default 0]"
     )
-    _record(parser)
+    add_json(parser)
 
 
 def _exact(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +165,7 @@ def _gemm(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="rows of a step [default %(default)s]",
     )
-    _record(parser)
+    add_json(parser)
 
 
 def _attention(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +177,7 @@ def _attention(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS",
         help="tile of tree and prompt rows [default 64]",
     )
-    _record(parser)
+    add_json(parser)
 
 
 def _padded(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +188,7 @@ def _padded(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the directory that `tlt bench pad --out` wrote",
     )
-    _record(parser)
+    add_json(parser)
 
 
 def _weights(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +227,7 @@ def _weights(parser: argparse.ArgumentParser) -> None:
         help="with --device cuda: every push is also spooled there, and synced "
         "[default: nothing is spooled; on a CPU everything is]",
     )
-    _record(parser)
+    add_json(parser)
 
 
 def _pad(parser: argparse.ArgumentParser) -> None:
@@ -321,7 +321,7 @@ def _row_counts(text: str) -> tuple[int, ...]:
     return tuple(_count(part) for part in text.split(","))
 
 
-def _file(text: str) -> Path:
+def writable_file(text: str) -> Path:
     """Refuse an unwritable path before anything is measured, so that no figures are lost."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
@@ -342,25 +342,25 @@ BENCHES = {
     ),
     "record": Bench(
         "store a rollout, so that `tlt bench replay` can judge policies on it",
-        lambda parser: add_record(parser, _engine, _file),
+        lambda parser: add_record(parser, _engine, writable_file),
         True,
         module="recording",
     ),
     "replay": Bench(
         "judge policies on a stored rollout: seconds, regret, plots; needs no GPU",
-        lambda parser: add_replay(parser, _record),
+        lambda parser: add_replay(parser, add_json),
     ),
     "overload": Bench(
         "ask a server for three times what it can do; goodput, refusals and memory", _engine
     ),
     "hostile": Bench("attack a server as hostile clients; what others feel of it", _hostile),
     "weights": Bench("time weight pushes by every channel while requests decode", _weights),
-    "prefill": Bench("time prefill against cuBLAS and torch's attention, on a GPU", _record),
+    "prefill": Bench("time prefill against cuBLAS and torch's attention, on a GPU", add_json),
     "gemm": Bench("time the matmuls of a 7B step, and cuBLAS, on a GPU", _gemm),
-    "norms": Bench("time the norms between matmuls, on a GPU", _record),
+    "norms": Bench("time the norms between matmuls, on a GPU", add_json),
     "attention": Bench("time rotary embedding, KV writes and attention, on a GPU", _attention),
-    "sampling": Bench("time sampling, edits, reports and choosing children, on a GPU", _record),
-    "trees": Bench("time trees, rows, walks and KV copies of a cycle, on a GPU", _record),
+    "sampling": Bench("time sampling, edits, reports and choosing children, on a GPU", add_json),
+    "trees": Bench("time trees, rows, walks and KV copies of a cycle, on a GPU", add_json),
     "padded": Bench("compare a padded pair's logits with the small pair's, on a GPU", _padded),
     "pad": Bench("write a small trained pair in the shapes of a large model", _pad),
 }

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_server.drafter.evaluate_flags import add_evaluate
+
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
 
 
@@ -133,6 +135,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
 VERBS = {
     "init": DrafterVerb("write an untrained drafter for a target", _init),
     "train": DrafterVerb("train a drafter on recorded text, without a server", _train, True),
+    "evaluate": DrafterVerb("replay recorded responses through drafters", add_evaluate, True),
 }
 
 

@@ -1,0 +1,262 @@
+"""Recorded responses replayed through drafters: a replay repeats what the CPU engine accepted,
+cycle by cycle, and tells when anything is not as it was served.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tlt_server.__main__ import main
+from tlt_server.bench.recording import recorded
+from tlt_server.bench.replaying.names import parse_policy
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.records import Strategy
+from tlt_server.samples.samples import Responses, Verifications
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.recorded import RolloutRecord
+from tlt_server.speculation.survival import Calibration
+from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
+from tlt_server.trainer.features import FeatureSource, RecomputedFeatures
+from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
+from tlt_server.trainer.replay import ReplayedDrafter, Roots
+from tlt_server.trainer.self_check import DraftsDiffer, SelfCheck, self_check
+
+TREE = "fixed:eagle:4x2x6"
+RUNS = ("fixed:eagle:1x1x2", "fixed:eagle:2x1x3", "goodput", TREE, "fixed:eagle:7x1x8")
+PAGE_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def record() -> Iterator[RolloutRecord]:
+    """A rollout of the CPU engine. Its calibration stays as the drafter brings it, so that trees
+    can be compared, too.
+    """
+    settings = EngineSettings(
+        model=TARGET,
+        drafter=str(DRAFTER),
+        policy="off",
+        device="cpu",
+        dtype="float32",
+        attention="cpu",
+        threads=2,
+        kv_memory_mb=256,
+        max_running=32,
+        max_model_len=256,
+        sd_canary=0.0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calibration, "observe", lambda *arguments: None)
+        yield recorded(
+            settings,
+            problems_as_requests(TARGET, 40, group=2, seed=3, max_tokens=96),
+            [parse_policy(name) for name in RUNS],
+            [],
+        )
+
+
+@pytest.fixture
+def target() -> Decoder:
+    config = ModelConfig.read(TARGET)
+    layers = find_loader(DRAFTER, "cpu").feature_layers(DRAFTER, config)
+    return load_target(TARGET, numerics=Numerics(threads=2), feature_layers=layers)
+
+
+@pytest.fixture
+def drafter(target: Decoder) -> ReplayedDrafter:
+    return ReplayedDrafter.load(DRAFTER, target)
+
+
+def checked(
+    record: RolloutRecord, drafter: ReplayedDrafter, source: FeatureSource, **given: Any
+) -> SelfCheck:
+    arguments: dict[str, Any] = {"version": "initial", "calibration": ""} | given
+    return self_check(record.samples, drafter, source, page_size=PAGE_SIZE, **arguments)
+
+
+def assert_alarm(record: RolloutRecord, drafter: ReplayedDrafter, source: FeatureSource) -> None:
+    """Some responses are enough to notice."""
+    few_V = record.verified.request_V < 8
+    found = checked(replace(record, verified=some(record.verified, few_V)), drafter, source)
+    assert found.different > 0 and found.shown == sorted(found.shown)
+    first = found.shown[0]
+    with pytest.raises(DraftsDiffer, match=f"response {first.response}, root at position"):
+        found.require_equal()
+
+
+def test_a_replay_accepts_what_the_server_accepted(
+    record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    found = checked(record, drafter, RecomputedFeatures(target))
+    found.require_equal()
+    assert found.shown == [] and not found.unknown
+    assert found.compared > 3000
+    verified, strategies = record.verified, record.header.legend.strategies
+    trees_V = [strategies[index].width > 1 for index in verified.strategy_V]
+    assert sum(trees_V) > 200, "no trees were compared"
+    assert (verified.rows_V > verified.own_rows_V).any(), "no branches were there to leave out"
+
+
+def test_a_shifted_pairing_is_noticed(
+    record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    class Shifted(RecomputedFeatures):
+        def features(self, responses: Responses, chosen: Sequence[int]) -> torch.Tensor:
+            return super().features(responses, chosen).roll(1, 0)
+
+    assert_alarm(record, drafter, Shifted(target))
+
+
+def test_a_missing_norm_is_noticed(
+    record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    network = drafter.weights.network
+    network.logits = network.head
+    assert_alarm(record, drafter, RecomputedFeatures(target))
+
+
+def test_a_stale_vocabulary_map_is_noticed(
+    record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    network = drafter.weights.network
+    network.target_ids = network.target_ids.roll(1)
+    assert_alarm(record, drafter, RecomputedFeatures(target))
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_another_weight_version_is_noticed(
+    role: str, record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    network = target if role == "target" else drafter.weights.network
+    random = torch.Generator().manual_seed(0)
+    for tensor in network.parameters().values():
+        tensor += 0.03 * tensor.std() * torch.randn(tensor.shape, generator=random)
+    assert_alarm(record, drafter, RecomputedFeatures(target))
+
+
+def test_what_cannot_be_compared_is_counted(
+    record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    source, drafts = RecomputedFeatures(target), record.header.legend.strategies
+    cycles = sum(drafts[index].drafter == "eagle" for index in record.verified.strategy_V)
+    other = checked(record, drafter, source, version="other")
+    assert other.unknown == {"computed by another version of the target": cycles}
+    with pytest.raises(DraftsDiffer, match=rf"no cycle could be compared \({cycles}: computed"):
+        other.require_equal()
+    learnt = checked(record, drafter, source, calibration=None)
+    assert list(learnt.unknown) == ["a tree under another calibration"]
+    assert learnt.compared + sum(learnt.unknown.values()) == cycles
+
+
+def test_a_walk_as_recorded_visits_the_recorded_roots(
+    record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    """Responses are left out in which branches were accepted."""
+    verified, strategies = record.verified, record.header.legend.strategies
+    drafts_V = np.array([each.drafter == "eagle" for each in strategies])[verified.strategy_V]
+    mine = some(verified, (record.cycles.run_C[record.cycles.cycle_V] == 0) & drafts_V)
+    (walked,) = evaluate(
+        record.responses,
+        range(len(record.responses)),
+        [Task(drafter, RecordedPlan(strategies, mine, "eagle"))],
+        RecomputedFeatures(target),
+        page_size=PAGE_SIZE,
+    )
+    plain = [n for n in range(40) if not branched(mine, n)]
+    assert len(plain) > 10
+    for n in plain:
+        of_V, of_C = mine.request_V == n, walked.response_C == n
+        assert walked.root_C[of_C].tolist() == mine.root_V[of_V].tolist()
+        assert walked.accepted_C[of_C].tolist() == mine.accepted_V[of_V].tolist()
+
+
+def some(verified: Verifications, which_V: NDArray[np.bool_]) -> Verifications:
+    return Verifications(**{name: value[which_V] for name, value in vars(verified).items()})
+
+
+def branched(verified: Verifications, n: int) -> bool:
+    of_V = verified.request_V == n
+    return bool((verified.accepted_V[of_V] > verified.own_accepted_V[of_V]).any())
+
+
+def test_counts_do_not_depend_on_what_is_drafted_along(
+    record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    chosen, strategy = [0, 5, 11, 30], Strategy("eagle", 5, 3, 9)
+    source = RecomputedFeatures(target)
+    (walked,) = evaluate(
+        record.responses, chosen, [Task(drafter, PinnedPlan(strategy))], source, page_size=PAGE_SIZE
+    )
+    assert_covers(walked, record.responses, chosen)
+    for n in chosen:
+        of_C = walked.response_C == n
+        for root, accepted in zip(walked.root_C[of_C], walked.accepted_C[of_C], strict=True):
+            for _, (replay,) in staged(
+                record.responses, [n], [drafter], source, page_size=PAGE_SIZE
+            ):
+                alone = Roots(np.zeros(1, np.int64), np.array([root]), np.array([9], np.int32))
+                assert replay.accepted(alone, 5, 3).tolist() == [accepted]
+
+
+def assert_covers(walked: Walked, responses: Responses, chosen: Sequence[int]) -> None:
+    """Every token after the first output token comes from one cycle."""
+    for n in chosen:
+        of_C = walked.response_C == n
+        ends_C = walked.root_C[of_C] + walked.emitted_C[of_C]
+        assert walked.root_C[of_C][0] == responses.prompt_len_N[n]
+        assert ends_C[:-1].tolist() == walked.root_C[of_C][1:].tolist()
+        assert ends_C[-1] == len(responses.tokens(n)) - 1
+
+
+def test_the_command_prints_every_drafter_against_the_first(
+    record: RolloutRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record.save(tmp_path / "record.safetensors")
+    command = ["drafter", "evaluate", "--record", str(tmp_path / "record.safetensors")]
+    command += ["--target", str(TARGET), "--drafter", str(DRAFTER), "--drafter", str(DRAFTER)]
+    command += ["--responses", "8", "--threads", "2", "--kind", "countdown=Reach", "--self-check"]
+    assert main([*command, "--json", str(tmp_path / "figures.json")]) == 0
+    said = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert json.loads((tmp_path / "figures.json").read_text())["figures"] == said
+    first, second = said["rows"]
+    assert said["self_check"]["different"] == 0 and said["self_check"]["cycles"] > 400
+    assert first["accept_length"] == second["accept_length"] > 6
+    assert second["against_first"]["cycles_saved"] == [0, 0, 0]
+    assert 0 < first["ms_per_token"] < first["ms_per_cycle"] and first["coverage"] > 0.99
+    assert main([*command, "--as-recorded", "--policy", TREE]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--version", "step-7"], "it has initial|versions initial; version 'step-7'"),
+        (["--as-recorded", "--policy", "beg"], "no cycle of the drafter 'eagle' under 'beg'"),
+        (["--drafter", "/nowhere"], "/nowhere/config.json"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    flags: list[str],
+    says: str,
+    record: RolloutRecord,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record.save(tmp_path / "record.safetensors")
+    command = ["drafter", "evaluate", "--record", str(tmp_path / "record.safetensors")]
+    command += ["--target", str(TARGET), "--drafter", str(DRAFTER), "--responses", "1"]
+    assert main([*command, *flags]) == 2
+    assert re.search(says, capsys.readouterr().err)

@@ -1,0 +1,271 @@
+"""`tlt drafter evaluate`: drafters on one record, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.drafter.table import show
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.records import Strategy
+from tlt_server.samples.identity import identity_of
+from tlt_server.samples.samples import Verifications
+from tlt_server.shared_settings import available_processors
+from tlt_server.speculation.cost import CostModel
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.recorded import RolloutRecord
+from tlt_server.trainer import figures
+from tlt_server.trainer.evaluate import Task, Walked, evaluate
+from tlt_server.trainer.features import RecomputedFeatures
+from tlt_server.trainer.plans import PinnedPlan, RecordedPlan, RootPlan, own_rows
+from tlt_server.trainer.replay import ReplayedDrafter
+from tlt_server.trainer.self_check import SelfCheck, of_version, self_check
+
+Tick = Callable[[int], None]
+
+
+class Evaluated(NamedTuple):
+    """One drafter on the record."""
+
+    drafter: ReplayedDrafter
+    plan: RootPlan
+    walked: Walked
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print tables and one line of JSON. Exit status 1: the self-check found a difference."""
+    record = RolloutRecord.load(args.record)
+    version = _version(args, record)
+    chosen = np.flatnonzero(of_version(record.samples, version))[: args.responses].tolist()
+    if not chosen:
+        raise StartupError(
+            f"{args.record} has no response that version {version!r} computed from start to end; "
+            f"it has {', '.join(record.header.legend.versions)}: name another with --version"
+        )
+    _check_identity(args, record)
+    torch.set_num_threads(args.threads or available_processors())
+    console = wide_console()
+    check = None
+    with progress_bar(console) as progress:
+        if args.self_check:
+            task = progress.add_task("self-check", total=len(chosen))
+            check = _self_checked(args, record, version, lambda n: progress.advance(task, n))
+        task = progress.add_task("replay", total=len(chosen) * len(args.drafter))
+        found = _evaluated(args, record, chosen, lambda n: progress.advance(task, n))
+    report = {
+        "drafter": "evaluate",
+        "version": version,
+        "responses": len(chosen),
+        "responses_of_other_versions": len(record.responses)
+        - int(of_version(record.samples, version).sum()),
+        "strategy": "as recorded" if args.as_recorded else _pinned(args, "eagle").name,
+        **record.header.described,
+        "self_check": _check_figures(check) if check else None,
+        "rows": _rows(args, record, chosen, found),
+    }
+    show(console, report)
+    if record.header.device == "cuda":
+        console.print("recorded on a GPU: a replay on the CPU rounds otherwise, see docs")
+    finish(args, report, on_gpu=False, recorded_on=record.header.machine)
+    return int(check is not None and (check.different > 0 or not check.compared))
+
+
+def _version(args: argparse.Namespace, record: RolloutRecord) -> str:
+    known = record.header.legend.versions
+    if args.version is None and len(known) == 1:
+        return known[0]
+    if args.version not in known:
+        asked = f"version {args.version!r} is not in it" if args.version else "name one of them"
+        raise StartupError(
+            f"{args.record} has responses of the versions {', '.join(known)}; {asked}: give the "
+            "one whose weights --target holds as --version"
+        )
+    return str(args.version)
+
+
+def _check_identity(args: argparse.Namespace, record: RolloutRecord) -> None:
+    recorded, found = record.header.legend.model, identity_of(args.target).model
+    if recorded and recorded != found:
+        raise StartupError(
+            f"--target {args.target} is {found}, {args.record} was recorded with {recorded}: name "
+            "the target that was recorded (its shape and tokenizer count, not its weights)"
+        )
+
+
+def _loaded(
+    args: argparse.Namespace, record: RolloutRecord, drafters: Sequence[Path]
+) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
+    """Load the target with the layers that these drafters read, and them."""
+    config = ModelConfig.read(args.target)
+    longest = min(config.max_position, record.header.max_model_len)
+    target = load_target(
+        args.target,
+        config=replace(config, max_position=longest),
+        numerics=Numerics("strict", threads=torch.get_num_threads()),
+        page_size=record.header.page_size,
+        feature_layers=find_loader(drafters[0], "cpu").feature_layers(drafters[0], config),
+    )
+    loaded = [ReplayedDrafter.load(directory, target) for directory in drafters]
+    return RecomputedFeatures(target), loaded
+
+
+def _self_checked(
+    args: argparse.Namespace, record: RolloutRecord, version: str, tick: Tick
+) -> SelfCheck:
+    if record.header.device != "cpu":
+        raise StartupError(
+            f"--self-check compares bits, and {args.record} was recorded on "
+            f"{record.header.device}: record on a CPU, or leave it out"
+        )
+    source, (drafter,) = _loaded(args, record, args.drafter[:1])
+    samples = record.samples
+    if args.responses:
+        first_V = samples.verified.request_V < args.responses
+        samples = replace(samples, verified=_some(samples.verified, first_V))
+    return self_check(
+        samples,
+        drafter,
+        source,
+        page_size=record.header.page_size,
+        version=version,
+        on_response=tick,
+    )
+
+
+def _evaluated(
+    args: argparse.Namespace, record: RolloutRecord, chosen: Sequence[int], tick: Tick
+) -> list[Evaluated]:
+    """Evaluate drafters, those that read the same layers together."""
+    config = ModelConfig.read(args.target)
+
+    def layers(place: int) -> tuple[int, ...]:
+        directory = args.drafter[place]
+        return find_loader(directory, "cpu").feature_layers(directory, config)
+
+    found: dict[int, Evaluated] = {}
+    places = sorted(range(len(args.drafter)), key=layers)
+    for _, group in groupby(places, layers):
+        same = list(group)
+        source, drafters = _loaded(args, record, [args.drafter[place] for place in same])
+        tasks = [Task(drafter, _plan(args, record, drafter.kind)) for drafter in drafters]
+        walks = evaluate(
+            record.responses,
+            chosen,
+            tasks,
+            source,
+            page_size=record.header.page_size,
+            on_response=tick,
+        )
+        for place, task, walked in zip(same, tasks, walks, strict=True):
+            found[place] = Evaluated(task.drafter, task.plan, walked)
+    return [found[place] for place in range(len(args.drafter))]
+
+
+def _pinned(args: argparse.Namespace, drafter: str) -> Strategy:
+    return Strategy(drafter, args.depth, args.width, args.rows)
+
+
+def _plan(args: argparse.Namespace, record: RolloutRecord, kind: str) -> RootPlan:
+    if not args.as_recorded:
+        return PinnedPlan(_pinned(args, kind))
+    header, verified = record.header, record.verified
+    run_V = record.cycles.run_C[record.cycles.cycle_V]
+    drafted = own_rows(header.legend.strategies, verified, kind) > 0
+    policies = [run.policy for run in header.runs]
+    runs = [i for i in np.unique(run_V[drafted]).tolist() if args.policy in (None, policies[i])]
+    if not runs:
+        raise StartupError(
+            f"{args.record} has no cycle of the drafter {kind!r}"
+            + (f" under {args.policy!r}" if args.policy else "")
+            + f"; it has runs under {', '.join(policies)}: name another with --policy, or leave "
+            "--as-recorded out"
+        )
+    return RecordedPlan(header.legend.strategies, _some(verified, run_V == runs[-1]), kind)
+
+
+def _some(verified: Verifications, which_V: NDArray[np.bool_]) -> Verifications:
+    return Verifications(
+        **{name: getattr(verified, name)[which_V] for name in Verifications.__dataclass_fields__}
+    )
+
+
+def _rows(
+    args: argparse.Namespace,
+    record: RolloutRecord,
+    chosen: Sequence[int],
+    found: Sequence[Evaluated],
+) -> list[dict[str, Any]]:
+    """Return the figures of each drafter, and the others' against the first one's."""
+    responses, cost = record.responses, CostModel()
+    cost.restore(record.header.cost)
+    decoding_C = record.cycles.decoding_C[record.cycles.decoding_C > 0]
+    batch = args.batch or int(np.median(decoding_C))
+    kinds = _kinds(args, record) if args.kind else None
+    rows, sums = [], []
+    for drafter, plan, walked in found:
+        ms_C = figures.cycle_ms(walked, plan.strategies, cost, batch)
+        sums.append(figures.by_response(walked, ms_C))
+        tokens = int(walked.emitted_C.sum())
+        depth = max(strategy.depth for strategy in plan.strategies)
+        row: dict[str, Any] = {
+            "drafter": drafter.label,
+            "cycles": len(walked),
+            "tokens": tokens,
+            "accept_length": round(figures.accept_length(walked), 4),
+            "accepted_at_depth": [round(x, 4) for x in figures.by_depth(walked, depth)],
+            "by_length": [(n, round(x, 4)) for n, x in figures.by_length(walked, responses)],
+            "coverage": round(figures.coverage(responses, chosen, drafter.vocabulary()), 5),
+            "batch": batch,
+            "ms_per_cycle": round(float(ms_C.mean()), 4) if len(walked) else None,
+            "ms_per_token": round(float(ms_C.sum()) / tokens, 4) if tokens else None,
+        }
+        if kinds is not None:
+            by_kind = figures.by_kind(walked, kinds)
+            row["by_kind"] = {name: round(x, 4) for name, x in by_kind.items()}
+        if len(sums) > 1:
+            against = figures.paired(sums[0], sums[-1], responses.group_N)
+            row["against_first"] = {
+                name: [round(x, 5) for x in interval]
+                for name, interval in against._asdict().items()
+                if interval is not None
+            }
+        rows.append(row)
+    return rows
+
+
+def _kinds(args: argparse.Namespace, record: RolloutRecord) -> list[str]:
+    """Return the kind of each response: the first whose expression its prompt's text has."""
+    file = args.target / "tokenizer.json"
+    if not file.is_file():
+        raise StartupError(f"{file} is not there, and --kind reads text: leave --kind out")
+    tokenizer, responses = Tokenizer.from_file(str(file)), record.responses
+    kinds = []
+    for n in range(len(responses)):
+        prompt = responses.tokens(n)[: responses.prompt_len_N[n]].tolist()
+        text = tokenizer.decode(prompt)
+        names = (name for name, pattern in args.kind if re.search(pattern, text))
+        kinds.append(next(names, "other"))
+    return kinds
+
+
+def _check_figures(check: SelfCheck) -> dict[str, Any]:
+    return {
+        "cycles": check.compared,
+        "different": check.different,
+        "first_differences": [str(each) for each in check.shown[:5]],
+        "not_compared": dict(check.unknown),
+    }

@@ -1,0 +1,163 @@
+"""The accept length that drafters would have had on recorded responses, cycle by cycle.
+
+Every response is walked from its first token on: draft at the root, go on after what it accepts and
+the token after that. Responses are walked in step, a batch of roots at a time, since an accept
+length of 7 makes a seventh of all positions roots; memory is bounded by staging some responses at a
+time. No target pass is needed but for features.
+
+Legend: N responses, C cycles, B roots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.samples.samples import Responses
+from tlt_server.trainer.features import FeatureSource
+from tlt_server.trainer.plans import RootPlan
+from tlt_server.trainer.replay import (
+    MAX_ROOTS,
+    DraftReplay,
+    ReplayedDrafter,
+    Roots,
+    StagedResponses,
+)
+
+STAGED_TOKENS = 1 << 15  # tokens whose features are in memory at once, unless a response has more
+
+
+@dataclass(frozen=True)
+class Walked:
+    """Cycles of a drafter over responses, those of a response in order."""
+
+    response_C: NDArray[np.int32]
+    root_C: NDArray[np.int32]
+    strategy_C: NDArray[np.int32]  # index into the plan's strategies
+    rows_C: NDArray[np.int32]  # verified, the root included
+    accepted_C: NDArray[np.int32]
+    emitted_C: NDArray[np.int32]  # tokens; a response's last cycle counts only those left
+
+    def __len__(self) -> int:
+        return len(self.root_C)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Walked]) -> Walked:
+        """Return all cycles, by response and root."""
+        names = list(cls.__dataclass_fields__)
+        arrays = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            if parts
+            else np.zeros(0, np.int32)
+            for name in names
+        }
+        order = np.lexsort((arrays["root_C"], arrays["response_C"]))
+        return cls(**{name: array[order] for name, array in arrays.items()})
+
+
+class Task(NamedTuple):
+    """A drafter, and what is done at its roots."""
+
+    drafter: ReplayedDrafter
+    plan: RootPlan
+
+
+def evaluate(
+    responses: Responses,
+    chosen: Sequence[int],
+    tasks: Sequence[Task],
+    source: FeatureSource,
+    *,
+    page_size: int,
+    on_response: Callable[[int], None] = lambda count: None,
+) -> list[Walked]:
+    """Return the cycles of each task over these responses. `on_response` gets how many responses of
+    a task are done.
+    """
+    found: list[list[Walked]] = [[] for _ in tasks]
+    for part, replays in staged(
+        responses, chosen, [task.drafter for task in tasks], source, page_size=page_size
+    ):
+        for task, replay, walked in zip(tasks, replays, found, strict=True):
+            walked.append(walk(replay, part, task.plan))
+            on_response(len(part))
+    return [Walked.joined(parts) for parts in found]
+
+
+def staged(
+    responses: Responses,
+    chosen: Sequence[int],
+    drafters: Sequence[ReplayedDrafter],
+    source: FeatureSource,
+    *,
+    page_size: int,
+) -> Iterator[tuple[list[int], list[DraftReplay]]]:
+    """Yield parts of the responses, staged, and a replay of each drafter on them."""
+    lengths = responses.prompt_len_N + responses.output_len_N
+    parts = list(_parts(sorted(chosen, key=lambda n: int(lengths[n])), lengths, page_size))
+    pages = max((sum(-(-int(lengths[n]) // page_size) for n in part) for part in parts), default=0)
+    stage = StagedResponses(source.width, pages, page_size)
+    replays = [DraftReplay(drafter, stage) for drafter in drafters]
+    for part in parts:
+        stage.stage(responses, part, source.features(responses, part))
+        yield part, replays
+
+
+def _parts(
+    chosen: Sequence[int], lengths: NDArray[np.int64], page_size: int
+) -> Iterator[list[int]]:
+    part: list[int] = []
+    tokens = 0
+    for n in chosen:
+        size = -(-int(lengths[n]) // page_size) * page_size
+        if part and (tokens + size > STAGED_TOKENS or len(part) == MAX_ROOTS):
+            yield part
+            part, tokens = [], 0
+        part.append(n)
+        tokens += size
+    if part:
+        yield part
+
+
+def walk(replay: DraftReplay, part: Sequence[int], plan: RootPlan) -> Walked:
+    """Walk the staged responses, whose numbers are `part`."""
+    number_N = np.array(part, np.int64)
+    length_N = replay.staged.length_N
+    live_B = np.arange(len(part))
+    root_B = plan.first(number_N, replay.staged.prompt_len_N.astype(np.int64))
+    cycles: list[Walked] = []
+    while True:
+        more_B = root_B < length_N[live_B] - 1
+        live_B, root_B = live_B[more_B], root_B[more_B]
+        if not len(live_B):
+            return Walked.joined(cycles)
+        planned = plan.at(number_N[live_B], root_B)
+        drafts_B = planned.rows_B > 0
+        roots = Roots(live_B, root_B, planned.rows_B)
+        accepted_B = np.zeros(len(root_B), np.int64)
+        for index in np.unique(planned.strategy_B[drafts_B]).tolist():
+            strategy = plan.strategies[index]
+            same = np.flatnonzero(drafts_B & (planned.strategy_B == index))
+            accepted_B[same] = replay.accepted(
+                roots.part(same),
+                strategy.depth,
+                strategy.width,
+                floored=plan.floored or strategy.width > 1,
+            )
+        left_B = length_N[live_B] - 1 - root_B
+        emitted_B = np.minimum(accepted_B + 1, left_B)
+        kept = np.flatnonzero(drafts_B)
+        columns = (
+            number_N[live_B],
+            root_B,
+            planned.strategy_B,
+            planned.rows_B,
+            accepted_B,
+            emitted_B,
+        )
+        cycles.append(Walked(*(column[kept].astype(np.int32) for column in columns)))
+        root_B = np.where(drafts_B, root_B + emitted_B, planned.next_B)

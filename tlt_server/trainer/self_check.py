@@ -1,0 +1,173 @@
+"""The comparison of a replay with the server's own counts, cycle by cycle.
+
+The drafter in force, replayed with the recorded rows, accepts exactly what it accepted on the
+server. A difference says that features and tokens are paired wrongly, that a norm or a vocabulary
+map is another, or that weights or calibration are of another version: what would be trained, or
+adopted, is then not what is served. So a difference blocks adoption.
+
+A tree is the recorded one only under the calibration of its cycle; a chain of a number of rows is
+the same under any. Legend: V verifications, B of those that are staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.errors import Conflict
+from tlt_server.samples.samples import Samples
+from tlt_server.trainer.evaluate import staged
+from tlt_server.trainer.features import FeatureSource
+from tlt_server.trainer.plans import own_rows
+from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter, Roots
+
+SHOWN = 100  # differences that are kept
+
+
+class Difference(NamedTuple):
+    """One verification that a replay does not repeat."""
+
+    response: int
+    position: int  # the root's, in prompt and output
+    strategy: str
+    rows: int  # the drafter's own and the root
+    recorded: int  # accepted drafts
+    replayed: int
+
+    def __str__(self) -> str:
+        return (
+            f"response {self.response}, root at position {self.position} ({self.strategy}, "
+            f"{self.rows} rows): the server accepted {self.recorded}, the replay {self.replayed}"
+        )
+
+
+class SelfCheck(NamedTuple):
+    """The result. `unknown` counts verifications that cannot be compared, by reason."""
+
+    compared: int
+    different: int
+    shown: list[Difference]  # the first ones, by response and position
+    unknown: Mapping[str, int]
+
+    def require_equal(self) -> None:
+        """`DraftsDiffer` if anything differs, or nothing could be compared."""
+        if self.different or not self.compared:
+            raise DraftsDiffer(self)
+
+
+class DraftsDiffer(Conflict):
+    """A replay does not repeat the server's own counts."""
+
+    def __init__(self, check: SelfCheck) -> None:
+        self.check = check
+        found = (
+            f"{check.different} of {check.compared} cycles differ from what the server accepted; "
+            f"the first is {check.shown[0]}"
+            if check.shown
+            else f"no cycle could be compared ({_listed(check.unknown) or 'none was recorded'})"
+        )
+        super().__init__(
+            f"self-check: {found}. No drafter is adopted on this record: name the target and the "
+            "drafter that were in force, or record again"
+        )
+
+
+def self_check(
+    samples: Samples,
+    drafter: ReplayedDrafter,
+    source: FeatureSource,
+    *,
+    page_size: int,
+    version: str,
+    calibration: str | None = None,
+    on_response: Callable[[int], None] = lambda count: None,
+) -> SelfCheck:
+    """Compare all verifications of the drafter. `version`: the target's weights. `calibration`: the
+    version of the calibration table that the drafter was loaded with, where the record knows it.
+    """
+    verified, responses = samples.verified, samples.responses
+    rows_V = own_rows(samples.legend.strategies, verified, drafter.kind)
+    reasons = _unknown(samples, rows_V, version, calibration)
+    open_V = rows_V > 0
+    unknown = {}
+    for reason, which_V in reasons.items():
+        if count := int((open_V & which_V).sum()):
+            unknown[reason] = count
+        open_V &= ~which_V
+    chosen = np.unique(verified.request_V[open_V]).tolist()
+    if not chosen:
+        return SelfCheck(0, 0, [], unknown)
+    found: list[Difference] = []
+    compared = different = 0
+    for part, (replay,) in staged(responses, chosen, [drafter], source, page_size=page_size):
+        place_N = np.full(len(responses), -1, np.int64)
+        place_N[part] = np.arange(len(part))
+        here = np.flatnonzero(open_V & (place_N[verified.request_V] >= 0))
+        roots = Roots(
+            place_N[verified.request_V[here]], verified.root_V[here].astype(np.int64), rows_V[here]
+        )
+        replayed_B = _replayed(replay, roots, verified.strategy_V[here], samples)
+        recorded_B = verified.own_accepted_V[here]
+        wrong = np.flatnonzero(replayed_B != recorded_B)
+        compared, different = compared + len(here), different + len(wrong)
+        for b in wrong[np.lexsort((roots.position_B[wrong], verified.request_V[here[wrong]]))]:
+            v = int(here[b])
+            if len(found) < SHOWN:
+                found.append(
+                    Difference(
+                        int(verified.request_V[v]),
+                        int(verified.root_V[v]),
+                        samples.legend.strategies[verified.strategy_V[v]].name,
+                        int(rows_V[v]),
+                        int(recorded_B[b]),
+                        int(replayed_B[b]),
+                    )
+                )
+        on_response(len(part))
+    return SelfCheck(compared, different, sorted(found), unknown)
+
+
+def _unknown(
+    samples: Samples, rows_V: NDArray[np.int32], version: str, calibration: str | None
+) -> dict[str, NDArray[np.bool_]]:
+    """Return which verifications cannot be compared, by reason."""
+    verified, legend = samples.verified, samples.legend
+    width_V = np.array([strategy.width for strategy in legend.strategies])[verified.strategy_V]
+    of_table_V = np.array([name == calibration for name in legend.calibrations])
+    return {
+        "computed by another version of the target": ~of_version(samples, version)[
+            verified.request_V
+        ],
+        "branches of history are not told apart": verified.own_rows_V == 0,
+        "a tree under another calibration": (width_V > 1) & ~of_table_V[verified.calibration_V],
+    }
+
+
+def of_version(samples: Samples, version: str) -> NDArray[np.bool_]:
+    """Return which responses this version of the target has computed all of."""
+    responses, names = samples.responses, np.array(samples.legend.versions)
+    other_S = names[responses.span_version_S] != version
+    found_N = np.zeros(len(responses), np.bool_)
+    found_N[responses.span_request_S] = True
+    found_N[responses.span_request_S[other_S]] = False
+    return found_N
+
+
+def _replayed(
+    replay: DraftReplay, roots: Roots, strategy_B: NDArray[np.uint16], samples: Samples
+) -> NDArray[np.int32]:
+    replayed_B = np.zeros(len(strategy_B), np.int32)
+    for index in np.unique(strategy_B).tolist():
+        strategy = samples.legend.strategies[index]
+        same = np.flatnonzero(strategy_B == index)
+        replayed_B[same] = replay.accepted(
+            roots.part(same), strategy.depth, strategy.width, floored=strategy.width > 1
+        )
+    return replayed_B
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count}: {reason}" for reason, count in counts.items())
