@@ -1,0 +1,132 @@
+"""The test of candidates for adoption, and what adoptions were worth in hindsight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tlt_server.trainer.adoption_test import (
+    AdoptionTest,
+    Betting,
+    GainInterval,
+    adopting_runs,
+    gains,
+    level_of,
+)
+from tlt_server.trainer.hindsight import regret
+
+RUNS, CANDIDATES, GROUPS = 1000, 4, 200
+
+
+def made_up(seed: int, gain: float) -> list[np.ndarray]:
+    """Gains of candidates: mostly small, now and then as large as they can be, as those of short
+    responses are.
+    """
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(CANDIDATES):
+        noise_KT = 0.08 * random.standard_normal((RUNS, GROUPS))
+        rare_KT = random.random((RUNS, GROUPS)) < 0.02
+        noise_KT[rare_KT] = 0.6 * random.choice((-1, 1), rare_KT.sum())
+        found.append(np.clip(noise_KT + gain, -1, 1))
+    return found
+
+
+def test_runs_seldom_adopt_candidates_without_gain() -> None:
+    """1,000 runs are asked after each of 800 observations; at most 5 % may."""
+    assert adopting_runs(made_up(0, 0.0)) <= 0.05
+    assert adopting_runs(made_up(1, -0.01)) <= 0.01
+
+
+def test_most_runs_adopt_a_candidate_that_gains() -> None:
+    assert adopting_runs(made_up(2, 0.05)) > 0.95
+
+
+def test_a_skewed_loss_is_not_taken_for_a_gain() -> None:
+    """Many small gains and few large losses, together nothing: what a plain mean falls for."""
+    random = np.random.default_rng(3)
+    gain_KT = np.where(random.random((RUNS, GROUPS)) < 0.05, -0.95, 0.05)
+    assert abs(gain_KT.mean()) < 0.01
+    assert adopting_runs([gain_KT]) <= 0.05
+
+
+def test_levels_of_all_candidates_sum_to_the_level_of_the_run() -> None:
+    assert sum(level_of(k, 0.05) for k in range(10_000)) == pytest.approx(0.05, rel=1e-3)
+
+
+def test_the_interval_holds_the_mean_at_all_times() -> None:
+    random = np.random.default_rng(4)
+    missed = 0
+    for _ in range(20):
+        interval = GainInterval()
+        assert interval.bounds == (0, -1, 1)
+        missed_once = False
+        for gain in np.clip(0.1 + 0.3 * random.standard_normal(GROUPS), -1, 1).tolist():
+            interval.observe(gain)
+            value, low, high = interval.bounds
+            missed_once |= not low <= 0.1 <= high
+        missed += missed_once
+        assert low < value < high and high - low < 0.3
+    assert missed <= 2
+
+
+def test_a_candidate_is_adopted_on_proven_gain_alone() -> None:
+    group_N = np.arange(100, dtype=np.int32)
+    before_N = np.full(100, 10.0)
+    better, worse, same = (AdoptionTest() for _ in range(3))
+    for test, after in ((better, 9.0), (worse, 11.0), (same, 10.0)):
+        test.observe(before_N, np.full(100, after), group_N)
+    assert better.better and not worse.better and not same.better
+    assert better.groups == 100 and better.gain.low > 0
+    later = AdoptionTest(candidate=50)
+    later.observe(before_N[:60], np.full(60, 9.5), group_N[:60])
+    sooner = AdoptionTest()
+    sooner.observe(before_N[:60], np.full(60, 9.5), group_N[:60])
+    assert later._needed > sooner._needed
+
+
+def test_gain_on_short_responses_does_not_pay_for_loss_on_long_ones() -> None:
+    before_N = np.array([10.0] * 99 + [10_000.0])
+    after_N = np.array([9.0] * 99 + [11_000.0])
+    test = AdoptionTest()
+    test.observe(before_N, after_N, np.arange(100, dtype=np.int32))
+    assert test.gain.low > 0 and not test.better
+
+
+def test_siblings_are_one_observation() -> None:
+    before_N, after_N = np.array([4.0, 2.0, 8.0, 6.0]), np.array([4.0, 1.0, 4.0, 6.0])
+    found = gains(before_N, after_N, np.array([7, 2, 7, 2], np.int32))
+    assert found.tolist() == pytest.approx([(0 + 4 / 12) / 2, (1 / 3 + 0) / 2])
+
+
+def test_gains_out_of_bounds_are_refused() -> None:
+    for bad in (1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"in \[-1, 1\]"):
+            Betting(np.zeros(1)).observe(np.array([bad]))
+    with pytest.raises(ValueError, match="above 0"):
+        gains(np.array([1.0]), np.array([0.0]), np.zeros(1, np.int32))
+
+
+def test_regret_is_against_the_best_candidate_that_existed() -> None:
+    cost_SK = np.array([[10.0, 5.0, 1.0], [10.0, 5.0, 1.0], [10.0, 5.0, 8.0]])
+    found = regret(cost_SK, np.array([0, 0, 1]), made_K=np.array([0, 1, 2]))
+    assert found.lost_S.tolist() == [0, 5, 0]
+    assert found.of_steps == pytest.approx(25 / 20 - 1)
+    assert found.of_run == pytest.approx(25 / 10 - 1)
+    best = regret(cost_SK, np.array([2, 2, 1]))
+    assert best.of_steps == 0 and best.of_run < 0
+
+
+@pytest.mark.parametrize(
+    ("cost_SK", "adopted_S", "made_K", "says"),
+    [
+        ([[1.0, 2.0]], [1], [0, 1], "candidate 1 is in force at step 0 and made at step 1"),
+        ([[1.0, 0.0]], [0], [0, 0], "positive"),
+        ([[1.0, 2.0]], [2], [0, 0], "one of 2 candidates"),
+    ],
+)
+def test_regret_refuses_what_cannot_have_been(
+    cost_SK: list, adopted_S: list, made_K: list, says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        regret(np.array(cost_SK), np.array(adopted_S), np.array(made_K))
