@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class CorrectionSettings:
-    """Standard deviations are of logarithms, so about relative."""
+class FilterSettings:
+    """Standard deviations are those of logarithms, so they are about relative."""
 
-    noise: float = 0.08  # of a step's time
-    common: float = 0.18  # of the factor of all steps
-    own: float = 0.2  # of the factor of one number
+    noise: float = 0.08  # standard deviation in the time of a step
+    common: float = 0.18  # standard deviation in the factor that all steps share
+    own: float = 0.2  # standard deviation in the factor of one number
     alike: float = 1.5  # octaves of size over which factors of a kind are alike
     fade: float = 0.02  # share of the common factor that a step takes away
     doubt: float = 0.01  # share of what is known that a step makes uncertain again
@@ -35,8 +35,8 @@ class CorrectionSettings:
     fastest: float = 0.5  # the same where it takes less time
 
 
-class Correction:
-    def __init__(self, settings: CorrectionSettings = CorrectionSettings()) -> None:
+class FactorFilter:
+    def __init__(self, settings: FilterSettings = FilterSettings()) -> None:
         self._settings = settings
         self.log_N = np.zeros(1)
         self._prior_NN = np.array([[settings.common**2]])

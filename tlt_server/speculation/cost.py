@@ -29,7 +29,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from tlt_server.records import Cycle
-from tlt_server.speculation.correction import Correction
+from tlt_server.speculation.correction import FactorFilter
 
 KNOTS = (
     *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),
@@ -76,7 +76,7 @@ class Measured(NamedTuple):
 class CostSettings:
     stiffness: float = 0.02  # weight of a bend against a relative error, in fitting a profile
     usual: float = 0.1  # relative error from which a measured step counts less
-    fits: int = 3  # of which each weighs the steps by their errors in the one before
+    fits: int = 3  # each weighs the steps by their errors in the one before
 
 
 def load_of(cycle: Cycle) -> StepLoad:
@@ -232,7 +232,7 @@ class CostModel:
         """Let steps correct the parameters that there are now."""
         self._extend_K = np.maximum(self._extend_K, LEAST_S)
         self._linear_3 = np.maximum(self._linear_3, LEAST_SHARE * self._extend_K[0])
-        self._correction = Correction()
+        self._correction = FactorFilter()
         self._corrected = [
             (self._correction.add(self._octave_K), self._extend_K),
             (self._correction.add(APART_3), self._linear_3),

@@ -29,8 +29,8 @@ BROADEST = 4  # a tree is wide only where the widest level is at most this part 
 
 @dataclass(frozen=True)
 class GoodputSettings:
-    margin: float = 0.03  # by which other paths of the same drafter must be better
-    change: float = 0.08  # by which another drafter, or none, must be
+    margin: float = 0.01  # by which other paths of the same drafter must be better
+    change: float = 0.04  # by which another drafter, or none, must be
 
 
 class TreeShape(NamedTuple):
