@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,14 @@ def accept_length(choices: Sequence[Choice]) -> float | None:
     steps = sum(sd.draft_steps for sd in drafting)
     tokens = sum((sd.mean_accept_length or 0.0) * sd.draft_steps for sd in drafting)
     return tokens / steps if steps else None
+
+
+def acceptance_by_depth(choices: Sequence[Choice]) -> list[float]:
+    """Return the shares of steps with a draft that accepted at least 1, 2, ... drafts."""
+    counts = [
+        sum(column) for column in zip_longest(*(c.sd.histogram for c in choices), fillvalue=0)
+    ]
+    return [sum(counts[depth:]) / sum(counts) for depth in range(1, len(counts))]
 
 
 def _write(path: Path, write: Any) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from examples.arith.target_model import load_target
 from examples.grpo.policy import Update, optimizer_of, update
-from examples.grpo.record import RunDirectory, accept_length
+from examples.grpo.record import RunDirectory, accept_length, acceptance_by_depth
 from examples.grpo.rollouts import KINDS, Group, draw_prompts, load_tokenizer, roll_out
 from tlt_client import Client
 from tlt_client.channels.http import HttpSender
@@ -140,6 +140,7 @@ def figures(groups: Sequence[Group], done: Update) -> dict[str, Any]:
         "length": {f"p{n}": deciles[n - 1] for n in (50, 90, 99)} | {"max": max(lengths)},
         "truncated": sum(choice.finish_reason == "length" for choice in choices),
         "accept_length": None if accepted is None else round(accepted, 4),
+        "accepted_at_depth": [round(share, 4) for share in acceptance_by_depth(choices)],
         "loss": done.loss,
         "gradient_norms": done.norms,
         "clipped": done.clipped,
