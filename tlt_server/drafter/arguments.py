@@ -12,6 +12,10 @@ from tlt_server.drafter.evaluate_flags import add_evaluate
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
 
 
+# The rows of `trainer.export_layouts.EXPORTS`, which is slow to import.
+LAYOUTS = ("eagle3", "sglang", "speculators", "eagle1")
+
+
 class DrafterVerb(NamedTuple):
     sentence: str
     add: Callable[[argparse.ArgumentParser], None]
@@ -132,7 +136,28 @@ def _train(parser: argparse.ArgumentParser) -> None:
     _seed(parser)
 
 
+def _export(parser: argparse.ArgumentParser) -> None:
+    _pair(parser)
+    parser.add_argument(
+        "--drafter", type=Path, required=True, metavar="DIR", help="drafter to export"
+    )
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        required=True,
+        help="eagle3: SafeAILab's; sglang; speculators: vLLM's; eagle1: SafeAILab's and SGLang's "
+        "EAGLE-1 and EAGLE-2",
+    )
+    for flag, sentence in (
+        ("--base", "name of the target for other engines, such as org/model [default: --target]"),
+        ("--version", "version of the drafter, for the model card"),
+        ("--data", "what it was trained on, for the model card"),
+    ):
+        parser.add_argument(flag, default="", metavar="TEXT", help=sentence)
+
+
 VERBS = {
+    "export": DrafterVerb("write a drafter in the layout of another engine", _export, True),
     "init": DrafterVerb("write an untrained drafter for a target", _init),
     "train": DrafterVerb("train a drafter on recorded text, without a server", _train, True),
     "evaluate": DrafterVerb("replay recorded responses through drafters", add_evaluate, True),
