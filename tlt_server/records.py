@@ -77,6 +77,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
     owner: str = ""  # name of the API key that asked; empty on a server without keys
     priority: int = 0  # lower values start first
     sd: bool | DraftLimits = True  # False: this request is never speculated on
+    train: bool = False  # it may be recorded to train the drafter
     deadline_s: float | None = None  # time.monotonic() of this host
     begin_by_s: float | None = None  # likewise: it ends unless it has started by then
     generated: list[int] = []  # output tokens from before; the engine reports only those after them

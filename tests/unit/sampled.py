@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from tlt_server.records import OFF, Strategy
-from tlt_server.samples.samples import Legend, Responses, Samples, Verifications
+from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
 
 
-def samples() -> Samples:
+def samples() -> SampleSet:
     """Return 3 prompt tokens with 4 output tokens, then 2 with 3."""
     legend = Legend(
         vocab_size=50,
@@ -42,4 +42,4 @@ def samples() -> Samples:
         strategy_V=np.array([0, 1, 1], np.uint16),
         calibration_V=np.zeros(3, np.uint16),
     )
-    return Samples(legend, responses, verified)
+    return SampleSet(legend, responses, verified)

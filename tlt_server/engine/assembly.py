@@ -32,6 +32,7 @@ from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.engine.sizing import served_length
+from tlt_server.engine.traces import recorder_of
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.machine import processor
@@ -198,12 +199,14 @@ def _connect(
 ) -> Engine:
     """Make what decides about steps, pushes and pauses, around the runner."""
     model = live.target.network
+    recorder = recorder_of(settings.sample_ring, live.drafter_version)
 
     def make_sequence(request: GenerateRequest) -> Sequence:
         return Sequence(
             request,
             SamplingState(request, model.vocab_size, model.eos_token_ids),
             settings.page_size,
+            recorder.trace(request) if recorder else None,
         )
 
     gate = StepGate()
@@ -228,6 +231,8 @@ def _connect(
         canary.renewed()
         knowledge.forget()
         switches.weights_changed()
+        if recorder:
+            recorder.installed(live.drafter_version)
 
     in_flight = partial(settle, scheduler, equipped.runner)
     transaction = Transaction(live, options, parse_calibration)
@@ -249,6 +254,7 @@ def _connect(
         pushes,
         Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
         equipped.record,
+        recorder,
     )
 
 
@@ -283,7 +289,7 @@ def _describe(
     return EngineInfo(
         model=settings.served_model_name or Path(settings.model).resolve().name,
         weight_version=live.target.version,
-        drafter_version=live.drafter.version if live.drafter else "",
+        drafter_version=live.drafter_version,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=list(model.eos_token_ids),

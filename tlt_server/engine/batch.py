@@ -86,7 +86,7 @@ class Emission:
     top_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     drafted: int = 0
-    accepted: int = 0
+    accepted: int = 0  # also those that a stop cut off
     # The parts of both that are the drafter's own, without history's branches; None: not known.
     own_drafted: int | None = None
     own_accepted: int = 0

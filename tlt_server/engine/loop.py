@@ -21,6 +21,7 @@ from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.traces import Recorder
 from tlt_server.errors import TltError
 from tlt_server.events import ControlReport, WeightReport
 from tlt_server.records import Cycle, GenerateRequest, StepOutput, Strategy
@@ -63,14 +64,16 @@ class Engine:
         pushes: WeightPushes,
         halt: Halt,
         record: Callable[[Reach], bool],
+        recorder: Recorder | None,
     ) -> None:
-        """`record`: see `devices.Equipped`."""
+        """`record`: see `devices.Equipped`. `recorder`: where sequences are kept for training."""
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
         self.pushes, self.halt = pushes, halt
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
         self._canary, self._make_policy, self._record = canary, make_policy, record
         self._commands = Commands(gate, scheduler, pushes, halt, make_sequence, self._set_policy)
+        self._recorder = recorder
         self.last_cycle: Cycle | None = None  # if the last step finished a batch
         self._last_end = 0.0
 
@@ -93,7 +96,9 @@ class Engine:
         if finished is None:
             self.last_cycle = None
             return outputs
-        outputs += self.scheduler.commit(finished.batch, finished.emissions)
+        outputs += self.scheduler.commit(
+            finished.batch, finished.emissions, finished.cycle.strategy
+        )
         self._last_end = time.perf_counter()
         emitted = sum(len(emission.tokens) for emission in finished.emissions)  # truncated by now
         cycle = msgspec.structs.replace(
@@ -142,6 +147,7 @@ class Engine:
             **self.knowledge.gauges(),
             **self._canary.gauges(),
             **self.runner.gauges(),
+            **(self._recorder.gauges() if self._recorder else {}),
         }
 
     def _set_policy(self, command: SetPolicy) -> None:
@@ -159,5 +165,5 @@ def settle(scheduler: Scheduler, runner: Runner) -> list[StepOutput]:
     """Commit every step in flight, because what they compute with is about to change."""
     outputs: list[StepOutput] = []
     while (finished := runner.collect(busy=False)) is not None:
-        outputs += scheduler.commit(finished.batch, finished.emissions)
+        outputs += scheduler.commit(finished.batch, finished.emissions, finished.cycle.strategy)
     return outputs

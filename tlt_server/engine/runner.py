@@ -261,6 +261,7 @@ def _emissions(
             tokens=[tokens[s] for s in path],
             logprobs=[logprobs[s] for s in path],
             drafted=drafts[w],
+            accepted=lengths[w],
             own_drafted=own_drafts[w],
             own_accepted=own_accepted[w],
         )

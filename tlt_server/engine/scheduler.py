@@ -28,7 +28,7 @@ from tlt_server.engine.step_cost import StepCost
 from tlt_server.engine.time_shares import TimeShares
 from tlt_server.engine.waiting import WaitingSequences
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
-from tlt_server.records import StepOutput
+from tlt_server.records import OFF, StepOutput, Strategy
 
 
 def unpadded(decoding: int, max_rows: int) -> int:
@@ -141,6 +141,8 @@ class Scheduler:
             self._waiting.remove(sequence)
         del self._by_id[sequence.id]
         self._on_end(sequence)
+        if sequence.trace is not None:
+            sequence.trace.ended(sequence, end.finish_reason)
         return output(sequence, emission or Emission(), end)
 
     # -- the next step -----------------------------------------------------------------------------
@@ -250,19 +252,26 @@ class Scheduler:
 
     # -- after a step ------------------------------------------------------------------------------
 
-    def commit(self, batch: Batch, emissions: list[Emission]) -> list[StepOutput]:
-        """Apply what the runner computed; `emissions[i]` belongs to `batch.chunks[i]`."""
+    def commit(
+        self, batch: Batch, emissions: list[Emission], strategy: Strategy = OFF
+    ) -> list[StepOutput]:
+        """Apply what the runner computed with this strategy; `emissions[i]` belongs to
+        `batch.chunks[i]`.
+        """
         return [
             said
             for chunk, emission in zip(batch.chunks, emissions, strict=True)
-            if not chunk.void and (said := self._apply(chunk, emission, batch.weight_version))
+            if not chunk.void
+            and (said := self._apply(chunk, emission, batch.weight_version, strategy))
         ]
 
     def observe(self, batch: Batch, ms: float) -> None:
         """Take in how long a step has taken."""
         self._time_shares.observe(batch, ms)
 
-    def _apply(self, chunk: Chunk, emission: Emission, version: str) -> StepOutput | None:
+    def _apply(
+        self, chunk: Chunk, emission: Emission, version: str, strategy: Strategy
+    ) -> StepOutput | None:
         sequence = chunk.sequence
         chunk.land()
         if emission.prompt_logprobs is not None:
@@ -278,9 +287,10 @@ class Scheduler:
             self.pool.withdraw(sequence.pages)  # where its KV went wrong is not known
             return self._end(sequence, End("error", error=emission.error))
         # Without a token the request wanted the prompt only.
-        emission.accepted = max(0, len(emission.tokens) - 1)
         end = truncate(emission, sequence.state.stop_ids, sequence.remaining)
         emission.weight_version = version if emission.tokens else ""
+        if sequence.trace is not None:
+            sequence.trace.emitted(sequence, emission, strategy, decodes=chunk.decodes)
         sequence.append(emission.tokens)
         self._waiting.emitted(sequence, len(emission.tokens))
         sequence.computed = sequence.length - 1

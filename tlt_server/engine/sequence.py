@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.pages import PageKey, next_key, root_key
 from tlt_server.engine.sampling import SamplingState
+from tlt_server.engine.traces import Trace
 from tlt_server.records import GenerateRequest, TokenLogprobs
 
 
@@ -29,9 +30,16 @@ class SavedKV(NamedTuple):
 
 
 class Sequence:
-    def __init__(self, request: GenerateRequest, state: SamplingState, page_size: int) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        state: SamplingState,
+        page_size: int,
+        trace: Trace | None = None,
+    ) -> None:
         self.request = request
         self.state = state
+        self.trace = trace  # its record, where it is kept for training
         self.prompt_len = len(request.token_ids)
         self.length = self.prompt_len + len(request.generated)
         self._tokens = np.empty(self.prompt_len + request.sampling.max_tokens, np.int32)

@@ -22,6 +22,7 @@ from tlt_server.speculation.drafters import DRAFTERS, to_load, weights_directory
 class EngineSettings(SharedSettings):
     max_draft_rows: int = 1024  # draft rows per step
     weight_version: str = "initial"  # version of the weights in the model directories
+    sample_ring: Path | None = None  # finished sequences go there, see `samples.ring`
     parent: int = 0  # process that started this one; the engine ends with it
 
     @property

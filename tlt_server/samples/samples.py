@@ -21,7 +21,7 @@ from tlt_server.samples.columns import expect, same_length, within
 
 
 class Legend(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The names that indices of `Samples` stand for, and what the tokens belong to."""
+    """The names that indices of `SampleSet` stand for, and what the tokens belong to."""
 
     vocab_size: int
     model: str = ""  # identity of the target without its weights, see `identity.py`
@@ -39,7 +39,7 @@ class Responses:
     token_T: NDArray[np.int32]  # prompts with outputs
     start_N: NDArray[np.int64]  # first token
     prompt_len_N: NDArray[np.int32]
-    group_N: NDArray[np.int32]  # choices of one request have the same
+    group_N: NDArray[np.int32]  # siblings have the same: one prompt, several seeds
     seed_N: NDArray[np.uint64]
     temperature_N: NDArray[np.float32]
     top_p_N: NDArray[np.float32]
@@ -146,7 +146,7 @@ class Verifications:
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleSet:
     legend: Legend
     responses: Responses
     verified: Verifications

@@ -29,7 +29,7 @@ from safetensors.numpy import load, save
 
 from tlt_server.errors import StartupError
 from tlt_server.samples.columns import expect, parsed, same_length, tensors_of, within
-from tlt_server.samples.samples import Legend, Responses, Samples, Verifications
+from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
 from tlt_server.speculation.cost import CostRecord
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.knowledge import KnowledgeRecord
@@ -132,8 +132,8 @@ class RolloutRecord:
     tables: Mapping[str, Table]  # by drafter
 
     @property
-    def samples(self) -> Samples:
-        return Samples(self.header.legend, self.responses, self.verified)
+    def samples(self) -> SampleSet:
+        return SampleSet(self.header.legend, self.responses, self.verified)
 
     def save(self, path: Path) -> None:
         """Write the file; a reader never sees a part of it."""

@@ -136,6 +136,11 @@ class Live:
     drafter: Drafter | None = None
 
     @property
+    def drafter_version(self) -> str:
+        """Return the drafter's version; empty without a drafter."""
+        return self.drafter.version if self.drafter else ""
+
+    @property
     def by_role(self) -> dict[str, Target | Drafter]:
         return self.only(("target", "drafter")).by_role
 

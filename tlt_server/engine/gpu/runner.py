@@ -357,6 +357,7 @@ class GpuRunner:
                 tokens=outcome.token_EA[entry, :count].tolist(),
                 logprobs=outcome.logprob_EA[entry, :count].tolist(),
                 drafted=int(outcome.verified_E[entry]),
+                accepted=int(outcome.accepted_E[entry]),
             )
         if flight.reports:
             flight.reports.add_to(emission, entry, work)

@@ -1,0 +1,147 @@
+"""Sequences that the engine records for training: the same tokens, and what its cycles say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.gpu_engine import bits, checkpoints, drafting, on_cpu, request
+from tests.engine.pushing import Pushable, perturbed
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import DraftLimits, GenerateRequest
+from tlt_server.samples.identity import Identity
+from tlt_server.samples.ring import RingConsumer, make_ring
+from tlt_server.samples.sample import PER_CYCLE, Sample, decode_sample, sample_set
+
+NOBODY = Identity("", "")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    settings = on_cpu(checkpoints(tmp_path_factory.mktemp("smallest")))
+    return replace(drafting(settings, "eagle", 4, 2, 7), max_running=3)
+
+
+class Recording(Pushable):
+    def __init__(self, settings: EngineSettings, ring: Path, capacity: int = 2**16) -> None:
+        make_ring(ring, capacity)
+        super().__init__(replace(settings, sample_ring=ring))
+        self._ring = RingConsumer(ring)
+
+    def taken(self) -> dict[int, Sample]:
+        """Return the recorded sequences, by seed."""
+        contents = iter(self._ring.take, None)
+        samples = [decode_sample(content) for content in contents]
+        for sample in samples:
+            sample.check(self.info.vocab_size)
+        return {sample.seed: sample for sample in samples}
+
+
+def asked(turn: int, **fields: object) -> list[GenerateRequest]:
+    """Five requests, more than run at once; the last one takes no drafts."""
+    requests = [request(i, 6, max_tokens=24 + i, ignore_eos=i != 1) for i in range(5)]
+    limits = [True, True, DraftLimits(max_depth=2), True, False]
+    return [
+        msgspec.structs.replace(r, id=f"{r.id}/{turn}", **{"train": True, "sd": sd, **fields})
+        for r, sd in zip(requests, limits, strict=True)
+    ]
+
+
+def test_recording_changes_no_bit_and_tells_what_cycles_did(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    plain, engine = Pushable(settings), Recording(settings, tmp_path / "ring")
+    for turn in range(2):  # the second time history knows the responses
+        plain.run(*asked(turn))
+        engine.run(*asked(turn))
+        ids = [r.id for r in asked(turn)]
+        assert bits(engine, ids) == bits(plain, ids)
+        samples = engine.taken()
+        assert sorted(samples) == sorted(r.seed for r in asked(turn))
+        branches = 0
+        for r in asked(turn):
+            sample, said = samples[r.seed], engine.said[r.id]
+            assert sample.token_T.tolist() == [*r.token_ids, *engine.tokens(r.id)]
+            assert (sample.prompt_len, sample.end) == (6, said[-1].finish_reason)
+            accepted_C = np.frombuffer(sample.accepted, np.uint8)
+            rows_C = np.frombuffer(sample.rows, "<u2")
+            # The first token follows the prompt; each cycle gives what it accepted and one more.
+            gave = [len(output.token_ids) for output in said]
+            assert sample.cycles == len(said) - 1 and gave[0] == 1
+            assert sample.root_C.tolist() == (5 + np.cumsum(gave[:-1])).tolist()
+            assert (accepted_C[:-1] + 1).tolist() == gave[1:-1]
+            assert gave[-1] <= accepted_C[-1] + 1
+            assert (rows_C - 1).tolist() == [output.drafted for output in said[1:]]
+            deepest = max((each.strategy.depth for each in sample.drafted), default=0)
+            assert deepest == {True: 4, False: 0}.get(r.sd, 2)  # type: ignore[call-overload]
+            own_C = np.frombuffer(sample.own_accepted, np.uint8)
+            branches += int((accepted_C - own_C).sum())
+            assert len(sample.rows + sample.branches + sample.accepted) == 4 * sample.cycles
+            beyond_ids = sample.cycles * PER_CYCLE
+            assert beyond_ids <= 8 * len(sample.token_T)
+        assert (branches > 0) == bool(turn)
+    found = sample_set([*samples.values()], NOBODY, engine.info.vocab_size)
+    found.check()
+    assert found.responses.token_T.size == sum(len(s.token_T) for s in samples.values())
+    assert engine.engine.gauges()["samples_offered"] == 10
+
+
+def test_a_preempted_sequence_has_a_gap(settings: EngineSettings, tmp_path: Path) -> None:
+    small = replace(settings, pages=8, page_size=8, max_model_len=48)
+    engine = Recording(small, tmp_path / "ring")
+    work = asked(0)
+    engine.run(*work)
+    samples = engine.taken()
+    assert [*samples[work[0].seed].token_T] == [*work[0].token_ids, *engine.tokens(work[0].id)]
+    extra = [extra for sample in samples.values() for _, extra in sample.gaps]
+    # The step that reads its text again gives it one token.
+    assert extra and set(extra) == {1}
+    assert len(extra) <= engine.engine.gauges()["preemptions"]
+
+
+def test_the_version_of_every_token_is_recorded(settings: EngineSettings, tmp_path: Path) -> None:
+    engine = Recording(replace(settings, weight_root=tmp_path), tmp_path / "ring")
+    other = perturbed(Path(settings.model), tmp_path / "other", seed=5)
+    work = asked(0)
+    engine.push(other, "second", commit=False)
+    engine.submit(*work)
+    engine.until(lambda: len(engine.said.get(work[0].id, [])) > 3, "tokens")
+    engine.commit("second")
+    engine.finish()
+    samples = engine.taken()
+    seen = [engine.spans(r.id) for r in work]
+    assert [samples[r.seed].spans for r in work] == [
+        [(start, version) for version, start, _ in spans] for spans in seen
+    ]
+    assert any(len(spans) == 2 for spans in seen)
+
+
+def test_only_what_may_be_recorded_is(settings: EngineSettings, tmp_path: Path) -> None:
+    engine = Recording(settings, tmp_path / "ring")
+    work = asked(0)
+    kept_out = msgspec.structs.replace(work[0], train=False)
+    goes_on = msgspec.structs.replace(work[1], generated=[1, 2])
+    prompt_only = msgspec.structs.replace(
+        work[2], sampling=msgspec.structs.replace(work[2].sampling, max_tokens=0)
+    )
+    engine.run(kept_out, goes_on, prompt_only, work[3])
+    assert [*engine.taken()] == [work[3].seed]
+    assert engine.engine.gauges()["samples_offered"] == 1
+
+
+def test_a_full_ring_drops_sequences_and_changes_nothing(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    plain, engine = Pushable(settings), Recording(settings, tmp_path / "ring", 512)
+    plain.run(*asked(0))
+    engine.run(*asked(0))
+    ids = [r.id for r in asked(0)]
+    assert bits(engine, ids) == bits(plain, ids)
+    kept = len(engine.taken())
+    gauges = engine.engine.gauges()
+    assert (gauges["samples_offered"], gauges["samples_dropped"]) == (5, 5 - kept)
+    assert kept < 5

@@ -1,0 +1,88 @@
+"""One-step-off sampling: strata, weights and the split by prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.recorded_samples import sample
+from tlt_server.samples.sample import Sample
+from tlt_server.trainer.sampling import Stratum, draw, evaluated, held_out, strata_of, weights_of
+from tlt_server.trainer.segments import Recorded
+
+LENGTHS = (1, 3, 8, 20, 60)
+some = st.lists(
+    st.builds(
+        sample,
+        st.integers(0, 40),
+        st.integers(0, 3),
+        version=st.sampled_from(["v0", "v1", "v2"]),
+        output=st.sampled_from(LENGTHS),
+        accepted=st.integers(0, 3),
+    ),
+    max_size=40,
+)
+
+
+def kept(samples: list[Sample]) -> list[Recorded]:
+    return [Recorded(number, each, 100) for number, each in enumerate(samples)]
+
+
+@given(some, st.integers(0, 2**32))
+def test_held_out_prompts_and_older_steps_are_never_drawn(samples: list[Sample], seed: int) -> None:
+    entries = kept(samples)
+    drawn = draw(strata_of(entries), 50, seed, 3)
+    out = {each.prompt_key for each in samples if held_out(each)}
+    newest = list(dict.fromkeys(version for each in samples for _, version in each.spans))[-2:]
+    assert not out & {entry.sample.prompt_key for entry in drawn}
+    assert {entry.sample.version for entry in drawn} <= set(newest)
+    assert drawn == draw(strata_of(entries), 50, seed, 3)
+    trained = any(not held_out(e.sample) and e.sample.version == newest[-1] for e in entries)
+    assert len(drawn) == 50 or not trained
+    for version in newest:
+        for entry in evaluated(entries, version):
+            assert entry.sample.prompt_key in out and entry.sample.version == version
+
+
+def test_a_tenth_of_prompts_is_held_out_with_all_siblings() -> None:
+    prompts = range(2000)
+    out = [held_out(sample(prompt)) for prompt in prompts]
+    assert 0.08 < sum(out) / len(out) < 0.12
+    assert out == [held_out(sample(prompt, seed=5, version="later")) for prompt in prompts]
+
+
+def test_the_longest_of_the_step_before_stay_until_this_step_has_them() -> None:
+    prompts = [prompt for prompt in range(200) if not held_out(sample(prompt))][:60]
+    before = [sample(p, version="v0", output=length) for p in prompts[:10] for length in LENGTHS]
+    short = [sample(p, version="v1", output=length) for p in prompts[:20] for length in (1, 3)]
+    strata = strata_of(kept(before + short))
+    lengths = [length.bit_length() - 1 for length in LENGTHS]
+    assert [*strata] == [
+        *(Stratum(0, length) for length in lengths[:2]),
+        *(Stratum(1, length) for length in lengths[2:]),
+    ]
+    long = [sample(p, version="v1", output=60) for p in prompts[:10]]
+    assert Stratum(1, lengths[-1]) not in strata_of(kept(before + short + long))
+    assert Stratum(1, lengths[-2]) in strata_of(kept(before + short + long))
+    later = [sample(p, version="v2", output=3) for p in prompts[:2]]
+    assert {s.step for s in strata_of(kept(before + short + long + later))} == {0, 1}
+
+
+def test_strata_are_drawn_alike_and_sequences_by_their_accept_failures() -> None:
+    prompts = [prompt for prompt in range(100) if not held_out(sample(prompt))]
+    poor, good = sample(prompts[0], output=8, accepted=1), sample(prompts[1], output=8, accepted=3)
+    assert (poor.failures, good.failures) == (3, 0)
+    many = [sample(prompt, output=60, accepted=3) for prompt in prompts[2:30]]
+    strata = strata_of(kept([poor, good, *many]))
+    assert weights_of(strata[Stratum(0, 3)]) == [4 / 5, 1 / 5]
+    count = Counter(entry.number for entry in draw(strata, 20_000, 1, 0))
+    assert count[0] / 20_000 == pytest.approx(0.4, abs=0.02)
+    assert count[1] / 20_000 == pytest.approx(0.1, abs=0.02)
+    assert draw(strata, 50, 1, 0) != draw(strata, 50, 1, 1)
+
+
+def test_nothing_is_drawn_from_nothing() -> None:
+    assert draw(strata_of([]), 5, 0, 0) == []

@@ -1,0 +1,223 @@
+"""The buffer of a drafter's training: its bounds hold, a restart finds it again, and what cannot be
+used is named.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.recorded_samples import VOCAB, sample
+from tlt_server.samples.identity import Identity
+from tlt_server.samples.sample import Sample, decode_sample, encode_sample
+from tlt_server.trainer import buffer as buffers
+from tlt_server.trainer.buffer import Bounds, SampleBuffer
+from tlt_server.trainer.segments import SUFFIX, SegmentHeader, append, frame
+
+HEADER = SegmentHeader.of(Identity("m", "t"), VOCAB)
+BOUNDS = Bounds(tokens=400, bytes=40_000)
+
+some = st.builds(
+    sample,
+    st.integers(0, 30),
+    st.integers(0, 5),
+    owner=st.sampled_from(["", "a", "b"]),
+    output=st.integers(1, 60),
+    accepted=st.integers(0, 3),
+)
+
+
+def contents(buffer: SampleBuffer) -> list[bytes]:
+    return [encode_sample(entry.sample) for entry in buffer]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.one_of(some, st.none()), max_size=40))
+def test_bounds_hold_and_a_restart_finds_the_same_buffer(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[Sample | None]
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "samples"
+    shutil.rmtree(directory, ignore_errors=True)
+    buffer = SampleBuffer(directory, HEADER, BOUNDS)
+    for turn in turns:
+        if turn is None:  # another process takes over
+            before = contents(buffer)
+            buffer = SampleBuffer(directory, HEADER, BOUNDS)
+            assert contents(buffer) == before
+        else:
+            assert buffer.add(turn)
+            assert contents(buffer)[-1] == encode_sample(turn)
+        buffer.check()
+    files = sum(path.stat().st_size for path in directory.iterdir())
+    headers = 200 * len([*directory.iterdir()])
+    assert files <= BOUNDS.bytes + headers and not buffer.refusals.messages
+
+
+@pytest.mark.parametrize("flooded", [True, False])
+def test_a_flood_from_one_key_displaces_only_its_own(flooded: bool) -> None:
+    buffer = SampleBuffer(None, HEADER, BOUNDS)
+    for i in range(8):
+        buffer.add(sample(i, owner="quiet"))
+    for i in range(500 if flooded else 0):
+        buffer.add(sample(1000 + i, owner="loud"))
+    held = Counter(entry.sample.owner for entry in buffer)
+    assert held["quiet"] == 8
+    assert buffer.tokens > 0.8 * BOUNDS.tokens or not flooded
+
+
+def test_a_key_alone_may_use_all_of_it() -> None:
+    buffer = SampleBuffer(None, HEADER, BOUNDS)
+    for i in range(100):
+        buffer.add(sample(i, owner="alone"))
+    assert buffer.tokens > 0.9 * BOUNDS.tokens
+    assert [entry.number for entry in buffer][-1] == 100
+
+
+def damaged(directory: Path, cut: int) -> tuple[Path, int]:
+    """Write two sequences and damage the second one's frame; return the file."""
+    buffer = SampleBuffer(directory, HEADER, Bounds(10_000, 10**6))
+    buffer.add(sample(1))
+    (path,) = directory.glob(f"*{SUFFIX}")
+    whole = path.stat().st_size
+    buffer.add(sample(2))
+    data = path.read_bytes()
+    path.write_bytes(
+        data[:cut] if cut < 0 else data[: whole + cut] + b"x" + data[whole + cut + 1 :]
+    )
+    return path, whole
+
+
+@pytest.mark.parametrize(
+    ("cut", "says"),
+    [
+        (-3, r"frame 2: it has \d+ bytes of \d+"),
+        (40, r"frame 2: its checksum is \w+, not \w+"),
+        (3, r"frame 2: its length is \d+, at most"),
+    ],
+)
+def test_the_good_head_of_a_damaged_segment_is_used(tmp_path: Path, cut: int, says: str) -> None:
+    path, _ = damaged(tmp_path, cut)
+    again = SampleBuffer(tmp_path, HEADER, Bounds(10_000, 10**6))
+    assert contents(again) == [encode_sample(sample(1))]
+    (message,) = again.refusals.messages
+    assert message.startswith(str(path))
+    assert re.search(says, message), message
+    assert again.add(sample(3))  # in another file
+    assert contents(SampleBuffer(tmp_path, HEADER, BOUNDS))[-1] == encode_sample(sample(3))
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (SegmentHeader.of(Identity("m", "t"), 50), "vocab_size 100, here 50"),
+        (SegmentHeader.of(Identity("other", "t"), VOCAB), "model 'm', here 'other'"),
+        (SegmentHeader.of(Identity("m", "u"), VOCAB), "template 't', here 'u'"),
+    ],
+)
+def test_records_of_another_target_are_refused(
+    tmp_path: Path, header: SegmentHeader, says: str
+) -> None:
+    SampleBuffer(tmp_path, HEADER, BOUNDS).add(sample(1))
+    again = SampleBuffer(tmp_path, header, BOUNDS)
+    assert len(again) == 0
+    (message,) = again.refusals.messages
+    assert says in message and SUFFIX in message
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens": sample(1).tokens[:-4] + (VOCAB).to_bytes(4, "little")}, "id is 100, .* 100"),
+        ({"tokens": sample(1).tokens[:-4] + b"\xff" * 4}, "id is -1, the vocabulary has 100"),
+        ({"tokens": sample(1).tokens * 100}, "1200 tokens, at most 100"),
+        ({"max_tokens": 3}, "output has 8 tokens, max_tokens is 3"),
+        ({"prompt_len": 40}, "output has -28 tokens"),
+        ({"rows": b"123"}, "rows has 3 bytes for 3 cycles"),
+        ({"spans": [(3, "v")]}, r"spans begin at \[3\]"),
+        ({"spans": []}, r"spans begin at \[\]"),
+        ({"spans": [(0, "v"), (99, "w")]}, "span_start_S"),
+        ({"first_root": 10}, "root_V"),
+        ({"how": b"\7\7\7"}, "strategy 7 of 1"),
+        ({"gaps": [(9, 1)]}, "cycle 9 of 3"),
+        ({"temperature": float("nan")}, "sampling|>= 0.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_values(
+    tmp_path: Path, change: dict[str, object], says: str
+) -> None:
+    odd = msgspec.structs.replace(sample(1), **change)
+    buffer = SampleBuffer(tmp_path, HEADER, BOUNDS)
+    buffer.add(sample(2))
+    assert not buffer.add(odd)
+    (path,) = tmp_path.glob(f"*{SUFFIX}")
+    append(path, frame(7, encode_sample(odd)))
+    append(path, frame(8, encode_sample(sample(3))))
+    again = SampleBuffer(tmp_path, HEADER, BOUNDS)
+    assert contents(again) == [encode_sample(sample(2)), encode_sample(sample(3))]
+    for message in (*buffer.refusals.messages, *again.refusals.messages):
+        assert re.search(says, message), message
+    assert f"{path}, frame 2: " in again.refusals.messages[0]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\x93\1\2\3", encode_sample(sample(1))[:-1]])
+def test_bytes_that_are_no_sequence_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="truncated|Expected"):
+        decode_sample(data)
+
+
+def test_a_full_disk_leaves_the_buffer_in_memory_and_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    buffer = SampleBuffer(tmp_path, HEADER, BOUNDS, lambda: now[0])
+    buffer.add(sample(1))
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(buffers, "append", full)
+        buffer.add(sample(2))
+        buffer.add(sample(3))
+        buffer.check()
+        assert len(buffer) == 3 and "No space left on device" in buffer.disk_error
+    buffer.add(sample(4))
+    assert buffer.disk_error  # not tried again yet
+    now[0] += 2 * buffers.RETRY_S
+    buffer.add(sample(5))
+    assert not buffer.disk_error and len(buffer) == 5
+    again = contents(SampleBuffer(tmp_path, HEADER, BOUNDS))
+    assert again == [encode_sample(sample(1)), encode_sample(sample(5))]
+
+
+def test_a_directory_that_cannot_be_made_leaves_the_buffer_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    buffer = SampleBuffer(tmp_path / "file" / "samples", HEADER, BOUNDS)
+    assert buffer.add(sample(1)) and "Not a directory" in buffer.disk_error
+    assert len(buffer) == 1
+
+
+def test_files_of_another_target_go_when_room_is_needed(tmp_path: Path) -> None:
+    old = SampleBuffer(tmp_path, HEADER, Bounds(10_000, 10**6))
+    for i in range(50):
+        old.add(sample(i))
+    other = SegmentHeader.of(Identity("other", ""), VOCAB)
+    SampleBuffer(tmp_path, other, Bounds(10_000, 10**6))
+    assert [*tmp_path.iterdir()]
+    SampleBuffer(tmp_path, other, Bounds(1000, 1000))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_output_tokens_are_counted_by_version() -> None:
+    buffer = SampleBuffer(None, HEADER, BOUNDS)
+    buffer.add(sample(1, output=8))
+    buffer.add(msgspec.structs.replace(sample(2, output=8), spans=[(0, "v0"), (5, "v1")]))
+    assert buffer.tokens_by_version() == {"v0": 13, "v1": 3}

@@ -1,0 +1,101 @@
+"""The ring between two processes: entries arrive whole and in order, or are dropped and counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt_server.errors import StartupError
+from tlt_server.samples.ring import ENTRY, HEAD_BYTES, RingConsumer, RingProducer, make_ring
+
+CAPACITY = 512
+
+
+def ring(path: Path, capacity: int = CAPACITY) -> tuple[RingProducer, RingConsumer]:
+    path.unlink(missing_ok=True)
+    make_ring(path, capacity)
+    return RingProducer(path), RingConsumer(path)
+
+
+@given(st.lists(st.one_of(st.none(), st.binary(max_size=CAPACITY + 8)), max_size=40))
+def test_what_was_not_dropped_comes_out_whole_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory, turns: list[bytes | None]
+) -> None:
+    producer, consumer = ring(tmp_path_factory.getbasetemp() / "ring")
+    inside: deque[bytes] = deque()
+    dropped = 0
+    for turn in turns:
+        if turn is None:
+            assert consumer.take() == (inside.popleft() if inside else None)
+        elif producer.offer(turn):
+            inside.append(turn)
+        else:
+            dropped += 1
+            fit = [ENTRY + -(-len(entry) // 8) * 8 for entry in (*inside, turn)]
+            assert sum(fit) > CAPACITY
+        assert producer.used <= CAPACITY
+    assert [consumer.take() for _ in inside] == [*inside] and consumer.take() is None
+    assert (consumer.offered, consumer.dropped) == (sum(t is not None for t in turns), dropped)
+    assert consumer.lost == 0
+
+
+PRODUCER = """
+import sys
+from pathlib import Path
+from tlt_server.samples.ring import RingProducer
+ring = RingProducer(Path(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    ring.offer(number.to_bytes(8, "little") * (1 + number * 37 % 60))
+"""
+
+
+def test_entries_cross_processes_while_both_run(tmp_path: Path) -> None:
+    path, entries = tmp_path / "ring", 20_000
+    make_ring(path, 4096)
+    consumer = RingConsumer(path)
+    command = [sys.executable, "-c", PRODUCER, str(path), str(entries)]
+    with subprocess.Popen(command) as producer:
+        seen = []
+        while producer.poll() is None or consumer.used:
+            content = consumer.take()
+            if content is not None:
+                number = int.from_bytes(content[:8], "little")
+                assert content == content[:8] * (1 + number * 37 % 60)
+                seen.append(number)
+    assert producer.returncode == 0
+    assert seen == sorted(set(seen)) and len(seen) + consumer.dropped == entries
+    assert consumer.offered == entries and consumer.lost == 0 and seen
+
+
+def test_another_producer_goes_on_where_one_ended(tmp_path: Path) -> None:
+    first, consumer = ring(tmp_path / "ring")
+    first.offer(b"one")
+    first.close()
+    second = RingProducer(tmp_path / "ring")
+    second.offer(b"two")
+    assert [consumer.take(), consumer.take()] == [b"one", b"two"]
+
+
+def test_an_entry_that_is_not_whole_is_never_taken(tmp_path: Path) -> None:
+    producer, consumer = ring(tmp_path / "ring")
+    producer.offer(b"entry")
+    with open(tmp_path / "ring", "r+b") as file:
+        file.seek(HEAD_BYTES + ENTRY)
+        file.write(b"E")
+    assert [consumer.take() for _ in range(4)] == [None] * 4
+    assert consumer.lost == 1 and consumer.used == 0
+    producer.offer(b"next")
+    assert consumer.take() == b"next"
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 64, bytes(1000)])
+def test_a_file_that_is_no_ring_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(StartupError, match="ring"):
+        RingConsumer(tmp_path / "file")

@@ -1,0 +1,126 @@
+"""The record of sequences while they run, for the training of a drafter.
+
+A `Trace` belongs to one sequence and takes six small numbers per cycle. At the sequence's end the
+`Recorder` packs them with its tokens and offers them to the ring that the trainer process reads. No
+step waits for that: a full ring drops the sequence and counts it. Without training there are no
+traces.
+"""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
+
+from tlt_server.records import OFF, DraftLimits, GenerateRequest, Strategy
+from tlt_server.samples.ring import RingProducer
+from tlt_server.samples.sample import Cycles, Drafted, EndReason, Sample, encode_sample
+
+if TYPE_CHECKING:
+    from tlt_server.engine.batch import Emission
+    from tlt_server.engine.sequence import Sequence
+
+KEPT = 4096  # strategies with limits that are remembered
+
+
+class Trace:
+    """The cycles and the version spans of one sequence."""
+
+    __slots__ = ("_how", "_recorder", "cycles", "spans")
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._how: dict[Drafted, int] = {}
+        self.cycles = array("q")
+        self.spans: list[tuple[int, str]] = []
+
+    def emitted(
+        self, sequence: Sequence, emission: Emission, strategy: Strategy, *, decodes: bool
+    ) -> None:
+        """Note what a step gave the sequence, which does not have the tokens yet."""
+        if not emission.tokens:
+            return
+        version = emission.weight_version
+        if not self.spans or self.spans[-1][1] != version:
+            self.spans.append((sequence.output_len, version))
+        if decodes:
+            own = 0 if emission.own_drafted is None else 1 + emission.own_drafted
+            drafted = self._recorder.drafted(strategy, sequence.request.draft_limits)
+            how = self._how.setdefault(drafted, len(self._how))
+            accepted = emission.followed
+            self.cycles.extend((sequence.length - 1, 1 + emission.drafted, own, *accepted, how))
+
+    def ended(self, sequence: Sequence, reason: str) -> None:
+        """Offer the sequence. An error leaves nothing to learn from."""
+        if sequence.output_len and reason in get_args(EndReason):
+            self._recorder.offer(sequence, self, [*self._how], cast(EndReason, reason))
+
+
+class Recorder:
+    def __init__(self, ring: RingProducer, calibration: str) -> None:
+        """`calibration`: version of the drafter whose calibration table is in force."""
+        self._ring, self._calibration = ring, calibration
+        self._drafted: dict[tuple[Strategy, DraftLimits | None], Drafted] = {}
+        self.offered = self.dropped = 0
+
+    def trace(self, request: GenerateRequest) -> Trace | None:
+        """Return a trace for a sequence that may be recorded. One that an earlier engine started
+        has no record of its first tokens.
+        """
+        return Trace(self) if request.train and not request.generated else None
+
+    def installed(self, calibration: str) -> None:
+        """Note that another calibration table is in force."""
+        self._calibration = calibration
+        self._drafted.clear()
+
+    def drafted(self, strategy: Strategy, limits: DraftLimits | None) -> Drafted:
+        """Return how a step of this strategy drafts for a request with these limits."""
+        found = self._drafted.get((strategy, limits))
+        if found is None:
+            if limits is None or not strategy.drafter or not limits.permits(strategy.drafter):
+                found = Drafted(OFF, "")
+            else:
+                depth = min(strategy.depth, limits.max_depth)
+                shape = Strategy(strategy.drafter, depth, strategy.width)
+                found = Drafted(shape, self._calibration)
+            if len(self._drafted) >= KEPT:
+                self._drafted.clear()
+            self._drafted[strategy, limits] = found
+        return found
+
+    def offer(
+        self, sequence: Sequence, trace: Trace, drafted: list[Drafted], reason: EndReason
+    ) -> None:
+        """Pack the sequence and put it into the ring, or count it as dropped."""
+        self.offered += 1
+        try:
+            cycles = Cycles(trace.cycles, drafted)
+        except ValueError:  # more strategies or rows than the format holds
+            self.dropped += 1
+            return
+        request, sampling = sequence.request, sequence.request.sampling
+        sample = Sample(
+            tokens=sequence.tokens.astype("<i4").tobytes(),
+            prompt_len=sequence.prompt_len,
+            group=request.group_id,
+            owner=request.owner,
+            seed=request.seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            end=reason,
+            spans=trace.spans,
+            **vars(cycles),
+        )
+        self.dropped += not self._ring.offer(encode_sample(sample))
+
+    def gauges(self) -> dict[str, float]:
+        return {"samples_offered": self.offered, "samples_dropped": self.dropped}
+
+
+def recorder_of(ring: Path | None, calibration: str) -> Recorder | None:
+    """Return the recorder of an engine; None without a ring, where nothing is kept."""
+    return Recorder(RingProducer(Path(ring)), calibration) if ring else None

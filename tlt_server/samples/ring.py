@@ -1,0 +1,164 @@
+"""A bounded ring of entries in shared memory, from one producer process to one consumer process.
+
+Nobody waits and nothing is locked: the producer alone moves `head`, the consumer alone `tail`, both
+byte counts that never wrap. An entry that finds no room is dropped and counted. Each entry carries
+its length, its number and a checksum over number and content, so that a consumer never takes bytes
+that are not whole. Either process may end at any moment and another one take its place.
+
+Layout: WORDS little-endian uint64 (magic, capacity, head, tail, entries offered, entries dropped),
+then `capacity` bytes. An entry: uint64 length, uint64 number, uint64 checksum, content, padding to
+8 bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tlt_server.errors import StartupError
+from tlt_server.private import private_file
+
+MAGIC = int.from_bytes(b"tltring1", "little")
+WORDS, HEAD_BYTES = 6, 64
+ENTRY = 24  # bytes before an entry's content
+_CAPACITY, _HEAD, _TAIL, _OFFERED, _DROPPED = range(1, WORDS)
+PATIENCE = 3  # looks at an entry that is not whole before it counts as lost
+
+
+def make_ring(path: Path, capacity: int) -> None:
+    """Make an empty ring of `capacity` bytes, a multiple of 8."""
+    assert capacity > 0 and capacity % 8 == 0
+    descriptor = private_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(descriptor, 0, HEAD_BYTES + capacity)
+        words = np.zeros(WORDS, "<u8")
+        words[:2] = MAGIC, capacity
+        os.pwrite(descriptor, words.tobytes(), 0)
+    finally:
+        os.close(descriptor)
+
+
+class _Mapped:
+    """The ring's memory. `StartupError` if the file is no ring."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            descriptor = private_file(path, os.O_RDWR)
+        except OSError as error:
+            raise StartupError(f"cannot open the ring {path}: {error.strerror}") from None
+        try:
+            size = os.fstat(descriptor).st_size
+            self._memory = mmap.mmap(descriptor, size) if size > HEAD_BYTES else None
+        finally:
+            os.close(descriptor)
+        if self._memory is None:
+            raise StartupError(f"{path} has {size} bytes, a ring more than {HEAD_BYTES}")
+        self._word_W = np.frombuffer(self._memory, "<u8", WORDS)
+        self.capacity = int(self._word_W[_CAPACITY])
+        if int(self._word_W[0]) != MAGIC or self.capacity != size - HEAD_BYTES:
+            raise StartupError(f"{path} is no ring of {size - HEAD_BYTES} bytes")
+        self._bytes = memoryview(self._memory)[HEAD_BYTES:]
+
+    def close(self) -> None:
+        memory = self._memory
+        del self._word_W
+        self._bytes.release()
+        assert memory is not None
+        memory.close()
+
+    @property
+    def offered(self) -> int:
+        """Entries that the producer had, dropped ones included."""
+        return int(self._word_W[_OFFERED])
+
+    @property
+    def dropped(self) -> int:
+        return int(self._word_W[_DROPPED])
+
+    @property
+    def used(self) -> int:
+        """Bytes of entries that were not taken yet, with what stands before each."""
+        return int(self._word_W[_HEAD]) - int(self._word_W[_TAIL])
+
+    def _parts(self, at: int, size: int) -> Iterator[memoryview]:
+        """Yield the one or two places of `size` bytes from the byte count `at` on."""
+        first = at % self.capacity
+        fits = min(size, self.capacity - first)
+        yield self._bytes[first : first + fits]
+        if size > fits:
+            yield self._bytes[: size - fits]
+
+
+class RingProducer(_Mapped):
+    def offer(self, content: bytes) -> bool:
+        """Put an entry into the ring; False if it was dropped for want of room."""
+        number = self.offered
+        head = int(self._word_W[_HEAD])
+        size = ENTRY + _padded(len(content))
+        room = self.capacity - self.used
+        if size <= room:
+            self._write(head, _before(content, number))
+            self._write(head + ENTRY, content)
+            self._word_W[_HEAD] = head + size  # from here on the consumer sees the entry
+        else:
+            self._word_W[_DROPPED] += np.uint64(1)
+        self._word_W[_OFFERED] = number + 1
+        return size <= room
+
+    def _write(self, at: int, data: bytes) -> None:
+        done = 0
+        for place in self._parts(at, len(data)):
+            place[:] = data[done : done + len(place)]
+            done += len(place)
+
+
+class RingConsumer(_Mapped):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.lost = 0  # times that the ring was emptied, because an entry was not whole
+        self._looks = 0
+
+    def take(self) -> bytes | None:
+        """Take the oldest entry; None if there is none."""
+        head, tail = int(self._word_W[_HEAD]), int(self._word_W[_TAIL])
+        if head == tail:
+            return None
+        content = self._whole(tail, head - tail)
+        if content is not None:
+            self._looks = 0
+            self._word_W[_TAIL] = tail + ENTRY + _padded(len(content))
+        else:
+            self._looks += 1
+            if self._looks >= PATIENCE:  # its bytes will not come any more
+                self._looks, self.lost = 0, self.lost + 1
+                self._word_W[_TAIL] = head
+        return content
+
+    def _whole(self, tail: int, used: int) -> bytes | None:
+        if not ENTRY <= used <= self.capacity:
+            return None
+        length, number, checksum = np.frombuffer(self._read(tail, ENTRY), "<u8").tolist()
+        if ENTRY + _padded(length) > used:
+            return None
+        content = self._read(tail + ENTRY, length)
+        return content if checksum == _checksum(content, number) else None
+
+    def _read(self, at: int, size: int) -> bytes:
+        return b"".join(self._parts(at, size))
+
+
+def _padded(length: int) -> int:
+    return -(-length // 8) * 8
+
+
+def _before(content: bytes, number: int) -> bytes:
+    return np.array([len(content), number, _checksum(content, number)], "<u8").tobytes()
+
+
+def _checksum(content: bytes, number: int) -> int:
+    return xxhash.xxh3_64_intdigest(content, seed=number)

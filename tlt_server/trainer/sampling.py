@@ -1,0 +1,95 @@
+"""One-step-off sampling: which recorded sequences the next training step takes.
+
+Steps are the weight versions of the target, in the order in which they came. Sequences of a step
+end in the order of their lengths, so a step in progress lacks its long ones: until it has as many
+of a length as the step before had, the longest of that step stand in. Strata are length (a power of
+two) x step and are drawn alike; within one, a sequence weighs 1 + its accept failures.
+
+A tenth of the prompts is held out, by a hash of their tokens, so that no sibling of a held-out
+response is ever trained on. The same buffer, seed and number of a draw give the same choice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from tlt_server.samples.sample import Sample
+from tlt_server.trainer.segments import Recorded
+
+HELD_OUT = 10  # one prompt in so many
+
+
+class Stratum(NamedTuple):
+    step: int  # 0: the newest version's, 1: the one before
+    length: int  # floor(log2) of the output's tokens
+
+
+def held_out(sample: Sample) -> bool:
+    """Tell whether this sequence is for evaluation only, as all of its prompt are."""
+    return xxhash.xxh3_64_intdigest(sample.prompt_key.to_bytes(8, "little")) % HELD_OUT == 0
+
+
+def steps_of(entries: Iterable[Recorded]) -> list[str]:
+    """Return the versions of the target, the newest first. Entries come in order of arrival."""
+    versions = dict.fromkeys(version for e in entries for _, version in e.sample.spans)
+    return [*reversed(versions)]
+
+
+def strata_of(entries: Sequence[Recorded]) -> dict[Stratum, list[Recorded]]:
+    """Return what may be trained on, by stratum."""
+    step_of = {version: step for step, version in enumerate(steps_of(entries))}
+    found: dict[Stratum, list[Recorded]] = defaultdict(list)
+    for entry in entries:
+        step = step_of[entry.sample.version]
+        if step <= 1:
+            found[Stratum(step, entry.sample.output_len.bit_length() - 1)].append(entry)
+    before = sorted(s.length for s, those in found.items() if s.step == 1 for _ in those)
+    middle = before[len(before) // 2] if before else 0
+    kept: dict[Stratum, list[Recorded]] = {}
+    for stratum, those in sorted(found.items()):
+        longest = stratum.length >= middle
+        lacking = len(found.get(Stratum(0, stratum.length), ())) < len(those)
+        trained = [entry for entry in those if not held_out(entry.sample)]
+        if trained and (stratum.step == 0 or (longest and lacking)):
+            kept[stratum] = trained
+    return kept
+
+
+def weights_of(entries: Sequence[Recorded]) -> list[float]:
+    """Return the probability of each sequence of one stratum."""
+    weight = [1 + entry.sample.failures for entry in entries]
+    return [each / sum(weight) for each in weight]
+
+
+def draw(
+    by_stratum: Mapping[Stratum, Sequence[Recorded]], count: int, seed: int, number: int
+) -> list[Recorded]:
+    """Return `count` sequences, with repetition, for the step `number` of a training run; none
+    where nothing may be trained on.
+    """
+    strata = [*by_stratum.values()]
+    if not strata:
+        return []
+    generator = np.random.Generator(np.random.PCG64([seed, number]))
+    chosen_D = generator.integers(len(strata), size=count)
+    drawn: list[Recorded | None] = [None] * count
+    for i, stratum in enumerate(strata):
+        at = np.flatnonzero(chosen_D == i)
+        picks = generator.choice(len(stratum), size=len(at), p=weights_of(stratum))
+        for place, pick in zip(at.tolist(), picks.tolist(), strict=True):
+            drawn[place] = stratum[pick]
+    return [entry for entry in drawn if entry is not None]
+
+
+def evaluated(entries: Sequence[Recorded], version: str) -> list[Recorded]:
+    """Return the held-out sequences that this version of the target computed whole."""
+    return [
+        entry
+        for entry in entries
+        if held_out(entry.sample) and [v for _, v in entry.sample.spans] == [version]
+    ]

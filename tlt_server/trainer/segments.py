@@ -1,0 +1,164 @@
+"""Segment files: recorded sequences on disk, appended and never changed.
+
+A file begins with MAGIC and one frame, its header as JSON; each further frame is one sequence. A
+frame: uint32 length, uint64 number, uint64 xxh3 of the content (seeded with the number), content.
+All is little-endian. A file that a crash cut off is used up to its last whole frame. No file is
+appended to by another process than the one that began it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from tlt_server.private import private_file
+from tlt_server.samples.identity import Identity
+from tlt_server.samples.sample import MAX_TOKENS, Sample, decode_sample, encode_sample
+
+MAGIC, FORMAT = b"tltseg\r\n", 1
+SUFFIX = ".segment"
+MAX_FRAME = 2**28  # bytes
+_FRAME = struct.Struct("<IQQ")
+
+
+class SegmentHeader(Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    vocab_size: int
+    model: str
+    template: str
+
+    @classmethod
+    def of(cls, identity: Identity, vocab_size: int) -> SegmentHeader:
+        return cls(FORMAT, vocab_size, identity.model, identity.template)
+
+
+class Recorded(NamedTuple):
+    """A sequence, its number in the order of arrival and its bytes in a file."""
+
+    number: int
+    sample: Sample
+    size: int
+
+
+def header_bytes(header: SegmentHeader) -> bytes:
+    return MAGIC + frame(0, msgspec.json.encode(header))
+
+
+def recorded(number: int, sample: Sample) -> tuple[Recorded, bytes]:
+    """Return a sequence with the bytes of its frame."""
+    data = frame(number, encode_sample(sample))
+    return Recorded(number, sample, len(data)), data
+
+
+def frame(number: int, content: bytes) -> bytes:
+    return _FRAME.pack(len(content), number, _checksum(number, content)) + content
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append to a file, which is made private where it is not there. `OSError` leaves what was
+    there; a part of `data` may follow it.
+    """
+    descriptor = private_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+    finally:
+        os.close(descriptor)
+
+
+class Refusals:
+    """What was not taken, in words; the first ones are kept."""
+
+    def __init__(self, most: int = 64) -> None:
+        self.count, self.messages, self._most = 0, list[str](), most
+
+    def add(self, message: str) -> None:
+        self.count += 1
+        if len(self.messages) < self._most:
+            self.messages.append(message)
+
+
+def read_segment(
+    path: Path, header: SegmentHeader, refusals: Refusals, longest: int = MAX_TOKENS
+) -> Iterator[Recorded]:
+    """Yield the sequences of a file that fit this header and have at most `longest` tokens. What is
+    not yielded is named among the refusals, with file, frame and both values.
+    """
+    try:
+        with open(path, "rb", opener=_no_link) as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                refusals.add(f"{path} is no segment file; it is left out")
+                return
+            first = _read_frame(file, path, 0, refusals)
+            if first is None or not _fits(first[1], header, path, refusals):
+                return
+            number = 0
+            while (found := _read_frame(file, path, number + 1, refusals)) is not None:
+                number += 1
+                try:
+                    sample = decode_sample(found[1])
+                    if len(sample.tokens) > 4 * longest:
+                        raise ValueError(f"{len(sample.tokens) // 4} tokens, at most {longest}")
+                    sample.check(header.vocab_size)
+                except (ValueError, OverflowError) as error:
+                    refusals.add(f"{path}, frame {number}: {error}; it is left out")
+                    continue
+                yield Recorded(found[0], sample, _FRAME.size + len(found[1]))
+    except OSError as error:
+        refusals.add(f"{path} cannot be read ({error.strerror}); it is left out")
+
+
+def _read_frame(
+    file: BinaryIO, path: Path, number: int, refusals: Refusals
+) -> tuple[int, bytes] | None:
+    """Return number and content of the next frame; None at the end, or where it is not whole."""
+    head = file.read(_FRAME.size)
+    if not head:
+        return None
+    problem = "it ends there"
+    if len(head) == _FRAME.size:
+        length, serial, checksum = _FRAME.unpack(head)
+        problem = f"its length is {length}, at most {MAX_FRAME}"
+        if length <= MAX_FRAME:
+            content = file.read(length)
+            found = _checksum(serial, content)
+            if len(content) == length and found == checksum:
+                return serial, content
+            problem = f"its checksum is {found:016x}, not {checksum:016x}"
+            if len(content) < length:
+                problem = f"it has {len(content)} bytes of {length}"
+    refusals.add(f"{path}, frame {number}: {problem}; what comes before is used")
+    return None
+
+
+def _fits(content: bytes, header: SegmentHeader, path: Path, refusals: Refusals) -> bool:
+    """Tell whether a file's header is this one, or name each field with both values."""
+    try:
+        found = msgspec.json.decode(content, type=SegmentHeader)
+    except ValueError as error:
+        refusals.add(f"{path} has a header that is not read ({error}); it is left out")
+        return False
+    differ = [
+        f"{name} {getattr(found, name)!r}, here {getattr(header, name)!r}"
+        for name in header.__struct_fields__
+        if getattr(found, name) != getattr(header, name)
+    ]
+    if differ:
+        refusals.add(f"{path} is of another target: {'; '.join(differ)}; it is left out")
+    return not differ
+
+
+def _checksum(number: int, content: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(content, seed=number)
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
