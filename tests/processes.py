@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-READER = b"tlt_server.frontend.reading_process"  # in the command line of the server's other child
+# In the command lines of the server's other children.
+READER = b"tlt_server.frontend.reading_process"
+TRAINER = b"tlt_server.trainer.process"
 
 
 def engines(server: int) -> list[int]:
     """Return the pids of the engines that a server's process has started."""
+    others = (READER, TRAINER)
+    return [
+        pid
+        for pid, command in _children(server).items()
+        if command and not any(other in command for other in others)
+    ]
+
+
+def trainer(server: int) -> int:
+    """Return the pid of a server's trainer process."""
+    [pid] = [pid for pid, command in _children(server).items() if TRAINER in command]
+    return pid
+
+
+def _children(server: int) -> dict[int, bytes]:
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    commands = {int(child): _command(child) for child in children}  # empty: it has ended
-    return [pid for pid, command in commands.items() if command and READER not in command]
+    return {int(child): _command(child) for child in children}  # empty: it has ended
 
 
 def engine(server: int) -> int:

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import msgspec
 import uvloop
 from starlette.types import ASGIApp
 
@@ -45,6 +46,7 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.directory import own_directory
 from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
+from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.uploads import uploads_of
@@ -52,10 +54,14 @@ from tlt_server.garbage import collect_while_few
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.private import write_no_core_files
+from tlt_server.samples.ring import make_ring
 from tlt_server.seeds import SeedSource, choice_seed
 from tlt_server.shared_settings import SharedSettings
+from tlt_server.trainer.process import TrainerSettings
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
+TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
+RING = "samples"  # in the server's own directory
 
 
 def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:
@@ -106,6 +112,10 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 metrics,
                 progress,
             )
+            if config.drafter_training != "off":
+                make_ring(directory / RING, config.drafter_ring_mb * 2**20)
+                trainer = TrainerLink(partial(_launch_trainer, config, directory), metrics.samples)
+                stack.push_async_callback(_cancel, asyncio.create_task(trainer.run()))
             service.reader.start()
             stack.callback(service.reader.close)
             supervised = asyncio.create_task(supervisor.run())
@@ -238,8 +248,32 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
     )
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
-        settings = replace(engine_settings(config), parent=os.getpid())
+        ring = directory.parent / RING if config.drafter_training != "off" else None
+        settings = replace(engine_settings(config), parent=os.getpid(), sample_ring=ring)
         process.stdin.write(encode_settings(settings))
+        await process.stdin.drain()
+    process.stdin.close()
+    return process
+
+
+async def _launch_trainer(config: ResolvedConfig, directory: Path) -> Process:
+    """A trainer process, which reads the ring in `directory`."""
+    environment = {**os.environ}
+    environment.pop(config.api_key_variable, None)
+    process = await asyncio.create_subprocess_exec(
+        *TRAINER, stdin=PIPE, stdout=PIPE, env=environment
+    )
+    assert process.stdin is not None
+    settings = TrainerSettings(
+        ring=str(directory / RING),
+        model=str(config.model.resolve()),
+        directory=str(config.state_dir.resolve() / "samples") if config.state_dir else "",
+        tokens=config.drafter_buffer_tokens,
+        bytes=config.drafter_buffer_mb * 2**20,
+        parent=os.getpid(),
+    )
+    with contextlib.suppress(ConnectionError):
+        process.stdin.write(msgspec.json.encode(settings) + b"\n")
         await process.stdin.drain()
     process.stdin.close()
     return process

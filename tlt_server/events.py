@@ -179,6 +179,21 @@ class ControlReport(Struct, frozen=True, tag="control_report"):
     error: tuple[str, str] | None = None  # (code, message)
 
 
+class BufferReport(Struct, frozen=True, kw_only=True):
+    """The trainer process' report of the sequences that it keeps; one line of JSON."""
+
+    sequences: int = 0
+    tokens: int = 0
+    size: int = 0  # bytes
+    tokens_by_version: dict[
+        str, int
+    ] = {}  # output tokens; versions before the newest ones: `older`
+    refused: int = 0  # sequences and files that do not fit
+    lost: int = 0  # times that the ring was emptied, as an entry was not whole
+    disk_error: str = ""  # why sequences are in memory only
+    refusals: list[str] = []  # new since the last report
+
+
 class Failed(Struct, frozen=True, tag="failed"):
     """The engine cannot start or continue."""
 

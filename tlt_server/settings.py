@@ -43,6 +43,25 @@ class ServerSettings(SharedSettings):
         ),
     ] = 600.0
 
+    # sequences that are kept to train the drafter
+    drafter_buffer_tokens: Annotated[
+        int, Doc("tokens", "Tokens kept for drafter_training; the oldest go first.", 1024, 2**34)
+    ] = 4_000_000
+    drafter_buffer_mb: Annotated[
+        int,
+        Doc("MiB", "Size of what is kept for drafter_training, in memory and on disk.", 1, 2**20),
+    ] = 256
+    drafter_ring_mb: Annotated[
+        int,
+        Doc(
+            "MiB",
+            "Shared memory through which finished sequences reach the trainer; a full one drops "
+            "them.",
+            1,
+            2**12,
+        ),
+    ] = 16
+
     # rollouts: batches that outlive their connection
     max_rollouts: Annotated[
         int,

@@ -182,6 +182,17 @@ class SharedSettings:
         ),
     ] = None
 
+    # a drafter that follows the target
+    drafter_training: Annotated[
+        Literal["off", "idle"],
+        Doc(
+            "mode",
+            "idle keeps finished sequences, prompts included, in memory and below state_dir to "
+            "train the drafter on; this version keeps them and trains nothing yet. off keeps "
+            "nothing.",
+        ),
+    ] = "off"
+
     # memory and scheduling
     max_model_len: Annotated[
         int | None,

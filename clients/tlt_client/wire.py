@@ -53,6 +53,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     n: int | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     sd: bool | Literal["auto", "off"] | SdLimits | dict[str, Any] | UnsetType = UNSET
+    train: bool | UnsetType = UNSET  # False: it is not kept to train the drafter
     sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
 
 

@@ -20,6 +20,7 @@ from tlt_server.metrics.engine import EngineMetrics
 from tlt_server.metrics.exchanges import ExchangeMetrics
 from tlt_server.metrics.kinds import Kinds
 from tlt_server.metrics.rollouts import RolloutMetrics
+from tlt_server.metrics.samples import SampleMetrics
 from tlt_server.metrics.sequences import SequenceMetrics
 from tlt_server.metrics.weights import WeightMetrics
 
@@ -38,6 +39,7 @@ class Metrics:
         self.weights = WeightMetrics(kinds)
         self.rollouts = RolloutMetrics(kinds)
         self.disk = DiskMetrics(kinds)
+        self.samples = SampleMetrics(kinds)
         PlatformCollector(registry=self.registry)
         ProcessCollector(registry=self.registry)
         ProcessCollector("tlt_engine", pid=lambda: self.engine.pid, registry=self.registry)

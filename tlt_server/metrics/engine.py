@@ -45,6 +45,14 @@ TOTALS = {  # likewise, counted by the engine since it started
         "tlt_drafter_collapses",
         "Times that acceptance collapsed after a change of weights.",
     ),
+    "samples_offered": (
+        "tlt_drafter_samples_offered",
+        "Finished sequences that were recorded to train the drafter.",
+    ),
+    "samples_dropped": (
+        "tlt_drafter_samples_dropped",
+        "Recorded sequences that were dropped, as the ring to the trainer had no room.",
+    ),
     "preemptions": (
         "tlt_preemptions",
         "Sequences preempted: their pages were taken for older ones.",

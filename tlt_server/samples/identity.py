@@ -35,6 +35,14 @@ def identity_of(directory: Path) -> Identity:
     )
 
 
+def vocabulary_of(directory: Path) -> int:
+    """Return the size of a model's vocabulary. `ModelError`: its config.json names none."""
+    size = _json(directory / "config.json").get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ModelError(f"vocab_size of {directory / 'config.json'} is {size!r}; copy it again")
+    return size
+
+
 def _digest(data: bytes) -> str:
     return f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"
 

@@ -1,6 +1,6 @@
 """A bounded ring of entries in shared memory, from one producer process to one consumer process.
 
-Nobody waits and nothing is locked: the producer alone moves `head`, the consumer alone `tail`, both
+Neither waits and nothing is locked: only the producer moves `head`, only the consumer `tail`, both
 byte counts that never wrap. An entry that finds no room is dropped and counted. Each entry carries
 its length, its number and a checksum over number and content, so that a consumer never takes bytes
 that are not whole. Either process may end at any moment and another one take its place.

@@ -23,7 +23,7 @@ from tlt_server.samples.samples import Legend, Responses, SampleSet, Verificatio
 
 MAX_TOKENS = 2**24  # prompt and output
 MAX_NAME = 1024  # characters of a group, a version, an owner
-UNKNOWN = 255  # branches that nobody counted
+UNKNOWN = 255  # branches that were not counted
 FIELDS = 6  # numbers of a cycle in a `Trace`: root, rows, own rows, accepted, own accepted, how
 PER_CYCLE = 6  # bytes
 
@@ -35,7 +35,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
 class Drafted(Struct, frozen=True, array_like=True):
-    """How a cycle drafted for a sequence, and with which version of the drafter's table."""
+    """The shape that a cycle drafted for a sequence, with the version of the drafter's table."""
 
     strategy: Strategy
     calibration: Name

@@ -21,7 +21,7 @@ import xxhash
 from tlt_server.samples.sample import Sample
 from tlt_server.trainer.segments import Recorded
 
-HELD_OUT = 10  # one prompt in so many
+HELD_OUT = 10  # prompts, of which one is held out
 
 
 class Stratum(NamedTuple):

@@ -75,7 +75,9 @@ def append(path: Path, data: bytes) -> None:
 
 
 class Refusals:
-    """What was not taken, in words; the first ones are kept."""
+    """Sequences and files that were not taken: how many, and the first ones since the last look in
+    words.
+    """
 
     def __init__(self, most: int = 64) -> None:
         self.count, self.messages, self._most = 0, list[str](), most
@@ -84,6 +86,11 @@ class Refusals:
         self.count += 1
         if len(self.messages) < self._most:
             self.messages.append(message)
+
+    def take(self) -> list[str]:
+        """Return the messages since the last call."""
+        taken, self.messages = self.messages, []
+        return taken
 
 
 def read_segment(

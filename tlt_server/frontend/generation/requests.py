@@ -49,6 +49,10 @@ Priority = Annotated[
         description="sequences of lower values start first; below 0 needs the scope operate",
     ),
 ]
+Train = Annotated[
+    bool,
+    Meta(description="false: it is not kept to train the drafter, where the server trains one"),
+]
 Seconds = Annotated[float, Meta(gt=0)]
 Alternatives = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT32, description="0 or -1: all tokens")]
@@ -239,6 +243,7 @@ class ItemFields(Strict, frozen=True, kw_only=True):
             "off or false, or limits"
         ),
     ] = True
+    train: Train = True
     sampling: Annotated[
         SamplingFields | None, Meta(description="fields that differ from the batch's")
     ] = None

@@ -99,6 +99,7 @@ class Validator:
                             owner=caller.name,
                             priority=request.priority,
                             sd=drafts,
+                            train=item.train,
                             deadline_s=deadline_s,
                             begin_by_s=begin_by_s,
                         )

@@ -54,6 +54,13 @@ class ProgressLines:
             f"numerics {info.numerics.partition(':')[0]} | "
             f"{info.gpu or info.device}, {info.dtype}, attention {info.attention}"
         )
+        if config.drafter_training != "off":
+            self._say(
+                f"tlt: drafter_training {config.drafter_training} keeps finished sequences, "
+                f"prompts included, up to {config.drafter_buffer_tokens} tokens, "
+                f"{'below state_dir' if config.state_dir else 'in memory only (no state_dir)'}; "
+                "nothing is trained yet. A request with train false is not kept"
+            )
 
     def lost(self, reason: str) -> None:
         self._say(f"tlt: nothing is generated: {reason}")

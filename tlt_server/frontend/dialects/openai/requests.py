@@ -29,6 +29,7 @@ from tlt_server.frontend.generation.requests import (
     SharedSampling,
     ShortName,
     TopK,
+    Train,
 )
 from tlt_server.frontend.http.bounds import Limit
 from tlt_server.frontend.http.fields import Open, Tolerant
@@ -89,6 +90,7 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
         Salt, Meta(description="requests share cached prefixes only with those of the same salt")
     ] = ""
     priority: Priority = 0
+    train: Train = True
     user: Annotated[str, Meta(description="accepted and without effect")] = ""
 
     def alternatives(self) -> int | None:
@@ -113,6 +115,7 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
                     n=self.n,
                     seed=self.seed,
                     salt=self.cache_salt,
+                    train=self.train,
                 )
                 for prompt in prompts
             ],

@@ -27,6 +27,7 @@ from tlt_server.frontend.generation.requests import (
     SharedSampling,
     ShortName,
     TopK,
+    Train,
 )
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
 from tlt_server.frontend.http.fields import Tolerant, shown
@@ -114,6 +115,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)],
         Meta(description="sequences of higher values start first; above 0 needs the scope operate"),
     ] = 0
+    train: Train = True
     stream: Annotated[
         bool, Meta(description="server-sent chunks, each with all that there is so far")
     ] = False
@@ -172,6 +174,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
                     token_ids=prompt if isinstance(prompt, PackedIds) else None,
                     n=params.n,
                     seed=params.sampling_seed,
+                    train=self.train,
                 )
                 for prompt, name in zip(prompts, self.names(len(prompts)), strict=True)
             ],

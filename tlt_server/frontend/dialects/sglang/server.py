@@ -49,7 +49,7 @@ async def health_generate(service: Service, request: Request) -> Response:
     service.engine.check_available()
     service.engine.pauses.check_generating()
     one = NativeRequest(
-        requests=[ItemFields(token_ids=PackedIds.of([0]), seed=0, sd=False)],
+        requests=[ItemFields(token_ids=PackedIds.of([0]), seed=0, sd=False, train=False)],
         sampling=SamplingFields(max_tokens=1, ignore_eos=True),
     )
     caller = caller_of(request)

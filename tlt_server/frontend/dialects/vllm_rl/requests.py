@@ -25,6 +25,7 @@ from tlt_server.frontend.generation.requests import (
     SharedSampling,
     ShortName,
     TopK,
+    Train,
 )
 from tlt_server.frontend.http.fields import Tolerant
 from tlt_server.frontend.weights.session import Version
@@ -62,6 +63,7 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
         Salt, Meta(description="requests share cached prefixes only with those of the same salt")
     ] = ""
     priority: Priority = 0
+    train: Train = True
     stream: Annotated[bool, Meta(description="true is refused: POST /v1/completions streams")] = (
         False
     )
@@ -81,6 +83,7 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
                     n=params.n,
                     seed=params.seed,
                     salt=self.cache_salt,
+                    train=self.train,
                 )
             ],
             sampling=SamplingFields(

@@ -1,0 +1,96 @@
+"""The trainer process keeps what comes through the ring, over its own restarts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.unit.recorded_samples import VOCAB, sample
+from tlt_server.events import BufferReport
+from tlt_server.samples.ring import RingProducer, make_ring
+from tlt_server.samples.sample import encode_sample
+from tlt_server.trainer.process import REPORT_S, Keeper, TrainerSettings
+
+COMMAND = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
+
+
+def settings(directory: Path, *, vocab_size: object = VOCAB) -> TrainerSettings:
+    model = directory / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_bytes(msgspec.json.encode({"vocab_size": vocab_size}))
+    ring = directory / "ring"
+    if not ring.exists():
+        make_ring(ring, 2**14)
+    samples = str(directory / "samples")
+    return TrainerSettings(str(ring), str(model), samples, 1000, 10**6, os.getpid())
+
+
+def test_sequences_are_kept_and_reported_by_version(tmp_path: Path) -> None:
+    now = [0.0]
+    keeper = Keeper(settings(tmp_path), lambda: now[0])
+    ring = RingProducer(tmp_path / "ring")
+    assert keeper.report() == BufferReport()
+    for i in range(12):
+        ring.offer(encode_sample(sample(i, version=f"v{i}", output=2)))
+    ring.offer(b"junk")
+    ring.offer(encode_sample(msgspec.structs.replace(sample(1), max_tokens=1)))
+    assert keeper.take() == 14 and keeper.take() == 0
+    assert keeper.report() is None  # so soon
+    now[0] += REPORT_S
+    report = keeper.report()
+    assert report is not None
+    assert (report.sequences, report.tokens, report.refused) == (12, 12 * 6, 2)
+    assert [*report.tokens_by_version] == ["older", *(f"v{i}" for i in range(4, 12))]
+    assert report.tokens_by_version["older"] == 8
+    assert "no sequence" in report.refusals[0] and "max_tokens is 1" in report.refusals[1]
+    now[0] += REPORT_S
+    assert keeper.report() is None  # nothing has changed
+
+
+def test_a_killed_process_loses_nothing_that_it_took(tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    ring = RingProducer(tmp_path / "ring")
+    for turn in range(2):
+        ring.offer(encode_sample(sample(turn)))
+        with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(msgspec.json.encode(given) + b"\n")
+            process.stdin.flush()
+            while True:
+                report = msgspec.json.decode(process.stdout.readline(), type=BufferReport)
+                if report.sequences == turn + 1:
+                    break
+            process.kill()
+    ring.offer(encode_sample(sample(2)))
+    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(given) + b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        for i in range(3, 9):
+            ring.offer(encode_sample(sample(i)))
+        process.terminate()
+        assert process.wait(10) == 0  # with all that the ring had
+    assert len(Keeper(given).buffer) == 9 and ring.used == 0
+
+
+def test_a_process_without_its_parent_ends(tmp_path: Path) -> None:
+    given = msgspec.structs.replace(settings(tmp_path), parent=1)
+    started = time.monotonic()
+    subprocess.run(COMMAND, input=msgspec.json.encode(given) + b"\n", timeout=20, check=True)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("vocab_size", [None, 0, "100"])
+def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path, vocab_size: object) -> None:
+    given = settings(tmp_path, vocab_size=vocab_size)
+    done = subprocess.run(
+        COMMAND, input=msgspec.json.encode(given) + b"\n", capture_output=True, timeout=20
+    )
+    assert done.returncode == 2 and b"vocab_size" in done.stderr
