@@ -18,7 +18,7 @@ from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.samples.identity import identity_of, vocabulary_of
-from tlt_server.trainer.buffer import Bounds, SampleBuffer
+from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.segments import SegmentHeader
 
 ITEM = {"messages": QUESTION, "seed": 11, "n": 3, "sampling": {"max_tokens": 40}}
@@ -69,7 +69,7 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
         assert seen["tlt_drafter_samples_refused_total"] == 0
         own.generate([{**ITEM, "n": 1}])  # taken from the ring as the server stops
     header = SegmentHeader.of(identity_of(TARGET), vocabulary_of(TARGET))
-    buffer = SampleBuffer(tmp_path / "samples", header, Bounds(10**6, 10**8))
+    buffer = SampleBuffer(tmp_path / "samples", header, BufferBounds(10**6, 10**8))
     assert not buffer.refusals.count
     outputs = [entry.sample.token_T[entry.sample.prompt_len :].tolist() for entry in buffer]
     again = [c.token_ids for c in expected]

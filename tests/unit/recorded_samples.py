@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tlt_server.records import Strategy
-from tlt_server.samples.sample import Cycles, Drafted, Sample
+from tlt_server.samples.sample import Cycles, HowDrafted, Sample
 
 VOCAB = 100
 EAGLE = Strategy("eagle", 3, 1)
@@ -38,5 +38,5 @@ def sample(
         max_tokens=output,
         end="length",
         spans=[(0, version)],
-        **vars(Cycles(noted, [Drafted(EAGLE, "d0")])),
+        **vars(Cycles(noted, [HowDrafted(EAGLE, "d0")])),
     )

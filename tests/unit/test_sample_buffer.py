@@ -19,11 +19,11 @@ from tests.unit.recorded_samples import VOCAB, sample
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, decode_sample, encode_sample
 from tlt_server.trainer import buffer as buffers
-from tlt_server.trainer.buffer import Bounds, SampleBuffer
+from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.segments import SUFFIX, SegmentHeader, append, frame
 
 HEADER = SegmentHeader.of(Identity("m", "t"), VOCAB)
-BOUNDS = Bounds(tokens=400, bytes=40_000)
+BOUNDS = BufferBounds(tokens=400, bytes=40_000)
 
 some = st.builds(
     sample,
@@ -83,7 +83,7 @@ def test_a_key_alone_may_use_all_of_it() -> None:
 
 def damaged(directory: Path, cut: int) -> tuple[Path, int]:
     """Write two sequences and damage the second one's frame; return the file."""
-    buffer = SampleBuffer(directory, HEADER, Bounds(10_000, 10**6))
+    buffer = SampleBuffer(directory, HEADER, BufferBounds(10_000, 10**6))
     buffer.add(sample(1))
     (path,) = directory.glob(f"*{SUFFIX}")
     whole = path.stat().st_size
@@ -105,7 +105,7 @@ def damaged(directory: Path, cut: int) -> tuple[Path, int]:
 )
 def test_the_good_head_of_a_damaged_segment_is_used(tmp_path: Path, cut: int, says: str) -> None:
     path, _ = damaged(tmp_path, cut)
-    again = SampleBuffer(tmp_path, HEADER, Bounds(10_000, 10**6))
+    again = SampleBuffer(tmp_path, HEADER, BufferBounds(10_000, 10**6))
     assert contents(again) == [encode_sample(sample(1))]
     (message,) = again.refusals.messages
     assert message.startswith(str(path))
@@ -206,13 +206,13 @@ def test_a_directory_that_cannot_be_made_leaves_the_buffer_in_memory(tmp_path: P
 
 
 def test_files_of_another_target_go_when_room_is_needed(tmp_path: Path) -> None:
-    old = SampleBuffer(tmp_path, HEADER, Bounds(10_000, 10**6))
+    old = SampleBuffer(tmp_path, HEADER, BufferBounds(10_000, 10**6))
     for i in range(50):
         old.add(sample(i))
     other = SegmentHeader.of(Identity("other", ""), VOCAB)
-    SampleBuffer(tmp_path, other, Bounds(10_000, 10**6))
+    SampleBuffer(tmp_path, other, BufferBounds(10_000, 10**6))
     assert [*tmp_path.iterdir()]
-    SampleBuffer(tmp_path, other, Bounds(1000, 1000))
+    SampleBuffer(tmp_path, other, BufferBounds(1000, 1000))
     assert not [*tmp_path.iterdir()]
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from tlt_server.records import OFF, DraftLimits, GenerateRequest, Strategy
 from tlt_server.samples.ring import RingProducer
-from tlt_server.samples.sample import Cycles, Drafted, EndReason, Sample, encode_sample
+from tlt_server.samples.sample import Cycles, EndReason, HowDrafted, Sample, encode_sample
 
 if TYPE_CHECKING:
     from tlt_server.engine.batch import Emission
@@ -30,7 +30,7 @@ class Trace:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._how: dict[Drafted, int] = {}
+        self._how: dict[HowDrafted, int] = {}
         self.cycles = array("q")
         self.spans: list[tuple[int, str]] = []
 
@@ -60,7 +60,7 @@ class Recorder:
     def __init__(self, ring: RingProducer, calibration: str) -> None:
         """`calibration`: version of the drafter whose calibration table is in force."""
         self._ring, self._calibration = ring, calibration
-        self._drafted: dict[tuple[Strategy, DraftLimits | None], Drafted] = {}
+        self._drafted: dict[tuple[Strategy, DraftLimits | None], HowDrafted] = {}
         self.offered = self.dropped = 0
 
     def trace(self, request: GenerateRequest) -> Trace | None:
@@ -74,23 +74,23 @@ class Recorder:
         self._calibration = calibration
         self._drafted.clear()
 
-    def drafted(self, strategy: Strategy, limits: DraftLimits | None) -> Drafted:
+    def drafted(self, strategy: Strategy, limits: DraftLimits | None) -> HowDrafted:
         """Return how a step of this strategy drafts for a request with these limits."""
         found = self._drafted.get((strategy, limits))
         if found is None:
             if limits is None or not strategy.drafter or not limits.permits(strategy.drafter):
-                found = Drafted(OFF, "")
+                found = HowDrafted(OFF, "")
             else:
                 depth = min(strategy.depth, limits.max_depth)
                 shape = Strategy(strategy.drafter, depth, strategy.width)
-                found = Drafted(shape, self._calibration)
+                found = HowDrafted(shape, self._calibration)
             if len(self._drafted) >= KEPT:
                 self._drafted.clear()
             self._drafted[strategy, limits] = found
         return found
 
     def offer(
-        self, sequence: Sequence, trace: Trace, drafted: list[Drafted], reason: EndReason
+        self, sequence: Sequence, trace: Trace, drafted: list[HowDrafted], reason: EndReason
     ) -> None:
         """Pack the sequence and put it into the ring, or count it as dropped."""
         self.offered += 1

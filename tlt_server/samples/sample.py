@@ -34,7 +34,7 @@ Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
-class Drafted(Struct, frozen=True, array_like=True):
+class HowDrafted(Struct, frozen=True, array_like=True):
     """The shape that a cycle drafted for a sequence, with the version of the drafter's table."""
 
     strategy: Strategy
@@ -56,7 +56,7 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
     spans: list[tuple[Count, Name]]  # first output token of each, and its weight version
     first_root: Count
     gaps: list[tuple[Count, Count]]  # cycle, and tokens between it and the next root
-    drafted: Annotated[list[Drafted], Meta(max_length=256)]
+    drafted: Annotated[list[HowDrafted], Meta(max_length=256)]
     rows: bytes  # uint16 per cycle, with the root
     branches: bytes  # uint8 per cycle: rows that history added, or UNKNOWN
     accepted: bytes  # uint8 per cycle
@@ -87,7 +87,7 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
 
     @cached_property
     def failures(self) -> int:
-        """Drafted cycles whose path ended before the tree did."""
+        """HowDrafted cycles whose path ended before the tree did."""
         rows_C = np.frombuffer(self.rows, np.dtype("<u2"))
         depth = [each.strategy.depth for each in self.drafted]
         depth_C = np.array(depth or [0])[np.frombuffer(self.how, np.uint8)]
@@ -150,7 +150,7 @@ def decode_sample(data: bytes) -> Sample:
 class Cycles:
     """The columns of a sample's cycles, from the numbers that the engine noted."""
 
-    def __init__(self, noted: Sequence[int], drafted: Sequence[Drafted]) -> None:
+    def __init__(self, noted: Sequence[int], drafted: Sequence[HowDrafted]) -> None:
         """noted: FIELDS numbers per cycle, own rows 0 if not known; `how` is an index into
         `drafted`. `ValueError` for what does not fit: the sequence is then not recorded.
         """

@@ -33,7 +33,7 @@ RETRY_S = 10.0  # between attempts to write, once one failed
 
 
 @dataclass(frozen=True)
-class Bounds:
+class BufferBounds:
     tokens: int
     bytes: int
 
@@ -64,7 +64,7 @@ class SampleBuffer:
         self,
         directory: Path | None,
         header: SegmentHeader,
-        bounds: Bounds,
+        bounds: BufferBounds,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read what the directory holds. Without one everything stays in memory."""

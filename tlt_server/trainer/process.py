@@ -23,7 +23,7 @@ from tlt_server.events import BufferReport
 from tlt_server.samples.identity import identity_of, vocabulary_of
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import decode_sample
-from tlt_server.trainer.buffer import Bounds, SampleBuffer
+from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.segments import SegmentHeader
 
 NICENESS = 10  # after frontend and engine
@@ -52,7 +52,7 @@ class Keeper:
         header = SegmentHeader.of(identity_of(model), vocabulary_of(model))
         directory = Path(settings.directory) if settings.directory else None
         self.buffer = SampleBuffer(
-            directory, header, Bounds(settings.tokens, settings.bytes), clock
+            directory, header, BufferBounds(settings.tokens, settings.bytes), clock
         )
         self._ring, self._clock = RingConsumer(Path(settings.ring)), clock
         self._reported: BufferReport | None = None
