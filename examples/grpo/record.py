@@ -29,7 +29,7 @@ from examples.grpo.rollouts import Group
 from tlt_client.wire import Choice
 from tlt_server.samples.columns import parsed, tensors_of
 from tlt_server.samples.identity import identity_of
-from tlt_server.samples.samples import Legend, Responses, Samples, Verifications
+from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ENDS = ("stop", "length")
@@ -124,13 +124,13 @@ class RunDirectory:
         )
 
 
-def load_samples(file: Path) -> Samples:
+def load_samples(file: Path) -> SampleSet:
     """Read a step's responses as the server's own record holds them, without verifications."""
     with safe_open(file, "np") as opened:
         legend = msgspec.json.decode(opened.metadata()["legend"], type=Legend)
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     empty = {f.name: np.zeros(0, str(f.type)[11:-1]) for f in fields(Verifications)}
-    samples = Samples(legend, parsed(Responses, "responses", tensors), Verifications(**empty))
+    samples = SampleSet(legend, parsed(Responses, "responses", tensors), Verifications(**empty))
     samples.check()
     return samples
 
