@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.errors import Conflict
-from tlt_server.samples.samples import Samples
+from tlt_server.samples.samples import SampleSet
 from tlt_server.trainer.evaluate import staged
 from tlt_server.trainer.features import FeatureSource
 from tlt_server.trainer.plans import own_rows
@@ -76,7 +76,7 @@ class DraftsDiffer(Conflict):
 
 
 def self_check(
-    samples: Samples,
+    samples: SampleSet,
     drafter: ReplayedDrafter,
     source: FeatureSource,
     *,
@@ -131,7 +131,7 @@ def self_check(
 
 
 def _unknown(
-    samples: Samples, rows_V: NDArray[np.int32], version: str, calibration: str | None
+    samples: SampleSet, rows_V: NDArray[np.int32], version: str, calibration: str | None
 ) -> dict[str, NDArray[np.bool_]]:
     """Return which verifications cannot be compared, by reason."""
     verified, legend = samples.verified, samples.legend
@@ -146,7 +146,7 @@ def _unknown(
     }
 
 
-def of_version(samples: Samples, version: str) -> NDArray[np.bool_]:
+def of_version(samples: SampleSet, version: str) -> NDArray[np.bool_]:
     """Return which responses this version of the target has computed all of."""
     responses, names = samples.responses, np.array(samples.legend.versions)
     other_S = names[responses.span_version_S] != version
@@ -157,7 +157,7 @@ def of_version(samples: Samples, version: str) -> NDArray[np.bool_]:
 
 
 def _replayed(
-    replay: DraftReplay, roots: Roots, strategy_B: NDArray[np.uint16], samples: Samples
+    replay: DraftReplay, roots: Roots, strategy_B: NDArray[np.uint16], samples: SampleSet
 ) -> NDArray[np.int32]:
     replayed_B = np.zeros(len(strategy_B), np.int32)
     for index in np.unique(strategy_B).tolist():
