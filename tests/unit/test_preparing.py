@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tlt_kernels.gpu.variants import Unloaded
+from tlt_kernels.gpu.variants import Unloaded, Variant
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.kernel_start import _load
 from tlt_server.engine.gpu.preparing import capture
 
 DRAFT, STEP = DraftKey("eagle", 4, 3, 1), ExtendKey(4, 16)
@@ -72,3 +73,13 @@ def test_a_capture_needs_no_run_where_all_kernels_are_loaded(
     capture(runner, keys, lambda done, of: seen.append((done, of)), run_first=run_first)  # type: ignore[arg-type]
     assert (runner.recorded, runner.ran) == (recorded, ran)
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_kernels_that_cannot_be_loaded_ahead_are_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A record may have come from elsewhere, and names no module but those of the kernels."""
+    _load([Variant("os", "system", "true"), Variant("tlt_kernels.gpu.gather", "nothing", "{}")])
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "2 of 2 kernels" in message
+    assert "os has no kernels of ours" in message

@@ -85,15 +85,21 @@ def _variants(record: KernelRecord) -> list[Variant]:
 
 
 def _load(variants: Sequence[Variant]) -> None:
-    """Load these kernels. One that cannot be loaded is left to its first launch, which says why."""
+    """Load these kernels. One that cannot be loaded is left to its first launch; how many there are
+    is one line on stderr.
+    """
+    errors = []
     for variant in variants:
         try:
             load(variant)
         except Exception as error:  # a record may list what this version does not have
-            print(
-                f"tlt: the kernel {variant.kernel} is not loaded ahead: {error}"[:400],
-                file=sys.stderr,
-            )
+            errors.append(f"{variant.kernel}: {error}")
+    if errors:
+        print(
+            f"tlt: {len(errors)} of {len(variants)} kernels are not loaded ahead ({errors[0][:200]}"
+            "); each is loaded when it is first used, which takes longer",
+            file=sys.stderr,
+        )
 
 
 def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:
