@@ -106,7 +106,7 @@ def test_prompt_tokens_and_those_outside_the_draft_vocabulary_weigh_nothing():
     (window,) = windows(0, 12, 20, 2)
     pack = assemble(source, fit([window], 20)[0], 20)
     tokens, drafted = source.pieces[0].tokens_T, set(drafter.target_ids_C.tolist())
-    for step, weights in enumerate(weights_of(drafter, pack, 2).tolist()):
+    for step, weights in enumerate(weights_of(frozen(drafter), pack, 2).tolist()):
         for slot, weight in enumerate(weights):
             root, ahead = slot + 1, slot + 2 + step
             counts = root >= 5 and ahead < 12 and int(tokens[ahead]) in drafted

@@ -46,6 +46,7 @@ class Frozen(NamedTuple):
 
     embedding_VH: Tensor
     head_CH: Tensor  # the LM head's rows of the draft vocabulary
+    drafted_V: Tensor  # bool: is a token in the draft vocabulary?
 
 
 class Projected(NamedTuple):
@@ -130,7 +131,8 @@ class TrainableEagle3:
         """Take a target version's embedding and head rows; a drafter's own embedding wins."""
         own = self.own_embedding_VH
         embedding_VH = embedding_VH if own is None else own
-        return Frozen(*(x.to(self.device, self.compute) for x in (embedding_VH, head_CH)))
+        embedding_VH, head_CH = (x.to(self.device, self.compute) for x in (embedding_VH, head_CH))
+        return Frozen(embedding_VH, head_CH, self.drafted_V.to(self.device))
 
     def fuse(self, feature_NF: Tensor) -> Tensor:
         """The target's features of a position as the g that enters the next slot: [N, H]."""

@@ -140,7 +140,7 @@ class Trainer:
         sums = Sums.zero(steps, device)
         weight_S = torch.zeros(steps, dtype=torch.float64, device=device)
         for pack in packs:
-            weight_S += weights_of(self.network, pack, steps).sum(1, dtype=torch.float64)
+            weight_S += weights_of(self.frozen, pack, steps).sum(1, dtype=torch.float64)
         factor_S = (self._decay_S / weight_S.clamp(min=1e-6)).float()
         for pack in packs:
             yield from accumulate(self.network, self.frozen, self.objective, pack, factor_S, sums)

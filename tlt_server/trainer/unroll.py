@@ -7,7 +7,7 @@ for one chunk of slots at a time, forward and backward at once. Losses are sums,
 pack are the sums over its documents.
 
 Legend: N slots, H hidden, A query heads, K KV heads, D head width, C draft vocabulary, S unrolled
-steps, M slots of a chunk.
+steps, M slots of a chunk, L = S x M.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tlt_server.trainer.network import Frozen, TrainableEagle3
 from tlt_server.trainer.objectives import Objective
 from tlt_server.trainer.pack import Pack
 
-CHUNK_LOGITS = 1 << 23  # logits of a chunk: 32 MiB in float32
+CHUNK_LOGITS = 1 << 25  # logits of a chunk: 128 MiB in float32, of which about six copies exist
 
 
 class Sums(NamedTuple):
@@ -54,11 +54,11 @@ class Unrolled:
     grad_NH: Tensor  # gradient of h_NH
 
 
-def weights_of(network: TrainableEagle3, pack: Pack, steps: int) -> Tensor:
+def weights_of(frozen: Frozen, pack: Pack, steps: int) -> Tensor:
     """Return weights [S, N] of every slot and step. The predicted token must be of the response and
     in the draft vocabulary: the others are the coverage's loss, which no training mends.
     """
-    predicted_N = pack.counted_N & network.drafted_V.to(pack.token_N.device)[pack.token_N]
+    predicted_N = pack.counted_N & frozen.drafted_V[pack.token_N]
     return torch.stack(
         [slot_weights(pack.root_N, predicted_N, pack.left_N, step) for step in range(steps)]
     )
@@ -96,12 +96,12 @@ def accumulate(
     `sums`; yields after each segment.
     """
     trunk = trunk_of(pack.bounds, network.device, network.compute)
-    weight_SN = weights_of(network, pack, objective.steps)
+    weight_SN = weights_of(frozen, pack, objective.steps)
     steps: list[Unrolled] = []
     for _ in range(objective.steps):
         steps.append(forward(network, frozen, pack, trunk, steps))
         yield "forward"
-    size = max(16, CHUNK_LOGITS // network.draft_vocab_size)
+    size = max(16, CHUNK_LOGITS // (network.draft_vocab_size * len(steps)))
     for start, stop in pack.roots:
         for at in range(start, stop, size):
             rows = slice(at, min(at + size, stop))
@@ -123,29 +123,31 @@ def _chunk(
     factor_S: Tensor,
     sums: Sums,
 ) -> None:
-    """Loss of some slots over all steps, and its gradient with respect to each step's output."""
-    count = rows.stop - rows.start
+    """Loss of some slots over all steps, and its gradient with respect to each step's output. The
+    steps share one matmul with the head, whose gradient is added up once.
+    """
+    count, ahead = rows.stop - rows.start, torch.arange(len(steps), device=network.device)
     index = torch.arange(rows.start, rows.stop + len(steps), device=network.device) % len(pack)
+    at_SM = ahead[:, None] + torch.arange(count, device=network.device)  # within `index`
+    weight_SM = weight_SN[:, rows]
     with torch.no_grad():
         teacher_MC = teacher_probabilities(pack.teacher_NH[index], frozen.head_CH)
-        likely_M = teacher_MC.argmax(-1)
-        g_MH = steps[0].g_NH.detach()[index]
-    for step, unrolled in enumerate(steps):
-        weight_M, ahead = weight_SN[step, rows], slice(step, step + count)
-        h_MH = unrolled.h_NH[rows].detach().requires_grad_()
-        logits_MC = network.logits(h_MH)
-        loss_M = objective.token_loss(logits_MC, teacher_MC[ahead])
-        if objective.feature_weight:
-            following_MH = g_MH[step + 1 : step + 1 + count]
-            loss_M = loss_M + objective.feature_weight * feature_distance(h_MH, following_MH)
-        loss = (loss_M * weight_M).sum()
-        (loss * factor_S[step]).backward()
-        assert h_MH.grad is not None
-        unrolled.grad_NH[rows] = h_MH.grad
-        agreed_M = logits_MC.detach().argmax(-1) == likely_M[ahead]
-        sums.loss_S[step] += loss.detach()
-        sums.weight_S[step] += weight_M.sum()
-        sums.agreed_S[step] += (weight_M * agreed_M).sum()
+        teacher_LC = teacher_MC[at_SM.flatten()]
+    h_LH = torch.cat([each.h_NH[rows] for each in steps]).detach().requires_grad_()
+    logits_LC = network.logits(h_LH)
+    loss_L = objective.token_loss(logits_LC, teacher_LC)
+    if objective.feature_weight:
+        following_LH = steps[0].g_NH.detach()[index[at_SM.flatten() + 1]]
+        loss_L = loss_L + objective.feature_weight * feature_distance(h_LH, following_LH)
+    loss_S = (loss_L.view_as(weight_SM) * weight_SM).sum(1)
+    (loss_S * factor_S).sum().backward()
+    assert h_LH.grad is not None
+    for each, grad_MH in zip(steps, h_LH.grad.chunk(len(steps)), strict=True):
+        each.grad_NH[rows] = grad_MH
+    agreed_L = logits_LC.detach().argmax(-1) == teacher_LC.argmax(-1)
+    sums.loss_S.add_(loss_S.detach())
+    sums.weight_S.add_(weight_SM.sum(1))
+    sums.agreed_S.add_((weight_SM * agreed_L.view_as(weight_SM)).sum(1))
 
 
 def _backward(steps: list[Unrolled]) -> None:
