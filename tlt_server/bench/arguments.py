@@ -157,6 +157,20 @@ def _batches(parser: argparse.ArgumentParser, full: str, quick: str) -> None:
     parser.set_defaults(batches=(_sizes(full), _sizes(quick)))
 
 
+def _training(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shape", choices=("7b", "demo"), default="7b", help="of the drafter [default 7b]"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="[default cuda]")
+    parser.add_argument(
+        "--budget", type=_count, default=2048, metavar="N", help="tokens of a pack [default 2048]"
+    )
+    parser.add_argument(
+        "--documents", type=_count, default=256, metavar="N", help="to lay out [default 256]"
+    )
+    add_json(parser)
+
+
 def _gemm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
@@ -362,5 +376,6 @@ BENCHES = {
     "sampling": Bench("time sampling, edits, reports and choosing children, on a GPU", add_json),
     "trees": Bench("time trees, rows, walks and KV copies of a cycle, on a GPU", add_json),
     "padded": Bench("compare a padded pair's logits with the small pair's, on a GPU", _padded),
+    "training": Bench("time the drafter's training, packed and padded", _training),
     "pad": Bench("write a small trained pair in the shapes of a large model", _pad),
 }

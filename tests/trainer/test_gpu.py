@@ -1,0 +1,110 @@
+"""The trainer on a GPU: flash attention against plain blocks, bfloat16 against float32, and a copy
+on a side stream that holds the state before the step next to it.
+"""
+
+import pytest
+import torch
+
+from tests.trainer.samples import LAYERS, demo_target, solutions
+from tests.trainer.tiny import random
+from tlt_server.demo.workload import DRAFTER
+from tlt_server.trainer.attend import Blocks, Flash, attend
+from tlt_server.trainer.checkpoint import Checkpoints, newest
+from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.objectives import make_objective
+from tlt_server.trainer.pack import Cursor, Packer
+from tlt_server.trainer.recompute import Recomputed, head_rows
+from tlt_server.trainer.step import AdamWSettings, Trainer
+from tlt_server.trainer.unroll import forward
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BUDGET = 512
+
+
+def cosine(first, second) -> float:
+    return float(torch.nn.functional.cosine_similarity(first.flatten(), second.flatten(), dim=0))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_flash_attention_gives_what_plain_blocks_give(steps):
+    bounds, slots, device = (0, 5, 300, 301, 512), 512, torch.device("cuda")
+    inputs = [random(slots, 4, 128, seed=1)]
+    inputs += [random(slots, 2, 128, seed=2 + i) for i in range(2 + 2 * steps)]
+    inputs = [x.to(device, torch.bfloat16).float() for x in inputs]
+    found = []
+    for trunk, dtype in ((Blocks(bounds), torch.float32), (Flash(bounds, device), torch.bfloat16)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        q, k, v, *branch = leaves
+        out = attend(trunk, dtype, q, k, v, branch[:steps], branch[steps:])
+        out.backward(random(slots, 4, 128, seed=99).to(device))
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for plain, flash in zip(*found, strict=True):
+        # Weights and outputs are rounded to 8 bits; directions agree far better than any element.
+        assert cosine(plain, flash) > 0.9999
+        assert (plain - flash).norm() / plain.norm() < 0.02
+
+
+@pytest.fixture(scope="module")
+def target():
+    return demo_target()
+
+
+@pytest.fixture(scope="module")
+def source(target):
+    return Recomputed(target, solutions(0, 40, 96))
+
+
+def build(target, device, dtype):
+    network = TrainableEagle3.load(DRAFTER, target.config, compute=dtype, device=device)
+    frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
+    return Trainer(network, frozen, make_objective("eagle3"), AdamWSettings(lr=1e-4))
+
+
+def test_logits_in_bfloat16_are_those_of_float32_on_a_cpu(target, source):
+    assert LAYERS == target.feature_layers
+    pack, _ = Packer(source, BUDGET, 7).next(Cursor())
+    found = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        trainer = build(target, device, dtype)
+        there, steps = pack.to(torch.device(device), dtype), []
+        trunk = (
+            Flash(pack.bounds, torch.device(device)) if device == "cuda" else Blocks(pack.bounds)
+        )
+        with torch.no_grad():
+            for _ in range(7):
+                steps.append(forward(trainer.network, trainer.frozen, there, trunk, steps))
+            found.append([trainer.network.logits(step.h_NH).cpu() for step in steps])
+    weighing = pack.root_N > 0
+    for step, (exact, rounded) in enumerate(zip(*found, strict=True)):
+        inside = weighing & (pack.left_N > step)
+        same = (exact.argmax(-1) == rounded.argmax(-1))[inside].float().mean()
+        assert same > 0.97, (step, float(same))
+        assert cosine(exact[inside], rounded[inside]) > 0.999, step
+
+
+def test_a_gpu_trains_and_its_checkpoint_holds_the_state_before_the_next_step(
+    target, source, tmp_path
+):
+    trainer, packer = build(target, "cuda", torch.bfloat16), Packer(source, BUDGET, 7)
+    checkpoints = Checkpoints(tmp_path, trainer.state, {})
+    trainer.before_update = lambda: setattr(trainer, "good", checkpoints.settle() or trainer.good)
+    losses, cursor = [], Cursor()
+    for step in range(12):
+        before = trainer.state.weight_P.clone()
+        if step == 5:
+            assert checkpoints.begin()
+        pack, cursor = packer.next(cursor)
+        outcome = trainer.step([pack.to(torch.device("cuda"), torch.bfloat16)])
+        losses.append(outcome.loss)
+        assert outcome.applied and not torch.equal(before, trainer.state.weight_P)
+        if step == 5:
+            saved = before.cpu()
+    checkpoints.close()
+    found, faults = newest(tmp_path, {})
+    assert not faults and found.state.step == 5 and torch.equal(found.state.weight_P, saved)
+    trainer.restore(found.state)
+    assert torch.equal(trainer.state.weight_P.cpu(), saved)
+    assert sum(losses[-4:]) < sum(losses[:4])

@@ -1,0 +1,245 @@
+"""`tlt bench training`: what the drafter's training costs, at a 7B model's drafter shapes or at the
+shipped pair's.
+
+Weights and features are random, lengths long-tailed (median 72 tokens, one in ten above 270). Per
+objective: trained tokens per second, the longest segment between two parking points, and memory.
+Packing against batches padded to their longest document and against length classes, in documents
+per second. A checkpoint's stall against a plain save of the same state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tlt_server.bench.record import finish
+from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.draft_layouts import EAGLE3
+from tlt_server.trainer import checkpoint
+from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.objectives import OBJECTIVES, make_objective
+from tlt_server.trainer.pack import (
+    DocumentPart,
+    Pack,
+    Placed,
+    Window,
+    assemble,
+    fit,
+    padded,
+    windows,
+)
+from tlt_server.trainer.step import Trainer
+
+SHAPES = {  # hidden, MLP, heads, KV heads, vocabulary, draft vocabulary
+    "7b": (3584, 18944, 28, 4, 152064, 32000),
+    "demo": (256, 768, 2, 1, 512, 256),
+}
+PROMPT, LONGEST, BATCH = 40, 2000, 8
+CLASSES = (64, 128, 256, 512, 1024, 2048)
+REPEATS = 5
+
+
+class RandomDocuments:
+    """A source of random tokens and features; every document reads the same ones."""
+
+    def __init__(self, lengths: Sequence[int], config: ModelConfig) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = lengths
+        longest, hidden = max(lengths), config.hidden_size
+        self._part = DocumentPart(
+            torch.randint(0, config.vocab_size, (longest,), generator=generator),
+            torch.randn(longest, 3 * hidden, generator=generator).to(torch.bfloat16),
+            torch.randn(longest, hidden, generator=generator).to(torch.bfloat16),
+            torch.arange(longest) >= PROMPT,
+        )
+
+    def read(self, document: int, start: int, stop: int) -> DocumentPart:
+        return DocumentPart(*(x[start:stop] for x in self._part))
+
+
+class TrainingBench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        hidden, inner, heads, kv_heads, vocab, self.draft_vocab = SHAPES[args.shape]
+        self.device = torch.device(args.device)
+        self.budget = args.budget
+        self.config = ModelConfig(
+            architecture=EAGLE3,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            layers=1,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=128,
+            max_position=4096,
+            norm_eps=1e-6,
+            rope=Rope(),
+            tied_embeddings=False,
+            attention_bias=False,
+            mlp_bias=False,
+            eos_token_ids=(),
+        )
+        random = np.random.default_rng(0)
+        drawn = PROMPT + np.exp(random.normal(np.log(72), 1.03, args.documents)).astype(int)
+        self.source = RandomDocuments(np.clip(drawn, PROMPT + 3, LONGEST).tolist(), self.config)
+
+    def trainer(self, objective: str) -> Trainer:
+        on_gpu = self.device.type == "cuda"
+        network = TrainableEagle3(
+            self.config,
+            self.draft_vocab,
+            compute=torch.bfloat16 if on_gpu else torch.float32,
+            device=self.device,
+        )
+        generator = torch.Generator(self.device).manual_seed(0)
+        for weight in network.weights.values():
+            weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
+        hidden = self.config.hidden_size
+        frozen = network.frozen(
+            torch.randn(self.config.vocab_size, hidden, dtype=torch.bfloat16),
+            torch.randn(self.draft_vocab, hidden, dtype=torch.bfloat16) * 0.02,
+        )
+        return Trainer(network, frozen, make_objective(objective))
+
+    def pieces(self, steps: int) -> list[Window]:
+        return [
+            window
+            for document, length in enumerate(self.source.lengths)
+            for window in windows(document, length, self.budget, steps)
+        ]
+
+    def pack(self, trainer: Trainer, placed: Sequence[Placed], slots: int) -> Pack:
+        made = assemble(self.source, placed, slots)
+        return made.to(self.device, trainer.network.compute)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Time work that ends on the device."""
+        self._wait()
+        began = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - began
+
+    def objective(self, name: str) -> dict[str, Any]:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        trainer = self.trainer(name)
+        placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
+        pack = self.pack(trainer, placed, self.budget)
+        for _ in range(2):
+            trainer.step([pack])
+        step_s = sorted(self.seconds(lambda: trainer.step([pack])) for _ in range(REPEATS))
+        segments, lengths = trainer.segments([pack]), [0.0]
+        ended = object()
+        while True:
+            began = time.perf_counter()
+            if next(segments, ended) is ended:
+                break
+            self._wait()
+            lengths.append(time.perf_counter() - began)
+        found = {
+            "step_ms": round(step_s[REPEATS // 2] * 1e3, 3),
+            "tokens_per_s": round(self.budget / step_s[REPEATS // 2]),
+            "segments": len(lengths) - 1,
+            "longest_segment_ms": round(max(lengths) * 1e3, 3),
+        }
+        if self.device.type == "cuda":
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        return found
+
+    def layouts(self) -> dict[str, Any]:
+        """Documents per second of one pass over all documents, in three layouts."""
+        trainer = self.trainer("eagle3")
+        pieces = self.pieces(trainer.objective.steps)
+        batches = [pieces[at : at + BATCH] for at in range(0, len(pieces), BATCH)]
+        laid = {
+            "packed": [(placed, self.budget) for placed in fit(pieces, self.budget)],
+            "length_classes": _in_classes(pieces, self.budget),
+            "padded": [
+                ([Placed(window, width) for window in batch], width * len(batch))
+                for batch in batches
+                for width in [max(window.slots for window in batch)]
+            ],
+        }
+        found = {}
+        for name, all_placed in laid.items():
+            seconds = 0.0
+            for at, (placed, slots) in enumerate(all_placed):
+                pack = self.pack(trainer, placed, slots)
+                if at == 0:
+                    trainer.step([pack])
+                seconds += self.seconds(lambda pack=pack: trainer.step([pack]))  # type: ignore[misc]
+            slots = sum(slots for _, slots in all_placed)
+            found[name] = {
+                "documents_per_s": round(len(pieces) / seconds, 2),
+                "filled": round(sum(window.slots for window in pieces) / slots, 3),
+            }
+        return found
+
+    def checkpoints(self) -> dict[str, Any]:
+        trainer = self.trainer("eagle")
+        placed = fit(self.pieces(1), self.budget)[0]
+        pack = self.pack(trainer, placed, self.budget)
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            copy = trainer.state.host_copy()
+
+            def plain() -> None:
+                copy.copy_from(trainer.state)
+                self._wait()
+                checkpoint.write(directory, copy, {})
+
+            plain_s = min(self.seconds(plain) for _ in range(2))
+            writer = checkpoint.Checkpoints(directory, trainer.state, {})
+
+            def settle() -> None:
+                writer.settle()
+
+            trainer.before_update = settle
+            step_s = min(self.seconds(lambda: trainer.step([pack])) for _ in range(REPEATS))
+            with_s = []
+            for _ in range(3):
+                writer.begin()
+                with_s.append(self.seconds(lambda: trainer.step([pack])))
+                writer.close()
+            size = sum(tensor.numel() * 4 for tensor in trainer.state.tensors())
+        return {
+            "bytes": size,
+            "plain_ms": round(plain_s * 1e3, 2),
+            "stall_ms": round(writer.stall_s * 1e3, 3),
+            "step_ms": round(step_s * 1e3, 2),
+            "step_with_checkpoint_ms": round(min(with_s) * 1e3, 2),
+        }
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _in_classes(pieces: Sequence[Window], budget: int) -> list[tuple[list[Placed], int]]:
+    return [
+        (placed, sum(each.width for each in placed)) for placed in padded(pieces, budget, CLASSES)
+    ]
+
+
+def run(args: argparse.Namespace) -> int:
+    bench = TrainingBench(args)
+    found: dict[str, Any] = {"objectives": {}}
+    for name in OBJECTIVES:
+        found["objectives"][name] = bench.objective(name)
+        print(f"{name:>8}: {found['objectives'][name]}", flush=True)
+    found["layouts"] = bench.layouts()
+    for name, figures in found["layouts"].items():
+        print(f"{name:>14}: {figures}", flush=True)
+    found["checkpoint"] = bench.checkpoints()
+    print(f"checkpoint: {found['checkpoint']}", flush=True)
+    record = {"bench": "training", "shape": args.shape, "budget": args.budget, **found}
+    finish(args, record, on_gpu=args.device == "cuda")
+    return 0
