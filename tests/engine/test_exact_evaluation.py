@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.engine.tiny import SMALLEST, write_eagle, write_eagle1, write_target
 from tlt_server.__main__ import main
 from tlt_server.bench.recording import recorded
 from tlt_server.bench.replaying.names import parse_policy
@@ -25,7 +26,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.records import Strategy
+from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.samples.samples import Responses, Verifications
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
@@ -238,6 +239,43 @@ def test_the_command_prints_every_drafter_against_the_first(
     assert second["against_first"]["cycles_saved"] == [0, 0, 0]
     assert 0 < first["ms_per_token"] < first["ms_per_cycle"] and first["coverage"] > 0.99
     assert main([*command, "--as-recorded", "--policy", TREE]) == 0
+
+
+def test_networks_that_read_other_layers_share_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """EAGLE-1 was in force, and EAGLE-3 is compared with it."""
+    base = write_target(tmp_path / "target", shape=SMALLEST)
+    first = write_eagle1(tmp_path / "first", base, shape=SMALLEST)
+    third = write_eagle(tmp_path / "third", shape=SMALLEST)
+    settings = EngineSettings(
+        model=base,
+        drafter=str(first),
+        policy="off",
+        device="cpu",
+        dtype="float32",
+        attention="cpu",
+        threads=2,
+        kv_memory_mb=16,
+        max_running=4,
+        max_model_len=64,
+    )
+    work = [
+        GenerateRequest(
+            id=str(n), token_ids=[n + 1, n + 2, 7], sampling=Sampling(max_tokens=40), seed=n
+        )
+        for n in range(8)
+    ]
+    made = recorded(settings, work, [parse_policy("fixed:eagle:3x1x4")], [])
+    made.save(tmp_path / "record.safetensors")
+    command = ["drafter", "evaluate", "--record", str(tmp_path / "record.safetensors")]
+    command += ["--target", str(base), "--drafter", str(first), "--drafter", str(third)]
+    assert main([*command, "--self-check", "--threads", "2"]) == 0
+    said = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert said["self_check"]["different"] == 0 and said["self_check"]["cycles"] > 50
+    accept_lengths = [row["accept_length"] for row in said["rows"]]
+    assert accept_lengths[0] > 1.2 * accept_lengths[1] > 1.1
+    assert main([*command[:-4], "--drafter", str(third), "--self-check"]) == 1
 
 
 @pytest.mark.parametrize(

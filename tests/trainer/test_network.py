@@ -195,13 +195,13 @@ def test_features_computed_again_are_the_bits_of_those_of_one_pass(target, sourc
     """Chunks and kept copies change no bit."""
     documents = source._documents
     once = source.read(2, 0, LENGTHS[2])
-    from tlt_server.trainer import recompute
+    from tlt_server.trainer import prefill
 
-    before, recompute.CHUNK = recompute.CHUNK, 7
+    before, prefill.CHUNK = prefill.CHUNK, 7
     try:
         chunked = Recomputed(target, documents, kept_bytes=0).read(2, 0, LENGTHS[2])
     finally:
-        recompute.CHUNK = before
+        prefill.CHUNK = before
     assert torch.equal(once.features_TF, chunked.features_TF)
     assert torch.equal(once.hidden_TH, chunked.hidden_TH)
     part = source.read(2, 11, 20)

@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_server.attention.rows import KVCache, Rows
+from tlt_server.attention.rows import KVCache
 from tlt_server.errors import InvalidRequest
 from tlt_server.models.decoder import Decoder
 from tlt_server.trainer.pack import DocumentPart
+from tlt_server.trainer.prefill import prefill
 
-CHUNK = 512  # rows of a forward
 KEPT_BYTES = 1 << 30
 
 
@@ -66,7 +66,7 @@ class Recomputed:
     def _states(self, document: int) -> tuple[Tensor, Tensor]:
         found = self._kept.get(document)
         if found is None:
-            found = self._compute(torch.from_numpy(self._documents[document].token_T.astype(int)))
+            found = self._compute(self._documents[document].token_T)
             size = sum(x.numel() * x.element_size() for x in found)
             if size <= self._room:
                 self._kept[document] = found
@@ -74,34 +74,18 @@ class Recomputed:
         return found
 
     @torch.inference_mode()
-    def _compute(self, token_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute(self, token_T: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
         target = self._target
         if self._cache is None:
             self._cache = target.make_cache(self._pages, target.page_size, 0)
-        features, hidden = [], []
-        for start in range(0, len(token_T), CHUNK):
-            rows = _rows(token_T[start : start + CHUNK], start, self._pages)
-            forward = target.forward(rows, self._cache)
-            features.append(forward.features_RF)
-            hidden.append(forward.hidden_RH)
+        found = list(prefill(target, self._cache, [token_T]))
         self.computed += len(token_T)
-        return torch.cat(features), torch.cat(hidden)
+        return (
+            torch.cat([forward.features_RF for forward in found]),
+            torch.cat([forward.hidden_RH for forward in found]),
+        )
 
 
 def head_rows(target: Decoder, ids_C: Tensor) -> Tensor:
     """Return the LM head's rows of some tokens, [C, H]."""
     return target.head_HV.index_select(1, ids_C).t().contiguous()
-
-
-def _rows(token_R: Tensor, start: int, pages: int) -> Rows:
-    """Certain rows of the one document, whose slot is its position."""
-    position_R = torch.arange(start, start + len(token_R))
-    return Rows(
-        token_R,
-        position_R,
-        position_R,
-        torch.zeros(len(token_R), dtype=torch.int32),
-        torch.tensor([start + len(token_R)], dtype=torch.int32),
-        torch.arange(pages, dtype=torch.int32)[None],
-        torch.empty(len(token_R), 0, dtype=torch.int32),
-    )

@@ -30,7 +30,7 @@ from tlt_server.speculation.drafters import DRAFTERS, drafter_in
 from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.tree import Selection, select
-from tlt_server.trainer.features import TextPages
+from tlt_server.trainer.prefill import TextPages
 
 MAX_ROOTS = 256  # roots drafted from at once
 DRAFT_ROWS = 8192  # draft rows of one proposal
