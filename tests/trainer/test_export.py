@@ -5,6 +5,7 @@ not fit.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,10 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.gpu_engine import bits, drafting, request
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import write_eagle, write_eagle1, write_target
 from tlt_server.__main__ import main
+from tlt_server.bench.recording import recorded
+from tlt_server.bench.replaying.names import parse_policy
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.drafter import export as export_command
 from tlt_server.drafter.arguments import LAYOUTS
+from tlt_server.drafter.evaluate import loaded
 from tlt_server.drafter.out import new_directory
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
@@ -25,8 +31,8 @@ from tlt_server.trainer.export import Exported, export
 from tlt_server.trainer.export_layouts import EXPORTS
 from tlt_server.trainer.model_card import Card
 
-CARD = Card("v7", "12,000 responses of RL", "3.4 tokens per cycle")
-CALIBRATION = Path("tlt_server/demo/pair/drafter/calibration.json")
+CARD = Card("v7", "12,000 responses of RL")
+CALIBRATION = DRAFTER / "calibration.json"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,15 @@ def source(root: Path, layout: str) -> Path:
 def exported(root: Path, layout: str, out: Path, drafter: Path | None = None) -> Exported:
     drafter = drafter or source(root, layout)
     with new_directory(out) as directory:
-        return export(drafter, root / "target", layout, directory, base="org/target", card=CARD)
+        return export(
+            drafter,
+            root / "target",
+            layout,
+            directory,
+            base="org/target",
+            card=CARD,
+            replay=lambda *directories: "3.4 tokens per cycle",
+        )
 
 
 def changed(root: Path, tmp_path: Path, **changes: object) -> Path:
@@ -193,3 +207,32 @@ def test_the_command_writes_what_it_says(root: Path, tmp_path: Path, capsys) -> 
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     assert main(command) == 2 and "not an empty directory" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = EngineSettings(
+        model=TARGET, drafter=str(DRAFTER), policy="off", device="cpu", pages=100, max_model_len=200
+    )
+    asked = problems_as_requests(TARGET, 4, group=2, seed=3, max_tokens=32)
+    path = tmp_path_factory.mktemp("record") / "record.safetensors"
+    recorded(settings, asked, [parse_policy("fixed:eagle:2x1x3")], []).save(path)
+    return path
+
+
+def test_the_export_is_replayed_over_a_record(record: Path, tmp_path: Path, monkeypatch) -> None:
+    pair = ["--target", str(TARGET), "--drafter", str(DRAFTER), "--record", str(record)]
+    command = ["drafter", "export", *pair, "--layout", "speculators", "--out"]
+    assert main([*command, str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    found = re.search(r"([\d.]+) tokens per cycle over 4 recorded responses", card)
+    assert found and 2 < float(found[1]) <= 8
+
+    other = perturbed(DRAFTER, tmp_path / "other", 1, scale=0.2)
+
+    def loaded_another(arguments, record, directories):
+        return loaded(arguments, record, [directories[0], other])
+
+    monkeypatch.setattr(export_command, "loaded", loaded_another)
+    assert main([*command, str(tmp_path / "second")]) == 2
+    assert not (tmp_path / "second").exists()

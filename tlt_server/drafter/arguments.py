@@ -154,6 +154,13 @@ def _export(parser: argparse.ArgumentParser) -> None:
         ("--data", "what it was trained on, for the model card"),
     ):
         parser.add_argument(flag, default="", metavar="TEXT", help=sentence)
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="replay the responses of `tlt bench record` through both drafters: they must accept "
+        "the same in every cycle, and the model card says how much",
+    )
 
 
 VERBS = {

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.record} has no response that version {version!r} computed from start to end; "
             f"it has {', '.join(record.header.legend.versions)}: name another with --version"
         )
-    _check_identity(args, record)
+    check_identity(args, record)
     torch.set_num_threads(args.threads or available_processors())
     console = wide_console()
     check = None
@@ -97,7 +97,7 @@ def _version(args: argparse.Namespace, record: RolloutRecord) -> str:
     return str(args.version)
 
 
-def _check_identity(args: argparse.Namespace, record: RolloutRecord) -> None:
+def check_identity(args: argparse.Namespace, record: RolloutRecord) -> None:
     recorded, found = record.header.legend.model, identity_of(args.target).model
     if recorded and recorded != found:
         raise StartupError(
@@ -106,7 +106,7 @@ def _check_identity(args: argparse.Namespace, record: RolloutRecord) -> None:
         )
 
 
-def _loaded(
+def loaded(
     args: argparse.Namespace, record: RolloutRecord, drafters: Sequence[Path]
 ) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
     """Load the target with the layers that these drafters read, and them."""
@@ -119,8 +119,8 @@ def _loaded(
         page_size=record.header.page_size,
         feature_layers=find_loader(drafters[0], "cpu").feature_layers(drafters[0], config),
     )
-    loaded = [ReplayedDrafter.load(directory, target) for directory in drafters]
-    return RecomputedFeatures(target), loaded
+    replayed = [ReplayedDrafter.load(directory, target) for directory in drafters]
+    return RecomputedFeatures(target), replayed
 
 
 def _self_checked(
@@ -131,7 +131,7 @@ def _self_checked(
             f"--self-check compares bits, and {args.record} was recorded on "
             f"{record.header.device}: record on a CPU, or leave it out"
         )
-    source, (drafter,) = _loaded(args, record, args.drafter[:1])
+    source, (drafter,) = loaded(args, record, args.drafter[:1])
     samples = record.samples
     if args.responses:
         first_V = samples.verified.request_V < args.responses
@@ -160,7 +160,7 @@ def _evaluated(
     places = sorted(range(len(args.drafter)), key=layers)
     for _, group in groupby(places, layers):
         same = list(group)
-        source, drafters = _loaded(args, record, [args.drafter[place] for place in same])
+        source, drafters = loaded(args, record, [args.drafter[place] for place in same])
         tasks = [Task(drafter, _plan(args, record, drafter.kind)) for drafter in drafters]
         walks = evaluate(
             record.responses,

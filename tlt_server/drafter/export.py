@@ -3,21 +3,72 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from pathlib import Path
 
+import numpy as np
+
+from tlt_server.drafter.evaluate import check_identity, loaded
 from tlt_server.drafter.out import new_directory
+from tlt_server.errors import StartupError
+from tlt_server.records import Strategy
+from tlt_server.speculation.recorded import RolloutRecord
+from tlt_server.trainer.evaluate import Task, evaluate
 from tlt_server.trainer.export import export
+from tlt_server.trainer.figures import accept_length
 from tlt_server.trainer.model_card import Card
+from tlt_server.trainer.plans import PinnedPlan
+
+REPLAYED = Strategy("eagle", 7, 4, 16)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    card = Card(arguments.version, arguments.data)
-    base = arguments.base or arguments.target.resolve().name
+    replay = partial(_replay, arguments) if arguments.record else lambda drafter, directory: ""
     with new_directory(arguments.out) as directory:
         done = export(
-            arguments.drafter, arguments.target, arguments.layout, directory, base=base, card=card
+            arguments.drafter,
+            arguments.target,
+            arguments.layout,
+            directory,
+            base=arguments.base or arguments.target.resolve().name,
+            card=Card(arguments.version, arguments.data),
+            replay=replay,
         )
     print(
         f"{arguments.out}: {done.tensors} tensors, {done.bytes} bytes, layout {done.layout}; read "
         f"back, {done.compared} hidden values and logits have the same bits"
     )
     return 0
+
+
+def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> str:
+    """Return the accept length, which is that of both drafters, cycle by cycle. `StartupError`
+    where they differ.
+    """
+    record = RolloutRecord.load(arguments.record)
+    check_identity(arguments, record)
+    versions = record.header.legend.versions
+    if len(versions) != 1:
+        raise StartupError(
+            f"{arguments.record} has responses of the versions {', '.join(versions)}, and --target "
+            "has the weights of one; give a --record of that version alone"
+        )
+    source, drafters = loaded(arguments, record, [drafter, directory])
+    mine, written = evaluate(
+        record.responses,
+        range(len(record.responses)),
+        [Task(each, PinnedPlan(REPLAYED)) for each in drafters],
+        source,
+        page_size=record.header.page_size,
+    )
+    for name, found_C in vars(mine).items():
+        if not np.array_equal(found_C, getattr(written, name)):
+            raise StartupError(
+                f"replayed over {arguments.record}, the export differs from {drafter} in {name}; "
+                "nothing was exported: report this as a fault of the export"
+            )
+    return (
+        f"{accept_length(mine):.3f} tokens per cycle over {len(record.responses)} recorded "
+        f"responses, replayed under {REPLAYED.name}; the export and its source accept the same in "
+        f"each of {len(mine)} cycles."
+    )

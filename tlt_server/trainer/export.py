@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,11 +42,19 @@ class Exported(NamedTuple):
 
 
 def export(
-    drafter: Path, target: Path, layout: str, directory: Path, *, base: str, card: Card
+    drafter: Path,
+    target: Path,
+    layout: str,
+    directory: Path,
+    *,
+    base: str,
+    card: Card,
+    replay: Callable[[Path, Path], str] = lambda drafter, directory: "",
 ) -> Exported:
     """Write `drafter` into the empty `directory` in a layout of `EXPORTS`. `StartupError` where it
     does not fit the target or the layout, or reads back differently: what was written is then of no
-    use. `base`: the target's name for other engines.
+    use. `base`: the target's name for other engines. `replay` compares the two on recorded
+    responses, too, and returns what the card says of accept lengths.
     """
     frame = _frame(target, drafter)
     origin = _origin(drafter, target, frame, base)
@@ -61,6 +69,7 @@ def export(
     compared = _compare(network, _loaded(directory, frame), frame)
     with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+    card = card._replace(accept_lengths=replay(drafter, directory))
     (directory / "README.md").write_text(model_card(origin, layout, digest, card))
     return Exported(layout, len(tensors), weights.stat().st_size, digest, compared)
 

@@ -15,7 +15,7 @@ class Card(NamedTuple):
 
     version: str = ""
     data: str = ""  # what it was trained on
-    accept_lengths: str = ""  # a sentence, or lines of a table
+    accept_lengths: str = ""  # a sentence
 
 
 def model_card(origin: Origin, layout: str, sha256: str, card: Card) -> str:
