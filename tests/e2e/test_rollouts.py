@@ -130,31 +130,24 @@ def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Repl
 def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(
     undisturbed: Reply, tmp_path: Path
 ) -> None:
+    """The connection breaks, the trainer knows nothing, repeats itself, and nothing ran twice."""
+
+    def start(client: Client, key: str) -> str:
+        return client.generate(ITEMS, sampling=LONG, idempotency_key=key, detach=True).id
+
     flags = (*FAST_START, "--state-dir", str(tmp_path))
     ids: list[str] = []
     for least in (300, 1000):
         with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
-            ids = ids or [client.generate(ITEMS, sampling=LONG, detach=True).id for _ in range(2)]
+            ids = ids or [start(client, key) for key in ("step-1", "step-2")]
             await_tokens(client.rollout(ids[0]), least)
             server.process.kill()
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         assert [summary.id for summary in client.rollouts()] == ids
+        assert start(client, "step-1") == ids[0]
         for id in ids:
             check_same(client.rollout(id).result(400), undisturbed)
-
-
-def test_a_retry_with_its_key_survives_the_server(undisturbed: Reply, tmp_path: Path) -> None:
-    """The connection breaks, the trainer knows nothing, repeats itself, and nothing ran twice."""
-    flags = (*FAST_START, "--state-dir", str(tmp_path))
-    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
-        first = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True)
-        await_tokens(first, 300)
-        server.process.kill()
-    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
-        again = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True)
-        assert again.id == first.id
-        check_same(again.result(400), undisturbed)
-        assert len(client.rollouts()) == 1
+        assert len(client.rollouts()) == 2
 
 
 def test_sigterm_does_not_wait_for_what_the_next_server_can_finish(
