@@ -25,6 +25,7 @@ from tlt_server.frontend.weights.broadcasts import MAX_TENSORS
 MIB = 2**20
 BODY = 15 * MIB
 HELD_S = 0.06  # bound on one pass of the loop: thrice the promise, for a slow core under load
+PROBE_S = 0.01  # between two probes
 ANSWERED_S = 1.0  # bound on most probes and short texts, on two slow cores under load
 LINE = "a line of text, as long as some others are\n"
 
@@ -58,7 +59,7 @@ GENERATE, CHAT = "/generate", "/v1/chat/completions"
 STOPS = b'{"requests":[{"prompt":"a","sampling":{"stop":[%s]}}]}'
 MESSAGES = b'{"messages":[%s]}'
 CASES = {
-    "tokens": Case("/detokenize", lambda: b'{"tokens":[%s]}' % members(b"65")),
+    "tokens": Case("/detokenize", lambda: b'{"tokens":[%s]}' % members(b"65", 4 * MIB)),
     "text": Case("/tokenize", lambda: json.dumps({"prompt": LINE * 30_000}).encode()),
     "messages": Case(
         "/tokenize",
@@ -138,6 +139,7 @@ def probed(server: LiveServer) -> Iterator[list[float]]:
                     began = time.perf_counter()
                     assert send().status_code == 200
                     took.append(time.perf_counter() - began)
+                over.wait(PROBE_S)
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)

@@ -23,7 +23,7 @@ class Node(Struct, kw_only=True, rename="camel"):
 
 scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False)
 texts = st.text(max_size=20)
-long_texts = st.builds(lambda text, times: text * times, texts, st.integers(0, 10_000))
+long_texts = st.builds(lambda text, times: text * times, texts, st.integers(0, 3000))
 leaves = scalars | texts | long_texts | st.builds(TokenLogprobs, st.just((1,)), st.just((-0.5,)))
 contents = st.recursive(
     leaves,
@@ -34,7 +34,7 @@ contents = st.recursive(
     ),
     max_leaves=12,
 )
-long = st.builds(lambda value, times: [value] * times, contents, st.integers(0, 3000))
+long = st.builds(lambda value, times: [value] * times, contents, st.integers(0, 1000))
 
 
 @given(contents | long | st.lists(long, max_size=3))
