@@ -19,6 +19,7 @@ from tlt_server.packed import PackedIds
 MAX_SEED = 2**64 - 1
 # Limits on what is drafted for one request in a step: more would gain nothing.
 MAX_DEPTH, MAX_WIDTH, MAX_ROWS = 64, 32, 256
+MAX_DRAFTS = 2**31 - 1
 
 
 class Sampling(Struct, frozen=True, kw_only=True, gc=False):
@@ -203,7 +204,17 @@ class StepContext(Struct, frozen=True):
     prefill_rows: int  # prompt rows that share the step
     mean_context: float
     speculable: int  # requests that allow speculation
-    bound: int = 0  # speculable requests that only one drafter may draft for
+    # Speculable requests that only one drafter may draft for, by its name.
+    bound: dict[str, int] = {}
+    deepest: int = MAX_DEPTH  # largest depth that these requests permit
+    most_drafts: int = MAX_DRAFTS  # draft rows that they permit together
+    chunks: int = 0  # prompts that share the step
+    filtered: bool = False  # top-k, top-p or min-p for some request
+    edited: bool = False  # logits edited for some request
+
+    def taking(self, drafter: str) -> int:
+        """Return the requests that take drafts of this drafter."""
+        return self.speculable - sum(self.bound.values()) + self.bound.get(drafter, 0)
 
 
 class Cycle(Struct, frozen=True, kw_only=True):

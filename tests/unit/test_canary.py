@@ -35,7 +35,7 @@ def run(
             prefill_rows=0,
             mean_context=100.0,
             speculable=batch - refusing,
-            bound=bound,
+            bound={"eagle": bound},
         )
         if canary.observe(
             Cycle(

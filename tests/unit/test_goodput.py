@@ -347,15 +347,37 @@ def test_a_drafter_that_a_push_made_worse_is_left_and_tried_again_after_the_next
         simulated.step(policy, 4)
     assert simulated.used[-1] != OFF
     simulated.survival = 0.02
-    simulated.knowledge.forget()
+    simulated.knowledge.renewed("worse")
     for _ in range(100):
         simulated.step(policy, 4)
     assert simulated.used[-1] == OFF
     simulated.survival = 0.8
-    simulated.knowledge.forget()
+    simulated.knowledge.renewed("better")
     for _ in range(300):
         simulated.step(policy, 4)
     assert simulated.used[-1] != OFF
+
+
+def test_a_rollback_brings_back_what_was_known_of_that_version() -> None:
+    simulated = World(cpu_seconds)
+    knowledge, policy = simulated.knowledge, Goodput(simulated.knowledge)
+    knowledge.weights = "good"
+    for _ in range(50):
+        simulated.step(policy, 4)
+    before, rows = knowledge.outlooks["eagle"].record(), simulated.used[-1].draft_rows(4)
+    simulated.survival = 0.02
+    knowledge.renewed("bad")
+    for _ in range(100):
+        simulated.step(policy, 4)
+    assert simulated.used[-1] == OFF
+    knowledge.renewed("good")
+    assert knowledge.outlooks["eagle"].record() == before
+    simulated.survival = 0.8
+    assert simulated.step(policy, 4).draft_rows(4) > rows / 2
+    for version in range(20):
+        knowledge.renewed(str(version))
+    knowledge.renewed("good")
+    assert knowledge.outlooks["eagle"].record() != before, "the memory is bounded"
 
 
 @pytest.mark.parametrize("world", list(WORLDS))
@@ -406,6 +428,22 @@ def test_what_a_step_was_expected_to_take_and_to_give_is_told() -> None:
     assert simulated.predicted_s == pytest.approx(gpu_seconds(load), rel=0.1)
     measured = simulated.cycle.emitted / simulated.cycle.step_s
     assert simulated.knowledge.gauges()["expected_rate"] == pytest.approx(measured, rel=0.5)
+
+
+def test_requests_that_take_few_drafts_or_none_are_weighed_as_they_are() -> None:
+    """Bound to another drafter, or limited in rows or depth, they gain nothing by more drafts."""
+    simulated = World(gpu_seconds, drafters=("eagle", "history"))
+    free = Goodput(simulated.knowledge).choose(StepContext(8, 0, CONTEXT, 8))
+    assert free.depth > 2 and free.draft_rows(8) > 16
+    for context in (
+        StepContext(8, 0, CONTEXT, 8, bound={"history": 8}),
+        StepContext(8, 0, CONTEXT, 8, bound={"eagle": 8}),
+        StepContext(8, 0, CONTEXT, 8, most_drafts=8),
+        StepContext(8, 0, CONTEXT, 8, deepest=2),
+    ):
+        chosen = Goodput(simulated.knowledge).choose(context)
+        assert chosen.drafter in (context.bound or ("eagle", "history"))
+        assert chosen.draft_rows(8) <= context.most_drafts and chosen.depth <= context.deepest
 
 
 def test_the_choice_does_not_flap() -> None:

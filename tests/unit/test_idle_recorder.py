@@ -14,6 +14,7 @@ from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.idle import IdleRecorder
+from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.records import OFF, Strategy, parse_strategy
 
 LONGER, WIDER = parse_strategy("eagle:4x1x4"), parse_strategy("eagle:4x2x8")
@@ -34,6 +35,8 @@ class Recording:
         self.shapes, self.graphs, self.recorded = Shapes(4, MIN_DEPTH), GraphPool(None), []
         self.quiet = True
         self.graphs._quiet = lambda: self.quiet
+        self.recordings = GraphRecordings(self.shapes)
+        self.recordings.follow(self.graphs)
         self.clear()
 
     def clear(self) -> None:
@@ -55,7 +58,7 @@ class Recording:
 
 def test_steps_with_filters_and_edits_follow_a_start_largest_first() -> None:
     runner = Recording().started(short)
-    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     extends = [key for key in runner.shapes.captured(short) if isinstance(key, ExtendKey)]
     for number in range(1, 3 * len(extends) + 1):
         assert record(short) and len(runner.recorded) == number
@@ -71,7 +74,7 @@ def test_steps_with_filters_and_edits_follow_a_start_largest_first() -> None:
 
 def test_another_policy_brings_its_own_steps_first() -> None:
     runner = Recording().started(short)
-    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     assert record(short) and runner.recorded.pop().filtered
     while record(wide):
         pass
@@ -83,7 +86,7 @@ def test_another_policy_brings_its_own_steps_first() -> None:
 
 def test_a_sleep_forgets_all_and_idle_time_records_all_again() -> None:
     runner = Recording().started(short)
-    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     while record(short):
         pass
     everything = {*runner.graphs._graphs}
@@ -95,7 +98,7 @@ def test_a_sleep_forgets_all_and_idle_time_records_all_again() -> None:
 
 def test_nothing_is_recorded_without_quiet_or_past_half_of_the_memory() -> None:
     runner = Recording().started(short)
-    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     runner.quiet = False
     assert not record(short) and not runner.recorded
     runner.quiet = True
@@ -111,7 +114,7 @@ def test_memory_that_others_take_meanwhile_ends_recording_and_not_the_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner = Recording().started(short)
-    record = IdleRecorder(runner)  # type: ignore[arg-type]
+    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
 
     def run_out(key: Any) -> None:
         raise torch.OutOfMemoryError

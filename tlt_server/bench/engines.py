@@ -47,7 +47,7 @@ class _Shared:
     def __init__(self, device: Device, source: LoadedOnce) -> None:
         self._device, self._source = device, source
         self.name, self.warms_up, self.device = device.name, device.warms_up, device.device
-        self.sizes, self.free = device.sizes, device.free
+        self.sizes, self.free, self.recordings = device.sizes, device.free, device.recordings
 
     @property
     def numerics(self) -> str:

@@ -225,11 +225,12 @@ def _connect(
     canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
 
     switches = SwitchLog()
+    knowledge.weights = _versions(live)
 
     def install(live: Live, changed: Changed) -> None:
         equipped.install(live, changed)
         canary.renewed()
-        knowledge.forget()
+        knowledge.renewed(_versions(live))
         switches.weights_changed()
         if recorder:
             recorder.installed(live.drafter_version)
@@ -256,6 +257,10 @@ def _connect(
         equipped.record,
         recorder,
     )
+
+
+def _versions(live: Live) -> str:
+    return f"{live.target.version}\n{live.drafter.version if live.drafter else ''}"
 
 
 def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) -> dict[str, str]:
@@ -364,7 +369,8 @@ def _learning_policy(
     arms: Arms | None,
 ) -> Policy:
     known = ladder(settings.drafters, settings.device).within(arms)
-    setup = Setup(known, strategy or known.arms[-1], knowledge, device.sizes, arms)
+    first = strategy or known.arms[-1]
+    setup = Setup(known, first, knowledge, device.sizes, arms, device.recordings)
     policy: Policy = POLICIES.resolve(name).make(setup)
     return policy
 

@@ -9,12 +9,20 @@ bracket that, in the order of the steps.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import TltError
-from tlt_server.records import StepContext, TokenLogprobs
+from tlt_server.records import (
+    MAX_DEPTH,
+    MAX_DRAFTS,
+    MAX_ROWS,
+    NO_LIMITS,
+    StepContext,
+    TokenLogprobs,
+)
 
 
 class Chunk:
@@ -64,13 +72,24 @@ class Batch:
     @cached_property
     def context(self) -> StepContext:
         decoding = [chunk for chunk in self.chunks if chunk.decodes]
+        prompts = [chunk for chunk in self.chunks if not chunk.decodes]
         limits = [chunk.sequence.request.draft_limits for chunk in decoding]
+        taken = [limit for limit in limits if limit is not None]
+        own = [limit for limit in taken if limit is not NO_LIMITS]
+        most = MAX_DRAFTS
+        if own and all(limit.max_rows < MAX_ROWS for limit in taken):
+            most = sum(limit.max_rows - 1 for limit in taken)
         return StepContext(
             decoding=len(decoding),
-            prefill_rows=sum(chunk.end - chunk.start for chunk in self.chunks if not chunk.decodes),
+            prefill_rows=sum(chunk.end - chunk.start for chunk in prompts),
             mean_context=sum(chunk.end for chunk in decoding) / max(1, len(decoding)),
-            speculable=sum(limit is not None for limit in limits),
-            bound=sum(limit is not None and bool(limit.drafter) for limit in limits),
+            speculable=len(taken),
+            bound=dict(Counter(limit.drafter for limit in own if limit.drafter)),
+            deepest=max((limit.max_depth for limit in taken), default=0) if own else MAX_DEPTH,
+            most_drafts=most,
+            chunks=len(prompts),
+            filtered=any(chunk.sequence.is_filtered for chunk in self.chunks if chunk.samples),
+            edited=any(chunk.sequence.is_edited for chunk in self.chunks if chunk.samples),
         )
 
 

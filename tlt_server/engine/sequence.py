@@ -123,6 +123,20 @@ class Sequence:
         return self.request.sampling.prompt_logprobs is not None and self.output_len == 0
 
     @property
+    def is_filtered(self) -> bool:
+        sampling = self.request.sampling
+        return sampling.temperature > 0 and (
+            sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        )
+
+    @property
+    def is_edited(self) -> bool:
+        """Tell whether its next token's logits are edited. The host may not know the last few
+        tokens, but edits only end as a sequence grows.
+        """
+        return self.state.edits_at(self.length)
+
+    @property
     def shares(self) -> bool:
         """Tell whether other sequences may use its KV."""
         return not self.mixed_version and not self.private

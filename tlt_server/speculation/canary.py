@@ -60,7 +60,7 @@ class Canary:
     def observe(self, cycle: Cycle) -> str:
         """Return the line to log if a drafter has just collapsed, else an empty one."""
         drafter, context = self._watched.get(cycle.strategy.drafter), cycle.context
-        if drafter is None or context.speculable - context.bound < context.decoding:
+        if drafter is None or context.speculable - sum(context.bound.values()) < context.decoding:
             return ""  # some may have taken no drafts
         if not cycle.accepted or not drafter.collapsed(cycle.accepted, self._collapse):
             return ""

@@ -19,6 +19,7 @@ from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.outlook import Outlook, OutlookRecord
 
 EVERY = 16  # steps of which one is asked what was expected of it
+KEPT_WEIGHTS = 8  # earlier weights of which it is kept what drafts were worth
 RETURN = 3  # steps within which a drafter that comes back has little to catch up with
 
 
@@ -46,6 +47,8 @@ class Knowledge:
             for half in (DRAFTERS[name].half(device),)
         }
         self.expected_rate = 0.0  # tokens per second of steps like the last ones
+        self.weights = ""  # names of the versions of target and drafter
+        self._known: dict[str, dict[str, OutlookRecord]] = {}  # by earlier weights, newest last
         self._step = 0
         self._last_used: dict[str, int] = {}  # the step that last used a drafter
 
@@ -81,10 +84,20 @@ class Knowledge:
         gain = outlook.gain(strategy.depth, strategy.width, rows)[0]
         return context.decoding + context.speculable * float(gain)
 
-    def forget(self) -> None:
-        """Doubt what is known of the drafters, as weights have changed."""
-        for outlook in self.outlooks.values():
-            outlook.forget()
+    def renewed(self, weights: str) -> None:
+        """Take up what was known of the drafters under these weights, or doubt what is known, as
+        the weights are new.
+        """
+        self._known[self.weights] = {name: known.record() for name, known in self.outlooks.items()}
+        found = self._known.pop(weights, None)
+        while len(self._known) > KEPT_WEIGHTS:
+            del self._known[next(iter(self._known))]
+        self.weights = weights
+        for name, outlook in self.outlooks.items():
+            if found is None:
+                outlook.forget()
+            else:
+                outlook.restore(found[name])
 
     def record(self) -> KnowledgeRecord:
         return KnowledgeRecord(

@@ -7,13 +7,13 @@ included. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.records import Strategy
+from tlt_server.records import StepContext, Strategy
 
 Rows = NDArray[np.int64]
 
@@ -25,6 +25,27 @@ class Reach(Protocol):
     """The strategies that a policy may choose, as `Policy.strategies`."""
 
     def __call__(self, requests: int, *, prompts: bool) -> Iterable[Strategy]: ...
+
+
+class Recordings(Protocol):
+    """The graphs that a device has recorded of its steps. Recording one takes about ten steps."""
+
+    def missing(
+        self,
+        context: StepContext,
+        drafter: str,
+        depths: Sequence[int],
+        widths: Sequence[int],
+        decode_rows: Rows,
+    ) -> Rows:
+        """Return the graphs that a step would lack, [depths, widths, decode rows]. No drafter: of
+        one depth and width, of a step without drafts.
+        """
+
+    def want(self, context: StepContext, strategy: Strategy, saved_s: float) -> bool:
+        """Note the time that a strategy would have saved in this step with its graphs. Tell whether
+        it adds up to the time of recording them, so that the step should.
+        """
 
 
 class Sizes(Protocol):

@@ -21,7 +21,7 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
-from tlt_server.speculation.sizes import Reach, Sizes
+from tlt_server.speculation.sizes import Reach, Recordings, Sizes
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.storage import Free
 
@@ -80,6 +80,7 @@ class Device(Protocol):
     warms_up: bool  # a first rollout compiles what no request should wait for
     device: torch.device
     sizes: Sizes  # the sizes that steps are padded to
+    recordings: Recordings | None  # None: a device that records nothing
 
     @property
     def numerics(self) -> str:

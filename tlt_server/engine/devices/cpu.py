@@ -38,6 +38,7 @@ class CpuDevice:
     name = "cpu"
     warms_up = True
     sizes = AnySize()
+    recordings = None
     device = torch.device("cpu")
 
     def __init__(self, settings: DecidedSettings) -> None:

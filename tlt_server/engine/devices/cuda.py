@@ -40,6 +40,7 @@ from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV
 from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
 from tlt_server.engine.gpu.preparing import load_exchange, prepare
+from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
@@ -83,6 +84,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._kernels: KernelStart | None = None  # where launches are captured at start
         self.sizes = Shapes(settings.max_running, max(MIN_DEPTH, settings.deepest), self.prompts)
+        self.recordings = GraphRecordings(self.sizes)
 
     @property
     def numerics(self) -> str:
@@ -205,6 +207,7 @@ class CudaDevice:
             self._synchronize()  # what the runner's stream will read was written on another
             self._prepare(runner, live, shapes.at_start(settings.max_rows, reach), on_progress)
         graphs = runner.graphs
+        self.recordings.follow(graphs)
         buffers = state.logits_SV, state.batch_slots.count_QV
         lent: tuple[KVCache | Backing, ...] = (*kv.caches, *(Backing(each) for each in buffers))
         equipment = GpuEquipment(runner, tuple(drafters.values()), lent, self._synchronize)
@@ -225,7 +228,7 @@ class CudaDevice:
             f"{taken}{ahead}" if captures else "launched kernel by kernel",
             matmuls,
             shapes.room,
-            IdleRecorder(runner),
+            IdleRecorder(runner, self.recordings),
         )
 
     def _captures(self, attention: GpuAttention) -> bool:

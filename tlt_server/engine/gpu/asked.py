@@ -1,6 +1,4 @@
-"""Values that the device is told of a sequence at its admission, and properties that decide the
-keys of its steps. Called by the runner. No tensors.
-"""
+"""Values that the device is told of a sequence at its admission, for the runner. No tensors."""
 
 from __future__ import annotations
 
@@ -12,20 +10,6 @@ from tlt_server.records import MAX_ROWS
 def limits_rows(sequence: Sequence) -> bool:
     limits = sequence.request.draft_limits
     return limits is not None and limits.max_rows < MAX_ROWS
-
-
-def is_filtered(sequence: Sequence) -> bool:
-    sampling = sequence.request.sampling
-    return sampling.temperature > 0 and (
-        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    )
-
-
-def is_edited(sequence: Sequence) -> bool:
-    """Tell whether its next token's logits are edited. The host may not know the last few tokens,
-    but edits only end as a sequence grows.
-    """
-    return sequence.state.edits_at(sequence.length)
 
 
 def edits_of(sequence: Sequence) -> Edits:

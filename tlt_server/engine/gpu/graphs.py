@@ -24,6 +24,9 @@ from tlt_server.engine.gpu.refusals import BUSY, shortage
 DRIVER_BYTES = 4 << 20
 
 
+RECORD_S = 0.05  # seconds that recording a graph takes, until one was recorded
+
+
 class GraphPool:
     def __init__(
         self,
@@ -41,6 +44,7 @@ class GraphPool:
         self.bytes: dict[Hashable, int] = {}  # device memory that capturing the key took
         self.seconds: dict[Hashable, float] = {}
         self.cleared = 0  # times that `clear` was called
+        self.changes = 0  # times that a key was recorded, or all were cleared
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -94,6 +98,7 @@ class GraphPool:
         pooled = max(0, torch.cuda.memory_reserved() - reserved)
         after, _ = torch.cuda.mem_get_info()
         self._graphs[key] = graph
+        self.changes += 1
         self.bytes[key] = pooled + min(max(0, free - after - pooled), DRIVER_BYTES)
         self.seconds[key] = time.perf_counter() - started_s
         if self.total_bytes >= self._most_bytes:
@@ -119,9 +124,24 @@ class GraphPool:
             self._pool = torch.cuda.graph_pool_handle()
         self._full = False
         self.cleared += 1
+        self.changes += 1
         self._graphs.clear()
         self.bytes.clear()
         self.seconds.clear()
+
+    @property
+    def captures(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def records(self) -> bool:
+        """Tell whether a step that lacks its graph would record it."""
+        return self.captures and not self._full and self._quiet()
+
+    @property
+    def record_s(self) -> float:
+        """Return the time that recording a graph takes, run included."""
+        return sum(self.seconds.values()) / len(self.seconds) if self.seconds else RECORD_S
 
     @property
     def spare(self) -> bool:

@@ -10,14 +10,15 @@ import torch
 
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.speculation.sizes import Reach
 
 
 class IdleRecorder:
-    def __init__(self, runner: GpuRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: GpuRunner, recordings: GraphRecordings) -> None:
+        self._runner, self._recordings = runner, recordings
         self._for: tuple[Reach, int] | None = None  # policy and times cleared of what is left
         self._left: list[DraftKey | ExtendKey] = []  # the next one last
 
@@ -26,6 +27,8 @@ class IdleRecorder:
         graphs, shapes = self._runner.graphs, self._runner.shapes
         if not graphs.spare:
             return False
+        for key in self._recordings.wanted():
+            return self._record(key)
         if self._for != (reach, graphs.cleared):
             self._for = reach, graphs.cleared
             self._left = [key for key in shapes.captured_later(reach) if key not in graphs][::-1]

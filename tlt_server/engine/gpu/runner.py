@@ -23,7 +23,7 @@ from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
-from tlt_server.engine.gpu.asked import edits_of, is_edited, is_filtered, limits_rows
+from tlt_server.engine.gpu.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter, drafters_of
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
@@ -195,8 +195,8 @@ class GpuRunner:
             strategy,
             sum(count for _, _, count in chunks),
             len(chunks),
-            filtered=any(is_filtered(work.sequence) for work in batch.chunks if work.samples),
-            edited=any(is_edited(work.sequence) for work in batch.chunks if work.samples),
+            filtered=batch.context.filtered,
+            edited=batch.context.edited,
         )
         extend = self.extend_pass(key)
         drafted: DraftPass | None = None

@@ -12,7 +12,7 @@ from tlt_server.records import Arms, Cycle, StepContext, Strategy
 from tlt_server.registry import Registry
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies.arms import Ladder
-from tlt_server.speculation.sizes import Sizes
+from tlt_server.speculation.sizes import Recordings, Sizes
 
 POLICIES = Registry(
     "policy",
@@ -33,6 +33,7 @@ class Setup(NamedTuple):
     knowledge: Knowledge
     sizes: Sizes
     arms: Arms | None = None  # what an operator allows; None: all
+    recordings: Recordings | None = None  # None: the device records nothing
 
 
 class Policy(Protocol):

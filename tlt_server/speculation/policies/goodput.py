@@ -4,7 +4,9 @@ Nothing is explored: the cost model predicts the time of a step under every stra
 outlook of each drafter predicts its accepted tokens (`cost`, `outlook`), from steps of whichever
 strategy ran. So each step weighs all of them: drafter, depth, width, rows of the batch, and no
 speculation. Another drafter, depth or width replaces the one in use only where it promises `margin`
-more, so that noise does not make the choice flap. Nothing latches.
+more, so that noise does not make the choice flap. Nothing latches. A strategy whose graphs are not
+recorded waits until idle time has recorded them, or until it would have saved as much time as that
+takes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tlt_server.records import OFF, Arms, Cycle, StepContext, Strategy
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies import Setup
-from tlt_server.speculation.sizes import AnySize, Sizes
+from tlt_server.speculation.sizes import AnySize, Recordings, Sizes
 
 # Levels that a path may have for every draft row that a step may verify: deeper ones are wasted.
 DEEPEST = 2
@@ -41,6 +43,19 @@ class TreeShape(NamedTuple):
     width: int
 
 
+class Weighed(NamedTuple):
+    """A strategy for the next step, with what is expected of it."""
+
+    rate: float  # tokens per second
+    seconds: float
+    pick: TreeShape | None  # None: nothing is drafted
+    rows: int  # decode rows
+
+
+NONE = Weighed(0.0, 0.0, None, 0)
+NOTHING_111 = np.zeros((1, 1, 1), np.int64)
+
+
 class Goodput:
     measures = True
 
@@ -50,45 +65,96 @@ class Goodput:
         settings: GoodputSettings = GoodputSettings(),
         sizes: Sizes | None = None,
         arms: Arms | None = None,
+        recordings: Recordings | None = None,
     ) -> None:
         self._knowledge, self._settings, self._sizes = knowledge, settings, sizes or AnySize()
         self._names, self._outlooks = list(knowledge.outlooks), list(knowledge.outlooks.values())
         self._allowed = [_allowed(name, known, arms) for name, known in knowledge.outlooks.items()]
+        self._recordings = recordings
         self._current: TreeShape | None = None
         self._expected = self._switches = 0.0
 
     @classmethod
     def make(cls, setup: Setup) -> Goodput:
-        return cls(setup.knowledge, sizes=setup.sizes, arms=setup.arms)
+        return cls(setup.knowledge, sizes=setup.sizes, arms=setup.arms, recordings=setup.recordings)
 
     def choose(self, context: StepContext) -> Strategy:
         if not context.speculable or not self._knowledge.cost.trained:
             return OFF
-        prompts = context.prefill_rows > 0
-        decode_V = self._sizes.decode_rows(context.decoding, prompts=prompts)
+        ready, held, waiting = self._weigh(context)
+        best = max(ready, key=lambda choice: choice.rate, default=NONE)
+        late = max(waiting, key=lambda choice: choice.rate, default=NONE)
+        if best.rate <= 0:  # nothing is recorded, so something has to be
+            best = late
+        if best.pick != self._current and best.rate > held.rate * (1 + self._hurdle(best.pick)):
+            held = best
+        if late.rate > held.rate > 0 and self._records(context, late, held):
+            held = late
+        self._switches += held.pick != self._current
+        self._current, self._expected = held.pick, held.rate
+        return self._strategy(held, context)
+
+    def _weigh(self, context: StepContext) -> tuple[list[Weighed], Weighed, list[Weighed]]:
+        """Return the best choices that are recorded, the best one of the tree in use, and the best
+        ones that are not recorded.
+        """
+        decode_V = self._sizes.decode_rows(context.decoding, prompts=context.prefill_rows > 0)
         computed_V = self._sizes.computed(decode_V, context.prefill_rows)
-        off = context.decoding / float(self._seconds(context, computed_V[:1])[0])
-        best, pick, rows = off, None, context.decoding
-        held, held_rows = (off, 0) if self._current is None else (0.0, 0)
+        seconds = float(self._seconds(context, computed_V[:1])[0])
+        off = Weighed(context.decoding / seconds, seconds, None, context.decoding)
+        lacking = self._missing(context, "", (0,), (0,), decode_V[:1])
+        ready, waiting = ([], [off]) if lacking.any() else ([off], [])
+        held = off if self._current is None and ready else NONE
         for d, outlook in enumerate(self._outlooks if len(decode_V) > 1 else ()):
-            rate_DWV = self._rates(d, outlook, context, decode_V, computed_V)
-            i, j, v = np.unravel_index(int(rate_DWV.argmax()), rate_DWV.shape)
-            if rate_DWV[i, j, v] > best:
-                best, rows = float(rate_DWV[i, j, v]), int(decode_V[1 + v])
-                pick = TreeShape(d, outlook.depths[i], outlook.widths[j])
-            if self._current is not None and self._current.drafter == d:
-                rate_V = rate_DWV[
-                    outlook.depths.index(self._current.depth),
-                    outlook.widths.index(self._current.width),
-                ]
-                held, held_rows = float(rate_V.max()), int(decode_V[1 + rate_V.argmax()])
-        if pick != self._current and best > held * (1 + self._hurdle(pick)):
-            self._current, held, held_rows = pick, best, rows
-            self._switches += 1
-        self._expected = held
-        if self._current is None:
-            return OFF
-        return self._strategy(self._current, held_rows, context.decoding, prompts=prompts)
+            if not context.taking(self._names[d]):
+                continue
+            rate_DWV, seconds_DWV = self._rates(d, outlook, context, decode_V, computed_V)
+            lacks_DWV = self._missing(
+                context, self._names[d], outlook.depths, outlook.widths, decode_V[1:]
+            )
+            if lacks_DWV.any():
+                lacks_DWV = np.broadcast_to(lacks_DWV > 0, rate_DWV.shape)
+                later_DWV = np.where(lacks_DWV, rate_DWV, 0.0)
+                waiting.append(self._best(d, later_DWV, seconds_DWV, decode_V))
+                rate_DWV = np.where(lacks_DWV, 0.0, rate_DWV)
+            ready.append(self._best(d, rate_DWV, seconds_DWV, decode_V))
+            now = self._current
+            if now is not None and now.drafter == d:
+                i, j = outlook.depths.index(now.depth), outlook.widths.index(now.width)
+                v = int(rate_DWV[i, j].argmax())
+                rows = int(decode_V[1 + v])
+                held = Weighed(float(rate_DWV[i, j, v]), float(seconds_DWV[i, j, v]), now, rows)
+        return ready, held, waiting
+
+    def _best(
+        self,
+        d: int,
+        rate_DWV: NDArray[np.float64],
+        seconds_DWV: NDArray[np.float64],
+        decode_V: NDArray[np.int64],
+    ) -> Weighed:
+        i, j, v = np.unravel_index(int(rate_DWV.argmax()), rate_DWV.shape)
+        pick = TreeShape(d, self._outlooks[d].depths[i], self._outlooks[d].widths[j])
+        rows = int(decode_V[1 + v])
+        return Weighed(float(rate_DWV[i, j, v]), float(seconds_DWV[i, j, v]), pick, rows)
+
+    def _missing(
+        self,
+        context: StepContext,
+        drafter: str,
+        depths: tuple[int, ...],
+        widths: tuple[int, ...],
+        decode_V: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        if self._recordings is None:
+            return NOTHING_111
+        return self._recordings.missing(context, drafter, depths, widths, decode_V)
+
+    def _records(self, context: StepContext, late: Weighed, held: Weighed) -> bool:
+        """Tell whether to record a choice now, as it has been better for long enough."""
+        assert self._recordings is not None, "only recordings make a choice wait"
+        saved_s = held.seconds * (1 - held.rate / late.rate)
+        return self._recordings.want(context, self._strategy(late, context), saved_s)
 
     def observe(self, cycle: Cycle) -> None:
         """Nothing to learn: the engine's knowledge has it already."""
@@ -98,9 +164,9 @@ class Goodput:
         yield OFF
         for d, outlook in enumerate(self._outlooks):
             for i, j in np.argwhere(_sensible(outlook, decode_V) & self._allowed[d]):
-                choice = TreeShape(d, outlook.depths[i], outlook.widths[j])
+                tree = TreeShape(d, outlook.depths[i], outlook.widths[j])
                 for rows in decode_V[1:]:
-                    yield self._strategy(choice, int(rows), requests, prompts=prompts)
+                    yield self._of_rows(tree, int(rows), requests, prompts=prompts)
 
     def gauges(self) -> Mapping[str, float]:
         return {"goodput_expected": self._expected, "goodput_switches": self._switches}
@@ -117,19 +183,22 @@ class Goodput:
         context: StepContext,
         decode_V: NDArray[np.int64],
         computed_V: NDArray[np.int64],
-    ) -> NDArray[np.float64]:
-        """Return the expected tokens per second of every depth and width, and of all numbers of
-        decode rows but the first.
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the expected tokens per second, and the seconds, of every depth and width, and of
+        all numbers of decode rows but the first.
         """
-        requests = context.speculable
-        gain_DWV = outlook.gains((decode_V[1:] - context.decoding) / requests)
+        requests = context.taking(self._names[d])
+        drafts_V = np.minimum(decode_V[1:] - context.decoding, context.most_drafts)
+        gain_DWV = outlook.gains(drafts_V / requests)
         depth_D, width_W = np.array(outlook.depths), np.array(outlook.widths)
         seconds_DWV = self._seconds(
             context, computed_V[1:], self._names[d], depth_D[:, None, None], width_W[None, :, None]
         )
         rate_DWV = (context.decoding + requests * gain_DWV) / seconds_DWV
-        rate_DWV[~(_sensible(outlook, decode_V) & self._allowed[d])] = 0.0
-        return rate_DWV
+        sensible_DW = _sensible(outlook, decode_V) & self._allowed[d]
+        sensible_DW &= ((depth_D == 1) | (depth_D <= context.deepest))[:, None]
+        rate_DWV[~sensible_DW] = 0.0
+        return rate_DWV, np.broadcast_to(seconds_DWV, rate_DWV.shape)
 
     def _seconds(
         self,
@@ -143,10 +212,16 @@ class Goodput:
             drafter, depth, width, context.decoding, computed, 0, context.mean_context
         )
 
-    def _strategy(self, choice: TreeShape, rows: int, requests: int, *, prompts: bool) -> Strategy:
+    def _strategy(self, choice: Weighed, context: StepContext) -> Strategy:
+        if choice.pick is None:
+            return OFF
+        prompts = context.prefill_rows > 0
+        return self._of_rows(choice.pick, choice.rows, context.decoding, prompts=prompts)
+
+    def _of_rows(self, tree: TreeShape, rows: int, requests: int, *, prompts: bool) -> Strategy:
         budget = max(1, rows - self._sizes.batch(requests, prompts=prompts))
         mean = 1 + -(-(rows - requests) // requests)
-        return Strategy(self._names[choice.drafter], choice.depth, choice.width, mean, budget)
+        return Strategy(self._names[tree.drafter], tree.depth, tree.width, mean, budget)
 
 
 def _allowed(drafter: str, outlook: Outlook, arms: Arms | None) -> NDArray[np.bool_]:
