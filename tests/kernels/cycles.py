@@ -35,6 +35,7 @@ from tlt_kernels.gpu.tensors import (
 from tlt_server.speculation.accept import accept as walk
 
 TRASH, SCRATCH = 9999, 5000
+OWN_COLUMNS = 2  # nodes in later columns count as branches
 
 
 class Cycle:
@@ -113,6 +114,7 @@ class Cycle:
             decode_rows=decode_rows,
             scratch_start=SCRATCH,
             trash=TRASH,
+            own_columns=OWN_COLUMNS,
         )
         if chunks:
             length_W = batch_slots.length_Q[self.batch_slot_W.long()].cpu().numpy()
@@ -183,6 +185,7 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
     expected = BatchSlots(*(a.copy() for a in before))
     page_R = untouched_R.copy()
     total_accepted = ended = 0
+    columns = cycle.nodes.survival_BC.shape[1]
     for e, q in entries:
         root, count = int(trees.root_E[e]), int(trees.count_E[e])
         if e < requests and count:
@@ -212,6 +215,10 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
         assert outcome.accepted_E[e] == max(len(tokens) - 1, 0) and outcome.verified_E[e] == max(
             count - 1, 0
         ), f"entry {e}"
+        own_I = [trees.node_V[row] % columns < OWN_COLUMNS for row in range(root + 1, root + count)]
+        own_path = [trees.node_V[row] % columns < OWN_COLUMNS for row in path[1:]]
+        assert outcome.own_verified_E[e] == sum(own_I), f"own_verified_E[{e}]"
+        assert outcome.own_accepted_E[e] == sum(own_path), f"own_accepted_E[{e}]"
         assert (outcome.done_E[e], outcome.broken_E[e]) == (done, broken), f"flags of entry {e}"
         assert outcome.token_EA[e, :keep].tolist() == tokens[:keep], f"token_EA[{e}]"
         assert outcome.logprob_EA[e, :keep].tolist() == logprobs[:keep], f"logprob_EA[{e}]"

@@ -30,8 +30,9 @@ from tlt_kernels.gpu.tensors import (
     Trees,
 )
 
-HEAD = 4  # count, accepted, verified, flags
+HEAD = 4  # count, accepted, verified, flags with own rows
 DONE, BROKEN = 1, 2
+OWN_BITS = 15  # of the flags' field from bit 2 on: own rows verified; above them, own rows accepted
 
 
 class EntryOutcomes(NamedTuple):
@@ -40,6 +41,9 @@ class EntryOutcomes(NamedTuple):
     count_E: NDArray[np.int32]  # tokens emitted: none after a stop id or the limit
     accepted_E: NDArray[np.int32]  # draft rows on the path, also those that a stop id cut off
     verified_E: NDArray[np.int32]  # draft rows verified
+    # Those of both that are the drafter's own, without branches.
+    own_accepted_E: NDArray[np.int32]
+    own_verified_E: NDArray[np.int32]
     done_E: NDArray[np.bool_]  # the sequence has ended
     broken_E: NDArray[np.bool_]  # a log-prob was NaN: nothing was emitted, the sequence has ended
     token_EA: NDArray[np.int32]
@@ -55,10 +59,13 @@ def parse(outcome_EF: NDArray[np.int32]) -> EntryOutcomes:
     """Return views of what `accept` wrote."""
     split = HEAD + (outcome_EF.shape[1] - HEAD) // 2
     flags_E = outcome_EF[:, 3]
+    own_E = flags_E >> 2
     return EntryOutcomes(
         outcome_EF[:, 0],
         outcome_EF[:, 1],
         outcome_EF[:, 2],
+        own_E >> OWN_BITS,
+        own_E & ((1 << OWN_BITS) - 1),
         (flags_E & DONE) != 0,
         (flags_E & BROKEN) != 0,
         outcome_EF[:, HEAD:split],
@@ -86,6 +93,7 @@ def _accept(
     parent_R,
     root_E,
     count_E,
+    own_V,
     on_path_V,
     count_B,
     source_BD,
@@ -100,6 +108,7 @@ def _accept(
     D: tl.constexpr,
     IP: tl.constexpr,
     HEAD: tl.constexpr,
+    OWN_BITS: tl.constexpr,
 ):
     """Walk one entry per program."""
     pdl_launch()
@@ -122,6 +131,7 @@ def _accept(
     draft_I = tree_I & (i_I > 0)
     token_I = tl.load(token_R + row_I, mask=draft_I, other=-1)
     parent_I = tl.load(parent_R + row_I, mask=draft_I, other=-1) - root
+    own_I = tl.load(own_V + row_I, mask=draft_I, other=0)
     stops_I = tl.zeros([IP], tl.int1)
     for k in tl.static_range(K):
         stop = tl.load(stop_QK + batch_slot * K + k)
@@ -157,7 +167,9 @@ def _accept(
     tl.store(out, emitted)
     tl.store(out + 1, tl.maximum(steps - 1, 0))
     tl.store(out + 2, tl.maximum(count - 1, 0))
-    tl.store(out + 3, ended.to(tl.int32) + 2 * broken.to(tl.int32))
+    flags = ended.to(tl.int32) + 2 * broken.to(tl.int32)
+    own = tl.sum(own_I) | (tl.sum(tl.where(on_path_I, own_I, 0)) << OWN_BITS)
+    tl.store(out + 3, flags | (own << 2))
     tl.store(out + HEAD + step_I, sampled_I, mask=kept_I)
     tl.store(out + HEAD + D + 1 + step_I, logprob_I.to(tl.int32, bitcast=True), mask=kept_I)
     last = tl.max(tl.where(kept_I, row_I, -1))  # rows of a path ascend
@@ -218,6 +230,7 @@ def accept(
         rows.parent_R,
         trees.root_E,
         trees.count_E,
+        trees.own_V,
         *kept,
         outcome_EF,
         decode_rows,
@@ -226,6 +239,7 @@ def accept(
         D=path_depth,
         IP=block,
         HEAD=HEAD,
+        OWN_BITS=OWN_BITS,
         num_warps=1 if block <= 256 else 4,
         **PDL,
     )

@@ -38,7 +38,9 @@ def priority(survival, order):
 
 
 # Steps come in too many sizes to compile a kernel for each.
-@triton.jit(do_not_specialize=["B", "T", "P", "C", "V", "scratch_start", "trash", "idle"])
+@triton.jit(
+    do_not_specialize=["B", "T", "P", "C", "own_columns", "V", "scratch_start", "trash", "idle"]
+)
 def _select_rows(
     batch_slot_B,
     B,
@@ -53,6 +55,7 @@ def _select_rows(
     depth_BC,
     survival_BC,
     C,
+    own_columns,
     token_R,
     position_R,
     kv_slot_R,
@@ -64,6 +67,7 @@ def _select_rows(
     root_E,
     count_E,
     node_V,
+    own_V,
     sample_row_S,
     page_R,
     V,
@@ -135,6 +139,7 @@ def _select_rows(
         tl.store(base_R + row_C, length, mask=chosen_C)
         tl.store(parent_R + row_C, parent_row_C, mask=chosen_C)
         tl.store(node_V + row_C, at_C, mask=chosen_C)
+        tl.store(own_V + row_C, (c_C < own_columns).to(tl.int32), mask=chosen_C)
         above_C = c_C
         for d in range(D):  # column d above the row itself; columns from the depth on are empty
             column = depth_C - 1 - d
@@ -204,6 +209,7 @@ def select_rows(
     decode_rows: int,
     scratch_start: int,
     trash: int,
+    own_columns: int | None = None,
 ) -> None:
     """Lay out rows 0 .. V - 1: a root per live request, and the V - live nodes of the batch that
     survive best.
@@ -211,7 +217,7 @@ def select_rows(
     Ties (11 bits of the survival count) go to the lower column, then to the earlier request. Draft
     row v writes its KV to scratch_start + v. Without nodes, or where all columns are empty, this is
     plain decoding. Fills `trees` for entries < B and samples < V, and empties `kept.page_R` for
-    rows < V.
+    rows < V. Branches begin at column `own_columns`; None: there are none.
     """
     requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]
     columns = nodes.survival_BC.shape[1] if nodes else 1
@@ -238,6 +244,7 @@ def select_rows(
         depth_BC,
         survival_BC,
         columns,
+        columns if own_columns is None else own_columns,
         rows.token_R,
         rows.position_R,
         rows.kv_slot_R,
@@ -249,6 +256,7 @@ def select_rows(
         trees.root_E,
         trees.count_E,
         trees.node_V,
+        trees.own_V,
         trees.sample_row_S,
         kept.page_R,
         decode_rows,

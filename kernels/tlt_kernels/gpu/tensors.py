@@ -238,12 +238,14 @@ class Trees(NamedTuple):
     root_E: Tensor  # row
     count_E: Tensor  # rows from the root on; 0 = nothing
     node_V: Tensor  # per decode row request * C + column of its node; -1 = root or dead
+    own_V: Tensor  # per draft row: 1 = a node of the drafter's own, 0 = of a branch
     # Row whose logits a sample needs: sample v < V is decode row v, V + w the last row of chunk w.
     sample_row_S: Tensor
 
     @staticmethod
     def allocate(requests: int, chunks: int, decode_rows: int, *, device: str = "cuda") -> Trees:
-        sizes = requests + chunks, requests + chunks, decode_rows, decode_rows + chunks
+        entries, samples = requests + chunks, decode_rows + chunks
+        sizes = entries, entries, decode_rows, decode_rows, samples
         return Trees(*(torch.full((size,), -1, dtype=torch.int32, device=device) for size in sizes))
 
 

@@ -84,8 +84,10 @@ class Extend:
         )
         self.attend = attention.planned(rows, tiles=rows > key.batch, prompt_rows=key.prompt_rows)
 
-    def select(self, nodes: Nodes | None) -> None:
-        """Lay out the decode rows: every live root and the nodes most likely to be accepted."""
+    def select(self, nodes: Nodes | None, own_columns: int | None = None) -> None:
+        """Lay out the decode rows: every live root and the nodes most likely to be accepted.
+        Branches begin at column `own_columns`.
+        """
         state, key = self.state, self.key
         select_rows(
             state.batch_slot_B(key.batch),
@@ -97,6 +99,7 @@ class Extend:
             decode_rows=key.decode_rows,
             scratch_start=state.kv_slots.start,
             trash=state.kv_slots.trash,
+            own_columns=own_columns,
         )
 
     def run(self) -> None:

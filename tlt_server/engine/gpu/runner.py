@@ -207,7 +207,7 @@ class GpuRunner:
             if any(limits_rows(work.sequence) for work in decoding):
                 self.cap_rows(name)
             if not key.plain:
-                extend.select(drafted.nodes)
+                extend.select(drafted.nodes, drafted.own_columns)
             trees = self._trees.launch(drafted.nodes, len(decoding), drafted.own_columns)
         self.graphs.run(key, self.work(extend), keep=self.shapes.keeps(key))
         if drafted and self.learns and not key.plain:
@@ -358,6 +358,8 @@ class GpuRunner:
                 logprobs=outcome.logprob_EA[entry, :count].tolist(),
                 drafted=int(outcome.verified_E[entry]),
                 accepted=int(outcome.accepted_E[entry]),
+                own_drafted=int(outcome.own_verified_E[entry]),
+                own_accepted=int(outcome.own_accepted_E[entry]),
             )
         if flight.reports:
             flight.reports.add_to(emission, entry, work)
