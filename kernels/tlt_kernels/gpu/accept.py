@@ -32,7 +32,8 @@ from tlt_kernels.gpu.tensors import (
 
 HEAD = 4  # count, accepted, verified, flags with own rows
 DONE, BROKEN = 1, 2
-OWN_BITS = 15  # of the flags' field from bit 2 on: own rows verified; above them, own rows accepted
+# After the two flags, that field has the own rows verified in this many bits, then the accepted.
+OWN_BITS = 15
 
 
 class EntryOutcomes(NamedTuple):

@@ -185,17 +185,8 @@ def padded(count: int, *sizes: int) -> int:
 
 
 def _warps(block: int) -> int:
-    return (
-        1
-        if block <= 64
-        else 2
-        if block <= 256
-        else 4
-        if block <= 4096
-        else 8
-        if block <= 16384
-        else 16
-    )
+    sizes = {64: 1, 256: 2, 4096: 4, 16384: 8}
+    return next((warps for size, warps in sizes.items() if block <= size), 16)
 
 
 def select_rows(
