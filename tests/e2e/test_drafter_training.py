@@ -52,6 +52,7 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
         for path, body in (
             ("/v1/completions", {"prompt": "1+1=", "max_tokens": 4}),
             ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 4}),
+            ("/generate", {"text": "1+1=", "sampling_params": {"max_new_tokens": 4}}),
             ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}}),
         ):
             answer = httpx.post(server.url + path, json={**body, "train": False}, timeout=60)
