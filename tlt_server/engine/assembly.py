@@ -24,7 +24,7 @@ from tlt_server.engine.halt import Halt
 from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
-from tlt_server.engine.profiling import nothing_learnt, profile
+from tlt_server.engine.profiling import StepProfile, nothing_learnt
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sampling import SamplingState
@@ -150,16 +150,16 @@ def assemble(
         if device.warms_up:
             with nothing_learnt(engine):
                 _warm_up(engine, settings, live.target.network.vocab_size, max_model_len)
-    if policy.measures:
-        with phase("measure steps") as detail:
-            if known := engine.knowledge_file.load(engine.knowledge):
-                detail.append(f"known from {known}")
-            elif device.warms_up:
-                vocab_size = live.target.network.vocab_size
-                measured = profile(engine, vocab_size, max_model_len, PROFILE_S)
-                engine.knowledge.cost.profile(measured)
-                engine.knowledge_file.save(engine.knowledge)
-                detail.append(f"{len(measured)} steps")
+    with phase("measure steps") as detail:
+        if known := engine.knowledge_file.load(engine.knowledge):
+            detail.append(f"known from {known}")
+        elif device.warms_up:
+            vocab_size = live.target.network.vocab_size
+            profile = StepProfile(engine, vocab_size, max_model_len, PROFILE_S)
+            while policy.measures and profile.advance():
+                pass
+            engine.measure = None if policy.measures else profile.advance
+            detail.append(f"{len(profile.measured)} steps")
     info = _describe(
         choice, gpu, device, live, memory, equipped, max_model_len, phase.seconds, lost
     )
@@ -223,7 +223,6 @@ def _connect(
         restore=memory.restore,
     )
     canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
-
     switches = SwitchLog()
     knowledge.weights = _versions(live)
 
@@ -246,9 +245,7 @@ def _connect(
         policy,
         canary,
         knowledge,
-        KnowledgeFile(
-            Path(settings.state_dir) if settings.state_dir and policy.measures else None, made_by
-        ),
+        KnowledgeFile(Path(settings.state_dir) if settings.state_dir else None, made_by),
         switches,
         make_policy,
         make_sequence,

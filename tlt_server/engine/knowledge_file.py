@@ -65,9 +65,11 @@ class KnowledgeFile:
         return str(self._path)
 
     def save(self, knowledge: Knowledge) -> None:
-        """Write the file. A full disk costs the knowledge, not the engine."""
+        """Write the file, unless the next start should measure. A full disk costs the knowledge,
+        not the engine.
+        """
         self._written_s = self._clock()
-        if self._path is None or not knowledge.cost.trained:
+        if self._path is None or not knowledge.cost.profiled:
             return
         content = msgspec.json.encode(_Content(self._made_by, knowledge.record()))
         draft = self._path.with_suffix(".new")

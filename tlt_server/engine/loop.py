@@ -74,6 +74,8 @@ class Engine:
         self._canary, self._make_policy, self._record = canary, make_policy, record
         self._commands = Commands(gate, scheduler, pushes, halt, make_sequence, self._set_policy)
         self._recorder = recorder
+        # Measures some steps for policies that predict their time; None: that has been done.
+        self.measure: Callable[[], bool] | None = None
         self.last_cycle: Cycle | None = None  # if the last step finished a batch
         self._last_end = 0.0
 
@@ -119,11 +121,17 @@ class Engine:
         return not (due or self.runner.in_flight)
 
     def use_idle_time(self) -> bool:
-        """Record one graph that a later step may need, which takes some tens of milliseconds, if
-        nothing else is to be done. Tell whether there may be more.
+        """Measure a batch of steps, or record one graph that a later step may need, if nothing else
+        is to be done: some tens or hundreds of milliseconds. Tell whether there may be more.
         """
-        free = self.idle and self.scheduler.idle and not self.pushes.busy
-        return free and self.gate.state == "open" and self._record(self.policy.strategies)
+        if not (self.idle and self.scheduler.idle and not self.pushes.busy):
+            return False
+        if self.gate.state != "open":
+            return False
+        if self.policy.measures and self.measure is not None:
+            self.measure = self.measure if self.measure() else None
+            return True
+        return self._record(self.policy.strategies)
 
     @property
     def finished(self) -> bool:

@@ -1,4 +1,5 @@
-"""Measures the time of steps before requests come, for the cost model.
+"""Measures the time of steps while no request runs, for the cost model: at start, or once a policy
+is set that needs it.
 
 The engine itself runs them: batches of a few sizes and contexts, each without drafts and with
 every number of decode rows that the policy may choose, in turns with short, long and wide trees of
@@ -32,19 +33,30 @@ MEASURED = 2  # steps of each kind, after one that does not count
 LONGEST = 96  # tokens that a request may generate meanwhile
 
 
-def profile(engine: Engine, vocab_size: int, max_model_len: int, seconds: float) -> list[Measured]:
-    """Return the steps measured within this time."""
-    end = time.perf_counter() + seconds
-    measured: list[Measured] = []
-    policy = engine.policy
-    with nothing_learnt(engine):
-        batches = _batches(engine, max_model_len)
-        for done, (size, context) in enumerate(batches):
-            now = time.perf_counter()
-            until = now + (end - now) / (len(batches) - done)
-            strategies = _some(policy.strategies(size, prompts=False))
-            measured += _measure(engine, strategies, size, context, vocab_size, until)
-    return measured
+class StepProfile:
+    """Measures a batch at a time; then the engine's cost model is fitted to all of them."""
+
+    def __init__(self, engine: Engine, vocab_size: int, max_model_len: int, seconds: float) -> None:
+        self._engine, self._vocab_size, self._left_s = engine, vocab_size, seconds
+        self._batches = _batches(engine, max_model_len)
+        self.measured: list[Measured] = []
+
+    def advance(self) -> bool:
+        """Measure the next batch, under the policy in force; nothing else may run. Tell whether
+        there are more.
+        """
+        engine, started_s = self._engine, time.perf_counter()
+        until = started_s + self._left_s / len(self._batches)
+        size, context = self._batches.pop(0)
+        strategies = _some(engine.policy.strategies(size, prompts=False))
+        with nothing_learnt(engine):
+            self.measured += _measure(engine, strategies, size, context, self._vocab_size, until)
+        self._left_s -= time.perf_counter() - started_s
+        if self._batches:
+            return True
+        engine.knowledge.cost.profile(self.measured)
+        engine.knowledge_file.save(engine.knowledge)
+        return False
 
 
 @contextmanager

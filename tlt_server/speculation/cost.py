@@ -115,6 +115,7 @@ class CostModel:
         self._linear_3 = np.zeros(3)  # reading a request's KV, attending with a row, a request
         self.error = 0.0  # mean relative error of predictions, of the recent past
         self.trained = False
+        self.profiled = False  # by more than the steps that happened to run
         self._start_correcting()
 
     @property
@@ -182,7 +183,7 @@ class CostModel:
             at = first[id(values_K)]
             values_K[:] = found[at : at + len(values_K)]
         self._start_correcting()
-        self.trained = True
+        self.trained = self.profiled = True
 
     def observe(self, load: StepLoad, seconds: float) -> float:
         """Correct the model by a step that has run. Return what it had predicted; 0: nothing."""
@@ -190,6 +191,7 @@ class CostModel:
             return 0.0
         if not self.trained:
             self.profile([Measured(load._replace(drafter="", depth=0, width=0), seconds)])
+            self.profiled = False
         expected = self.predict(load)
         self.error += 0.05 * (min(abs(seconds / expected - 1), 1.0) - self.error)
         self._correct(load, math.log(seconds / expected))
@@ -216,7 +218,7 @@ class CostModel:
         self._draft_K = {name: np.array(values) for name, values in record.draft.items()}
         self._linear_3 = np.array(record.linear)
         self._start_correcting()
-        self.trained = True
+        self.trained = self.profiled = True
 
     def _straight(self, functions: int, least_s: float) -> NDArray[np.float64]:
         """Return equations that want as few bends as possible."""
