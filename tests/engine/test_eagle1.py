@@ -18,18 +18,26 @@ from torch.nn import functional
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, drafting, on_cpu, request
 from tests.engine.pushing import Pushable, perturbed
-from tests.engine.tiny import SMALLEST, write_eagle1, write_target
+from tests.engine.tiny import SMALLEST, write_eagle, write_eagle1, write_target
 from tests.rows_of_one import Sequence, certain_rows
+from tlt_server.bench.padding.recipe import pad
+from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.config import load
 from tlt_server.doctor.model import drafter as check_drafter
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, Rope
-from tlt_server.models.draft_checkpoint import feature_layers
-from tlt_server.models.eagle import Eagle1
-from tlt_server.models.loader import load_target
+from tlt_server.models.draft_checkpoint import describe, feature_layers, fill_drafter
+from tlt_server.models.eagle import Eagle1, Eagle3
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.eagle import GpuEagle3
+from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.loader import fill, load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import rotary_table
+from tlt_server.trainer.export import export
+from tlt_server.trainer.model_card import Card
 
 D = SMALLEST.head_dim
 
@@ -251,6 +259,59 @@ def test_pushes_and_rollbacks_of_both_roles(
         assert torch.equal(head, shared_head(target))
 
 
+@pytest.mark.parametrize("layout", ["eagle1", "speculators"])
+def test_a_restart_serves_the_pushed_drafter(root: Path, tmp_path: Path, layout: str) -> None:
+    """Weights are pushed under the names of `models/names.py`, with the config of any layout."""
+    drafter, pushed = root / "drafter", root / "new-drafter"
+    if layout == "speculators":
+        before = write_eagle(tmp_path / "eagle3", shape=replace(SMALLEST, features=(0, 1, 1)))
+        pushed, drafter = perturbed(before, tmp_path / "pushed", 3), tmp_path / "drafter"
+        drafter.mkdir()
+        export(before, root / "base", layout, drafter, base="base", card=Card())
+    settings = EngineSettings(
+        model=str(root / "base"),
+        drafter=str(drafter),
+        policy="off",
+        device="cpu",
+        pages=24,
+        weight_root=str(tmp_path if layout == "speculators" else root),
+        state_dir=str(tmp_path / "state"),
+    )
+    engine = Pushable(drafting(settings, *CHAIN))
+    assert engine.push(pushed, "d1", role="drafter").error is None
+    said, sums = generated(engine, 20)[0], engine.checksums()
+    again = Pushable(drafting(settings, *CHAIN))
+    assert again.info.drafter_version == "d1" and again.checksums() == sums
+    assert generated(again, 20)[0] == said
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_gpu_joins_as_a_cpu_does(
+    settings: EngineSettings, root: Path, tmp_path: Path, norm_first: bool
+) -> None:
+    """The interpreter's EAGLE-3: the layer's input, and the start of the residual stream."""
+    directory = write_eagle(tmp_path, shape=SMALLEST, draft_vocab=40)
+    config = json.loads((directory / "config.json").read_text())
+    config["norm_before_residual"] = norm_first
+    (directory / "config.json").write_text(json.dumps(config))
+    layers = SMALLEST.features
+    target = load_target(root / "base", numerics=Numerics("strict"), feature_layers=layers)
+    placement = Placement(torch.device("cpu"), torch.float32, StrictMatmuls())
+    on_gpu = GpuDecoder(target.config, placement=placement, feature_layers=layers)
+    fill(on_gpu.parameters(), root / "base")
+    network = GpuEagle3(describe(directory, on_gpu), on_gpu)
+    fill_drafter(network, directory)
+    token_R, g_RH = torch.tensor([3, 9, 63]), torch.randn(3, SMALLEST.hidden)
+    expected = Eagle3.load(directory, target).join(
+        certain_rows(token_R, 1, torch.zeros(1), 16), g_RH
+    )
+    residual_RH = g_RH.clone()
+    rows = RowTensors(token_R.int(), torch.arange(1, 4).int(), torch.arange(1, 4).int())
+    torch.testing.assert_close(network.join(rows, residual_RH), expected.input_RX)
+    torch.testing.assert_close(residual_RH, expected.residual_RH)
+    assert torch.equal(residual_RH, g_RH) != norm_first
+
+
 def test_a_push_cannot_bring_an_embedding(settings: EngineSettings, root: Path) -> None:
     directory = shutil.copytree(root / "drafter", root / "with-embedding", dirs_exist_ok=True)
     tensors = load_file(directory / "model.safetensors")
@@ -264,3 +325,8 @@ def test_doctor_knows_it(root: Path) -> None:
     config = load({"model": str(root / "base"), "drafter": str(root / "drafter"), "device": "cpu"})
     finding = check_drafter(config.resolved())
     assert "fits the target" in finding.found
+
+
+def test_it_cannot_be_padded(root: Path) -> None:
+    with pytest.raises(ModelError, match="must be a LlamaForCausalLMEagle3"):
+        pad(root / "base", root / "drafter", SHAPES["mid"], torch.float32, device="meta")

@@ -91,8 +91,12 @@ def directory(tmp_path):
     return tmp_path
 
 
-def equations(w: dict[str, torch.Tensor], token_R, g_RH, target) -> torch.Tensor:
-    """h_RH of rows at positions 1, 2, ... in one pass; w holds the checkpoint."""
+def equations(
+    w: dict[str, torch.Tensor], token_R, g_RH, target, norm_first: bool = False
+) -> torch.Tensor:
+    """h_RH of rows at positions 1, 2, ... in one pass; w holds the checkpoint. `norm_first`: the
+    residual stream begins with the feature's norm.
+    """
     n = torch.cat(
         [
             reference.rms_norm(
@@ -115,11 +119,9 @@ def equations(w: dict[str, torch.Tensor], token_R, g_RH, target) -> torch.Tensor
     weight = score.masked_fill(
         torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf")
     ).softmax(-1)
-    h = (
-        g_RH
-        + torch.einsum("nrt,tnd->rnd", weight, v).reshape(rows, -1)
-        @ w["midlayer.self_attn.o_proj.weight"].t()
-    )
+    h = (n[:, H:] if norm_first else g_RH) + torch.einsum("nrt,tnd->rnd", weight, v).reshape(
+        rows, -1
+    ) @ w["midlayer.self_attn.o_proj.weight"].t()
     x = reference.rms_norm(h, w["midlayer.post_attention_layernorm.weight"], 1e-6)
     gate_up = torch.cat(
         [x @ w["midlayer.mlp.gate_proj.weight"].t(), x @ w["midlayer.mlp.up_proj.weight"].t()],
@@ -128,14 +130,17 @@ def equations(w: dict[str, torch.Tensor], token_R, g_RH, target) -> torch.Tensor
     return h + reference.silu_mul(gate_up) @ w["midlayer.mlp.down_proj.weight"].t()
 
 
-def test_forward_matches_the_equations_also_after_catch_up(target, directory):
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_forward_matches_the_equations_also_after_catch_up(target, directory, norm_first):
+    config = json.dumps({**CONFIG, "norm_before_residual": norm_first})
+    (directory / "config.json").write_text(config)
     weights = load_file(directory / "model.safetensors")
     drafter = Eagle3.load(directory, target)
     tokens = torch.randint(0, V, (80,), generator=torch.Generator().manual_seed(4))
     features_RF = Sequence(target, capacity=80).extend(tokens).features_RF
     g_RH = drafter.fuse(features_RF[:-1])
     expected_RH = equations(
-        weights, tokens[1:], features_RF[:-1] @ weights["fc.weight"].t(), target
+        weights, tokens[1:], features_RF[:-1] @ weights["fc.weight"].t(), target, norm_first
     )
     table_P = torch.randperm(6).to(torch.int32)
     cache = drafter.make_cache(6, 16, 4)

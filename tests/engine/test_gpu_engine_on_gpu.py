@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable
+from tests.engine.tiny import Shape, write_eagle1
 from tests.unit.test_distribution import P_LOWEST, p_value
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
@@ -150,6 +151,17 @@ def test_speculation_changes_no_bit(arm: str, batch: int, engine: Pushable, plai
         bits(engine, requests()[:batch] if batch > 1 else requests()[5:6], policy, strategy), plain
     )
     if policy == "fixed":
+        assert sum(o.accepted for outputs in engine.said.values() for o in outputs) > 0
+
+
+def test_an_eagle1_drafter_changes_no_bit(
+    settings: EngineSettings, plain: Bits, root: Path
+) -> None:
+    shape = Shape(vocab=512, hidden=256, layers=8, head_dim=128, mlp=512)
+    drafter = write_eagle1(root / "eagle1", root / "base", shape=shape)
+    engine = Pushable(replace(settings, drafter=str(drafter)))
+    for strategy in (Strategy("eagle", 4, 2, 16), Strategy("eagle", 3, 1, 4)):
+        assert_same(bits(engine, requests(), "fixed", strategy), plain)
         assert sum(o.accepted for outputs in engine.said.values() for o in outputs) > 0
 
 

@@ -7,7 +7,14 @@ import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels import reference
-from tlt_kernels.gpu.norm import add_rms_norm, embed_norms, embed_rms_norm, rms_norm
+from tlt_kernels.gpu.norm import (
+    add,
+    add_rms_norm,
+    embed_beside,
+    embed_norms,
+    embed_rms_norm,
+    rms_norm,
+)
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3}  # one rounding of the result
@@ -81,6 +88,19 @@ def test_embeddings_are_looked_up_clamped_and_normed(dtype: torch.dtype) -> None
             reference.rms_norm(g.double(), feature_weight.double(), EPS),
             TOLERANCE[dtype],
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_norms_halves_are_copied_and_sums_rounded(dtype: torch.dtype) -> None:
+    token = torch.tensor([3, -1, 11, 99, 0], dtype=torch.int32, device=DEVICE)
+    known = torch.tensor([3, 0, 11, 11, 0], device=DEVICE)
+    embedding, g = draw(12, 160, dtype=dtype), draw(5, 160, seed=4)
+    both = embed_beside(token, embedding, g)
+    assert_same_bits("both halves", both, torch.cat([embedding[known], g.to(dtype)], dim=1))
+    part, residual = draw(3, 5, 160), draw(5, 160, seed=1)
+    expected = residual + ((part[0] + part[1]) + part[2])
+    assert_same_bits("sum", add(part, residual, dtype), expected.to(dtype))
+    assert_same_bits("residual", residual, expected)
 
 
 def test_no_rows_launch_nothing() -> None:

@@ -217,14 +217,7 @@ def _published(network: Fillable, directory: Path) -> tuple[dict[str, Tensor], f
     that are not read.
     """
     layout, _ = read_layout(directory)
-    files = tensor_files(directory)
-
-    def named(name: str) -> str:
-        # What a push has left in the state directory has our names next to the first config.
-        theirs = layout.published(name)
-        return theirs if theirs in files else name
-
-    parameters = {named(name): view for name, view in network.parameters().items()}
+    parameters = {layout.published(name): view for name, view in network.parameters().items()}
     own_head = ARCHITECTURES[network.config.architecture].own_head
     return parameters, VOCABULARY_MAP if own_head else COPIES
 

@@ -159,12 +159,10 @@ def _refuse_misfits(origin: Origin, layout: str) -> None:
 def _tensors(origin: Origin, layout: DraftLayout, network: EagleNetwork) -> dict[str, Tensor]:
     """The tensors of the new file, in the dtypes that they have."""
     before, _ = read_layout(origin.directory)
-    files = tensor_files(origin.directory)
-    tensors = {}
-    for name in network.parameters():
-        theirs = before.published(name)
-        stored = _read(origin.directory, theirs if theirs in files else name)
-        tensors[layout.published(name)] = stored
+    tensors = {
+        layout.published(name): _read(origin.directory, before.published(name))
+        for name in network.parameters()
+    }
     if origin.described.architecture.own_head:
         ids_C = network.target_ids
         tensors["d2t"] = ids_C - torch.arange(len(ids_C))

@@ -120,6 +120,11 @@ def pad(
     raw_target, raw_drafter = read_json(target / "config.json"), read_json(drafter / "config.json")
     small, head = ModelConfig.read(target), ModelConfig.read(drafter)
     check_fit(small, head, raw_drafter.get("draft_vocab_size") or head.vocab_size, shape)
+    if raw_drafter.get("norm_before_residual"):
+        raise ModelError(
+            f"{drafter}: 'norm_before_residual' is true; only a drafter whose residual stream "
+            "begins before the norm can be padded"
+        )
     target_tensors, drafter_tensors = _read(target), _read(drafter)
     if "embed_tokens.weight" in drafter_tensors:
         raise ModelError(
