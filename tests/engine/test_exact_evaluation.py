@@ -16,6 +16,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.engine.gpu_engine import checkpoints, drafting, on_cpu
+from tests.engine.test_recorded_sequences import Recording, asked
 from tests.engine.tiny import SMALLEST, write_eagle, write_eagle1, write_target
 from tlt_server.__main__ import main
 from tlt_server.bench.recording import recorded
@@ -27,6 +29,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest, Sampling, Strategy
+from tlt_server.samples.identity import identity_of
 from tlt_server.samples.samples import Responses, Verifications
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
@@ -35,6 +38,8 @@ from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
 from tlt_server.trainer.features import FeatureSource, RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
 from tlt_server.trainer.replay import ReplayedDrafter, Roots
+from tlt_server.trainer.segments import SUFFIX, SegmentHeader, append, header_bytes
+from tlt_server.trainer.segments import recorded as framed
 from tlt_server.trainer.self_check import DraftsDiffer, SelfCheck, self_check
 
 TREE = "fixed:eagle:4x2x6"
@@ -278,11 +283,40 @@ def test_networks_that_read_other_layers_share_a_record(
     assert main([*command[:-4], "--drafter", str(third), "--self-check"]) == 1
 
 
+def test_what_a_server_has_kept_is_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Segments hold the verifications of a running engine, and are refused for another target."""
+    settings = replace(
+        drafting(on_cpu(checkpoints(tmp_path / "pair")), "eagle", 4, 1, 5), max_running=3
+    )
+    engine = Recording(settings, tmp_path / "ring")
+    engine.run(*asked(0))
+    target = Path(settings.model)
+    header = SegmentHeader.of(identity_of(target), engine.info.vocab_size)
+    file = tmp_path / "kept" / f"1{SUFFIX}"
+    file.parent.mkdir()
+    append(file, header_bytes(header))
+    for number, sample in enumerate(engine.taken().values()):
+        append(file, framed(number, sample)[1])
+    command = ["drafter", "evaluate", "--record", str(file.parent), "--target", str(target)]
+    command += ["--drafter", settings.drafter, "--threads", "2", "--self-check"]
+    assert main(command) == 0
+    said = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert said["self_check"]["different"] == 0 and said["self_check"]["cycles"] > 20
+    assert said["responses"] == 5 and said["rows"][0]["ms_per_token"] is None
+    assert main([*command, "--as-recorded"]) == 0
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": 63}))
+    assert main(command) == 2
+    assert "vocab_size 64, here 63" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--version", "step-7"], "it has initial|versions initial; version 'step-7'"),
-        (["--as-recorded", "--policy", "beg"], "no cycle of the drafter 'eagle' under 'beg'"),
+        (["--as-recorded", "--policy", "beg"], "no cycle of this drafter under 'beg'"),
         (["--drafter", "/nowhere"], "/nowhere/config.json"),
     ],
 )

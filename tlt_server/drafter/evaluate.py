@@ -16,18 +16,15 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.drafter.records import PAGE_SIZE, EvaluatedRecord, load_record
 from tlt_server.drafter.table import show
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy
-from tlt_server.samples.identity import identity_of
-from tlt_server.samples.samples import Verifications
 from tlt_server.shared_settings import available_processors
-from tlt_server.speculation.cost import CostModel
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import Task, Walked, evaluate
 from tlt_server.trainer.features import RecomputedFeatures
@@ -48,15 +45,14 @@ class Evaluated(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Print tables and one line of JSON. Exit status 1: the self-check found a difference."""
-    record = RolloutRecord.load(args.record)
+    record = load_record(args.record, args.target)
     version = _version(args, record)
     chosen = np.flatnonzero(of_version(record.samples, version))[: args.responses].tolist()
     if not chosen:
         raise StartupError(
             f"{args.record} has no response that version {version!r} computed from start to end; "
-            f"it has {', '.join(record.header.legend.versions)}: name another with --version"
+            f"it has {', '.join(record.samples.legend.versions)}: name another with --version"
         )
-    check_identity(args, record)
     torch.set_num_threads(args.threads or available_processors())
     console = wide_console()
     check = None
@@ -67,25 +63,26 @@ def run(args: argparse.Namespace) -> int:
         task = progress.add_task("replay", total=len(chosen) * len(args.drafter))
         found = _evaluated(args, record, chosen, lambda n: progress.advance(task, n))
     report = {
-        "drafter": "evaluate",
+        "verb": "drafter evaluate",
         "version": version,
         "responses": len(chosen),
-        "responses_of_other_versions": len(record.responses)
-        - int(of_version(record.samples, version).sum()),
+        "responses_of_other_versions": int((~of_version(record.samples, version)).sum()),
         "strategy": "as recorded" if args.as_recorded else _pinned(args, "eagle").name,
-        **record.header.described,
+        **record.described,
         "self_check": _check_figures(check) if check else None,
         "rows": _rows(args, record, chosen, found),
     }
     show(console, report)
-    if record.header.device == "cuda":
-        console.print("recorded on a GPU: a replay on the CPU rounds otherwise, see docs")
-    finish(args, report, on_gpu=False, recorded_on=record.header.machine)
+    if record.device == "cuda":
+        console.print("recorded on a GPU, which rounds otherwise than this replay on the CPU")
+    for refused in record.refused:
+        console.print(refused, highlight=False, markup=False)
+    finish(args, report, on_gpu=False, recorded_on=record.machine)
     return int(check is not None and (check.different > 0 or not check.compared))
 
 
-def _version(args: argparse.Namespace, record: RolloutRecord) -> str:
-    known = record.header.legend.versions
+def _version(args: argparse.Namespace, record: EvaluatedRecord) -> str:
+    known = record.samples.legend.versions
     if args.version is None and len(known) == 1:
         return known[0]
     if args.version not in known:
@@ -97,26 +94,24 @@ def _version(args: argparse.Namespace, record: RolloutRecord) -> str:
     return str(args.version)
 
 
-def check_identity(args: argparse.Namespace, record: RolloutRecord) -> None:
-    recorded, found = record.header.legend.model, identity_of(args.target).model
-    if recorded and recorded != found:
-        raise StartupError(
-            f"--target {args.target} is {found}, {args.record} was recorded with {recorded}: name "
-            "the target that was recorded (its shape and tokenizer count, not its weights)"
-        )
-
-
 def loaded(
-    args: argparse.Namespace, record: RolloutRecord, drafters: Sequence[Path]
+    args: argparse.Namespace, record: EvaluatedRecord, drafters: Sequence[Path]
 ) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
     """Load the target with the layers that these drafters read, and them."""
     config = ModelConfig.read(args.target)
-    longest = min(config.max_position, record.header.max_model_len)
+    responses = record.samples.responses
+    needed = int((responses.prompt_len_N + responses.output_len_N).max())
+    longest = min(config.max_position, record.longest or config.max_position)
+    if needed > longest:
+        raise StartupError(
+            f"{args.record} has a response of {needed} tokens, the target takes {longest}: name "
+            "the target that was recorded"
+        )
     target = load_target(
         args.target,
         config=replace(config, max_position=longest),
         numerics=Numerics("strict", threads=torch.get_num_threads()),
-        page_size=record.header.page_size,
+        page_size=PAGE_SIZE,
         feature_layers=find_loader(drafters[0], "cpu").feature_layers(drafters[0], config),
     )
     replayed = [ReplayedDrafter.load(directory, target) for directory in drafters]
@@ -124,30 +119,26 @@ def loaded(
 
 
 def _self_checked(
-    args: argparse.Namespace, record: RolloutRecord, version: str, tick: Tick
+    args: argparse.Namespace, record: EvaluatedRecord, version: str, tick: Tick
 ) -> SelfCheck:
-    if record.header.device != "cpu":
+    if record.device not in ("cpu", ""):
         raise StartupError(
             f"--self-check compares bits, and {args.record} was recorded on "
-            f"{record.header.device}: record on a CPU, or leave it out"
+            f"{record.device}: record on a CPU, or leave it out"
         )
     source, (drafter,) = loaded(args, record, args.drafter[:1])
-    samples = record.samples
-    if args.responses:
-        first_V = samples.verified.request_V < args.responses
-        samples = replace(samples, verified=_some(samples.verified, first_V))
     return self_check(
-        samples,
+        record.head(args.responses),
         drafter,
         source,
-        page_size=record.header.page_size,
+        page_size=PAGE_SIZE,
         version=version,
         on_response=tick,
     )
 
 
 def _evaluated(
-    args: argparse.Namespace, record: RolloutRecord, chosen: Sequence[int], tick: Tick
+    args: argparse.Namespace, record: EvaluatedRecord, chosen: Sequence[int], tick: Tick
 ) -> list[Evaluated]:
     """Evaluate drafters, those that read the same layers together."""
     config = ModelConfig.read(args.target)
@@ -163,12 +154,7 @@ def _evaluated(
         source, drafters = loaded(args, record, [args.drafter[place] for place in same])
         tasks = [Task(drafter, _plan(args, record, drafter.kind)) for drafter in drafters]
         walks = evaluate(
-            record.responses,
-            chosen,
-            tasks,
-            source,
-            page_size=record.header.page_size,
-            on_response=tick,
+            record.samples.responses, chosen, tasks, source, page_size=PAGE_SIZE, on_response=tick
         )
         for place, task, walked in zip(same, tasks, walks, strict=True):
             found[place] = Evaluated(task.drafter, task.plan, walked)
@@ -179,45 +165,28 @@ def _pinned(args: argparse.Namespace, drafter: str) -> Strategy:
     return Strategy(drafter, args.depth, args.width, args.rows)
 
 
-def _plan(args: argparse.Namespace, record: RolloutRecord, kind: str) -> RootPlan:
+def _plan(args: argparse.Namespace, record: EvaluatedRecord, kind: str) -> RootPlan:
     if not args.as_recorded:
         return PinnedPlan(_pinned(args, kind))
-    header, verified = record.header, record.verified
-    run_V = record.cycles.run_C[record.cycles.cycle_V]
-    drafted = own_rows(header.legend.strategies, verified, kind) > 0
-    policies = [run.policy for run in header.runs]
-    runs = [i for i in np.unique(run_V[drafted]).tolist() if args.policy in (None, policies[i])]
-    if not runs:
-        raise StartupError(
-            f"{args.record} has no cycle of the drafter {kind!r}"
-            + (f" under {args.policy!r}" if args.policy else "")
-            + f"; it has runs under {', '.join(policies)}: name another with --policy, or leave "
-            "--as-recorded out"
-        )
-    return RecordedPlan(header.legend.strategies, _some(verified, run_V == runs[-1]), kind)
-
-
-def _some(verified: Verifications, which_V: NDArray[np.bool_]) -> Verifications:
-    return Verifications(
-        **{name: getattr(verified, name)[which_V] for name in Verifications.__dataclass_fields__}
-    )
+    strategies = record.samples.legend.strategies
+    drafts_V = own_rows(strategies, record.samples.verified, kind) > 0
+    return RecordedPlan(strategies, record.run(args.policy, drafts_V), kind)
 
 
 def _rows(
     args: argparse.Namespace,
-    record: RolloutRecord,
+    record: EvaluatedRecord,
     chosen: Sequence[int],
     found: Sequence[Evaluated],
 ) -> list[dict[str, Any]]:
     """Return the figures of each drafter, and the others' against the first one's."""
-    responses, cost = record.responses, CostModel()
-    cost.restore(record.header.cost)
-    decoding_C = record.cycles.decoding_C[record.cycles.decoding_C > 0]
-    batch = args.batch or int(np.median(decoding_C))
+    responses, batch = record.samples.responses, args.batch or record.decoding
     kinds = _kinds(args, record) if args.kind else None
     rows, sums = [], []
     for drafter, plan, walked in found:
-        ms_C = figures.cycle_ms(walked, plan.strategies, cost, batch)
+        ms_C = None
+        if record.cost is not None:
+            ms_C = figures.cycle_ms(walked, plan.strategies, record.cost, batch)
         sums.append(figures.by_response(walked, ms_C))
         tokens = int(walked.emitted_C.sum())
         depth = max(strategy.depth for strategy in plan.strategies)
@@ -230,8 +199,8 @@ def _rows(
             "by_length": [(n, round(x, 4)) for n, x in figures.by_length(walked, responses)],
             "coverage": round(figures.coverage(responses, chosen, drafter.vocabulary()), 5),
             "batch": batch,
-            "ms_per_cycle": round(float(ms_C.mean()), 4) if len(walked) else None,
-            "ms_per_token": round(float(ms_C.sum()) / tokens, 4) if tokens else None,
+            "ms_per_cycle": _rounded(ms_C, len(walked)),
+            "ms_per_token": _rounded(ms_C, tokens),
         }
         if kinds is not None:
             by_kind = figures.by_kind(walked, kinds)
@@ -247,12 +216,12 @@ def _rows(
     return rows
 
 
-def _kinds(args: argparse.Namespace, record: RolloutRecord) -> list[str]:
+def _kinds(args: argparse.Namespace, record: EvaluatedRecord) -> list[str]:
     """Return the kind of each response: the first whose expression its prompt's text has."""
     file = args.target / "tokenizer.json"
     if not file.is_file():
         raise StartupError(f"{file} is not there, and --kind reads text: leave --kind out")
-    tokenizer, responses = Tokenizer.from_file(str(file)), record.responses
+    tokenizer, responses = Tokenizer.from_file(str(file)), record.samples.responses
     kinds = []
     for n in range(len(responses)):
         prompt = responses.tokens(n)[: responses.prompt_len_N[n]].tolist()
@@ -260,6 +229,10 @@ def _kinds(args: argparse.Namespace, record: RolloutRecord) -> list[str]:
         names = (name for name, pattern in args.kind if re.search(pattern, text))
         kinds.append(next(names, "other"))
     return kinds
+
+
+def _rounded(ms_C: NDArray[np.float64] | None, per: int) -> float | None:
+    return round(float(ms_C.sum()) / per, 4) if ms_C is not None and per else None
 
 
 def _check_figures(check: SelfCheck) -> dict[str, Any]:

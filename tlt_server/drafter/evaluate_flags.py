@@ -18,7 +18,11 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--record", required=True, type=Path, metavar="FILE", help="what `tlt bench record` wrote"
+        "--record",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="file of `tlt bench record`, or directory of the segments that a server has kept",
     )
     parser.add_argument(
         "--target", required=True, type=Path, metavar="DIR", help="the target that was recorded"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tlt_server.drafter.evaluate import check_identity, loaded
+from tlt_server.drafter.evaluate import loaded
 from tlt_server.drafter.out import new_directory
+from tlt_server.drafter.records import PAGE_SIZE, load_record
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy
-from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.trainer.evaluate import Task, evaluate
 from tlt_server.trainer.export import export
 from tlt_server.trainer.figures import accept_length
@@ -45,9 +45,8 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
     """Return the accept length, which is that of both drafters, cycle by cycle. `StartupError`
     where they differ.
     """
-    record = RolloutRecord.load(arguments.record)
-    check_identity(arguments, record)
-    versions = record.header.legend.versions
+    record = load_record(arguments.record, arguments.target)
+    responses, versions = record.samples.responses, record.samples.legend.versions
     if len(versions) != 1:
         raise StartupError(
             f"{arguments.record} has responses of the versions {', '.join(versions)}, and --target "
@@ -55,11 +54,11 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
         )
     source, drafters = loaded(arguments, record, [drafter, directory])
     mine, written = evaluate(
-        record.responses,
-        range(len(record.responses)),
+        responses,
+        range(len(responses)),
         [Task(each, PinnedPlan(REPLAYED)) for each in drafters],
         source,
-        page_size=record.header.page_size,
+        page_size=PAGE_SIZE,
     )
     for name, found_C in vars(mine).items():
         if not np.array_equal(found_C, getattr(written, name)):
@@ -68,7 +67,7 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
                 "nothing was exported: report this as a fault of the export"
             )
     return (
-        f"{accept_length(mine):.3f} tokens per cycle over {len(record.responses)} recorded "
+        f"{accept_length(mine):.3f} tokens per cycle over {len(responses)} recorded "
         f"responses, replayed under {REPLAYED.name}; the export and its source accept the same in "
         f"each of {len(mine)} cycles."
     )
