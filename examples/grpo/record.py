@@ -1,8 +1,8 @@
 """The files of a run, and how it goes on from them.
 
-`steps.jsonl` has a line per step, `responses/` every response as the server's own record keeps
-them, `weights/` the policy of chosen steps as model directories, `state.safetensors` the policy and
-its optimizer after the last step. Files appear whole or not at all.
+`steps.jsonl` has a line per step, `responses/` every response in the segment files of the server,
+with its reward, `weights/` the policy of chosen steps as model directories, `state.safetensors` the
+policy and its optimizer after the last step. Files appear whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from safetensors.numpy import save_file as save_arrays
@@ -27,12 +26,18 @@ from torch import nn
 
 from examples.grpo.rollouts import Group
 from tlt_client.wire import Choice
-from tlt_server.samples.columns import parsed, tensors_of
 from tlt_server.samples.identity import identity_of
-from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
+from tlt_server.samples.sample import Sample
+from tlt_server.trainer.segments import (
+    SUFFIX,
+    Refusals,
+    SegmentHeader,
+    header_bytes,
+    read_segment,
+    recorded,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ENDS = ("stop", "length")
 COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -102,57 +107,84 @@ class RunDirectory:
     def keep_responses(
         self, groups: Sequence[Group], version: str, model: Path, max_tokens: int
     ) -> None:
-        """Write a step's responses with their log-probs, rewards and problems."""
+        """Write a step's responses as a segment, and their log-probs, rewards and problems."""
         pairs = [(group, choice) for group in groups for choice in group.choices]
-        identity = identity_of(model)
-        legend = Legend(
-            vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
-            model=identity.model,
-            template=identity.template,
-            versions=(version,),
-            end_reasons=ENDS,
-            strategies=(),
-        )
-        arrays = tensors_of("responses", _responses(groups, max_tokens))
-        arrays["logprobs"] = np.array([p for _, c in pairs for p in c.logprobs], np.float32)
-        arrays["rewards"] = np.array([r for group in groups for r in group.rewards], np.float32)
-        arrays["problems"] = np.array([group.prompt.number for group, _ in pairs], np.int64)
-        metadata = {"legend": msgspec.json.encode(legend).decode()}
-        _write(
-            self.path / "responses" / f"{self.steps:05}.safetensors",
-            lambda path: save_arrays(arrays, path, metadata),
-        )
+        samples = [_sample(group, choice, version, max_tokens) for group, choice in pairs]
+        first = self.steps * len(samples) + 1
+        frames = [recorded(first + i, sample)[1] for i, sample in enumerate(samples)]
+        data = header_bytes(header_of(model)) + b"".join(frames)
+        arrays = {
+            "logprobs": np.array([p for _, choice in pairs for p in choice.logprobs], np.float32),
+            "rewards": np.array([r for group in groups for r in group.rewards], np.float32),
+            "problems": np.array([group.prompt.number for group, _ in pairs], np.int64),
+        }
+        path = self.path / "responses" / f"{self.steps:05}"
+        _write(path.with_suffix(SUFFIX), lambda path: path.write_bytes(data))
+        _write(path.with_suffix(".safetensors"), lambda path: save_arrays(arrays, path))
 
 
-def load_samples(file: Path) -> SampleSet:
-    """Read a step's responses as the server's own record holds them, without verifications."""
-    with safe_open(file, "np") as opened:
-        legend = msgspec.json.decode(opened.metadata()["legend"], type=Legend)
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    empty = {f.name: np.zeros(0, str(f.type)[11:-1]) for f in fields(Verifications)}
-    samples = SampleSet(legend, parsed(Responses, "responses", tensors), Verifications(**empty))
-    samples.check()
+def header_of(model: Path) -> SegmentHeader:
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    return SegmentHeader.of(identity_of(model), vocab_size)
+
+
+def load_samples(run: Path, step: int) -> list[Sample]:
+    """Return a step's responses. `ValueError`: some of them cannot be read."""
+    refusals = Refusals()
+    file = run / "responses" / f"{step:05}{SUFFIX}"
+    samples = [
+        entry.sample for entry in read_segment(file, header_of(run / "weights" / "00000"), refusals)
+    ]
+    if refusals.count:
+        raise ValueError("; ".join(refusals.messages))
     return samples
 
 
+def _sample(group: Group, choice: Choice, version: str, max_tokens: int) -> Sample:
+    """Return a response as a server records it, without its cycles, which no reply names."""
+    return Sample(
+        tokens=np.array(group.prompt.token_ids + choice.token_ids, "<i4").tobytes(),
+        prompt_len=len(group.prompt.token_ids),
+        group=str(group.prompt.number),
+        owner="",
+        seed=choice.seed,
+        temperature=1.0,
+        top_p=1.0,
+        min_p=0.0,
+        top_k=0,
+        max_tokens=max_tokens,
+        end=choice.finish_reason,
+        spans=[(0, version)],
+        first_root=0,
+        gaps=[],
+        drafted=[],
+        rows=b"",
+        branches=b"",
+        accepted=b"",
+        own_accepted=b"",
+        how=b"",
+    )
+
+
 def differences(first: Path, second: Path) -> list[str]:
-    """Return what differs between the bits of two runs: responses with their log-probs and rewards,
-    and the weights with their optimizer.
+    """Return what differs between the bits of two runs: tokens, log-probs and rewards of the
+    responses, and the weights with their optimizer. The names of versions do not count.
     """
-    names = {"state.safetensors"}
-    names |= {
-        f"responses/{file.name}" for run in (first, second) for file in run.glob("responses/*")
-    }
+    steps = {file.stem for run in (first, second) for file in run.glob("responses/*")}
     found = []
-    for name in sorted(names):
-        if not ((first / name).exists() and (second / name).exists()):
-            found.append(f"{name} is not in both")
-            continue
-        ours, theirs = load_file(first / name), load_file(second / name)
+    for step in sorted(steps):
+        ours, theirs = (
+            [replace(sample, spans=[]) for sample in load_samples(run, int(step))]
+            for run in (first, second)
+        )
+        if ours != theirs:
+            found.append(f"tokens of step {step}")
+    for name in (*(f"responses/{step}" for step in sorted(steps)), "state"):
+        arrays, others = (load_file(run / f"{name}.safetensors") for run in (first, second))
         found += [
-            f"{name}: {tensor}"
-            for tensor in sorted(ours.keys() | theirs.keys())
-            if tensor not in ours or tensor not in theirs or not _same(ours[tensor], theirs[tensor])
+            f"{name}: {array}"
+            for array in sorted(arrays.keys() | others.keys())
+            if array not in arrays or array not in others or not _same(arrays[array], others[array])
         ]
     return found
 
@@ -161,32 +193,6 @@ def _same(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> bool:
     """Compare bits: NaN is equal to itself, and -0.0 differs from 0.0."""
     alike = ours.dtype == theirs.dtype and ours.shape == theirs.shape
     return alike and ours.tobytes() == theirs.tobytes()
-
-
-def _responses(groups: Sequence[Group], max_tokens: int) -> Responses:
-    triples = [(i, group, c) for i, group in enumerate(groups) for c in group.choices]
-    rows = [group.prompt.token_ids + choice.token_ids for _, group, choice in triples]
-    count = len(rows)
-
-    def of_choices(values: Sequence[int], dtype: type[Any]) -> np.ndarray[Any, Any]:
-        return np.array(values, dtype)
-
-    return Responses(
-        token_T=np.concatenate([np.array(row, np.int32) for row in rows]),
-        start_N=np.cumsum([0, *map(len, rows)])[:-1].astype(np.int64),
-        prompt_len_N=of_choices([len(g.prompt.token_ids) for _, g, _ in triples], np.int32),
-        group_N=of_choices([i for i, _, _ in triples], np.int32),
-        seed_N=of_choices([choice.seed for _, _, choice in triples], np.uint64),
-        temperature_N=np.ones(count, np.float32),
-        top_p_N=np.ones(count, np.float32),
-        min_p_N=np.zeros(count, np.float32),
-        top_k_N=np.zeros(count, np.int32),
-        max_tokens_N=np.full(count, max_tokens, np.int32),
-        end_N=of_choices([ENDS.index(choice.finish_reason) for _, _, choice in triples], np.uint8),
-        span_request_S=np.arange(count, dtype=np.int32),
-        span_start_S=np.zeros(count, np.int32),
-        span_version_S=np.zeros(count, np.int32),
-    )
 
 
 def accept_length(choices: Sequence[Choice]) -> float | None:
