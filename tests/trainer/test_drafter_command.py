@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.samples import LAYERS, demo_target, solutions
+from tests.unit.recorded_samples import sample
 from tlt_server.__main__ import main
 from tlt_server.demo.workload import TARGET
 from tlt_server.drafter import data
@@ -18,7 +19,9 @@ from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.models.eagle import Eagle3
+from tlt_server.samples.identity import identity_of
 from tlt_server.trainer.initial import draft_vocabulary
+from tlt_server.trainer.segments import SegmentHeader, header_bytes, recorded
 
 LIMITS = TargetLimits(512, 4096)
 PAIR = ["--target", str(TARGET)]
@@ -156,7 +159,7 @@ def test_a_line_of_ten_million_tokens_is_refused_before_it_is_parsed(tmp_path):
 def test_files_without_data_are_refused(tmp_path, content):
     path = tmp_path / "data.jsonl"
     path.write_text(content)
-    with pytest.raises(StartupError, match="no line of data"):
+    with pytest.raises(StartupError, match="no data for this target"):
         read_documents([path], LIMITS, TARGET)
     with pytest.raises(StartupError, match="No such file"):
         read_documents([tmp_path / "none"], LIMITS, TARGET)
@@ -168,3 +171,20 @@ def test_too_many_tokens_in_all_are_refused(tmp_path, monkeypatch):
     path.write_text('{"prompt_ids": [1], "response_ids": [2, 3]}\n' * 2)
     with pytest.raises(StartupError, match="data.jsonl:2: 6 tokens so far, the limit is 5"):
         read_documents([path], LIMITS, TARGET)
+
+
+def test_segments_of_a_server_are_read_and_damaged_parts_named(tmp_path, capsys):
+    header, path = SegmentHeader.of(identity_of(TARGET), 512), tmp_path / "0.segment"
+    samples = [sample(prompt, output=9) for prompt in range(3)]
+    frames = b"".join(recorded(n, each)[1] for n, each in enumerate(samples))
+    path.write_bytes(header_bytes(header) + frames)
+    found = read_documents([path], LIMITS, TARGET)
+    assert [d.token_T.tolist() for d in found] == [s.token_T.tolist() for s in samples]
+    assert found[0].counted_T.tolist() == [False] * 4 + [True] * 9
+    path.write_bytes(path.read_bytes()[:-3])
+    assert len(read_documents([path], LIMITS, TARGET)) == 2
+    assert str(path) in capsys.readouterr().err
+    path.write_bytes(header_bytes(SegmentHeader(1, 600, "another", "")) + frames)
+    with pytest.raises(StartupError, match="no data for this target"):
+        read_documents([path], LIMITS, TARGET)
+    assert "600" in capsys.readouterr().err

@@ -30,8 +30,8 @@ def _init(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="FILE",
-        help="JSONL whose most frequent response tokens make the draft vocabulary [default: the "
-        "first ids]",
+        help="text as for `tlt drafter train`, whose most frequent response tokens make the draft "
+        "vocabulary [default: the first ids]",
     )
     parser.add_argument(
         "--draft-vocab",
@@ -64,7 +64,8 @@ def _train(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help='JSONL: {"prompt_ids": [...], "response_ids": [...]}, or {"messages": [...]} for the '
+        help="segments of a server (.segment), rollouts of `tlt bench record` (.safetensors), or "
+        'JSONL: {"prompt_ids": [...], "response_ids": [...]}, or {"messages": [...]} for the '
         "target's chat template",
     )
     parser.add_argument(

@@ -1,21 +1,27 @@
-"""Training text from JSONL files: one conversation or one prompt with its response per line.
+"""Training text from files: segments of a server's samples (.segment), rollouts of `tlt bench
+record` (.safetensors), or JSONL with one conversation or one prompt with its response per line.
 
 Every line is bounded before it is parsed. An error names file, line and both values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from tlt_server.errors import InvalidRequest, StartupError
 from tlt_server.frontend.generation.text import Text
+from tlt_server.samples.identity import identity_of
+from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.trainer.recompute import Document
+from tlt_server.trainer.segments import SUFFIX, Refusals, SegmentHeader, read_segment
 
 MAX_LINE_BYTES = 1 << 24  # 16 MiB: a million tokens of ids
 MAX_TOKENS = 1 << 28  # in all files: 1 GiB of ids
@@ -34,6 +40,7 @@ class DataLine(Struct):
     messages: list[TextTurn] | None = None
 
 
+PlacedDocuments = Iterator[tuple[str, Document]]  # where a document stands, and the document
 _lines = msgspec.json.Decoder(DataLine)
 
 
@@ -45,28 +52,75 @@ class TargetLimits(Struct, frozen=True):
 
 
 def read_documents(files: Sequence[Path], limits: TargetLimits, target: Path) -> list[Document]:
-    """Read all documents. `StartupError` for a line that cannot be used, or where there is none."""
-    text: Text | None = None
+    """Read all documents. `StartupError` for a line that cannot be used, or where there is none.
+    Damaged parts of segments are left out and named on stderr.
+    """
     found: list[Document] = []
     total = 0
     for file in files:
-        for place, line in _read(file):
-            try:
-                parsed = _lines.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise StartupError(f"{place}: not a line of training data ({error})") from None
-            if parsed.messages is not None and text is None:
-                text = Text.load(target)
-            found.append(_document(parsed, limits, text, place))
-            total += len(found[-1].token_T)
+        for place, document in READERS.get(file.suffix, _lines_of)(file, limits, target):
+            found.append(document)
+            total += len(document.token_T)
             if total > MAX_TOKENS:
                 raise StartupError(
                     f"{place}: {total} tokens so far, the limit is {MAX_TOKENS}; train on fewer "
                     "files at a time"
                 )
     if not found:
-        raise StartupError(f"{', '.join(map(str, files))}: no line of data")
+        raise StartupError(f"{', '.join(map(str, files))}: no data for this target")
     return found
+
+
+def _segments_of(file: Path, limits: TargetLimits, target: Path) -> PlacedDocuments:
+    header, refusals = SegmentHeader.of(identity_of(target), limits.vocab_size), Refusals()
+    for number, sample, _ in read_segment(file, header, refusals, limits.max_position):
+        yield f"{file}, sequence {number}", _marked(sample.token_T, sample.prompt_len)
+    for message in refusals.take():
+        print(message, file=sys.stderr)
+
+
+def _rollout_of(file: Path, limits: TargetLimits, target: Path) -> PlacedDocuments:
+    record = RolloutRecord.load(file)
+    recorded, found = record.header.legend.model, identity_of(target).model
+    if recorded and recorded != found:
+        raise StartupError(
+            f"{file}: recorded with a target of identity {recorded}, and {target} has {found}; "
+            "name the target that was recorded"
+        )
+    for n, prompt_len in enumerate(record.responses.prompt_len_N.tolist()):
+        token_T, place = record.responses.tokens(n), f"{file}, response {n}"
+        _check_length(len(token_T), limits, place)
+        yield place, _marked(token_T, prompt_len)
+
+
+def _marked(token_T: NDArray[np.int32], prompt_len: int) -> Document:
+    return Document(token_T, np.arange(len(token_T)) >= prompt_len)
+
+
+def _check_length(length: int, limits: TargetLimits, place: str) -> None:
+    if length > limits.max_position:
+        raise StartupError(
+            f"{place}: {length} tokens, the target takes {limits.max_position} "
+            "(max_position_embeddings); cut the document"
+        )
+
+
+def _lines_of(file: Path, limits: TargetLimits, target: Path) -> PlacedDocuments:
+    text: Text | None = None
+    for place, line in _read(file):
+        try:
+            parsed = _lines.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StartupError(f"{place}: not a line of training data ({error})") from None
+        if parsed.messages is not None and text is None:
+            text = Text.load(target)
+        yield place, _document(parsed, limits, text, place)
+
+
+READERS: dict[str, Callable[[Path, TargetLimits, Path], PlacedDocuments]] = {
+    SUFFIX: _segments_of,
+    ".safetensors": _rollout_of,
+}
 
 
 def _read(file: Path) -> Iterator[tuple[str, bytes]]:
@@ -111,12 +165,7 @@ def _document(line: DataLine, limits: TargetLimits, text: Text | None, place: st
             f"{place}: neither 'prompt_ids' with 'response_ids' nor 'messages'; a line is an "
             "object with one or the other"
         )
-    length = sum(len(ids) for ids, _ in parts)
-    if length > limits.max_position:
-        raise StartupError(
-            f"{place}: {length} tokens, the target takes {limits.max_position} "
-            "(max_position_embeddings); cut the document"
-        )
+    _check_length(sum(len(ids) for ids, _ in parts), limits, place)
     for ids, _ in parts:
         for at, token in enumerate(ids):
             if not 0 <= token < limits.vocab_size:
