@@ -327,6 +327,21 @@ def test_doctor_knows_it(root: Path) -> None:
     assert "fits the target" in finding.found
 
 
+def test_step_times_of_another_network_are_not_taken_over(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    write_eagle(tmp_path / "eagle3", shape=SMALLEST, draft_vocab=40)
+    made_by = [
+        Pushable(replace(on_cpu(settings), drafter=drafter)).engine.knowledge_file._made_by
+        for drafter in (str(root / "drafter"), str(tmp_path / "eagle3"), "history")
+    ]
+    assert [each["drafters"] for each in made_by] == [
+        "eagle+history (LlamaForCausalLMEagle, MLP 48, heads 2, draft vocab 64)",
+        "eagle+history (LlamaForCausalLMEagle3, MLP 48, heads 2, draft vocab 40)",
+        "history",
+    ]
+
+
 def test_it_cannot_be_padded(root: Path) -> None:
     with pytest.raises(ModelError, match="must be a LlamaForCausalLMEagle3"):
         pad(root / "base", root / "drafter", SHAPES["mid"], torch.float32, device="meta")

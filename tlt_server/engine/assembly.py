@@ -271,7 +271,7 @@ def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) ->
         "dtype": settings.dtype,
         "numerics": device.numerics,
         "attention": settings.attention,
-        "drafters": "+".join(settings.drafters),
+        "drafters": f"{'+'.join(settings.drafters)} {live.draft_network}".strip(),
         "max_running": str(settings.max_running),
     }
 

@@ -151,6 +151,17 @@ class Live:
         """Replace the roles that `newer` has."""
         return Live(newer.target or self.target, newer.drafter or self.drafter)
 
+    @property
+    def draft_network(self) -> str:
+        """Return the sizes that the time of a draft depends on; empty without a network."""
+        if self.drafter is None:
+            return ""
+        network, config = self.drafter.network, self.drafter.network.config
+        return (
+            f"({config.architecture}, MLP {config.intermediate_size}, heads {config.heads}, draft "
+            f"vocab {network.draft_vocab_size})"
+        )
+
     def complete(self) -> Live:
         """Compute the checksums that are missing; the storage must not change meanwhile."""
         target, drafter = self.target, self.drafter
