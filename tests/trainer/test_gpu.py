@@ -10,7 +10,7 @@ from tests.trainer.tiny import random
 from tlt_server.demo.workload import DRAFTER
 from tlt_server.trainer.attend import Blocks, Flash, attend
 from tlt_server.trainer.checkpoint import Checkpoints, newest
-from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recompute import Recomputed, head_rows
@@ -58,7 +58,7 @@ def source(target):
 
 
 def build(target, device, dtype):
-    network = TrainableEagle3.load(DRAFTER, target.config, compute=dtype, device=device)
+    network = load_trainable(DRAFTER, target.config, compute=dtype, device=device)
     frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
     return Trainer(network, frozen, make_objective("eagle3"), AdamWSettings(lr=1e-4))
 
@@ -76,7 +76,9 @@ def test_logits_in_bfloat16_are_those_of_float32_on_a_cpu(target, source):
         with torch.no_grad():
             for _ in range(7):
                 steps.append(forward(trainer.network, trainer.frozen, there, trunk, steps))
-            found.append([trainer.network.logits(step.h_NH).cpu() for step in steps])
+            found.append(
+                [trainer.network.logits(step.h_NH, trainer.frozen).cpu() for step in steps]
+            )
     weighing = pack.root_N > 0
     for step, (exact, rounded) in enumerate(zip(*found, strict=True)):
         inside = weighing & (pack.left_N > step)

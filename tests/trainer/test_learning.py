@@ -11,7 +11,7 @@ from tlt_server.demo.workload import TARGET
 from tlt_server.trainer.attend import Blocks
 from tlt_server.trainer.initial import write_drafter
 from tlt_server.trainer.losses import teacher_probabilities
-from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recompute import Recomputed, head_rows
@@ -42,7 +42,7 @@ def source(target):
 
 
 def build(target, head, name="eagle3", acceptance="none"):
-    network = TrainableEagle3.load(head, target.config)
+    network = load_trainable(head, target.config)
     frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
     objective = make_objective(name, acceptance, steps=UNROLLED)
     return Trainer(network, frozen, objective, AdamWSettings(lr=2e-3, warmup_steps=5))
@@ -67,7 +67,7 @@ def agreement(trainer, source):
         output = forward(network, trainer.frozen, pack, Blocks(pack.bounds), [])
         teacher_NC = teacher_probabilities(pack.teacher_NH, trainer.frozen.head_CH)
         weight_N = weights_of(trainer.frozen, pack, 1)[0]
-        same_N = network.logits(output.h_NH).argmax(-1) == teacher_NC.argmax(-1)
+        same_N = network.logits(output.h_NH, trainer.frozen).argmax(-1) == teacher_NC.argmax(-1)
         agreed, total = agreed + float((same_N * weight_N).sum()), total + float(weight_N.sum())
     return agreed / total
 

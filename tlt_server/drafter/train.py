@@ -22,7 +22,7 @@ from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.checkpoint import Checkpoints, newest
-from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recompute import Recomputed, head_rows
@@ -71,7 +71,7 @@ def _build(
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
-    network = TrainableEagle3.load(
+    network = load_trainable(
         arguments.drafter,
         config,
         compute=torch.bfloat16 if device == "cuda" else torch.float32,

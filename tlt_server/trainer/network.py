@@ -1,16 +1,17 @@
-"""The EAGLE-3 drafter as trainable tensors, in the checkpoint layout that `models.eagle` serves.
+"""Drafters as trainable tensors, in the checkpoint layouts that `models.eagle` serves: EAGLE-3, and
+EAGLE-1 with EAGLE-2. `NETWORKS` has one row per network.
 
 Parameters are float32 and carry the published names; matmuls run in `compute`, norms, rotations and
-the residual stream in float32. In inference its logits are those of the serving network on the same
-slots. The target's embedding is handed in per target version and never trained.
+the residual stream in float32. In inference the logits are those of the serving network on the same
+slots. The target's embedding and head are handed in per target version and never trained.
 
-Legend: N slots, H hidden, F = 3H feature width, A query heads, K KV heads, D head width, C draft
+Legend: N slots, H hidden, F feature width, A query heads, K KV heads, D head width, C draft
 vocabulary, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from torch.nn import functional
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import describe, feature_layers, fill_drafter, target_ids
-from tlt_server.models.draft_layouts import EAGLE3
+from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
 from tlt_server.models.rope import rotary_table
 
 
@@ -50,15 +51,20 @@ class Frozen(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """A slot's attention inputs, rotated, float32."""
+    """A slot's attention inputs, rotated, and the start of its residual stream; float32."""
 
+    residual_NH: Tensor
     q_NAD: Tensor
     k_NKD: Tensor
     v_NKD: Tensor
 
 
-class TrainableEagle3:
-    """One drafter's weights and its layer between attention calls."""
+class TrainableDrafter:
+    """One drafter's weights and its layer between attention calls. What enters the layer and which
+    head it has is in its class.
+    """
+
+    layer: str  # the start of its layer's tensor names
 
     def __init__(
         self,
@@ -66,6 +72,7 @@ class TrainableEagle3:
         draft_vocab_size: int,
         *,
         own_embedding: bool = False,
+        join_bias: bool = False,
         compute: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -77,39 +84,10 @@ class TrainableEagle3:
         )
         self.weights: dict[str, Tensor] = {
             name: torch.zeros(shape, device=self.device)
-            for name, shape in shapes(config, draft_vocab_size).items()
+            for name, shape in self.shapes(join_bias).items()
         }
         table = rotary_table(config.rope, config.head_dim, config.max_position)
         self._cos_PD2, self._sin_PD2 = (half.to(self.device) for half in table)
-
-    @classmethod
-    def load(
-        cls,
-        directory: str | Path,
-        target: ModelConfig,
-        *,
-        compute: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> TrainableEagle3:
-        """Read a drafter's directory. `ModelError` where it does not fit a target of this shape."""
-        directory = Path(directory)
-        shape = TargetShape(target, feature_layers(directory, target))
-        described = describe(directory, shape)
-        if described.config.architecture != EAGLE3 or described.norm_before_residual:
-            raise ModelError(
-                f"{directory}: only an {EAGLE3} without 'norm_before_residual' is trained, and "
-                f"this is an {described.config.architecture} with 'norm_before_residual' "
-                f"{described.norm_before_residual}; serve it as it is, or train another drafter"
-            )
-        network = cls(
-            described.config,
-            described.draft_vocab_size,
-            own_embedding=described.own_embedding,
-            compute=compute,
-            device=device,
-        )
-        fill_drafter(network, directory)
-        return network
 
     def parameters(self) -> dict[str, Tensor]:
         """Map published names to the tensors of a checkpoint, without d2t and t2d."""
@@ -136,49 +114,59 @@ class TrainableEagle3:
 
     def fuse(self, feature_NF: Tensor) -> Tensor:
         """The target's features of a position as the g that enters the next slot: [N, H]."""
-        return self._linear("fc", feature_NF)
+        raise NotImplementedError
+
+    def join(self, embedded_NH: Tensor, g_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a slot's attention reads, and the start of its residual stream."""
+        raise NotImplementedError
+
+    def logits(self, h_NH: Tensor, frozen: Frozen) -> Tensor:
+        """[N, C] over the draft vocabulary, predicting the token after the slot's."""
+        raise NotImplementedError
+
+    def shapes(self, join_bias: bool) -> Mapping[str, tuple[int, ...]]:
+        """Return the trained tensors of a checkpoint; matrices come first."""
+        raise NotImplementedError
+
+    def vocabulary_map(self) -> dict[str, Tensor]:
+        """Return the tensors by which a checkpoint says what can be drafted."""
+        raise NotImplementedError
 
     def project(self, embedded_NH: Tensor, g_NH: Tensor, position_N: Tensor) -> Projected:
-        """Norm and join the two halves of a slot, project and rotate."""
-        joined_NX = torch.cat(
-            [
-                self._norm("midlayer.input_layernorm", embedded_NH),
-                self._norm("midlayer.hidden_norm", g_NH),
-            ],
-            dim=1,
-        )
+        """Join the two halves of a slot, project and rotate."""
+        joined_NX, residual_NH = self.join(embedded_NH, g_NH)
         q, k, v = (
-            self._linear(f"midlayer.self_attn.{part}_proj", joined_NX).unflatten(
+            self._linear(f"{self.layer}self_attn.{part}_proj", joined_NX).unflatten(
                 1, (-1, self.config.head_dim)
             )
             for part in "qkv"
         )
         at_N = position_N.clamp(max=len(self._cos_PD2) - 1)  # beyond it nothing is served
         cos_N1D, sin_N1D = (half[at_N][:, None] for half in (self._cos_PD2, self._sin_PD2))
-        return Projected(_rotate(q, cos_N1D, sin_N1D), _rotate(k, cos_N1D, sin_N1D), v)
+        q, k = (_rotate(x, cos_N1D, sin_N1D) for x in (q, k))
+        return Projected(residual_NH, q, k, v)
 
-    def finish(self, g_NH: Tensor, attended_NAD: Tensor) -> Tensor:
+    def finish(self, residual_NH: Tensor, attended_NAD: Tensor) -> Tensor:
         """Add attention and MLP to the residual stream: h [N, H], the next drafted slot's g."""
-        h_NH = g_NH + self._linear("midlayer.self_attn.o_proj", attended_NAD.flatten(1))
-        normed_NH = self._norm("midlayer.post_attention_layernorm", h_NH)
+        h_NH = residual_NH + self._linear(f"{self.layer}self_attn.o_proj", attended_NAD.flatten(1))
+        normed_NH = self._norm(f"{self.layer}post_attention_layernorm", h_NH)
         gate_NI, up_NI = (
-            self._linear(f"midlayer.mlp.{part}_proj", normed_NH) for part in ("gate", "up")
+            self._linear(f"{self.layer}mlp.{part}_proj", normed_NH) for part in ("gate", "up")
         )
-        return h_NH + self._linear("midlayer.mlp.down_proj", functional.silu(gate_NI) * up_NI)
-
-    def logits(self, h_NH: Tensor) -> Tensor:
-        """[N, C] over the draft vocabulary, predicting the token after the slot's."""
-        return self._linear("lm_head", self._norm("norm", h_NH))
+        inner_NI = functional.silu(gate_NI) * up_NI
+        return h_NH + self._linear(f"{self.layer}mlp.down_proj", inner_NI)
 
     def save(self, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `model.safetensors` with the vocabulary map; config.json is the caller's."""
-        ids_C = self.target_ids_C
         tensors = {
             name: value.detach().to("cpu", dtype).contiguous()
             for name, value in self.parameters().items()
         }
-        tensors |= {"d2t": ids_C - torch.arange(len(ids_C)), "t2d": self.drafted_V}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {**tensors, **self.vocabulary_map()},
+            directory / "model.safetensors",
+            metadata={"format": "pt"},
+        )
 
     def _linear(self, name: str, x_NX: Tensor) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
@@ -193,33 +181,129 @@ class TrainableEagle3:
         return functional.rms_norm(x_NH.float(), weight_H.shape, weight_H, self.config.norm_eps)
 
 
-def shapes(config: ModelConfig, draft_vocab_size: int) -> Mapping[str, tuple[int, ...]]:
-    """Return the trained tensors of a checkpoint; matrices come first."""
+class TrainableEagle3(TrainableDrafter):
+    """Three layers' inputs through `fc`; norms of embedding and feature side by side; a head of its
+    own over the draft vocabulary.
+    """
+
+    layer = "midlayer."
+
+    def fuse(self, feature_NF: Tensor) -> Tensor:
+        return self._linear("fc", feature_NF)
+
+    def join(self, embedded_NH: Tensor, g_NH: Tensor) -> tuple[Tensor, Tensor]:
+        normed = (
+            self._norm("midlayer.input_layernorm", embedded_NH),
+            self._norm("midlayer.hidden_norm", g_NH),
+        )
+        return torch.cat(normed, dim=1), g_NH
+
+    def logits(self, h_NH: Tensor, frozen: Frozen) -> Tensor:
+        return self._linear("lm_head", self._norm("norm", h_NH))
+
+    def shapes(self, join_bias: bool) -> Mapping[str, tuple[int, ...]]:
+        hidden = self.config.hidden_size
+        ends = {"fc": (hidden, 3 * hidden), "lm_head": (self.draft_vocab_size, hidden)}
+        norms = (
+            "midlayer.input_layernorm",
+            "midlayer.hidden_norm",
+            "midlayer.post_attention_layernorm",
+            "norm",
+        )
+        return _named(self.config, self.layer, 2 * hidden, ends, norms)
+
+    def vocabulary_map(self) -> dict[str, Tensor]:
+        ids_C = self.target_ids_C
+        return {"d2t": ids_C - torch.arange(len(ids_C)), "t2d": self.drafted_V}
+
+
+class TrainableEagle1(TrainableDrafter):
+    """The network of EAGLE-1 and EAGLE-2: the feature is the target's hidden state after its final
+    norm, which `fc` joins with the embedding; no input norm; the target's own head, frozen.
+    """
+
+    layer = "layers.0."
+
+    def fuse(self, feature_NF: Tensor) -> Tensor:
+        return feature_NF.float()
+
+    def join(self, embedded_NH: Tensor, g_NH: Tensor) -> tuple[Tensor, Tensor]:
+        joined_NH = self._linear("fc", torch.cat([embedded_NH.float(), g_NH], dim=1))
+        return joined_NH, joined_NH
+
+    def logits(self, h_NH: Tensor, frozen: Frozen) -> Tensor:
+        return functional.linear(h_NH.to(self.compute), frozen.head_CH).float()
+
+    def shapes(self, join_bias: bool) -> Mapping[str, tuple[int, ...]]:
+        hidden, norms = self.config.hidden_size, ("layers.0.post_attention_layernorm",)
+        ends = {"fc": (hidden, 2 * hidden)}
+        biased = ("fc",) if join_bias else ()
+        return _named(self.config, self.layer, hidden, ends, norms, biased)
+
+    def vocabulary_map(self) -> dict[str, Tensor]:
+        return {}
+
+
+NETWORKS: dict[str, type[TrainableDrafter]] = {EAGLE3: TrainableEagle3, EAGLE1: TrainableEagle1}
+
+
+def load_trainable(
+    directory: str | Path,
+    target: ModelConfig,
+    *,
+    compute: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> TrainableDrafter:
+    """Read a drafter's directory. `ModelError` where it does not fit a target of this shape."""
+    directory = Path(directory)
+    described = describe(directory, TargetShape(target, feature_layers(directory, target)))
+    if described.norm_before_residual:
+        raise ModelError(
+            f"{directory}: a drafter with 'norm_before_residual' true is not trained; serve it as "
+            "it is, or train another drafter"
+        )
+    network = NETWORKS[described.config.architecture](
+        described.config,
+        described.draft_vocab_size,
+        own_embedding=described.own_embedding,
+        join_bias=described.join_bias,
+        compute=compute,
+        device=device,
+    )
+    fill_drafter(network, directory)
+    return network
+
+
+def _named(
+    config: ModelConfig,
+    layer: str,
+    inputs: int,
+    ends: Mapping[str, tuple[int, ...]],
+    norms: Sequence[str],
+    biased: Sequence[str] = (),
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of a layer with `inputs` inputs, of the matrices at its ends and of the
+    norms, by tensor name; matrices first.
+    """
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     matrices = {
-        "fc": (hidden, 3 * hidden),
-        "midlayer.self_attn.q_proj": (query, 2 * hidden),
-        "midlayer.self_attn.k_proj": (kv, 2 * hidden),
-        "midlayer.self_attn.v_proj": (kv, 2 * hidden),
-        "midlayer.self_attn.o_proj": (hidden, query),
-        "midlayer.mlp.gate_proj": (inner, hidden),
-        "midlayer.mlp.up_proj": (inner, hidden),
-        "midlayer.mlp.down_proj": (hidden, inner),
-        "lm_head": (draft_vocab_size, hidden),
+        **ends,
+        f"{layer}self_attn.q_proj": (query, inputs),
+        f"{layer}self_attn.k_proj": (kv, inputs),
+        f"{layer}self_attn.v_proj": (kv, inputs),
+        f"{layer}self_attn.o_proj": (hidden, query),
+        f"{layer}mlp.gate_proj": (inner, hidden),
+        f"{layer}mlp.up_proj": (inner, hidden),
+        f"{layer}mlp.down_proj": (hidden, inner),
     }
-    norms = (
-        "midlayer.input_layernorm",
-        "midlayer.hidden_norm",
-        "midlayer.post_attention_layernorm",
-        "norm",
-    )
-    biased = [f"midlayer.self_attn.{part}_proj" for part in "qkv" if config.attention_bias]
-    biased += [f"midlayer.mlp.{part}_proj" for part in ("gate", "up", "down") if config.mlp_bias]
+    with_bias = [*biased]
+    with_bias += [f"{layer}self_attn.{part}_proj" for part in "qkv" if config.attention_bias]
+    with_bias += [f"{layer}mlp.{part}_proj" for part in ("gate", "up", "down") if config.mlp_bias]
     return {
         **{f"{name}.weight": shape for name, shape in matrices.items()},
         **{f"{name}.weight": (hidden,) for name in norms},
-        **{f"{name}.bias": matrices[name][:1] for name in biased},
+        **{f"{name}.bias": matrices[name][:1] for name in with_bias},
     }
 
 

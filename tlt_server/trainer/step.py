@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tlt_server.trainer.network import Frozen, TrainableEagle3, shapes
+from tlt_server.trainer.network import Frozen, TrainableDrafter
 from tlt_server.trainer.objectives import Objective
 from tlt_server.trainer.pack import Pack
 from tlt_server.trainer.unroll import Sums, accumulate, weights_of
@@ -92,7 +92,7 @@ class StepOutcome(NamedTuple):
 class Trainer:
     def __init__(
         self,
-        network: TrainableEagle3,
+        network: TrainableDrafter,
         frozen: Frozen,
         objective: Objective,
         settings: AdamWSettings = AdamWSettings(),
@@ -102,7 +102,7 @@ class Trainer:
         self.settings, self.undone, self.restored = settings, 0, 0
         # Called before the weights change: a checkpoint's copy must be through.
         self.before_update: Callable[[], None] = lambda: None
-        names = list(shapes(network.config, network.draft_vocab_size))
+        names = list(network.weights)
         values = [network.weights[name] for name in names]
         flat_P = torch.cat([value.detach().reshape(-1) for value in values])
         self._gradient_P = torch.zeros_like(flat_P)

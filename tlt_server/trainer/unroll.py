@@ -22,7 +22,7 @@ from torch.nn.functional import embedding
 
 from tlt_server.trainer.attend import Trunk, attend, trunk_of
 from tlt_server.trainer.losses import feature_distance, slot_weights, teacher_probabilities
-from tlt_server.trainer.network import Frozen, TrainableEagle3
+from tlt_server.trainer.network import Frozen, TrainableDrafter
 from tlt_server.trainer.objectives import Objective
 from tlt_server.trainer.pack import Pack
 
@@ -65,7 +65,7 @@ def weights_of(frozen: Frozen, pack: Pack, steps: int) -> Tensor:
 
 
 def forward(
-    network: TrainableEagle3, frozen: Frozen, pack: Pack, trunk: Trunk, before: list[Unrolled]
+    network: TrainableDrafter, frozen: Frozen, pack: Pack, trunk: Trunk, before: list[Unrolled]
 ) -> Unrolled:
     """Run the next unrolled step after `before`."""
     step = len(before)
@@ -74,18 +74,18 @@ def forward(
     else:
         g_NH = network.fuse(pack.feature_NF)
     embedded_NH = embedding(pack.token_N.roll(-step), frozen.embedding_VH)
-    q, k, v = network.project(embedded_NH, g_NH, pack.position_N + step)
+    residual_NH, q, k, v = network.project(embedded_NH, g_NH, pack.position_N + step)
     trunk_k, trunk_v = (before[0].k_cut, before[0].v_cut) if step else (k, v)
     branch_k = [each.k_cut for each in before[1:]] + [k] * (step > 0)
     branch_v = [each.v_cut for each in before[1:]] + [v] * (step > 0)
     attended_NAD = attend(trunk, network.compute, q, trunk_k, trunk_v, branch_k, branch_v)
-    h_NH = network.finish(g_NH, attended_NAD)
+    h_NH = network.finish(residual_NH, attended_NAD)
     k_cut, v_cut = (x.detach().requires_grad_() for x in (k, v))
     return Unrolled(g_NH, h_NH, k, v, k_cut, v_cut, torch.zeros_like(h_NH))
 
 
 def accumulate(
-    network: TrainableEagle3,
+    network: TrainableDrafter,
     frozen: Frozen,
     objective: Objective,
     pack: Pack,
@@ -113,7 +113,7 @@ def accumulate(
 
 
 def _chunk(
-    network: TrainableEagle3,
+    network: TrainableDrafter,
     frozen: Frozen,
     objective: Objective,
     pack: Pack,
@@ -134,7 +134,7 @@ def _chunk(
         teacher_MC = teacher_probabilities(pack.teacher_NH[index], frozen.head_CH)
         teacher_LC = teacher_MC[at_SM.flatten()]
     h_LH = torch.cat([each.h_NH[rows] for each in steps]).detach().requires_grad_()
-    logits_LC = network.logits(h_LH)
+    logits_LC = network.logits(h_LH, frozen)
     loss_L = objective.token_loss(logits_LC, teacher_LC)
     if objective.feature_weight:
         following_LH = steps[0].g_NH.detach()[index[at_SM.flatten() + 1]]
