@@ -48,6 +48,13 @@ class SavedPages(NamedTuple):
     features_SF: Tensor
 
 
+class States(NamedTuple):
+    """Inputs and teacher of a drafter over the first T positions of a sequence."""
+
+    features_TF: Tensor
+    hidden_TH: Tensor  # after the final norm
+
+
 class KVCache:
     """Flat paged KV of all layers: slot s of layer l is `k[l, s]`; page i owns slots [i *
     page_size, (i + 1) * page_size).
@@ -67,7 +74,9 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         features: int = 0,
+        hidden: int = 0,
     ) -> None:
+        """`hidden`: width of the last hidden states, where they are kept for a trainer."""
         self.pages, self.page_size, self.scratch = pages, page_size, scratch
         self.scratch_start = pages * page_size
         kv_slots = self.scratch_start + scratch
@@ -76,7 +85,11 @@ class KVCache:
         self.features_SF = _zeros(
             kv_slots, features, dtype=dtype, device=device
         )  # the target's hidden states that a drafter reads
-        self._backings = [Backing(array) for array in (self.k, self.v, self.features_SF)]
+        # The target's last hidden states, after the final norm.
+        self.hidden_SH = _zeros(kv_slots, hidden, dtype=dtype, device=device)
+        self._backings = [
+            Backing(array) for array in (self.k, self.v, self.features_SF, self.hidden_SH)
+        ]
         # Called for pages that will hold other tokens, by those who keep values under our page ids.
         self.on_reuse: list[Callable[[Iterable[int]], None]] = []
 
@@ -123,6 +136,11 @@ class KVCache:
             )
         )
 
+    def gather(self, pages: list[int], count: int) -> States:
+        """Copy the states of the first `count` positions of these pages."""
+        kv_slots_T = self._kv_slots(pages)[:count]
+        return States(self.features_SF[kv_slots_T], self.hidden_SH[kv_slots_T])
+
     def restore(self, saved: SavedPages, pages: list[int]) -> None:
         """Write a copy into other pages; there may be more of them than were saved."""
         kv_slots_S = self._kv_slots(pages)[: saved.k.shape[1]]
@@ -137,7 +155,8 @@ class KVCache:
     @property
     def bytes_per_kv_slot(self) -> int:
         per_layer = 2 * self.k.shape[2] * self.k.shape[3]
-        return (self.k.shape[0] * per_layer + self.features_SF.shape[1]) * self.k.element_size()
+        states = self.features_SF.shape[1] + self.hidden_SH.shape[1]
+        return (self.k.shape[0] * per_layer + states) * self.k.element_size()
 
 
 def _zeros(*shape: int, dtype: torch.dtype, device: str) -> Tensor:

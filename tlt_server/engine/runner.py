@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache
@@ -94,8 +95,8 @@ class CpuRunner:
             drafts.chosen_N,
         )
         forward = self.model.forward(step.rows, self._cache)
-        if self._cache.features_SF.shape[1]:
-            self._cache.features_SF.numpy()[step.layout.kv_slot_R] = forward.features_RF.numpy()
+        for kept_SX, states_RX in self._states(forward):
+            kept_SX.numpy()[step.layout.kv_slot_R] = states_RX.numpy()
         sampled, walk = self._sample(batch, step, forward)
         self._commit_kv(step, walk)
 
@@ -118,6 +119,12 @@ class CpuRunner:
             drafted=len(drafts.chosen_N),
         )
         self._finished = Finished(batch, emissions, cycle, drafts.drafted)
+
+    def _states(self, forward: Forward) -> list[tuple[Tensor, Tensor]]:
+        """Return the arrays of states that are kept per KV slot, each with this step's rows."""
+        cache = self._cache
+        found = ((cache.features_SF, forward.features_RF), (cache.hidden_SH, forward.hidden_RH))
+        return [(kept_SX, rows_RX) for kept_SX, rows_RX in found if kept_SX.shape[1]]
 
     def _sample(self, batch: Batch, step: LaidOut, forward: Forward) -> tuple[Sampled, Walk]:
         layout = step.layout
@@ -148,7 +155,8 @@ class CpuRunner:
             + position % size
         )
         source_A, target_A = torch.from_numpy(layout.kv_slot_R[kept]), torch.from_numpy(target)
-        for array in (self._cache.k, self._cache.v, self._cache.features_SF[None]):
+        cache = self._cache
+        for array in (cache.k, cache.v, cache.features_SF[None], cache.hidden_SH[None]):
             copy_kv_slots(array, source_A, target_A)
 
     def _add_prompt_logprobs(

@@ -135,14 +135,14 @@ class Scheduler:
         return ended
 
     def _end(self, sequence: Sequence, end: End, emission: Emission | None = None) -> StepOutput:
+        if sequence.trace is not None:
+            sequence.trace.ended(sequence, end.finish_reason)
         if sequence.batch_slot >= 0:
             self.running.remove(sequence)
         else:
             self._waiting.remove(sequence)
         del self._by_id[sequence.id]
         self._on_end(sequence)
-        if sequence.trace is not None:
-            sequence.trace.ended(sequence, end.finish_reason)
         return output(sequence, emission or Emission(), end)
 
     # -- the next step -----------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class EngineSettings(SharedSettings):
     max_draft_rows: int = 1024  # draft rows per step
     weight_version: str = "initial"  # version of the weights in the model directories
     sample_ring: Path | None = None  # finished sequences go there, see `samples.ring`
+    feature_ring: Path | None = None  # their features go there, see `samples.captured`
     parent: int = 0  # process that started this one; the engine ends with it
 
     @property

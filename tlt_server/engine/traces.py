@@ -12,6 +12,7 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
+from tlt_server.engine.capture import Capture, Gather
 from tlt_server.records import OFF, DraftLimits, GenerateRequest, Strategy
 from tlt_server.samples.ring import RingProducer
 from tlt_server.samples.sample import Cycles, EndReason, HowDrafted, Sample, encode_sample
@@ -19,6 +20,7 @@ from tlt_server.samples.sample import Cycles, EndReason, HowDrafted, Sample, enc
 if TYPE_CHECKING:
     from tlt_server.engine.batch import Emission
     from tlt_server.engine.sequence import Sequence
+    from tlt_server.engine.settings import EngineSettings
 
 KEPT = 4096  # strategies with limits that are remembered
 
@@ -51,15 +53,17 @@ class Trace:
             self.cycles.extend((sequence.length - 1, 1 + emission.drafted, own, *accepted, how))
 
     def ended(self, sequence: Sequence, reason: str) -> None:
-        """Offer the sequence. An error leaves nothing to learn from."""
+        """Offer the sequence, which still has its pages. An error leaves nothing to learn from."""
         if sequence.output_len and reason in get_args(EndReason):
             self._recorder.offer(sequence, self, [*self._how], cast(EndReason, reason))
 
 
 class Recorder:
-    def __init__(self, ring: RingProducer, calibration: str) -> None:
+    def __init__(
+        self, ring: RingProducer, calibration: str, capture: Capture | None = None
+    ) -> None:
         """`calibration`: version of the drafter whose calibration table is in force."""
-        self._ring, self._calibration = ring, calibration
+        self._ring, self._calibration, self._capture = ring, calibration, capture
         self._drafted: dict[tuple[Strategy, DraftLimits | None], HowDrafted] = {}
         self.offered = self.dropped = 0
 
@@ -115,12 +119,25 @@ class Recorder:
             spans=trace.spans,
             **vars(cycles),
         )
-        self.dropped += not self._ring.offer(encode_sample(sample))
+        kept = self._ring.offer(encode_sample(sample))
+        self.dropped += not kept
+        if kept and self._capture:
+            self._capture.ended(sequence, sample.version)
 
     def gauges(self) -> dict[str, float]:
-        return {"samples_offered": self.offered, "samples_dropped": self.dropped}
+        own = {"samples_offered": self.offered, "samples_dropped": self.dropped}
+        return own | (self._capture.gauges() if self._capture else {})
 
 
-def recorder_of(ring: Path | None, calibration: str) -> Recorder | None:
+def recorder_of(
+    settings: EngineSettings, calibration: str, gather: Gather | None
+) -> Recorder | None:
     """Return the recorder of an engine; None without a ring, where nothing is kept."""
-    return Recorder(RingProducer(Path(ring)), calibration) if ring else None
+    if settings.sample_ring is None:
+        return None
+    capture = (
+        Capture(RingProducer(Path(settings.feature_ring)), gather)
+        if settings.feature_ring is not None and gather is not None
+        else None
+    )
+    return Recorder(RingProducer(Path(settings.sample_ring)), calibration, capture)

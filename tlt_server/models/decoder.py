@@ -159,7 +159,10 @@ class Decoder:
         """[R, V] float32, from `Forward.hidden_RH` or any of its rows."""
         return self.numerics.linear(hidden_RH, self.head_HV)
 
-    def make_cache(self, pages: int, page_size: int, scratch: int) -> KVCache:
+    def make_cache(
+        self, pages: int, page_size: int, scratch: int, *, hidden: bool = False
+    ) -> KVCache:
+        """`hidden`: keep the last hidden state of every slot, too."""
         assert page_size == self.page_size, (
             f"built for pages of {self.page_size}, asked for {page_size}"
         )
@@ -171,6 +174,7 @@ class Decoder:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             features=self.feature_width,
+            hidden=self.hidden_size if hidden else 0,
         )
 
     def parameters(self) -> dict[str, Tensor]:

@@ -85,6 +85,11 @@ class _Mapped:
         """Bytes of entries that were not taken yet, with what stands before each."""
         return int(self._word_W[_HEAD]) - int(self._word_W[_TAIL])
 
+    @property
+    def room(self) -> int:
+        """Bytes that the content of the next entry may have."""
+        return max(0, (self.capacity - self.used - ENTRY) // 8 * 8)
+
     def _parts(self, at: int, size: int) -> Iterator[memoryview]:
         """Yield the one or two places of `size` bytes from the byte count `at` on."""
         first = at % self.capacity

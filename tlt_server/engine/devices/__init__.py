@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_server.engine.capture import Gather
 from tlt_server.engine.loop import Runner
 from tlt_server.engine.scheduler import unpadded
 from tlt_server.engine.sequence import Sequence
@@ -67,6 +68,7 @@ class Memory:
     save: Callable[[list[int]], object]
     restore: Callable[[Any, list[int]], None]
     kv: object  # the tensors: the device's own, which `equip` takes
+    gather: Gather | None = None  # None: the states of a sequence are not kept
 
 
 def make_device(settings: DecidedSettings) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -72,12 +73,13 @@ class CpuDevice:
     def allocate(self, live: Live, max_model_len: int) -> Memory:
         assert isinstance(live.target.network, Decoder)
         settings, model = self._settings, live.target.network
-        bytes_per_page = (
-            model.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
-        )
+        captures = settings.feature_ring is not None and model.feature_width > 0
+        make = partial(model.make_cache, page_size=settings.page_size, hidden=captures)
+        bytes_per_page = make(1, scratch=0).bytes_per_kv_slot * settings.page_size
         pages = kv_pages(settings, bytes_per_page, max_model_len)
-        cache = model.make_cache(pages, settings.page_size, settings.max_draft_rows)
-        return Memory(pages, cache.reuse, cache.save, cache.restore, cache)
+        cache = make(pages, scratch=settings.max_draft_rows)
+        gather = cache.gather if captures else None
+        return Memory(pages, cache.reuse, cache.save, cache.restore, cache, gather)
 
     def equip(
         self,

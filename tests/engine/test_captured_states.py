@@ -1,0 +1,147 @@
+"""States that the engine captures as sequences end: the bits that a prefill computes again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.gpu_engine import bits, drafting
+from tests.engine.pushing import Pushable, perturbed
+from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.samples.captured import Captured, decode_captured, key_of
+from tlt_server.samples.ring import RingConsumer, make_ring
+from tlt_server.trainer.recompute import Document, Recomputed
+
+PAGE = 16
+SIBLINGS = 4
+PROMPT = np.random.default_rng(5).integers(0, 200, 3 * PAGE + 5).tolist()
+
+
+@pytest.fixture(scope="module")
+def settings() -> EngineSettings:
+    plain = EngineSettings(
+        model=str(TARGET),
+        drafter=str(DRAFTER),
+        device="cpu",
+        page_size=PAGE,
+        pages=12,
+        max_model_len=128,
+        max_running=SIBLINGS,
+        max_rows=48,
+        threads=1,
+    )
+    return drafting(plain, "eagle", 4, 2, 7)
+
+
+class Capturing(Pushable):
+    def __init__(self, settings: EngineSettings, directory: Path, capacity: int = 2**23) -> None:
+        directory.mkdir()
+        make_ring(directory / "samples", 2**20)
+        make_ring(directory / "states", capacity)
+        super().__init__(
+            replace(settings, sample_ring=directory / "samples", feature_ring=directory / "states")
+        )
+        self._ring = RingConsumer(directory / "states")
+
+    def taken(self) -> dict[bytes, Captured]:
+        found = [decode_captured(content) for content in iter(self._ring.take, None)]
+        return {captured.key: captured for captured in found}
+
+    def text(self, request: GenerateRequest) -> list[int]:
+        return [*request.token_ids, *self.tokens(request.id)]
+
+
+def asked(max_tokens: int = 40) -> list[GenerateRequest]:
+    """Siblings that share a prompt of several pages; the last one is sent again later."""
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return [
+        GenerateRequest(id=f"s{i}", token_ids=PROMPT, sampling=sampling, seed=70 + i, train=True)
+        for i in range(SIBLINGS)
+    ]
+
+
+def key(text: list[int]) -> bytes:
+    return key_of(np.array(text, "<i4").tobytes())
+
+
+def test_captured_states_are_those_that_a_prefill_computes(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    plain, engine = Pushable(settings), Capturing(settings, tmp_path / "rings")
+    work = asked()
+    late = msgspec.structs.replace(work[-1], id="late", seed=99)
+    for each in (plain, engine):
+        each.run(*work)
+        each.run(late)  # finds the prompt's pages
+    ids = [r.id for r in (*work, late)]
+    assert bits(engine, ids) == bits(plain, ids)
+    gauges = engine.engine.gauges()
+    assert gauges["preemptions"] > 0
+    assert (engine.said["late"][0].cached_tokens or 0) >= 3 * PAGE
+    assert any(output.drafted for id in ids for output in engine.said[id])
+
+    states = engine.taken()
+    texts = [engine.text(r) for r in (*work, late)]
+    assert states.keys() == {key(text) for text in texts}
+    assert gauges["states_captured"] == len(texts)
+    layers = engine.engine.runner.model.feature_layers  # type: ignore[attr-defined]
+    target = load_target(TARGET, numerics=Numerics("strict"), feature_layers=layers)
+    documents = [Document(np.array(text, np.int32), np.ones(len(text), np.bool_)) for text in texts]
+    again = Recomputed(target, documents)
+    for number, text in enumerate(texts):
+        captured, part = states[key(text)], again.read(number, 0, len(text) - 1)
+        assert captured.length == len(text) - 1
+        assert captured.features_TF.tobytes() == part.features_TF.numpy().tobytes()
+        assert captured.hidden_TH.tobytes() == part.hidden_TH.numpy().tobytes()
+
+
+def test_states_without_room_are_dropped_and_change_nothing(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    engine = Capturing(settings, tmp_path / "rings", 2**18)
+    work = asked(8)
+    engine.run(*work)
+    gauges = engine.engine.gauges()
+    kept = len(engine.taken())
+    assert 0 < gauges["states_captured"] == kept < SIBLINGS
+    assert gauges["states_dropped"] == SIBLINGS - kept
+    assert gauges["samples_offered"] == SIBLINGS and gauges["samples_dropped"] == 0
+
+
+def test_states_of_two_weight_versions_are_not_captured(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    engine = Capturing(replace(settings, weight_root=tmp_path), tmp_path / "rings")
+    other = perturbed(Path(settings.model), tmp_path / "other", seed=5)
+    work = asked()[:1]
+    engine.push(other, "second", commit=False)
+    engine.submit(*work)
+    engine.until(lambda: len(engine.said.get(work[0].id, [])) > 3, "tokens")
+    engine.commit("second")
+    engine.finish()
+    assert not engine.taken() and engine.engine.gauges()["states_incomplete"] == 1
+    again = msgspec.structs.replace(work[0], id="again")
+    engine.run(again)
+    assert [c.version for c in engine.taken().values()] == ["second"]
+
+
+def test_states_are_refused_unless_their_bytes_fit() -> None:
+    captured = Captured(
+        version="v",
+        key=bytes(16),
+        length=2,
+        feature_width=3,
+        hidden_width=1,
+        features=bytes(24),
+        hidden=bytes(4),
+    )
+    with pytest.raises(ValueError, match="hidden has 4 bytes, 2 tokens of width 1 8"):
+        decode_captured(msgspec.msgpack.encode(captured))

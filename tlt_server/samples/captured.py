@@ -1,0 +1,71 @@
+"""Features and last hidden states of one finished sequence, as bytes.
+
+A trainer finds it by the sequence's tokens and the weight version: in strict numerics every other
+sequence with the same tokens has the same bits. The last token has no states, since nothing was
+computed after it.
+
+Legend: T tokens that have states, F feature width, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from tlt_server.samples.sample import Count, Name
+
+KEY_BYTES = 16
+BEYOND = 8192  # bytes of an entry next to its states, at most
+ITEM = 4  # bytes of a float32
+
+
+class Captured(Struct, frozen=True, array_like=True, kw_only=True):
+    version: Name  # weight version that computed all of it
+    key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]  # see `key_of`
+    length: Count  # T
+    feature_width: Annotated[int, Meta(ge=1, le=2**24)]
+    hidden_width: Annotated[int, Meta(ge=1, le=2**24)]
+    features: bytes  # float32 [T, F]
+    hidden: bytes  # float32 [T, H], after the final norm
+
+    @property
+    def features_TF(self) -> NDArray[np.float32]:
+        return np.frombuffer(self.features, np.dtype("<f4")).reshape(self.length, -1)
+
+    @property
+    def hidden_TH(self) -> NDArray[np.float32]:
+        return np.frombuffer(self.hidden, np.dtype("<f4")).reshape(self.length, -1)
+
+
+def key_of(tokens: bytes) -> bytes:
+    """Return the key of a sequence from its int32 tokens, prompt and output."""
+    return xxhash.xxh3_128_digest(tokens)
+
+
+def state_bytes(feature_width: int, hidden_width: int) -> int:
+    """Return the bytes that one token's states take."""
+    return ITEM * (feature_width + hidden_width)
+
+
+def encode_captured(captured: Captured) -> bytes:
+    return msgspec.msgpack.encode(captured)
+
+
+_CAPTURED = msgspec.msgpack.Decoder(Captured)
+
+
+def decode_captured(data: bytes) -> Captured:
+    """Return the states; `ValueError` with both values if the bytes do not fit together."""
+    captured = _CAPTURED.decode(data)
+    for name, width in (("features", captured.feature_width), ("hidden", captured.hidden_width)):
+        found, expected = len(getattr(captured, name)), ITEM * captured.length * width
+        if found != expected:
+            raise ValueError(
+                f"{name} has {found} bytes, {captured.length} tokens of width {width} {expected}"
+            )
+    return captured
