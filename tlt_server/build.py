@@ -54,6 +54,7 @@ from tlt_server.garbage import collect_while_few
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.private import write_no_core_files
+from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import make_ring
 from tlt_server.seeds import SeedSource, choice_seed
 from tlt_server.shared_settings import SharedSettings
@@ -62,6 +63,7 @@ from tlt_server.trainer.process import TrainerSettings
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
 TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
 RING = "samples"  # in the server's own directory
+SAMPLES = "samples"  # in the state directory
 
 
 def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:
@@ -94,6 +96,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             rollouts = Rollouts(
                 (config.state_dir or directory) / "rollouts", config, metrics, generations
             )
+            trainer = trainer_of(config, directory, metrics)
             service = Service(
                 config,
                 client,
@@ -103,6 +106,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 generations,
                 rollouts,
                 uploads_of(config),
+                trainer,
             )
             supervisor = Supervisor(
                 config,
@@ -112,9 +116,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 metrics,
                 progress,
             )
-            if config.drafter_training != "off":
-                make_ring(directory / RING, config.drafter_ring_mb * 2**20)
-                trainer = TrainerLink(partial(_launch_trainer, config, directory), metrics.samples)
+            if trainer is not None:
                 stack.push_async_callback(_cancel, asyncio.create_task(trainer.run()))
             service.reader.start()
             stack.callback(service.reader.close)
@@ -256,7 +258,18 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
     return process
 
 
-async def _launch_trainer(config: ResolvedConfig, directory: Path) -> Process:
+def trainer_of(config: ResolvedConfig, directory: Path, metrics: Metrics) -> TrainerLink | None:
+    """Return the link to the trainer, with a ring in `directory`; None if nothing is recorded."""
+    if config.drafter_training == "off":
+        return None
+    make_ring(directory / RING, config.drafter_ring_mb * 2**20)
+    files = SampleFiles(config.state_dir / SAMPLES, config.model) if config.state_dir else None
+    return TrainerLink(partial(_launch_trainer, config, directory, files), metrics.samples, files)
+
+
+async def _launch_trainer(
+    config: ResolvedConfig, directory: Path, files: SampleFiles | None
+) -> Process:
     """A trainer process, which reads the ring in `directory`."""
     environment = {**os.environ}
     environment.pop(config.api_key_variable, None)
@@ -267,7 +280,7 @@ async def _launch_trainer(config: ResolvedConfig, directory: Path) -> Process:
     settings = TrainerSettings(
         ring=str(directory / RING),
         model=str(config.model.resolve()),
-        directory=str(config.state_dir.resolve() / "samples") if config.state_dir else "",
+        directory=str(files.directory.resolve()) if files else "",
         tokens=config.drafter_buffer_tokens,
         bytes=config.drafter_buffer_mb * 2**20,
         parent=os.getpid(),

@@ -13,7 +13,15 @@ from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import AsyncRollout
 from tlt_client.tls import Tls
 from tlt_client.transport import AsyncTransport, batch_key
-from tlt_client.wire import AbortReply, EngineState, Reply, RolloutSummary, StreamEvent, Weights
+from tlt_client.wire import (
+    AbortReply,
+    DrafterSamples,
+    EngineState,
+    Reply,
+    RolloutSummary,
+    StreamEvent,
+    Weights,
+)
 
 
 class AsyncClient:
@@ -98,6 +106,12 @@ class AsyncClient:
 
     async def strategy(self) -> Mapping[str, Any]:
         return await self._transport.ask(calls.strategy())
+
+    async def drafter(self) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.drafter())
+
+    async def drafter_samples(self, after: int = 0, *, limit: int = 256) -> DrafterSamples:
+        return await self._transport.ask(calls.drafter_samples(after, limit))
 
     async def set_strategy(
         self,

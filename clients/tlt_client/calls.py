@@ -19,6 +19,7 @@ from tlt_client.errors import NotLive
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
 from tlt_client.wire import (
     AbortReply,
+    DrafterSamples,
     EngineState,
     GenerateBody,
     Item,
@@ -207,6 +208,21 @@ def metrics() -> Call[str]:
 
 def strategy() -> Call[Mapping[str, Any]]:
     return Call("GET", "/strategy", json_object, repeatable=True)
+
+
+def drafter() -> Call[Mapping[str, Any]]:
+    return Call("GET", "/drafter", json_object, repeatable=True)
+
+
+def drafter_samples(after: int, limit: int) -> Call[DrafterSamples]:
+    def read(response: httpx.Response) -> DrafterSamples:
+        headers, content = succeeded(response).headers, response.content
+        return DrafterSamples(
+            content, int(headers["x-samples-after"]), int(headers["x-samples-left"])
+        )
+
+    params = {"after": after, "limit": limit}
+    return Call("GET", "/drafter/samples", read, params=params, repeatable=True)
 
 
 def set_strategy(

@@ -19,7 +19,15 @@ from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import Rollout
 from tlt_client.tls import Tls
 from tlt_client.transport import Transport, batch_key
-from tlt_client.wire import AbortReply, EngineState, Reply, RolloutSummary, StreamEvent, Weights
+from tlt_client.wire import (
+    AbortReply,
+    DrafterSamples,
+    EngineState,
+    Reply,
+    RolloutSummary,
+    StreamEvent,
+    Weights,
+)
 
 
 class Client:
@@ -125,6 +133,18 @@ class Client:
         expected of it, and the last switches with their reasons.
         """
         return self._transport.ask(calls.strategy())
+
+    def drafter(self) -> Mapping[str, Any]:
+        """Return the drafters that are served, with their acceptance of late, and what is recorded
+        to train one.
+        """
+        return self._transport.ask(calls.drafter())
+
+    def drafter_samples(self, after: int = 0, *, limit: int = 256) -> DrafterSamples:
+        """Return recorded sequences, prompts included, oldest first, as the content of a segment
+        file. To go on give `after` of the last reply; none are left once its `left` is 0.
+        """
+        return self._transport.ask(calls.drafter_samples(after, limit))
 
     def set_strategy(
         self,

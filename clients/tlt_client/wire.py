@@ -4,7 +4,7 @@ ignore fields they do not know.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -263,6 +263,14 @@ class AbortReply(Struct, frozen=True):
         int,
         Meta(description="open sequences that the abort ends; those of ended items do not count"),
     ]
+
+
+class DrafterSamples(NamedTuple):
+    """Recorded sequences, as `drafter_samples` gives them."""
+
+    content: bytes  # a segment file
+    after: int  # where the next call goes on
+    left: int  # sequences that come after these now
 
 
 class UploadStatus(TypedDict):

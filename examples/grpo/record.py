@@ -28,7 +28,7 @@ from examples.grpo.rollouts import Group
 from tlt_client.wire import Choice
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.sample import Sample
-from tlt_server.trainer.segments import (
+from tlt_server.samples.segments import (
     SUFFIX,
     Refusals,
     SegmentHeader,

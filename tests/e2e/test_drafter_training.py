@@ -18,8 +18,8 @@ from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.samples.identity import identity_of, vocabulary_of
+from tlt_server.samples.segments import SegmentHeader, read_segment
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
-from tlt_server.trainer.segments import SegmentHeader
 
 ITEM = {"messages": QUESTION, "seed": 11, "n": 3, "sampling": {"max_tokens": 40}}
 
@@ -68,10 +68,19 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
         assert seen["tlt_drafter_samples_offered_total"] == 6
         assert seen["tlt_drafter_samples_dropped_total"] == 0
         assert seen["tlt_drafter_samples_refused_total"] == 0
+        state, handed = own.drafter(), own.drafter_samples()
+        assert (state["trainer"], state["trainer_restarts"]) == ("recording", 1)
+        assert state["trainer_error"] == "ended by signal 9" and state["training"] == "idle"
+        assert [drafter["name"] for drafter in state["drafters"]] == ["eagle", "history"]
+        assert state["drafters"][0]["architecture"] == "LlamaForCausalLMEagle3"
+        assert state["buffer"]["sequences"] == 6 and handed[1:] == (6, 0)
         own.generate([{**ITEM, "n": 1}])  # taken from the ring as the server stops
     header = SegmentHeader.of(identity_of(TARGET), vocabulary_of(TARGET))
     buffer = SampleBuffer(tmp_path / "samples", header, BufferBounds(10**6, 10**8))
     assert not buffer.refusals.count
+    (tmp_path / "handed").write_bytes(handed.content)
+    read = [*read_segment(tmp_path / "handed", header, buffer.refusals)]
+    assert read == [*buffer][:6] and not buffer.refusals.count
     outputs = [entry.sample.token_T[entry.sample.prompt_len :].tolist() for entry in buffer]
     again = [c.token_ids for c in expected]
     assert sorted(outputs[:6]) == sorted([*again, *again]) and outputs[6:] == [again[0]]

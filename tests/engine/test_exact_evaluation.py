@@ -31,6 +31,8 @@ from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest, Sampling, Strategy
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.samples import Responses, Verifications
+from tlt_server.samples.segments import SUFFIX, SegmentHeader, append, header_bytes
+from tlt_server.samples.segments import recorded as framed
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.speculation.survival import Calibration
@@ -38,8 +40,6 @@ from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
 from tlt_server.trainer.features import FeatureSource, RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
 from tlt_server.trainer.replay import ReplayedDrafter, Roots
-from tlt_server.trainer.segments import SUFFIX, SegmentHeader, append, header_bytes
-from tlt_server.trainer.segments import recorded as framed
 from tlt_server.trainer.self_check import DraftsDiffer, SelfCheck, self_check
 
 TREE = "fixed:eagle:4x2x6"

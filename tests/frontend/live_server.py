@@ -21,7 +21,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
-from tlt_server.build import admission, listening, serving_grpc
+from tlt_server.build import admission, listening, serving_grpc, trainer_of
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
@@ -125,6 +125,8 @@ class LiveServer:
         self.rollouts = Rollouts(
             (config.state_dir or self.directory) / "rollouts", config, metrics, generations
         )
+        trainer = trainer_of(config, self.directory, metrics)
+        training = asyncio.create_task(trainer.run()) if trainer else None
         service = self.service = Service(
             config,
             self.client,
@@ -134,6 +136,7 @@ class LiveServer:
             generations,
             self.rollouts,
             uploads_of(config),
+            trainer,
         )
         await self.rollouts.open()
         gate, certificates = Gate(config, metrics), watched_certificates(config)
@@ -158,6 +161,9 @@ class LiveServer:
             await self.rollouts.close()
             service.close()
             await server.stop()
+            if training is not None:
+                training.cancel()
+                await asyncio.wait({training})
             supervised.cancel()
             with suppress(asyncio.CancelledError):
                 await supervised  # a bug of the supervisor fails the test

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.recorded_samples import sample
 from tlt_server.samples.sample import Sample
+from tlt_server.samples.segments import Recorded
 from tlt_server.trainer.sampling import Stratum, draw, evaluated, held_out, strata_of, weights_of
-from tlt_server.trainer.segments import Recorded
 
 LENGTHS = (1, 3, 8, 20, 60)
 some = st.lists(

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tests.unit.recorded_samples import VOCAB, sample
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, decode_sample, encode_sample
+from tlt_server.samples.segments import SUFFIX, SegmentHeader, append, frame
 from tlt_server.trainer import buffer as buffers
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
-from tlt_server.trainer.segments import SUFFIX, SegmentHeader, append, frame
 
 HEADER = SegmentHeader.of(Identity("m", "t"), VOCAB)
 BOUNDS = BufferBounds(tokens=400, bytes=40_000)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_server.drafter.evaluate_flags import add_evaluate
+from tlt_server.push.arguments import add_server
 
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
 
@@ -165,6 +166,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 VERBS = {
+    "status": DrafterVerb("show the drafter of a running server and what it records", add_server),
     "export": DrafterVerb("write a drafter in the layout of another engine", _export, True),
     "init": DrafterVerb("write an untrained drafter for a target", _init),
     "train": DrafterVerb("train a drafter on recorded text, without a server", _train, True),

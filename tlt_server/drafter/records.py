@@ -15,9 +15,9 @@ from tlt_server.errors import StartupError
 from tlt_server.samples.identity import identity_of, vocabulary_of
 from tlt_server.samples.sample import sample_set
 from tlt_server.samples.samples import SampleSet, Verifications
+from tlt_server.samples.segments import SUFFIX, Refusals, SegmentHeader, read_segment
 from tlt_server.speculation.cost import CostModel
 from tlt_server.speculation.recorded import RolloutRecord
-from tlt_server.trainer.segments import SUFFIX, Refusals, SegmentHeader, read_segment
 
 PAGE_SIZE = 16  # tokens; no bit depends on it
 

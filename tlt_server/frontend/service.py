@@ -20,6 +20,7 @@ from tlt_server.frontend.http.bounds import Bounds
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.reading.reader import Reader
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.weights.broadcasts import Broadcasts
@@ -42,6 +43,7 @@ class Service:
     generations: Generations
     rollouts: Rollouts
     uploads: Uploads | None  # None: the server takes no weights by http
+    trainer: TrainerLink | None = None  # None: nothing is recorded
     reading: Reading = field(default_factory=Reading)
 
     @cached_property

@@ -79,34 +79,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     abort.add_argument("version", metavar="VERSION", help="the push's version")
     for verb in (push, status, rollback, abort):
-        verb.add_argument(
-            "--url",
-            default="http://127.0.0.1:8000",
-            help="the server's address [default http://127.0.0.1:8000]",
-        )
-        verb.add_argument(
-            "--api-key-file",
-            type=Path,
-            metavar="FILE",
-            help="file whose first key is sent as the API key; the server's own key file has the "
-            "right format",
-        )
-        verb.add_argument(
-            "--tls-ca",
-            type=Path,
-            metavar="FILE",
-            help="PEM certificates that sign the server's [default: those that this machine "
-            "trusts]",
-        )
-        verb.add_argument(
-            "--tls-cert",
-            type=Path,
-            metavar="FILE",
-            help="PEM certificate of this client, for a server that asks for one",
-        )
-        verb.add_argument(
-            "--tls-key",
-            type=Path,
-            metavar="FILE",
-            help="PEM private key of --tls-cert, without a passphrase",
-        )
+        add_server(verb)
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a running server, its key and its TLS."""
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="the server's address [default http://127.0.0.1:8000]",
+    )
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file whose first key is sent as the API key; the server's own key file has the "
+        "right format",
+    )
+    parser.add_argument(
+        "--tls-ca",
+        type=Path,
+        metavar="FILE",
+        help="PEM certificates that sign the server's [default: those that this machine trusts]",
+    )
+    parser.add_argument(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="PEM certificate of this client, for a server that asks for one",
+    )
+    parser.add_argument(
+        "--tls-key",
+        type=Path,
+        metavar="FILE",
+        help="PEM private key of --tls-cert, without a passphrase",
+    )

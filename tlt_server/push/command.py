@@ -13,39 +13,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tlt_client import Client, ConnectionFailed, ServerError, Tls
-from tlt_client.channels.errors import ContentRefused
+from tlt_client import Client
 from tlt_client.channels.http import HttpSender
-from tlt_client.errors import InvalidArgument, NotLive
 from tlt_server.errors import StartupError
+from tlt_server.push.calling import call
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console, say = (
-        Console(stderr=stderr, soft_wrap=True, highlight=False) for stderr in (False, True)
+    verb = VERBS[arguments.verb]
+    return call(
+        arguments,
+        lambda client, console: verb(client, arguments, console),
+        "To see the result of a push that broke off: tlt weights status",
     )
-    try:
-        with Client(
-            arguments.url, api_key=_key(arguments.api_key_file), tls=_tls(arguments)
-        ) as client:
-            VERBS[arguments.verb](client, arguments, console)
-            return 0
-    except ServerError as error:
-        say.print(f"tlt: {error.code}: {error.message}", markup=False)
-        return 1
-    except ConnectionFailed as error:
-        say.print(
-            f"tlt: {arguments.url} cannot be reached ({error}); start the server, or give another "
-            "--url, or the files that its TLS needs (--tls-ca, --tls-cert, --tls-key). To see the "
-            "result of a push that broke off: tlt weights status",
-            markup=False,
-        )
-        return 1
-    except NotLive as error:
-        say.print(f"tlt: {error}", markup=False)
-        return 1
-    except (ContentRefused, InvalidArgument, OSError) as error:
-        raise StartupError(str(error)) from None
 
 
 def _push(client: Client, arguments: argparse.Namespace, console: Console) -> None:
@@ -176,28 +156,3 @@ VERBS: dict[str, Callable[[Client, argparse.Namespace, Console], None]] = {
     "rollback": _rollback,
     "abort": _abort,
 }
-
-
-def _tls(arguments: argparse.Namespace) -> Tls | None:
-    files = [arguments.tls_ca, arguments.tls_cert, arguments.tls_key]
-    if not any(files):
-        return None
-    tls = Tls(*files)
-    try:
-        tls.context()
-    except ValueError as error:
-        raise StartupError(f"--tls-ca, --tls-cert, --tls-key: {error}") from None
-    return tls
-
-
-def _key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    lines = [line.split() for line in file.read_text().splitlines()]
-    first = next((words[0] for words in lines if words and not words[0].startswith("#")), "")
-    if not first or first.startswith("sha256:"):
-        raise StartupError(
-            f"{file} does not begin with a plain key (a sha256 cannot be sent); write the key into "
-            "its first line"
-        )
-    return first

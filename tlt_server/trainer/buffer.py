@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tlt_server.private import private_directory
 from tlt_server.samples.sample import Sample
-from tlt_server.trainer.segments import (
+from tlt_server.samples.segments import (
     SUFFIX,
     Recorded,
     Refusals,

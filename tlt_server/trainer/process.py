@@ -23,8 +23,8 @@ from tlt_server.events import BufferReport
 from tlt_server.samples.identity import identity_of, vocabulary_of
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import decode_sample
+from tlt_server.samples.segments import SegmentHeader
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
-from tlt_server.trainer.segments import SegmentHeader
 
 NICENESS = 10  # after frontend and engine
 POLL_S = 0.05

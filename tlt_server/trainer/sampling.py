@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from tlt_server.samples.sample import Sample
-from tlt_server.trainer.segments import Recorded
+from tlt_server.samples.segments import Recorded
 
 HELD_OUT = 10  # prompts, of which one is held out
 

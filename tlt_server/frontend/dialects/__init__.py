@@ -19,6 +19,7 @@ DIALECTS = Registry(
         "operate": "tlt_server.frontend.dialects.operate:ROUTES",
         "page": "tlt_server.frontend.dialects.page:ROUTES",
         "sglang": "tlt_server.frontend.dialects.sglang.routes:ROUTES",
+        "drafter": "tlt_server.frontend.dialects.drafter:ROUTES",
         "strategy": "tlt_server.frontend.dialects.strategy:ROUTES",
         "vllm_rl": "tlt_server.frontend.dialects.vllm_rl.routes:ROUTES",
         "weights": "tlt_server.frontend.dialects.weights.routes:ROUTES",

@@ -1,5 +1,5 @@
-"""Parameters of the query string: a word, a list of words, a flag, a time. Unknown parameters are
-ignored.
+"""Parameters of the query string: a word, a list of words, a flag, a count, a time. Unknown
+parameters are ignored.
 """
 
 from __future__ import annotations
@@ -46,6 +46,17 @@ def flag(request: Request, name: str, *, default: bool) -> bool:
     if value is None:
         raise InvalidRequest(f"{name} is {shown(text)}; it must be one of {', '.join(FLAGS)}")
     return value
+
+
+def count(request: Request, name: str, least: int, most: int, default: int) -> int:
+    """Return a whole number in decimal digits."""
+    text = request.query_params.get(name, str(default))
+    digits = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not digits or not least <= int(text) <= most:
+        raise InvalidRequest(
+            f"{name} is {shown(text)}; it must be a whole number from {least} to {most}"
+        )
+    return int(text)
 
 
 def seconds(request: Request, name: str, max_s: float) -> float:

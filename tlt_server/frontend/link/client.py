@@ -30,6 +30,7 @@ from tlt_server.metrics import Metrics
 from tlt_server.records import Cycle, GenerateRequest, Switch
 
 SWITCHES = 32  # the last ones that are kept
+DRAFTED = 128  # the last steps that verified drafts and are kept
 
 log = structlog.get_logger()
 
@@ -53,6 +54,7 @@ class EngineClient:
         self.info: EngineInfo | None = None  # report of the last epoch that was ready
         self.policy: SetPolicy | None = None  # None: the one that the engine was started with
         self.last_cycle: Cycle | None = None
+        self.drafted: deque[Cycle] = deque(maxlen=DRAFTED)  # the last steps that verified drafts
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
         self.switches: deque[Switch] = deque(maxlen=SWITCHES)
         self.phases: list[Phase] = []
@@ -137,6 +139,8 @@ class EngineClient:
         self.switches.extend(message.switches)
         if message.cycle is not None:
             self.last_cycle = message.cycle
+            if message.cycle.drafted:
+                self.drafted.append(message.cycle)
             self.admission.stepped(message.cycle, message.gauges.get("waiting", 0.0))
         self._sequences.dispatch(message.outputs)
 

@@ -94,18 +94,23 @@ def weights_directory(drafter: str) -> Path | None:
     return None if drafter in ("none", *without_weights()) else Path(drafter)
 
 
+def architecture_in(directory: Path) -> str | None:
+    """Return the architecture in a directory's config.json; None if it does not name just one."""
+    try:
+        named = json.loads((directory / "config.json").read_bytes())["architectures"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    single = named[0] if isinstance(named, list) and len(named) == 1 else None
+    return single if isinstance(single, str) else None
+
+
 def drafter_in(directory: Path) -> str:
     """Return the drafter whose weights a directory holds, by the architecture in its config.json.
     Without a known one it is the first, whose loader refuses the directory.
     """
-    try:
-        named = json.loads((directory / "config.json").read_bytes())["architectures"]
-    except (OSError, ValueError, LookupError, TypeError):
-        named = None
     names = [name for name, known in DRAFTERS.items() if known.needs_weights]
     known = {architecture: name for name in names for architecture in DRAFTERS[name].architectures}
-    single = named[0] if isinstance(named, list) and len(named) == 1 else None
-    return known.get(single, names[0]) if isinstance(single, str) else names[0]
+    return known.get(architecture_in(directory) or "", names[0])
 
 
 def to_load(drafter: str) -> tuple[str, ...]:

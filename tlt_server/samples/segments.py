@@ -25,7 +25,7 @@ from tlt_server.samples.sample import MAX_TOKENS, Sample, decode_sample, encode_
 MAGIC, FORMAT = b"tltseg\r\n", 1
 SUFFIX = ".segment"
 MAX_FRAME = 2**28  # bytes
-_FRAME = struct.Struct("<IQQ")
+FRAME = struct.Struct("<IQQ")
 
 
 class SegmentHeader(Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ def recorded(number: int, sample: Sample) -> tuple[Recorded, bytes]:
 
 
 def frame(number: int, content: bytes) -> bytes:
-    return _FRAME.pack(len(content), number, _checksum(number, content)) + content
+    return FRAME.pack(len(content), number, checksum_of(number, content)) + content
 
 
 def append(path: Path, data: bytes) -> None:
@@ -100,7 +100,7 @@ def read_segment(
     not yielded is named among the refusals, with file, frame and both values.
     """
     try:
-        with open(path, "rb", opener=_no_link) as file:
+        with open(path, "rb", opener=without_link) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 refusals.add(f"{path} is no segment file; it is left out")
                 return
@@ -118,7 +118,7 @@ def read_segment(
                 except (ValueError, OverflowError) as error:
                     refusals.add(f"{path}, frame {number}: {error}; it is left out")
                     continue
-                yield Recorded(found[0], sample, _FRAME.size + len(found[1]))
+                yield Recorded(found[0], sample, FRAME.size + len(found[1]))
     except OSError as error:
         refusals.add(f"{path} cannot be read ({error.strerror}); it is left out")
 
@@ -127,16 +127,16 @@ def _read_frame(
     file: BinaryIO, path: Path, number: int, refusals: Refusals
 ) -> tuple[int, bytes] | None:
     """Return number and content of the next frame; None at the end, or where it is not whole."""
-    head = file.read(_FRAME.size)
+    head = file.read(FRAME.size)
     if not head:
         return None
     problem = "it ends there"
-    if len(head) == _FRAME.size:
-        length, serial, checksum = _FRAME.unpack(head)
+    if len(head) == FRAME.size:
+        length, serial, checksum = FRAME.unpack(head)
         problem = f"its length is {length}, at most {MAX_FRAME}"
         if length <= MAX_FRAME:
             content = file.read(length)
-            found = _checksum(serial, content)
+            found = checksum_of(serial, content)
             if len(content) == length and found == checksum:
                 return serial, content
             problem = f"its checksum is {found:016x}, not {checksum:016x}"
@@ -163,9 +163,9 @@ def _fits(content: bytes, header: SegmentHeader, path: Path, refusals: Refusals)
     return not differ
 
 
-def _checksum(number: int, content: bytes) -> int:
+def checksum_of(number: int, content: bytes) -> int:
     return xxhash.xxh3_64_intdigest(content, seed=number)
 
 
-def _no_link(path: str, flags: int) -> int:
+def without_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,0 +1,215 @@
+"""`/drafter`: what is drafted with and what is recorded; `/drafter/samples` hands it out, and
+refuses what it cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
+from tests.unit.recorded_samples import VOCAB, sample
+from tlt_client import Client
+from tlt_server.__main__ import main
+from tlt_server.build import RING
+from tlt_server.frontend.dialects.drafter import accepted_at_depth
+from tlt_server.frontend.link.trainer import TrainerLink
+from tlt_server.metrics import Metrics
+from tlt_server.records import Cycle, StepContext, Strategy
+from tlt_server.samples.identity import identity_of
+from tlt_server.samples.ring import RingProducer
+from tlt_server.samples.sample import encode_sample
+from tlt_server.samples.segments import Refusals, SegmentHeader, read_segment
+
+
+def cycle(depth: int, accepted: tuple[int, ...], speculable: int | None = None) -> Cycle:
+    decoding = len(accepted)
+    context = StepContext(decoding, 0, 10.0, decoding if speculable is None else speculable)
+    strategy = Strategy("history", depth, 1, depth + 1)
+    return Cycle(context=context, strategy=strategy, rows=8, accepted=accepted, drafted=depth)
+
+
+@pytest.fixture(scope="module")
+def recorded_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, whose config.json also has a vocabulary."""
+    copy = tmp_path_factory.mktemp("recorded") / "model"
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_bytes())
+    (copy / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB}))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def recording(
+    recorded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """A server with a trainer process, which has taken five sequences and refused junk."""
+    state = tmp_path_factory.mktemp("state")
+    with live_server(
+        recorded_model,
+        engine={"drafter": "history"},
+        drafter="history",
+        drafter_training="idle",
+        state_dir=state,
+    ) as server:
+        ring = RingProducer(server.directory / RING)
+        for i in range(5):
+            ring.offer(encode_sample(sample(i, version=f"v{i // 3}")))
+        ring.offer(b"junk")
+        with Client(server.url) as client:
+            eventually(lambda: client.drafter()["buffer"]["sequences"] == 5)
+        yield server
+
+
+def test_a_server_that_records_nothing_says_so(client: Client, server: LiveServer) -> None:
+    assert client.drafter() == {
+        "target_version": "v0",
+        "drafters": [],
+        "training": "off",
+        "trainer": "off",
+        "trainer_error": "",
+        "trainer_restarts": 0,
+        "buffer": None,
+    }
+    reply = httpx.get(f"{server.url}/drafter/samples")
+    assert reply.status_code == 409
+    assert "--drafter-training idle and --state-dir" in reply.json()["error"]["message"]
+
+
+def test_the_buffer_is_shown_with_the_reasons_of_refusals(recording: LiveServer) -> None:
+    with Client(recording.url) as client:
+        eventually(lambda: client.drafter()["buffer"]["refused"] == 1)
+        state = client.drafter()
+    assert (state["training"], state["trainer"], state["trainer_error"]) == (
+        "idle",
+        "recording",
+        "",
+    )
+    buffer = state["buffer"]
+    assert buffer["tokens"] == 5 * 12 and buffer["bytes"] > 5 * 48
+    assert buffer["tokens_by_version"] == {"v0": 3 * 8, "v1": 2 * 8}
+    assert "no sequence" in buffer["refusals"][0]
+
+
+def test_acceptance_is_of_the_steps_in_which_all_took_drafts(recording: LiveServer) -> None:
+    drafted = recording.client.drafted
+    recording.call(
+        lambda: drafted.extend([cycle(3, (3, 1)), cycle(3, (0, 0), 1), cycle(1, (1, 0))])
+    )
+    with Client(recording.url) as client:
+        [served] = client.drafter()["drafters"]
+    assert served == {
+        "name": "history",
+        "architecture": None,
+        "weight_version": None,
+        "resting": False,
+        "steps": 2,
+        "accept_length": 1 + 5 / 4,
+        "accepted_at_depth": [3 / 4, 1 / 2, 1 / 2],
+    }
+    recording.call(drafted.clear)
+
+
+def test_branches_may_reach_deeper_than_the_strategy() -> None:
+    assert accepted_at_depth([cycle(2, (5, 1, 0, 2))]) == [3 / 4, 2 / 4]
+    assert accepted_at_depth([]) == []
+
+
+def test_samples_are_handed_out_a_part_at_a_time(
+    recording: LiveServer, recorded_model: Path, tmp_path: Path
+) -> None:
+    header = SegmentHeader.of(identity_of(recorded_model), VOCAB)
+    after, left, read = 0, 1, []
+    with Client(recording.url) as client:
+        while left:
+            content, after, left = client.drafter_samples(after, limit=2)
+            (tmp_path / "part").write_bytes(content)
+            entries = [*read_segment(tmp_path / "part", header, Refusals())]
+            assert len(entries) == min(2, 5 - len(read))
+            read += entries
+        assert client.drafter_samples(after)[1:] == (after, 0)
+    assert [encode_sample(entry.sample) for entry in read] == [
+        encode_sample(sample(i, version=f"v{i // 3}")) for i in range(5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("after=-1", "after is '-1'"),
+        ("after=nan", "from 0 to"),
+        ("after=", "after is ''"),
+        ("after=1e3", "whole number"),
+        ("after=%C2%B2", "whole number"),
+        ("after=9223372036854775808", "from 0 to 9223372036854775807"),
+        (f"after={'9' * 5000}", "whole number"),
+        ("after=../../etc/passwd", "whole number"),
+        ("after=6", "the newest sequence is 5"),
+        ("limit=0", "from 1 to 4096"),
+        ("limit=4097", "from 1 to 4096"),
+    ],
+)
+def test_what_cannot_be_a_cursor_or_a_limit_is_refused(
+    recording: LiveServer, query: str, said: str
+) -> None:
+    reply = httpx.get(f"{recording.url}/drafter/samples?{query}")
+    assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
+    assert len(reply.text) < 1000
+
+
+def test_without_files_there_is_nothing_to_hand_out(model: Path) -> None:
+    with live_server(model, drafter_training="idle") as server:
+        reply = httpx.get(f"{server.url}/drafter/samples")
+        state = httpx.get(f"{server.url}/drafter").json()
+    assert reply.status_code == 409 and "--state-dir" in reply.json()["error"]["message"]
+    assert state["buffer"]["directory"] is None and state["trainer"] != "off"
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("import sys; sys.exit(3)", "exit status 3"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by signal 9"),
+        ("", "not started: No such file or directory"),
+    ],
+)
+def test_a_trainer_that_ends_is_shown_with_the_reason(command: str, error: str) -> None:
+    async def launch() -> Process:
+        program = sys.executable if command else "/nothing/here"
+        return await asyncio.create_subprocess_exec(program, "-c", command, stdout=PIPE)
+
+    async def run() -> TrainerLink:
+        link = TrainerLink(launch, Metrics().samples, None)
+        assert (link.phase, link.error, link.restarts) == ("starting", "", 0)
+        running = asyncio.create_task(link.run())
+        while link.restarts < 1:
+            assert link.phase != "recording"
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait({running})
+        return link
+
+    link = asyncio.run(run())
+    assert link.error == error
+
+
+def test_the_command_prints_both(
+    recording: LiveServer, client: Client, server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["drafter", "status", "--url", recording.url]) == 0
+    said = capsys.readouterr().out
+    for part in ("drafter history", "not known", "recording", "output tokens of v1", "offered"):
+        assert part in said, said
+    assert main(["drafter", "status", "--url", server.url]) == 0
+    assert "no drafter is loaded" in capsys.readouterr().out
+    assert main(["drafter", "status", "--url", "http://127.0.0.1:1"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""The command `tlt drafter status`: `GET /drafter` as tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tlt_client import Client
+from tlt_server.push.calling import call
+
+MIB = 2**20
+
+
+def run(arguments: argparse.Namespace) -> int:
+    def show_state(client: Client, console: Console) -> None:
+        show(console, client.drafter())
+
+    return call(arguments, show_state)
+
+
+def show(console: Console, state: Mapping[str, Any]) -> None:
+    """Print a `DrafterState`."""
+    _print(console, "recording", _recording(state))
+    for served in state["drafters"]:
+        _print(console, f"drafter {served['name']}", _served(served))
+    if not state["drafters"]:
+        console.print("no drafter is loaded; tlt serve --drafter names one")
+
+
+def _recording(state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    yield "target version", state["target_version"]
+    yield "drafter_training", state["training"]
+    yield "trainer process", state["trainer"]
+    if state["trainer_error"]:
+        yield "restarts", f"{state['trainer_restarts']}; the last one: {state['trainer_error']}"
+    buffer = state["buffer"]
+    if buffer is None:
+        return
+    yield "sequences", f"{buffer['sequences']:,}"
+    yield "tokens", f"{buffer['tokens']:,}"
+    yield "size", f"{buffer['bytes'] / MIB:,.1f} MiB"
+    for version, tokens in buffer["tokens_by_version"].items():
+        yield f"output tokens of {version}", f"{tokens:,}"
+    yield "files", buffer["directory"] or "none (--state-dir keeps them)"
+    if buffer["disk_error"]:
+        yield "disk", buffer["disk_error"]
+    yield "offered, dropped", f"{buffer['offered']:,}, {buffer['dropped']:,}"
+    yield "refused", f"{buffer['refused']:,}"
+    for reason in buffer["refusals"]:
+        yield "", reason
+
+
+def _served(served: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    if served["architecture"] is not None:
+        yield "architecture", served["architecture"]
+    if served["weight_version"] is not None:
+        yield "weight version", served["weight_version"]
+    yield "resting", "yes, until weights change again" if served["resting"] else "no"
+    if served["accept_length"] is None:
+        yield "accept length", "not known: it has not drafted of late"
+        return
+    yield "accept length", f"{served['accept_length']:.3f} in {served['steps']} steps"
+    shares = [f"{share:.1%}" for share in served["accepted_at_depth"]]
+    yield "accepted at depth 1, 2, ...", " ".join(shares)
+
+
+def _print(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    table = Table(title=Text(title), title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    console.print(table)

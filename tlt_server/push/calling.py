@@ -1,0 +1,73 @@
+"""A call of a running server by a command: whom it trusts, which key it sends, and failures as one
+line each, with the remedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from tlt_client import Client, ConnectionFailed, ServerError, Tls
+from tlt_client.channels.errors import ContentRefused
+from tlt_client.errors import InvalidArgument, NotLive
+from tlt_server.errors import StartupError
+
+
+def call(
+    arguments: argparse.Namespace, act: Callable[[Client, Console], None], broken: str = ""
+) -> int:
+    """Call the server of `push.arguments.add_server` and return the exit status. `broken`: what to
+    do where the connection breaks off. `StartupError`: a file cannot be used.
+    """
+    console, say = (
+        Console(stderr=stderr, soft_wrap=True, highlight=False) for stderr in (False, True)
+    )
+    try:
+        with Client(
+            arguments.url, api_key=_key(arguments.api_key_file), tls=_tls(arguments)
+        ) as client:
+            act(client, console)
+            return 0
+    except ServerError as error:
+        say.print(f"tlt: {error.code}: {error.message}", markup=False)
+        return 1
+    except ConnectionFailed as error:
+        say.print(
+            f"tlt: {arguments.url} cannot be reached ({error}); start the server, or give another "
+            f"--url, or the files that its TLS needs (--tls-ca, --tls-cert, --tls-key). {broken}",
+            markup=False,
+        )
+        return 1
+    except NotLive as error:
+        say.print(f"tlt: {error}", markup=False)
+        return 1
+    except (ContentRefused, InvalidArgument, OSError) as error:
+        raise StartupError(str(error)) from None
+
+
+def _tls(arguments: argparse.Namespace) -> Tls | None:
+    files = [arguments.tls_ca, arguments.tls_cert, arguments.tls_key]
+    if not any(files):
+        return None
+    tls = Tls(*files)
+    try:
+        tls.context()
+    except ValueError as error:
+        raise StartupError(f"--tls-ca, --tls-cert, --tls-key: {error}") from None
+    return tls
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    lines = [line.split() for line in file.read_text().splitlines()]
+    first = next((words[0] for words in lines if words and not words[0].startswith("#")), "")
+    if not first or first.startswith("sha256:"):
+        raise StartupError(
+            f"{file} does not begin with a plain key (a sha256 cannot be sent); write the key into "
+            "its first line"
+        )
+    return first
