@@ -58,7 +58,7 @@ from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import make_ring
 from tlt_server.seeds import SeedSource, choice_seed
 from tlt_server.shared_settings import SharedSettings
-from tlt_server.trainer.process import TrainerSettings
+from tlt_server.trainer.process import MAX_REPORT, TrainerSettings
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
 TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
@@ -274,7 +274,7 @@ async def _launch_trainer(
     environment = {**os.environ}
     environment.pop(config.api_key_variable, None)
     process = await asyncio.create_subprocess_exec(
-        *TRAINER, stdin=PIPE, stdout=PIPE, env=environment
+        *TRAINER, stdin=PIPE, stdout=PIPE, env=environment, limit=MAX_REPORT
     )
     assert process.stdin is not None
     settings = TrainerSettings(

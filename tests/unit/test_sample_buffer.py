@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from tests.unit.recorded_samples import VOCAB, sample
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, decode_sample, encode_sample
-from tlt_server.samples.segments import SUFFIX, SegmentHeader, append, frame
+from tlt_server.samples.segments import (
+    MAX_MESSAGE,
+    SUFFIX,
+    SegmentHeader,
+    append,
+    frame,
+    header_bytes,
+)
 from tlt_server.trainer import buffer as buffers
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 
@@ -167,10 +174,29 @@ def test_what_does_not_fit_is_refused_with_both_values(
     assert f"{path}, frame 2: " in again.refusals.messages[0]
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80", b"\x93\1\2\3", encode_sample(sample(1))[:-1]])
+# One field more than a sequence has, which is an array in an array, and so on.
+DEEP = b"\xdc\x00\x15" + encode_sample(sample(1))[3:] + b"\x91" * 100_000 + b"\xc0"
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", b"\x93\1\2\3", encode_sample(sample(1))[:-1], DEEP])
 def test_bytes_that_are_no_sequence_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="truncated|Expected"):
+    with pytest.raises(ValueError, match="truncated|Expected|recursion"):
         decode_sample(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "number"), [("f" * 20, "m", 1), ("1", "m", 2**64 - 1), ("1", "x" * 10**6, 1)]
+)
+def test_files_of_unlikely_numbers_and_names_harm_no_later_sequence(
+    tmp_path: Path, name: str, model: str, number: int
+) -> None:
+    header = msgspec.structs.replace(HEADER, model=model)
+    data = header_bytes(header) + frame(number, encode_sample(sample(1)))
+    append(tmp_path / (name + SUFFIX), data)
+    buffer = SampleBuffer(tmp_path, HEADER, BOUNDS)
+    assert buffer.add(sample(2))
+    assert all(len(message) <= MAX_MESSAGE for message in buffer.refusals.messages)
+    assert encode_sample(sample(2)) in contents(SampleBuffer(tmp_path, HEADER, BOUNDS))
 
 
 def test_a_full_disk_leaves_the_buffer_in_memory_and_is_reported(

@@ -53,6 +53,24 @@ def test_sequences_are_kept_and_reported_by_version(tmp_path: Path) -> None:
     assert keeper.report() is None  # nothing has changed
 
 
+def test_an_idle_buffer_is_counted_once_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    keeper = Keeper(settings(tmp_path), lambda: now[0])
+    counted: list[float] = []
+
+    def count() -> dict[str, int]:
+        counted.append(now[0])
+        return {}
+
+    monkeypatch.setattr(keeper.buffer, "tokens_by_version", count)
+    for step in range(40):
+        now[0] = step * REPORT_S / 8
+        keeper.report()
+    assert counted == [i * REPORT_S for i in range(5)]
+
+
 def test_a_killed_process_loses_nothing_that_it_took(tmp_path: Path) -> None:
     given = settings(tmp_path)
     ring = RingProducer(tmp_path / "ring")

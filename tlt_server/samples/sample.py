@@ -144,7 +144,10 @@ _SAMPLES = msgspec.msgpack.Decoder(Sample)
 
 def decode_sample(data: bytes) -> Sample:
     """Return the sequence; `ValueError` if these are not the bytes of one."""
-    return _SAMPLES.decode(data)
+    try:
+        return _SAMPLES.decode(data)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 class Cycles:

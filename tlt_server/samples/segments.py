@@ -25,6 +25,8 @@ from tlt_server.samples.sample import MAX_TOKENS, Sample, decode_sample, encode_
 MAGIC, FORMAT = b"tltseg\r\n", 1
 SUFFIX = ".segment"
 MAX_FRAME = 2**28  # bytes
+MAX_NUMBER = 2**62
+MAX_MESSAGE = 1000  # characters; values in it come from files
 FRAME = struct.Struct("<IQQ")
 
 
@@ -85,7 +87,7 @@ class Refusals:
     def add(self, message: str) -> None:
         self.count += 1
         if len(self.messages) < self._most:
-            self.messages.append(message)
+            self.messages.append(message[:MAX_MESSAGE])
 
     def take(self) -> list[str]:
         """Return the messages since the last call."""
@@ -112,6 +114,8 @@ def read_segment(
                 number += 1
                 try:
                     sample = decode_sample(found[1])
+                    if found[0] > MAX_NUMBER:
+                        raise ValueError(f"its number is {found[0]}, at most {MAX_NUMBER}")
                     if len(sample.tokens) > 4 * longest:
                         raise ValueError(f"{len(sample.tokens) // 4} tokens, at most {longest}")
                     sample.check(header.vocab_size)

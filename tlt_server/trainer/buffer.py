@@ -18,6 +18,7 @@ from pathlib import Path
 from tlt_server.private import private_directory
 from tlt_server.samples.sample import Sample
 from tlt_server.samples.segments import (
+    MAX_NUMBER,
     SUFFIX,
     Recorded,
     Refusals,
@@ -232,6 +233,7 @@ class SampleBuffer:
 def _first_number(path: Path) -> int:
     """Return the number in a segment's name; 0 for another name."""
     try:
-        return int(path.name.removesuffix(SUFFIX), 16)
+        number = int(path.name.removesuffix(SUFFIX), 16)
     except ValueError:
         return 0
+    return number if number <= MAX_NUMBER else 0

@@ -30,6 +30,7 @@ NICENESS = 10  # after frontend and engine
 POLL_S = 0.05
 REPORT_S = 1.0
 VERSIONS = 8  # told apart in a report
+MAX_REPORT = 2**20  # bytes of a report's line
 BATCH = 256  # sequences taken between two looks at the parent
 
 
@@ -86,9 +87,10 @@ class Keeper:
             lost=self._ring.lost,
             disk_error=buffer.disk_error,
         )
+        self._report_s = self._clock() + REPORT_S
         if state == self._reported:
             return None
-        self._reported, self._report_s = state, self._clock() + REPORT_S
+        self._reported = state
         return msgspec.structs.replace(state, refusals=refusals.take())
 
 

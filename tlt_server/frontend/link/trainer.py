@@ -55,6 +55,8 @@ class TrainerLink:
                 status = await self._live()
             except OSError as error:
                 status = f"not started: {error.strerror}"
+            except ValueError as error:  # a line is no report, or is longer than it may be
+                status = f"its report is not read: {error}"
             lived_s = asyncio.get_running_loop().time() - started_s
             self.phase, self.error = "failed", status
             delay_s = FIRST_DELAY_S if lived_s >= STEADY_S else min(2 * delay_s, MAX_DELAY_S)
