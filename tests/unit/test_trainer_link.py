@@ -34,7 +34,7 @@ async def two_processes(code: str) -> None:
         started[min(len(launched), 2) - 1].set()
         return process
 
-    running = asyncio.create_task(TrainerLink(launch, Metrics().samples).run())
+    running = asyncio.create_task(TrainerLink(launch, Metrics().samples, None).run())
     second = asyncio.create_task(started[1].wait())
     await asyncio.wait({running, second}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
     assert second.done() and not running.done()
