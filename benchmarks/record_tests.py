@@ -38,6 +38,7 @@ RUNS = {  # bits of kernels first: nothing counts before they are right
     "matmuls and attention": BITS,
     "other kernels": ("tests/kernels", *(f"--ignore={file}" for file in BITS)),
     "engine": ("tests/engine", "-m", "gpu"),
+    "trainer": ("tests/trainer", "-m", "gpu"),
     "server": ("tests/e2e/test_on_gpu.py", *ALONE),
     "weight channels": ("tests/e2e/test_channels_on_gpu.py", *ALONE),
 }

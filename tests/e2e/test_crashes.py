@@ -229,7 +229,7 @@ def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> 
             other.generate(
                 [{"messages": QUESTION}], sampling={"max_tokens": 64, "ignore_eos": True}
             )
-            assert look(other).strategy == strategy
+            assert look(other).strategy == "history:4x1"  # its rows are no part of the name
             assert not Path(f"/proc/{pid}").exists()
             assert 'tlt_engine_restarts_total{reason="hung"} 1.0' in other.metrics().splitlines()
 

@@ -180,7 +180,7 @@ def test_a_broken_model_directory_is_named_at_start(name: str, tmp_path: Path) -
 
 def test_a_drafter_of_the_wrong_kind_is_named_at_start(tmp_path: Path) -> None:
     message = starting_fails("--model", str(TARGET), "--drafter", str(TARGET))
-    assert str(TARGET) in message and "is not a drafter" in message
+    assert str(TARGET) in message and "are not those of a drafter" in message
     missing = str(tmp_path / "nothing")
     assert missing in starting_fails("--model", str(TARGET), "--drafter", missing)
     drafter = Path(shutil.copytree(DRAFTER, tmp_path / "drafter"))

@@ -210,8 +210,8 @@ def test_unknown_architecture_names_the_nearest(directory):
 
 
 def test_feature_layer_outside_the_target(directory):
-    with pytest.raises(ModelError, match=r"\[2\].*0 to 1"):
-        load_target(directory, numerics=Numerics("strict"), feature_layers=(0, 1, 2))
+    with pytest.raises(ModelError, match=r"\[3\].*0 to 2"):
+        load_target(directory, numerics=Numerics("strict"), feature_layers=(0, 1, 3))
 
 
 def test_qwen_window_that_is_switched_off_is_accepted():

@@ -116,24 +116,24 @@ class ExactEngines:
         self.base, self.plan, self._on_phase = base, PLANS[str(base.device)], on_phase
         self._source = LoadedOnce(self.plan.strategies)
         self._engine: Engine | None = None
-        self._of: tuple[int, bool] | None = None
+        self._of: tuple[int, bool, bool] | None = None
 
-    def engine(self, batch: int, *, fault: bool) -> Engine:
-        """Return the engine that runs up to `batch` requests at once; one that is to err captures
-        nothing.
+    def engine(self, batch: int, *, fault: bool, reference: bool) -> Engine:
+        """Return the engine that runs up to `batch` requests at once. One that is to err captures
+        nothing; the reference has an engine to itself, which starts without speculation.
         """
-        if self._engine is None or self._of != (batch, fault):
+        if self._engine is None or self._of != (batch, fault, reference):
             self._engine = None
             release()
             settings = replace(
                 self.base,
-                policy=self.plan.starts,
+                policy="off" if reference else self.plan.starts,
                 max_running=batch,
                 max_rows=self.plan.max_rows,
                 graphs=self.base.graphs and not fault,
             )
             self._engine, _ = assemble(settings, self._on_phase, make_device=self._source.device)
-            self._of = batch, fault
+            self._of = batch, fault, reference
         return self._engine
 
 
@@ -148,7 +148,8 @@ def rollout(
     """Run all requests on an engine that has forgotten what it ran before; return each output and
     the run's counts.
     """
-    engine = engines.engine(int(str(configuration["batch"])), fault=fault)
+    batch, reference = int(str(configuration["batch"])), configuration is engines.plan.reference
+    engine = engines.engine(batch, fault=fault, reference=reference)
     policy, strategy = engines.plan.arms[str(configuration["arm"])]
     pool, before = engine.scheduler.pool, engine.scheduler.preemptions
     engine.send(SetPolicy(policy, strategy))

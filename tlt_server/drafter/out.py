@@ -15,6 +15,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """Yield a draft directory that becomes `path` at the end; an error leaves nothing.
     `StartupError` where `path` is in use or cannot be made.
     """
+    path = path.absolute()  # `.` has no name
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise StartupError(f"{path} exists and is not an empty directory; name another")
     draft = path.with_name(f".{path.name}.part")

@@ -136,8 +136,8 @@ def _architecture(raw: Raw, directory: Path) -> Architecture:
     if not known:
         raise ModelError(
             f"{directory / 'config.json'}: architectures {named!r} are not those of a drafter; "
-            f"expected one of {', '.join(map(repr, ARCHITECTURES))}, the last for EAGLE-1 and "
-            "EAGLE-2, whose own files do not say"
+            f"expected one of {', '.join(map(repr, ARCHITECTURES))}. The files of EAGLE-1 and "
+            "EAGLE-2 name the target's: write the last one in their config.json"
         )
     return ARCHITECTURES[known[0]]
 

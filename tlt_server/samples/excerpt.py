@@ -82,7 +82,10 @@ class SampleFiles:
                 if os.pread(descriptor, at, 0) != self._header:
                     continue  # the file belongs to another target
                 while at + FRAME.size <= end:
-                    length, number, _ = FRAME.unpack(os.pread(descriptor, FRAME.size, at))
+                    head = os.pread(descriptor, FRAME.size, at)
+                    if len(head) != FRAME.size:
+                        break  # the file was cut since its size was read
+                    length, number, _ = FRAME.unpack(head)
                     at += FRAME.size
                     if length > MAX_FRAME or at + length > end:
                         break
