@@ -62,7 +62,7 @@ from tlt_server.trainer.process import MAX_REPORT, TrainerSettings
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
 TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
-RING = "samples"  # in the server's own directory
+RING, FEATURE_RING = "samples", "features"  # in the server's own directory
 SAMPLES = "samples"  # in the state directory
 
 
@@ -250,19 +250,29 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
     )
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
-        ring = directory.parent / RING if config.drafter_training != "off" else None
-        settings = replace(engine_settings(config), parent=os.getpid(), sample_ring=ring)
+        samples, features = _rings(config, directory.parent)
+        settings = replace(
+            engine_settings(config), parent=os.getpid(), sample_ring=samples, feature_ring=features
+        )
         process.stdin.write(encode_settings(settings))
         await process.stdin.drain()
     process.stdin.close()
     return process
 
 
+def _rings(config: Config, directory: Path) -> tuple[Path | None, Path | None]:
+    """Return the rings to the trainer: of sequences and of their features; None: not kept."""
+    if config.drafter_training == "off":
+        return None, None
+    return directory / RING, directory / FEATURE_RING if config.drafter_feature_mb else None
+
+
 def trainer_of(config: ResolvedConfig, directory: Path, metrics: Metrics) -> TrainerLink | None:
-    """Return the link to the trainer, with a ring in `directory`; None if nothing is recorded."""
+    """Return the link to the trainer, with rings in `directory`; None if nothing is recorded."""
     if config.drafter_training == "off":
         return None
-    make_ring(directory / RING, config.drafter_ring_mb * 2**20)
+    for ring in filter(None, _rings(config, directory)):
+        make_ring(ring, config.drafter_ring_mb * 2**20)
     files = SampleFiles(config.state_dir / SAMPLES, config.model) if config.state_dir else None
     return TrainerLink(partial(_launch_trainer, config, directory, files), metrics.samples, files)
 
@@ -284,6 +294,9 @@ async def _launch_trainer(
         tokens=config.drafter_buffer_tokens,
         bytes=config.drafter_buffer_mb * 2**20,
         parent=os.getpid(),
+        feature_ring=str(directory / FEATURE_RING) if config.drafter_feature_mb else "",
+        feature_bytes=config.drafter_feature_mb * 2**20,
+        feature_staleness=config.feature_staleness,
     )
     with contextlib.suppress(ConnectionError):
         process.stdin.write(msgspec.json.encode(settings) + b"\n")

@@ -191,6 +191,8 @@ class BufferReport(Struct, frozen=True, kw_only=True):
     refused: int = 0  # sequences and files that do not fit
     lost: int = 0  # times that the ring was emptied, as an entry was not whole
     disk_error: str = ""  # why sequences are in memory only
+    feature_tokens: int = 0  # tokens whose features are held
+    feature_size: int = 0  # bytes
     refusals: list[str] = []  # new since the last report
 
 

@@ -61,6 +61,20 @@ class ServerSettings(SharedSettings):
             2**12,
         ),
     ] = 16
+    drafter_feature_mb: Annotated[
+        int,
+        Doc(
+            "MiB",
+            "Features of kept sequences that the trainer holds, on a CPU with an EAGLE drafter; 0 "
+            "captures none.",
+            0,
+            2**20,
+        ),
+    ] = 0
+    feature_staleness: Annotated[
+        int,
+        Doc("versions", "Weight versions before the newest one whose features are held.", 0, 64),
+    ] = 0
 
     # rollouts: batches that outlive their connection
     max_rollouts: Annotated[

@@ -39,12 +39,14 @@ def kept(client: Client, count: int) -> None:
 def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: Path) -> None:
     expected = client.generate([ITEM]).results[0].choices
     flags = ("--drafter-training", "idle", "--state-dir", str(tmp_path), "--kv-memory-mb", "64")
+    flags += ("--drafter-feature-mb", "64")
     lines: list[str] = []
     with (
         ServerProcess(*PAIR, *flags, on_line=lines.append) as server,
         Client(server.url, timeout_s=60) as own,
     ):
         assert any("keeps finished sequences" in line for line in lines)
+        assert any("features for the trainer" in line for line in lines)
         found = own.generate([ITEM]).results[0].choices
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         assert [c.logprobs for c in found] == [c.logprobs for c in expected]
@@ -59,6 +61,7 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
             assert answer.status_code == 200, (path, answer.text)
         httpx.get(f"{server.url}/health_generate", timeout=60)
         kept(own, 3)
+        until(lambda: figures(own)["tlt_drafter_feature_tokens"] > 0)
         os.kill(trainer(server.process.pid), signal.SIGKILL)
         until(lambda: figures(own)["tlt_trainer_restarts_total"] == 1)
         found = own.generate([ITEM]).results[0].choices
@@ -68,6 +71,8 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
         assert seen["tlt_drafter_samples_offered_total"] == 6
         assert seen["tlt_drafter_samples_dropped_total"] == 0
         assert seen["tlt_drafter_samples_refused_total"] == 0
+        assert seen["tlt_drafter_features_captured_total"] == 6
+        assert seen["tlt_drafter_features_dropped_total"] == 0
         state, handed = own.drafter(), own.drafter_samples()
         assert (state["trainer"], state["trainer_restarts"]) == ("recording", 1)
         assert state["trainer_error"] == "ended by signal 9" and state["training"] == "idle"

@@ -13,6 +13,7 @@ from tests.engine.gpu_engine import bits, drafting
 from tests.engine.pushing import Pushable, perturbed
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest, Sampling
@@ -131,6 +132,15 @@ def test_states_of_two_weight_versions_are_not_captured(
     again = msgspec.structs.replace(work[0], id="again")
     engine.run(again)
     assert [c.version for c in engine.taken().values()] == ["second"]
+
+
+def test_an_engine_without_features_refuses_to_capture(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError, match="set it to 0"):
+        Capturing(
+            replace(settings, drafter="history", policy="off", sd_strategy=""), tmp_path / "r"
+        )
 
 
 def test_states_are_refused_unless_their_bytes_fit() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.recorded_samples import VOCAB, sample
 from tlt_server.events import BufferReport
+from tlt_server.samples.captured import Captured, encode_captured
 from tlt_server.samples.ring import RingProducer, make_ring
 from tlt_server.samples.sample import encode_sample
 from tlt_server.trainer.process import REPORT_S, Keeper, TrainerSettings
@@ -69,6 +70,40 @@ def test_an_idle_buffer_is_counted_once_a_report(
         now[0] = step * REPORT_S / 8
         keeper.report()
     assert counted == [i * REPORT_S for i in range(5)]
+
+
+def captured(number: int, version: str, length: int = 3) -> Captured:
+    return Captured(
+        version=version,
+        key=number.to_bytes(16, "little"),
+        length=length,
+        feature_width=6,
+        hidden_width=2,
+        features=bytes(24 * length),
+        hidden=bytes(8 * length),
+    )
+
+
+def test_features_of_the_newest_version_are_held(tmp_path: Path) -> None:
+    features = tmp_path / "features"
+    make_ring(features, 2**14)
+    given = msgspec.structs.replace(
+        settings(tmp_path), feature_ring=str(features), feature_bytes=1000
+    )
+    now = [0.0]
+    keeper, ring = Keeper(given, lambda: now[0]), RingProducer(features)
+    for number in range(12):  # 96 bytes each
+        ring.offer(encode_captured(captured(number, "v0")))
+    ring.offer(b"junk")
+    assert keeper.take() == 13
+    report = keeper.report()
+    assert report is not None and (report.feature_tokens, report.feature_size) == (30, 960)
+    assert report.refused == 1
+    ring.offer(encode_captured(captured(12, "v1")))
+    assert keeper.take() == 1
+    now[0] += REPORT_S
+    report = keeper.report()
+    assert report is not None and (report.feature_tokens, report.feature_size) == (3, 96)
 
 
 def test_a_killed_process_loses_nothing_that_it_took(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def assemble(
         max_model_len = min(max_model_len, memory.pages * settings.page_size)
         detail.append(
             f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to "
-            f"{max_model_len}"
+            f"{max_model_len}{memory.detail}"
         )
     knowledge = Knowledge(settings.drafters, settings.device)
     learning = lru_cache(KEPT_POLICIES)(partial(_learning_policy, settings, knowledge, device))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from tlt_server.engine.capture import Capture, Gather
+from tlt_server.errors import StartupError
 from tlt_server.records import OFF, DraftLimits, GenerateRequest, Strategy
 from tlt_server.samples.ring import RingProducer
 from tlt_server.samples.sample import Cycles, EndReason, HowDrafted, Sample, encode_sample
@@ -132,12 +133,17 @@ class Recorder:
 def recorder_of(
     settings: EngineSettings, calibration: str, gather: Gather | None
 ) -> Recorder | None:
-    """Return the recorder of an engine; None without a ring, where nothing is kept."""
+    """Return the recorder of an engine; None without a ring, where nothing is kept. `StartupError`
+    if features are to be captured and the device keeps none.
+    """
     if settings.sample_ring is None:
         return None
-    capture = (
-        Capture(RingProducer(Path(settings.feature_ring)), gather)
-        if settings.feature_ring is not None and gather is not None
-        else None
-    )
+    capture = None
+    if settings.feature_ring is not None:
+        if gather is None:
+            raise StartupError(
+                "drafter_feature_mb asks for features, which are captured only on a CPU with an "
+                "EAGLE drafter; set it to 0"
+            )
+        capture = Capture(RingProducer(Path(settings.feature_ring)), gather)
     return Recorder(RingProducer(Path(settings.sample_ring)), calibration, capture)

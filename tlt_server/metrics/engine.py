@@ -53,6 +53,18 @@ TOTALS = {  # likewise, counted by the engine since it started
         "tlt_drafter_samples_dropped",
         "Recorded sequences that were dropped, as the ring to the trainer had no room.",
     ),
+    "states_captured": (
+        "tlt_drafter_features_captured",
+        "Recorded sequences whose features went to the trainer.",
+    ),
+    "states_dropped": (
+        "tlt_drafter_features_dropped",
+        "Recorded sequences whose features were dropped, as the ring to the trainer had no room.",
+    ),
+    "states_incomplete": (
+        "tlt_drafter_features_incomplete",
+        "Recorded sequences without features of one weight version for all of their tokens.",
+    ),
     "preemptions": (
         "tlt_preemptions",
         "Sequences preempted: their pages were taken for older ones.",

@@ -19,6 +19,12 @@ class SampleMetrics:
         self._sequences = kinds.gauge(
             "tlt_drafter_buffer_sequences", "Sequences kept to train the drafter."
         )
+        self._feature_tokens = kinds.gauge(
+            "tlt_drafter_feature_tokens", "Tokens whose captured features the trainer holds."
+        )
+        self._feature_bytes = kinds.gauge(
+            "tlt_drafter_feature_bytes", "Size of the captured features that the trainer holds."
+        )
         self._refused = kinds.counter(
             "tlt_drafter_samples_refused", "Recorded sequences and files that do not fit."
         )
@@ -35,6 +41,8 @@ class SampleMetrics:
             self._tokens.labels(version).set(tokens)
         self._bytes.set(report.size)
         self._sequences.set(report.sequences)
+        self._feature_tokens.set(report.feature_tokens)
+        self._feature_bytes.set(report.feature_size)
         self._in_memory.set(bool(report.disk_error))
         new = report.refused - self._counted
         self._refused.inc(new if new >= 0 else report.refused)  # a new process counts from 0

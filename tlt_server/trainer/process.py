@@ -20,11 +20,13 @@ from msgspec import Struct
 
 from tlt_server.errors import StartupError, TltError
 from tlt_server.events import BufferReport
+from tlt_server.samples.captured import decode_captured
 from tlt_server.samples.identity import identity_of, vocabulary_of
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import decode_sample
 from tlt_server.samples.segments import SegmentHeader
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
+from tlt_server.trainer.captured import StateStore
 
 NICENESS = 10  # after frontend and engine
 POLL_S = 0.05
@@ -41,6 +43,9 @@ class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int
     bytes: int
     parent: int  # process that started this one; the trainer ends with it
+    feature_ring: str = ""  # empty: no features are captured
+    feature_bytes: int = 0
+    feature_staleness: int = 0  # versions
 
 
 class Keeper:
@@ -55,22 +60,33 @@ class Keeper:
         self.buffer = SampleBuffer(
             directory, header, BufferBounds(settings.tokens, settings.bytes), clock
         )
+        self.states = StateStore(settings.feature_bytes, settings.feature_staleness)
         self._ring, self._clock = RingConsumer(Path(settings.ring)), clock
+        self._feature_ring = (
+            RingConsumer(Path(settings.feature_ring)) if settings.feature_ring else None
+        )
         self._reported: BufferReport | None = None
         self._report_s = clock()
 
     def take(self) -> int:
-        """Take what the ring has, a batch at most; return the number of entries."""
+        """Take what the rings have, a batch at most of each; return the larger count."""
+        taken = self._drain(self._ring, lambda content: self.buffer.add(decode_sample(content)))
+        if self._feature_ring is None:
+            return taken
+        captured = self._drain(
+            self._feature_ring, lambda content: self.states.add(decode_captured(content))
+        )
+        return max(taken, captured)
+
+    def _drain(self, ring: RingConsumer, keep: Callable[[bytes], object]) -> int:
         for taken in range(BATCH):
-            content = self._ring.take()
+            content = ring.take()
             if content is None:
                 return taken
             try:
-                sample = decode_sample(content)
+                keep(content)
             except ValueError as error:
-                self.buffer.refusals.add(f"an entry of the ring is no sequence: {error}")
-            else:
-                self.buffer.add(sample)
+                self.buffer.refusals.add(f"an entry of a ring is no sequence: {error}")
         return BATCH
 
     def report(self) -> BufferReport | None:
@@ -84,7 +100,9 @@ class Keeper:
             size=buffer.size,
             tokens_by_version=_newest(buffer.tokens_by_version()),
             refused=refusals.count,
-            lost=self._ring.lost,
+            lost=self._ring.lost + (self._feature_ring.lost if self._feature_ring else 0),
+            feature_tokens=self.states.tokens,
+            feature_size=self.states.size,
             disk_error=buffer.disk_error,
         )
         self._report_s = self._clock() + REPORT_S

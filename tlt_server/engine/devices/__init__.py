@@ -69,6 +69,7 @@ class Memory:
     restore: Callable[[Any, list[int]], None]
     kv: object  # the tensors: the device's own, which `equip` takes
     gather: Gather | None = None  # None: the states of a sequence are not kept
+    detail: str = ""  # for the start-up report
 
 
 def make_device(settings: DecidedSettings) -> Device:

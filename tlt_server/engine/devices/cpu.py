@@ -21,6 +21,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.registry import load_object
+from tlt_server.samples.captured import state_bytes
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.cpu import (
     CpuDrafter,
@@ -78,8 +79,13 @@ class CpuDevice:
         bytes_per_page = make(1, scratch=0).bytes_per_kv_slot * settings.page_size
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         cache = make(pages, scratch=settings.max_draft_rows)
-        gather = cache.gather if captures else None
-        return Memory(pages, cache.reuse, cache.save, cache.restore, cache, gather)
+        memory = Memory(pages, cache.reuse, cache.save, cache.restore, cache)
+        if not captures:
+            return memory
+        each = state_bytes(model.feature_width, model.hidden_size)
+        return replace(
+            memory, gather=cache.gather, detail=f"; features for the trainer: {each} bytes a token"
+        )
 
     def equip(
         self,

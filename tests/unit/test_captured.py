@@ -1,0 +1,85 @@
+"""The cache of captured features: its bound, its versions, and what fills its holes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tests.unit.recorded_samples import VOCAB, sample
+from tlt_server.samples.captured import Captured, key_of
+from tlt_server.samples.identity import Identity
+from tlt_server.samples.sample import Sample, sample_set
+from tlt_server.samples.samples import Responses
+from tlt_server.trainer.captured import CapturedFeatures, StateStore
+
+WIDTH, HIDDEN = 3, 2
+
+
+def states(of: Sample, version: str = "v0") -> Captured:
+    length = len(of.token_T) - 1
+    features_TF = np.random.default_rng(of.seed).random((length, WIDTH), np.float32)
+    return Captured(
+        version=version,
+        key=key_of(of.tokens),
+        length=length,
+        feature_width=WIDTH,
+        hidden_width=HIDDEN,
+        features=features_TF.tobytes(),
+        hidden=bytes(4 * HIDDEN * length),
+    )
+
+
+class Ones:
+    """A source whose features are ones; it remembers for which responses it was asked."""
+
+    width = WIDTH
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def features(self, responses: Responses, chosen: Sequence[int]) -> torch.Tensor:
+        self.asked += chosen
+        return torch.ones(sum(len(responses.tokens(n)) for n in chosen), WIDTH)
+
+
+def test_versions_that_are_too_old_are_dropped() -> None:
+    one = sample(0)
+    for staleness, held in ((0, ["v0"]), (1, ["v0", "v1"])):
+        store = StateStore(10**6, staleness)
+        for version in ("v0", "v1", "v0"):  # a rollback
+            store.add(states(one, version))
+        assert [v for v in ("v0", "v1") if store.find(v, one.tokens)] == held
+        store.add(states(one, "v2"))
+        assert store.find("v2", one.tokens) and not store.find("v1", one.tokens)
+        assert len(store) == 1 + staleness and store.tokens == 11 * (1 + staleness)
+
+
+def test_the_oldest_go_above_the_bound() -> None:
+    samples = [sample(i) for i in range(4)]
+    each = 4 * (WIDTH + HIDDEN) * 11
+    store = StateStore(2 * each)
+    for one in (*samples, samples[2]):  # the same once more is held once
+        store.add(states(one))
+    assert [bool(store.find("v0", one.tokens)) for one in samples] == [False, False, True, True]
+    assert store.size == 2 * each
+    store.add(states(sample(9, output=200)))
+    assert (len(store), store.tokens, store.size) == (2, 22, 2 * each)
+
+
+def test_features_come_from_the_cache_and_holes_from_the_other_source() -> None:
+    samples = [sample(i, seed=i) for i in range(4)]
+    responses = sample_set(samples, Identity("", ""), VOCAB).responses
+    store, rest = StateStore(10**6), Ones()
+    for n in (1, 3):
+        store.add(states(samples[n]))
+    found = CapturedFeatures(store, "v0", rest).features(responses, [3, 0, 1, 2])
+    assert rest.asked == [0, 2]
+    parts = found.split(12)
+    for part, n in ((parts[0], 3), (parts[2], 1)):
+        assert part[:-1].numpy().tobytes() == states(samples[n]).features
+        assert not part[-1].any()
+    assert bool((parts[1] == 1).all()) and bool((parts[3] == 1).all())
+    assert CapturedFeatures(store, "v1", rest).features(responses, [1]).shape == (12, WIDTH)
+    assert rest.asked == [0, 2, 1]
