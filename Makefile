@@ -83,6 +83,7 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) --cold --json "$(RESULTS)/graphs-cold-gpu.json"
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) # compiles what is missing, so that the next start is a warm one
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) --json "$(RESULTS)/graphs-gpu.json"
+	"$(BIN)/python" -m benchmarks.record_starts -- $(ON_PAIR)
 	"$(BIN)/tlt" bench decode $(ON_PAIR) --against fast --context 16000 --json "$(RESULTS)/decode-gpu.json"
 	"$(BIN)/tlt" bench prefill --json "$(RESULTS)/prefill-gpu.json"
 	"$(BIN)/tlt" bench padded --pair "$(PAIR)" --json "$(RESULTS)/padded-gpu.json"

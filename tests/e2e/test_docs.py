@@ -51,6 +51,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         str(directory / "weights"),
         "--state-dir",
         str(directory / "state"),
+        "--drafter-training",
+        "idle",
         "--weight-channels",
         "disk,http,broadcast,ipc",
         "--grpc-port",

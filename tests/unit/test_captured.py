@@ -12,7 +12,8 @@ from tlt_server.samples.captured import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, sample_set
 from tlt_server.samples.samples import Responses
-from tlt_server.trainer.captured import CapturedFeatures, StateStore
+from tlt_server.trainer.captured import CapturedFeatures
+from tlt_server.trainer.state_store import StateStore
 
 WIDTH, HIDDEN = 3, 2
 

@@ -26,7 +26,7 @@ from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import decode_sample
 from tlt_server.samples.segments import SegmentHeader
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
-from tlt_server.trainer.captured import StateStore
+from tlt_server.trainer.state_store import StateStore
 
 NICENESS = 10  # after frontend and engine
 POLL_S = 0.05

@@ -1,0 +1,92 @@
+"""`python -m benchmarks.record_starts [--commit NAME] -- FLAGS OF tlt serve`: measure how long a
+server takes to be ready: with a cold cache, a warm one, and an imported one.
+
+Each start has the phases that the server names, and the rest, which is imports and processes. The
+result is benchmarks/results/starts-gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tlt_server.bench.graph_time import require_gpu
+from tlt_server.bench.record import entry_of, without_folder, write_entry
+from tlt_server.demo.server import ServerProcess
+from tlt_server.errors import StartupError
+
+RECORD = Path(__file__).with_name("results") / "starts-gpu.json"
+PHASE = re.compile(r"  (\S.{0,27}?)\s+(\d+\.\d\d) s")
+CACHE = "TRITON_CACHE_DIR"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0, or 2 where a server does not start or the cache cannot be moved."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--commit", metavar="NAME", help="of the code [default: what git says]")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of tlt serve, after --")
+    asked = parser.parse_args(arguments)
+    try:
+        require_gpu()
+        with tempfile.TemporaryDirectory() as folder:
+            rows = starts(Path(folder), asked.flags)
+    except (StartupError, subprocess.CalledProcessError) as error:
+        print(f"benchmarks.record_starts: {error}", file=sys.stderr)
+        return 2
+    flags = " ".join(without_folder(flag) for flag in asked.flags)
+    command = f"python -m benchmarks.record_starts -- {flags}"
+    write_entry(RECORD, entry_of({"rows": rows}, command, on_gpu=True, commit=asked.commit))
+    return 0
+
+
+def starts(folder: Path, flags: Sequence[str]) -> list[dict[str, Any]]:
+    """Start one server after the other in an environment that begins empty."""
+    first, second, archive = folder / "first", folder / "second", folder / "kernels.tar"
+    for path in (first, second):
+        path.mkdir()
+    rows = [start("cold", first, flags), start("warm", first, flags)]
+    move("export", archive, first)
+    move("import", archive, second)
+    rows += [start("imported", second, flags), start("imported, again", second, flags)]
+    return rows
+
+
+def start(name: str, directory: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """Start a server once; return seconds until it was ready, whole and by phase."""
+    phases: dict[str, float] = {}
+
+    def read(line: str) -> None:
+        if found := PHASE.match(line):
+            phases[found[1]] = float(found[2])
+
+    os.environ[CACHE] = str(directory / "triton")
+    began = time.perf_counter()
+    with ServerProcess(*flags, "--state-dir", str(directory / "state"), on_line=read):
+        ready_s = time.perf_counter() - began
+    row = {"start": name, "ready_s": ready_s, "phases_s": phases}
+    print(row | {"other_s": ready_s - sum(phases.values())}, flush=True)
+    return row
+
+
+def move(verb: str, archive: Path, directory: Path) -> None:
+    """Export the kernels and step times of the directory, or import them into it."""
+    tlt = (sys.executable, "-P", "-m", "tlt_server")
+    state = ("--state-dir", str(directory / "state"))
+    environment = {**os.environ, CACHE: str(directory / "triton")}
+    subprocess.run([*tlt, "cache", verb, str(archive), *state], check=True, env=environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,57 @@
+"""States that the engine captured: a cache for the weight versions in force, bounded in bytes.
+
+Features belong to the weights that made them. The first sequence that another version computed
+drops those of versions before it, except the newest `staleness`; a version that comes back counts
+as new. Above the bound the oldest sequences go. No torch: the server reads the trainer's settings.
+"""
+
+from __future__ import annotations
+
+from tlt_server.samples.captured import Captured, key_of
+
+
+class StateStore:
+    def __init__(self, bound: int, staleness: int = 0) -> None:
+        """`bound`: bytes of states. `staleness`: versions kept before the newest one."""
+        self._bound, self._staleness = bound, staleness
+        self._versions: list[str] = []  # the newest one last
+        self._kept: dict[tuple[str, bytes], Captured] = {}  # the oldest first
+        self.tokens = self.size = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, captured: Captured) -> None:
+        """Keep a sequence's states, unless they alone are above the bound."""
+        self._in_force(captured.version)
+        if _bytes(captured) > self._bound:
+            return
+        place = captured.version, captured.key
+        if place in self._kept:
+            self._drop(place)
+        self._kept[place] = captured
+        self.tokens += captured.length
+        self.size += _bytes(captured)
+        while self.size > self._bound:
+            self._drop(next(iter(self._kept)))
+
+    def find(self, version: str, tokens: bytes) -> Captured | None:
+        """Return the states over these int32 tokens, prompt and output; None if not kept."""
+        return self._kept.get((version, key_of(tokens)))
+
+    def _in_force(self, version: str) -> None:
+        if self._versions and self._versions[-1] == version:
+            return
+        self._versions = [*(v for v in self._versions if v != version), version]
+        self._versions = self._versions[-1 - self._staleness :]
+        for place in [p for p in self._kept if p[0] not in self._versions]:
+            self._drop(place)
+
+    def _drop(self, place: tuple[str, bytes]) -> None:
+        captured = self._kept.pop(place)
+        self.tokens -= captured.length
+        self.size -= _bytes(captured)
+
+
+def _bytes(captured: Captured) -> int:
+    return len(captured.features) + len(captured.hidden)
