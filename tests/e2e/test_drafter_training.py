@@ -45,8 +45,8 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
         ServerProcess(*PAIR, *flags, on_line=lines.append) as server,
         Client(server.url, timeout_s=60) as own,
     ):
-        assert any("keeps finished sequences" in line for line in lines)
-        assert any("features for the trainer" in line for line in lines)
+        until(lambda: any("keeps finished sequences" in line for line in lines))
+        until(lambda: any("features for the trainer" in line for line in lines))
         found = own.generate([ITEM]).results[0].choices
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         assert [c.logprobs for c in found] == [c.logprobs for c in expected]
