@@ -22,13 +22,20 @@ from tlt_server.engine.gpu.kernel_records import cache_directory, records
 from tlt_server.engine.gpu.kernel_start import KernelStart
 
 brought: list[str] = []
+launched: list[str] = []
 DIES = "tlt_kernels.gpu.dies"
 
 
+def gather_both() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        gather.gather(torch.zeros(4, 8, dtype=dtype), torch.zeros(3, dtype=torch.int32))
+
+
 def rehearse() -> list[Variant]:
+    before = len(launched)
     with listed() as found:
-        for dtype in (torch.float32, torch.bfloat16, torch.float32):
-            gather.gather(torch.zeros(4, 8, dtype=dtype), torch.zeros(3, dtype=torch.int32))
+        gather_both()
+    assert len(launched) == before, "a loaded kernel was launched on what none had written"
     return [*found]
 
 
@@ -42,7 +49,8 @@ def start(name: str, engine: str = "engine") -> dict[str, Any]:
         kernels.load(lambda: rehearsals.append(rehearse()) or rehearsals[0], lambda done, of: None)
     triton.knobs.compilation.listener = None
     before = len(brought)
-    rehearse()  # launches what is loaded
+    rehearse()
+    gather_both()
     return {
         "start": name,
         "rehearsals": len(rehearsals),
@@ -56,7 +64,7 @@ def start(name: str, engine: str = "engine") -> dict[str, Any]:
 def bring(kernel: CompiledKernel) -> None:
     """Stands for what brings a kernel onto a GPU."""
     if kernel._run is None:
-        kernel._run = lambda *told: None
+        kernel._run = lambda *told: launched.append(kernel.name)
         brought.append(kernel.name)
 
 

@@ -7,12 +7,14 @@ options. Triton describes it as JSON, from which another process can compile it 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 PACKAGE = "tlt_kernels.gpu"
 
@@ -67,24 +69,32 @@ class _Unlaunched:
 @contextmanager
 def listed() -> Iterator[dict[Variant, None]]:
     """Fill the mapping with the variants that the block would launch and that are not loaded yet,
-    in order. Nothing is compiled or launched, so what kernels should have written is undefined.
+    in order. Nothing is compiled or launched, loaded or not, so what kernels should have written is
+    undefined; a launch that read it could read anywhere.
     """
     found: dict[Variant, None] = {}
-    held: list[tuple[dict[Any, Any], Any]] = []
+    held = [
+        (kernels, key, kernel) for kernels in _all_loaded() for key, kernel in kernels.items()
+    ]
+    for kernels, key, _ in held:
+        kernels[key] = _Unlaunched()
 
     def hold(**told: Any) -> bool:
         found[_variant(told)] = None
         kernels = _kernels(told)
         kernels[told["key"]] = _Unlaunched()  # the next launch of this variant is quick
-        held.append((kernels, told["key"]))
+        held.append((kernels, told["key"], None))
         return True  # seen to: Triton neither compiles nor launches
 
     with _hook("jit_cache_hook", hold):
         try:
             yield found
         finally:
-            for kernels, key in held:
-                del kernels[key]
+            for kernels, key, kernel in held:
+                if kernel is None:
+                    del kernels[key]
+                else:
+                    kernels[key] = kernel
 
 
 @contextmanager
@@ -104,6 +114,18 @@ def loaded() -> Iterator[dict[Variant, str]]:
 def _variant(told: dict[str, Any]) -> Variant:
     kernel = told["fn"]
     return Variant(kernel.module, kernel.name, told["compile"]["specialization_data"])
+
+
+def _all_loaded() -> list[dict[Any, Any]]:
+    """Return the loaded kernels of each of our functions, on each device."""
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(f"{PACKAGE}.")]
+    functions = {
+        id(value): value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, JITFunction)
+    }
+    return [caches[0] for each in functions.values() for caches in each.device_caches.values()]
 
 
 def _kernels(told: dict[str, Any]) -> dict[Any, Any]:
