@@ -148,6 +148,7 @@ def test_states_are_refused_unless_their_bytes_fit() -> None:
         version="v",
         key=bytes(16),
         length=2,
+        item=4,
         feature_width=3,
         hidden_width=1,
         features=bytes(24),

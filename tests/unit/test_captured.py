@@ -1,10 +1,13 @@
-"""The cache of captured features: its bound, its versions, and what fills its holes."""
+"""The cache of captured features: its bound, its versions, what fills its holes, and what is
+trained on it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from tests.unit.recorded_samples import VOCAB, sample
@@ -12,7 +15,10 @@ from tlt_server.samples.captured import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, sample_set
 from tlt_server.samples.samples import Responses
+from tlt_server.samples.segments import recorded
 from tlt_server.trainer.captured import CapturedFeatures
+from tlt_server.trainer.pack import Cursor, Packer
+from tlt_server.trainer.recorded import RecordedDocuments
 from tlt_server.trainer.state_store import StateStore
 
 WIDTH, HIDDEN = 3, 2
@@ -25,6 +31,7 @@ def states(of: Sample, version: str = "v0") -> Captured:
         version=version,
         key=key_of(of.tokens),
         length=length,
+        item=4,
         feature_width=WIDTH,
         hidden_width=HIDDEN,
         features=features_TF.tobytes(),
@@ -84,3 +91,46 @@ def test_features_come_from_the_cache_and_holes_from_the_other_source() -> None:
     assert bool((parts[1] == 1).all()) and bool((parts[3] == 1).all())
     assert CapturedFeatures(store, "v1", rest).features(responses, [1]).shape == (12, WIDTH)
     assert rest.asked == [0, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_sequences_are_documents_while_their_states_are_kept(dtype: torch.dtype) -> None:
+    entries = [recorded(i, sample(i, seed=i, output=20 + i))[0] for i in range(6)]
+    store, given = StateStore(10**6), {}
+    for entry in entries[1::2]:
+        length = len(entry.sample.token_T) - 1
+        features_TF, hidden_TH = (torch.randn(length, w).to(dtype) for w in (WIDTH, HIDDEN))
+        given[entry.number] = features_TF, hidden_TH
+        store.add(
+            Captured(
+                version="v0",
+                key=key_of(entry.sample.tokens),
+                length=length,
+                item=dtype.itemsize,
+                feature_width=WIDTH,
+                hidden_width=HIDDEN,
+                features=features_TF.view(torch.uint8).numpy().tobytes(),
+                hidden=hidden_TH.view(torch.uint8).numpy().tobytes(),
+            )
+        )
+        captured = store.find("v0", entry.sample.tokens)
+        assert captured is not None
+        assert np.array_equal(captured.features_TF, features_TF.float().numpy())
+        assert np.array_equal(captured.hidden_TH, hidden_TH.float().numpy())
+    assert store.missing("v0", entries) == entries[::2]
+    assert store.missing("v1", entries) == entries
+    documents = RecordedDocuments.of(entries, store, "v0")
+    store.renewed("v1")
+    assert not len(store)
+    assert documents.lengths == [25, 27, 29]
+    for number, entry in enumerate(entries[1::2]):
+        length = documents.lengths[number]
+        for start, stop in ((0, length), (3, 9), (length - 2, length), (length - 1, length)):
+            part = documents.read(number, start, stop)
+            assert part.tokens_T.tolist() == entry.sample.token_T[start:stop].tolist()
+            assert part.counted_T.tolist() == [at >= 4 for at in range(start, stop)]
+            for found_TX, all_TX in zip(part[1:3], given[entry.number], strict=True):
+                expected_TX = torch.cat([all_TX, torch.zeros(1, all_TX.shape[1], dtype=dtype)])
+                assert found_TX.dtype == dtype and torch.equal(found_TX, expected_TX[start:stop])
+    pack, _ = Packer(documents, 100, 3).next(Cursor())
+    assert pack.feature_NF.dtype == dtype and pack.tokens == sum(documents.lengths) - 3 * 4

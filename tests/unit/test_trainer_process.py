@@ -77,6 +77,7 @@ def captured(number: int, version: str, length: int = 3) -> Captured:
         version=version,
         key=number.to_bytes(16, "little"),
         length=length,
+        item=4,
         feature_width=6,
         hidden_width=2,
         features=bytes(24 * length),

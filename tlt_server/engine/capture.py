@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tlt_server.samples.captured import BEYOND, Captured, encode_captured, key_of, state_bytes
+from tlt_server.samples.captured import (
+    BEYOND,
+    FLOAT32,
+    Captured,
+    encode_captured,
+    key_of,
+    state_bytes,
+)
 from tlt_server.samples.ring import RingProducer
 
 if TYPE_CHECKING:
@@ -24,7 +31,9 @@ class Capture:
     def __init__(self, ring: RingProducer, gather: Gather) -> None:
         self._ring, self._gather = ring, gather
         first = gather([], 0)  # no positions, but their widths
-        self.token_bytes = state_bytes(first.features_TF.shape[1], first.hidden_TH.shape[1])
+        self.token_bytes = state_bytes(
+            first.features_TF.shape[1], first.hidden_TH.shape[1], FLOAT32
+        )
         self.captured = self.dropped = self.incomplete = 0  # sequences
 
     def ended(self, sequence: Sequence, version: str) -> None:
@@ -43,6 +52,7 @@ class Capture:
             version=version,
             key=key_of(sequence.tokens.astype("<i4").tobytes()),
             length=length,
+            item=FLOAT32,
             feature_width=features_TF.shape[1],
             hidden_width=hidden_TH.shape[1],
             features=features_TF.numpy().tobytes(),

@@ -2,14 +2,15 @@
 
 A trainer finds it by the sequence's tokens and the weight version: in strict numerics every other
 sequence with the same tokens has the same bits. The last token has no states, since nothing was
-computed after it.
+computed after it. Numbers are those that the engine computes with: float32 on a CPU, bfloat16 on a
+GPU.
 
 Legend: T tokens that have states, F feature width, H hidden.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -20,26 +21,34 @@ from numpy.typing import NDArray
 from tlt_server.samples.sample import Count, Name
 
 KEY_BYTES = 16
+BFLOAT16, FLOAT32 = 2, 4  # bytes of a number
 BEYOND = 8192  # bytes of an entry next to its states, at most
-ITEM = 4  # bytes of a float32
 
 
 class Captured(Struct, frozen=True, array_like=True, kw_only=True):
     version: Name  # weight version that computed all of it
     key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]  # see `key_of`
     length: Count  # T
+    item: Literal[2, 4]  # BFLOAT16 or FLOAT32
     feature_width: Annotated[int, Meta(ge=1, le=2**24)]
     hidden_width: Annotated[int, Meta(ge=1, le=2**24)]
-    features: bytes  # float32 [T, F]
-    hidden: bytes  # float32 [T, H], after the final norm
+    features: bytes  # [T, F]
+    hidden: bytes  # [T, H], after the final norm
 
     @property
     def features_TF(self) -> NDArray[np.float32]:
-        return np.frombuffer(self.features, np.dtype("<f4")).reshape(self.length, -1)
+        return _floats(self.features, self.item).reshape(self.length, -1)
 
     @property
     def hidden_TH(self) -> NDArray[np.float32]:
-        return np.frombuffer(self.hidden, np.dtype("<f4")).reshape(self.length, -1)
+        return _floats(self.hidden, self.item).reshape(self.length, -1)
+
+
+def _floats(data: bytes, item: int) -> NDArray[np.float32]:
+    if item == FLOAT32:
+        return np.frombuffer(data, np.dtype("<f4"))
+    # A bfloat16 is the upper half of a float32.
+    return (np.frombuffer(data, np.dtype("<u2")).astype(np.uint32) << 16).view(np.float32)
 
 
 def key_of(tokens: bytes) -> bytes:
@@ -47,9 +56,9 @@ def key_of(tokens: bytes) -> bytes:
     return xxhash.xxh3_128_digest(tokens)
 
 
-def state_bytes(feature_width: int, hidden_width: int) -> int:
+def state_bytes(feature_width: int, hidden_width: int, item: int) -> int:
     """Return the bytes that one token's states take."""
-    return ITEM * (feature_width + hidden_width)
+    return item * (feature_width + hidden_width)
 
 
 def encode_captured(captured: Captured) -> bytes:
@@ -63,7 +72,7 @@ def decode_captured(data: bytes) -> Captured:
     """Return the states; `ValueError` with both values if the bytes do not fit together."""
     captured = _CAPTURED.decode(data)
     for name, width in (("features", captured.feature_width), ("hidden", captured.hidden_width)):
-        found, expected = len(getattr(captured, name)), ITEM * captured.length * width
+        found, expected = len(getattr(captured, name)), captured.item * captured.length * width
         if found != expected:
             raise ValueError(
                 f"{name} has {found} bytes, {captured.length} tokens of width {width} {expected}"

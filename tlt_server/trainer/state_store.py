@@ -1,13 +1,17 @@
 """States that the engine captured: a cache for the weight versions in force, bounded in bytes.
 
-Features belong to the weights that made them. The first sequence that another version computed
-drops those of versions before it, except the newest `staleness`; a version that comes back counts
-as new. Above the bound the oldest sequences go. No torch: the server reads the trainer's settings.
+Features belong to the weights that made them. Another version in force, which its first sequence
+tells too, drops those of versions before it, except the newest `staleness`; a version that comes
+back counts as new. Above the bound the oldest sequences go. No torch: the server reads the
+trainer's settings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tlt_server.samples.captured import Captured, key_of
+from tlt_server.samples.segments import Recorded
 
 
 class StateStore:
@@ -23,7 +27,7 @@ class StateStore:
 
     def add(self, captured: Captured) -> None:
         """Keep a sequence's states, unless they alone are above the bound."""
-        self._in_force(captured.version)
+        self.renewed(captured.version)
         if _bytes(captured) > self._bound:
             return
         place = captured.version, captured.key
@@ -39,7 +43,12 @@ class StateStore:
         """Return the states over these int32 tokens, prompt and output; None if not kept."""
         return self._kept.get((version, key_of(tokens)))
 
-    def _in_force(self, version: str) -> None:
+    def missing(self, version: str, entries: Iterable[Recorded]) -> list[Recorded]:
+        """Return the sequences without states of this version, which can be recomputed."""
+        return [e for e in entries if self.find(version, e.sample.tokens) is None]
+
+    def renewed(self, version: str) -> None:
+        """Note which version of the target is in force."""
         if self._versions and self._versions[-1] == version:
             return
         self._versions = [*(v for v in self._versions if v != version), version]

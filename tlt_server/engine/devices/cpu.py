@@ -21,7 +21,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.registry import load_object
-from tlt_server.samples.captured import state_bytes
+from tlt_server.samples.captured import FLOAT32, state_bytes
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.cpu import (
     CpuDrafter,
@@ -82,7 +82,7 @@ class CpuDevice:
         memory = Memory(pages, cache.reuse, cache.save, cache.restore, cache)
         if not captures:
             return memory
-        each = state_bytes(model.feature_width, model.hidden_size)
+        each = state_bytes(model.feature_width, model.hidden_size, FLOAT32)
         return replace(
             memory, gather=cache.gather, detail=f"; features for the trainer: {each} bytes a token"
         )
