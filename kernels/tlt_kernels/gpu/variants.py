@@ -73,9 +73,7 @@ def listed() -> Iterator[dict[Variant, None]]:
     undefined; a launch that read it could read anywhere.
     """
     found: dict[Variant, None] = {}
-    held = [
-        (kernels, key, kernel) for kernels in _all_loaded() for key, kernel in kernels.items()
-    ]
+    held = [(kernels, key, kernel) for kernels in _all_loaded() for key, kernel in kernels.items()]
     for kernels, key, _ in held:
         kernels[key] = _Unlaunched()
 
