@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from tlt_server.samples.sample import Count, Name
 
 KEY_BYTES = 16
-BFLOAT16, FLOAT32 = 2, 4  # bytes of a number
+BFLOAT16: Literal[2] = 2  # bytes of a number
+FLOAT32: Literal[4] = 4
 BEYOND = 8192  # bytes of an entry next to its states, at most
 
 
