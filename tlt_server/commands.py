@@ -6,10 +6,10 @@ They travel as msgpack and keep their order. Every `ControlCommand` is answered 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tlt_server.records import Arms, GenerateRequest, Pin, Strategy
 
@@ -83,6 +83,19 @@ class SetPolicy(Struct, frozen=True, tag="set_policy"):
     strategy: Strategy | None = None
     arms: Arms | None = None  # None: all
     pins: tuple[Pin, ...] = ()
+
+
+MAX_TEXTS, MAX_TEXT_BYTES = 16, 2**19  # of one `Recompute`
+Text = Annotated[bytes, Meta(min_length=8, max_length=MAX_TEXT_BYTES)]
+
+
+class Recompute(Struct, frozen=True, tag="recompute"):
+    """Compute the states of these texts in idle time, in place of the texts asked for before. Each
+    goes to the trainer as if a sequence with these tokens had ended, under the weight version that
+    is live then.
+    """
+
+    texts: Annotated[list[Text], Meta(max_length=MAX_TEXTS)]  # int32 token ids
 
 
 class Stop(Struct, frozen=True, tag="stop"):
@@ -236,7 +249,7 @@ WeightCommand = (
     | LeaveGroup
 )
 ControlCommand = Pause | Resume | Sleep | WakeUp | ClearCache
-Command = Submit | Abort | SetPolicy | Stop | ControlCommand | WeightCommand
+Command = Submit | Abort | SetPolicy | Recompute | Stop | ControlCommand | WeightCommand
 _COMMANDS = msgspec.msgpack.Decoder(Command)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.gpu_engine import bits, drafting
 from tests.engine.pushing import Pushable, perturbed
+from tlt_server.commands import Recompute
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
@@ -102,6 +103,34 @@ def test_captured_states_are_those_that_a_prefill_computes(
         assert captured.length == len(text) - 1
         assert captured.features_TF.tobytes() == part.features_TF.numpy().tobytes()
         assert captured.hidden_TH.tobytes() == part.hidden_TH.numpy().tobytes()
+
+
+def test_recorded_texts_are_read_again_while_no_request_runs(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    engine, work = Capturing(settings, tmp_path / "rings"), asked()
+    engine.run(*work)
+    texts, before = [engine.text(r) for r in work], engine.taken()
+    too_long = [1] * (12 * PAGE + 1)
+    wanted = [np.array(text, "<i4").tobytes() for text in (*texts, too_long)]
+    engine.engine.send(Recompute(wanted))
+    engine.step()
+    assert engine.engine.idle and engine.engine.use_idle_time()
+    engine.step()
+    assert not engine.engine.idle and engine.engine.last_cycle is not None
+    late = msgspec.structs.replace(work[0], id="late")
+    engine.run(late)  # ends it
+    assert engine.said["late"][0].cached_tokens >= 3 * PAGE
+    assert engine.tokens("late") == engine.tokens(work[0].id)
+    assert engine.taken().keys() == {key(texts[0])}  # of the request itself
+    gauges = engine.engine.gauges()
+    assert gauges["states_recomputed"] == 0 and gauges["preemptions"] > 0
+    while engine.engine.use_idle_time():
+        engine.finish()
+    again = engine.taken()
+    assert again == before and len(again) == len(texts)
+    assert engine.engine.gauges()["states_recomputed"] == len(texts)
+    assert engine.said.keys() == {*(r.id for r in work), "late"}
 
 
 def test_states_without_room_are_dropped_and_change_nothing(

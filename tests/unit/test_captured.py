@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from tests.unit.recorded_samples import VOCAB, sample
+from tlt_server.commands import MAX_TEXT_BYTES, MAX_TEXTS, decode_command
+from tlt_server.frontend.link.client import readable
+from tlt_server.records import encode
 from tlt_server.samples.captured import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.sample import Sample, sample_set
@@ -19,7 +22,7 @@ from tlt_server.samples.segments import recorded
 from tlt_server.trainer.captured import CapturedFeatures
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import RecordedDocuments
-from tlt_server.trainer.state_store import StateStore
+from tlt_server.trainer.state_store import StateStore, recompute_of
 
 WIDTH, HIDDEN = 3, 2
 
@@ -134,3 +137,21 @@ def test_recorded_sequences_are_documents_while_their_states_are_kept(dtype: tor
                 assert found_TX.dtype == dtype and torch.equal(found_TX, expected_TX[start:stop])
     pack, _ = Packer(documents, 100, 3).next(Cursor())
     assert pack.feature_NF.dtype == dtype and pack.tokens == sum(documents.lengths) - 3 * 4
+
+
+def test_a_command_asks_for_as_many_sequences_as_it_takes() -> None:
+    entries = [recorded(i, sample(i, output=8))[0] for i in range(MAX_TEXTS + 2)]
+    long = recorded(99, sample(99, output=MAX_TEXT_BYTES // 4 - 20))[0]
+    found = recompute_of([entries[0], long, long, *entries[1:]])
+    assert found.texts == [e.sample.tokens for e in (entries[0], long)]
+    assert len(recompute_of(entries).texts) == MAX_TEXTS
+    assert decode_command(encode(found)) == found
+
+
+def test_the_frontend_passes_on_what_the_engine_can_read() -> None:
+    def text(*ids: int) -> bytes:
+        return np.array(ids, "<i4").tobytes()
+
+    assert readable(text(0, 99), 100, 2)
+    refused = text(0, 100), text(-1, 5), text(1, 2, 3), text(1, 2)[:-1]
+    assert not any(readable(each, 100, 2) for each in refused)

@@ -16,6 +16,7 @@ from tlt_server.engine.batch import Batch, Emission
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.gpu.buckets import PromptShape, Shapes
 from tlt_server.engine.scheduler import Scheduler, unpadded
+from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import StepOutput
 
@@ -46,6 +47,7 @@ from tlt_server.records import StepOutput
     owners=st.integers(1, 4),
     priorities=st.integers(1, 3),
     row_ms=st.sampled_from([0.0, 0.1, 5.0]),
+    texts=st.lists(st.integers(2, 24), max_size=4),
 )
 def test_every_sequence_ends_as_if_alone(
     pages: int,
@@ -61,11 +63,13 @@ def test_every_sequence_ends_as_if_alone(
     owners: int,
     priorities: int,
     row_ms: float,
+    texts: list[int],
 ) -> None:
     """Weight pushes come in between: the fake model is the same in all versions, so only wrong KV
     could change a token. The device delivers its results `late` steps later and may pad batches,
     and there are flushes while steps are in flight. Several owners share it, so that sequences
-    are preempted for others' shares, and left out of steps where rows take time (`row_ms`).
+    are preempted for others' shares, and left out of steps where rows take time (`row_ms`). While
+    nothing runs, texts are read in the background, until the next command.
     """
     shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), chunks=2, grain=4))
     gate = StepGate()
@@ -95,6 +99,13 @@ def test_every_sequence_ends_as_if_alone(
     versions: dict[str, list[str]] = {s.id: [] for s in sequences.values()}
     due: list[tuple[str, InFlight]] = []
 
+    read = Read(kv)
+    left = [
+        [(n + p) % 45 for p in range(length)]
+        for n, length in enumerate(texts)
+        if -(-length // PAGE) <= pages
+    ]
+
     flying: list[tuple[Batch, list[Emission]]] = []
 
     def land() -> None:
@@ -122,6 +133,11 @@ def test_every_sequence_ends_as_if_alone(
 
     for step in range(900):
         due += [pushes[step]] if step in pushes else []
+        if due or step in flushes or step == 7 or step in arrival.values():
+            scheduler.abandon()
+        elif left and scheduler.idle and gate.state == "open":
+            for n, text in enumerate(left):
+                scheduler.submit([background(n, text, read)])
         if due:
             push()
             scheduler.check()
@@ -144,9 +160,11 @@ def test_every_sequence_ends_as_if_alone(
         scheduler.check()
         kv.check_published(scheduler.pool)
         kv.check_versions(scheduler)
-        if step > 30 and scheduler.idle and not due:
+        left = [text for text in left if text not in read.texts]
+        if step > 30 and scheduler.idle and not due and not left:
             break
     assert scheduler.idle, "sequences are stuck"
+    assert not left, "a text was never read"
     assert scheduler.pool.available == pages, "pages leak"
     for i, s in sequences.items():
         tokens = [t for output in seen[s.id] for t in output.token_ids]
@@ -159,6 +177,46 @@ def test_every_sequence_ends_as_if_alone(
         assert [
             output.weight_version for output in seen[s.id] for _ in output.token_ids
         ] == versions[s.id]
+
+
+class Read:
+    """Notes the texts that were read whole in the background, which emit nothing."""
+
+    def __init__(self, kv: FakeKV) -> None:
+        self.kv, self.texts = kv, list[list[int]]()
+
+    def emitted(self, sequence: Sequence, emission: Emission, *_: object, decodes: bool) -> None:
+        assert not emission.tokens
+
+    def ended(self, sequence: Sequence, reason: str) -> None:
+        if reason == "length":
+            text = sequence.tokens.tolist()
+            for position in range(len(text) - 1):
+                assert self.kv.slot[self.kv.at(sequence, position)] == tuple(text[: position + 1])
+            self.texts.append(text)
+
+
+def background(n: int, text: list[int], read: Read) -> Sequence:
+    made = sequence(1000 + n, text, 0, 0)
+    made.background, made.trace = True, read
+    return made
+
+
+def test_the_background_leaves_the_prefix_cache_alone() -> None:
+    scheduler, kv = make(6)
+    text = [*range(2 * PAGE)]
+    scheduler.submit([sequence(0, text, 1, 0)])
+    finish(scheduler, kv)
+    cached = scheduler.pool.cached
+    read = Read(kv)
+    scheduler.submit([background(1, text, read), background(2, [*text, 5, 6, 7], read)])
+    rows = 0
+    while (batch := scheduler.next_batch()) is not None:
+        assert not batch.owners and scheduler.gauges()["running"] == 0
+        rows += sum(chunk.end - chunk.start for chunk in batch.chunks)
+        assert scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0))) == []
+    assert rows == 2 * len(text) + 3 and len(read.texts) == 2
+    assert scheduler.pool.cached == cached
 
 
 def finish(scheduler: Scheduler, kv: FakeKV, steps: int = 400) -> dict[str, list[StepOutput]]:

@@ -41,7 +41,7 @@ class Capture:
         versions, or that was preempted, has no states to give.
         """
         length = sequence.length - 1
-        if sequence.computed < length or not sequence.shares:
+        if sequence.computed < length or sequence.mixed_version:
             self.incomplete += 1
             return
         if self._ring.room < length * self.token_bytes + BEYOND:

@@ -10,6 +10,7 @@ from tlt_server.commands import (
     ClearCache,
     Command,
     Pause,
+    Recompute,
     Resume,
     SetPolicy,
     Sleep,
@@ -20,6 +21,7 @@ from tlt_server.commands import (
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.pushes import WeightPushes
+from tlt_server.engine.recompute import Recomputing
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import EngineFailed, TltError
@@ -35,9 +37,11 @@ class Commands:
         halt: Halt,
         make_sequence: Callable[[GenerateRequest], Sequence],
         set_policy: Callable[[SetPolicy], None],
+        recomputing: Recomputing | None,
     ) -> None:
         self._gate, self._scheduler, self._pushes, self._halt = gate, scheduler, pushes, halt
         self._make_sequence, self._set_policy = make_sequence, set_policy
+        self._recomputing = recomputing
         self._waiting: deque[Command] = deque()
         self.stopping = False
 
@@ -52,6 +56,8 @@ class Commands:
         that were in flight, and of sequences that end.
         """
         ended = self._scheduler.expire()
+        if self._waiting:
+            self._scheduler.abandon()
         while self._waiting:
             ended += self._execute(self._waiting.popleft())
         ended += self._pushes.advance()
@@ -67,6 +73,10 @@ class Commands:
                 return self._scheduler.abort(ids, finish_reason, all=all)
             case Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
                 return self._halt.apply(command)
+            case Recompute():
+                if self._recomputing is not None:
+                    self._recomputing.ask(command)
+                return []
             case SetPolicy():
                 self._set_policy(command)
                 return []

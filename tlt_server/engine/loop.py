@@ -18,6 +18,7 @@ from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.knowledge_file import KnowledgeFile
 from tlt_server.engine.pushes import WeightPushes
+from tlt_server.engine.recompute import Recomputing
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
@@ -72,8 +73,12 @@ class Engine:
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
         self._canary, self._make_policy, self._record = canary, make_policy, record
-        self._commands = Commands(gate, scheduler, pushes, halt, make_sequence, self._set_policy)
-        self._recorder = recorder
+        self._recorder, self._recomputing = recorder, None
+        if recorder and recorder.capture:
+            self._recomputing = Recomputing(scheduler, recorder.capture, make_sequence)
+        self._commands = Commands(
+            gate, scheduler, pushes, halt, make_sequence, self._set_policy, self._recomputing
+        )
         # Measures some steps for policies that predict their time; None: that has been done.
         self.measure: Callable[[], bool] | None = None
         self.last_cycle: Cycle | None = None  # if the last step finished a batch
@@ -122,7 +127,8 @@ class Engine:
 
     def use_idle_time(self) -> bool:
         """Measure a batch of steps, or record one graph that a later step may need, if nothing else
-        is to be done: some tens or hundreds of milliseconds. Tell whether there may be more.
+        is to be done: some tens or hundreds of milliseconds. Then begin to recompute states, which
+        the steps do. Tell whether there may be more.
         """
         if not (self.idle and self.scheduler.idle and not self.pushes.busy):
             return False
@@ -131,7 +137,9 @@ class Engine:
         if self.policy.measures and self.measure is not None:
             self.measure = self.measure if self.measure() else None
             return True
-        return self._record(self.policy.strategies)
+        if self._record(self.policy.strategies):
+            return True
+        return self._recomputing is not None and self._recomputing.start()
 
     @property
     def finished(self) -> bool:
@@ -156,6 +164,7 @@ class Engine:
             **self._canary.gauges(),
             **self.runner.gauges(),
             **(self._recorder.gauges() if self._recorder else {}),
+            **(self._recomputing.gauges() if self._recomputing else {}),
         }
 
     def _set_policy(self, command: SetPolicy) -> None:

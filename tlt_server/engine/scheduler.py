@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from tlt_server.commands import InFlight
@@ -105,6 +106,11 @@ class Scheduler:
         chosen = [self._by_id[i] for i in (list(self._by_id) if all else ids) if i in self._by_id]
         return [self._end(sequence, End(finish_reason)) for sequence in chosen]
 
+    def abandon(self) -> None:
+        """End what runs or waits in the background, without an output."""
+        for sequence in [s for s in self._by_id.values() if s.background]:
+            self._end(sequence, End("abort"))
+
     def fail(self, error: TltError) -> list[StepOutput]:
         """End all sequences with this error."""
         return [
@@ -152,6 +158,11 @@ class Scheduler:
         return not self._by_id
 
     @property
+    def in_background(self) -> bool:
+        """Tell whether what there is runs in the background. Then it is alone."""
+        return any(sequence.background for sequence in islice(self._by_id.values(), 1))
+
+    @property
     def due(self) -> bool:
         """Tell whether the next step has sequences to run."""
         return not self.idle and not self._gate.closed
@@ -167,6 +178,9 @@ class Scheduler:
         """Return the rows of the next step, with pages reserved; None when nothing can run."""
         if self._gate.closed:
             return None
+        background, max_rows = self.in_background, self.max_rows
+        if background:
+            max_rows = self._time_shares.soon_over(max_rows)
         cuts = self._time_shares.cuts()
         chunks = [
             chunk
@@ -176,7 +190,7 @@ class Scheduler:
         reading = [sequence for sequence in self.running if sequence.unlaunched > 1]
         owners = len(self._waiting.owners.union(sequence.owner for sequence in reading))
         rows = PromptRows(
-            self._prompt_budget(len(chunks), self.max_rows),
+            self._prompt_budget(len(chunks), max_rows),
             owners,
             {owner: cut.prompt for owner, cut in cuts.items()},
         )
@@ -197,7 +211,8 @@ class Scheduler:
         self._time_shares.settled(cuts)
         if not chunks:
             return None
-        return Batch(chunks, self.weight_version, tuple(self.running.owners))
+        owners_now = () if background else tuple(self.running.owners)
+        return Batch(chunks, self.weight_version, owners_now)
 
     def _start(self, rows: PromptRows) -> bool:
         """Start what can start while there are rows for it. Return whether anything did."""
@@ -263,6 +278,7 @@ class Scheduler:
             for chunk, emission in zip(batch.chunks, emissions, strict=True)
             if not chunk.void
             and (said := self._apply(chunk, emission, batch.weight_version, strategy))
+            and not chunk.sequence.background
         ]
 
     def observe(self, batch: Batch, ms: float) -> None:
@@ -346,8 +362,8 @@ class Scheduler:
 
     def gauges(self) -> dict[str, float]:
         return {
-            "running": len(self.running),
-            "waiting": len(self._waiting),
+            "running": 0 if self.in_background else len(self.running),
+            "waiting": 0 if self.in_background else len(self._waiting),
             "pages_free": self.pool.available,
             "pages_cached": self.pool.cached,
             "preemptions": self.preemptions,
@@ -360,6 +376,7 @@ class Scheduler:
         self.running.check()
         self._deadlines.check()
         self._waiting.check()
+        assert len({s.background for s in self._by_id.values()}) < 2, "a request is not alone"
         running = {s.id for s in self.running}
         waiting = {s.id for s in self._waiting}
         assert running | waiting == set(self._by_id), "a sequence is lost"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.pages import PageKey, next_key, root_key
 from tlt_server.engine.sampling import SamplingState
-from tlt_server.engine.traces import Trace
+from tlt_server.engine.traces import Noting
 from tlt_server.records import GenerateRequest, TokenLogprobs
 
 
@@ -35,7 +35,7 @@ class Sequence:
         request: GenerateRequest,
         state: SamplingState,
         page_size: int,
-        trace: Trace | None = None,
+        trace: Noting | None = None,
     ) -> None:
         self.request = request
         self.state = state
@@ -58,6 +58,7 @@ class Sequence:
         self.turn = 0  # the last one that it had among its owner's sequences, where they take turns
         self.mixed_version = False  # its KV is of more than one weight version
         self.private = False  # some of its KV is older than a flush
+        self.background = False  # read for its states only, see `recompute.py`
         # KV of a preempted sequence, if it cannot be computed again.
         self.saved: SavedKV | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they go out
@@ -139,7 +140,7 @@ class Sequence:
     @property
     def shares(self) -> bool:
         """Tell whether other sequences may use its KV."""
-        return not self.mixed_version and not self.private
+        return not (self.mixed_version or self.private or self.background)
 
     @property
     def has_started(self) -> bool:

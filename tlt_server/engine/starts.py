@@ -125,12 +125,13 @@ class Starts:
         return sequence
 
     def _reusable_keys(self, sequence: Sequence) -> list[PageKey]:
-        """Return the keys of the full pages that it may find cached: none if its KV was saved. None
-        either before its first token if it wants prompt log-probs: those need every prompt row, and
-        go out with that token.
+        """Return the keys of the full pages that it may find cached: none if its KV was saved or it
+        is read in the background. None either before its first token if it wants prompt log-probs:
+        those need every prompt row, and go out with that token.
         """
         wants_prompt = sequence.request.sampling.prompt_logprobs is not None
-        if sequence.saved is not None or (wants_prompt and not sequence.output_len):
+        reads_all = sequence.background or (wants_prompt and not sequence.output_len)
+        if sequence.saved is not None or reads_all:
             return []
         return sequence.page_keys((sequence.length - 1) // self._pool.page_size)
 

@@ -23,6 +23,7 @@ from tlt_server.engine.waiting import WaitingSequences
 
 SHORT = 3.0  # times a step of one row: what a request of an absent owner may have to wait for
 MEMORY_MS = 2000.0  # time of steps in which an owner's use fades to a third
+SOON_MS, FEWEST_ROWS, MOST_ROWS = 8.0, 16, 512  # of a step that the next request waits for
 FORGOTTEN = 1e-3  # an owner with a smaller part of the recent time is not expected back
 
 
@@ -85,6 +86,13 @@ class TimeShares:
             for sequence in own[: cut.decoding]:
                 sequence.turn = next(self._turns)
         return [sequence for sequence in due if sequence not in left_out]
+
+    def soon_over(self, rows: int) -> int:
+        """Return how many of these prompt rows a step may have that is to end within SOON_MS."""
+        rows = min(rows, MOST_ROWS)
+        while rows > FEWEST_ROWS and self._cost.ms(0, rows) > SOON_MS:
+            rows //= 2
+        return rows
 
     def settled(self, cuts: Mapping[str, OwnerRows]) -> None:
         """Note that all has started that can: an owner that runs nothing and was not cut asks for

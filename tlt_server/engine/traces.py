@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Protocol, cast, get_args
 
 from tlt_server.engine.capture import Capture, Gather
 from tlt_server.errors import StartupError
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from tlt_server.engine.settings import EngineSettings
 
 KEPT = 4096  # strategies with limits that are remembered
+
+
+class Noting(Protocol):
+    """Notes what becomes of one sequence."""
+
+    def emitted(
+        self, sequence: Sequence, emission: Emission, strategy: Strategy, *, decodes: bool
+    ) -> None: ...
+
+    def ended(self, sequence: Sequence, reason: str) -> None: ...
 
 
 class Trace:
@@ -64,7 +74,7 @@ class Recorder:
         self, ring: RingProducer, calibration: str, capture: Capture | None = None
     ) -> None:
         """`calibration`: version of the drafter whose calibration table is in force."""
-        self._ring, self._calibration, self._capture = ring, calibration, capture
+        self._ring, self._calibration, self.capture = ring, calibration, capture
         self._drafted: dict[tuple[Strategy, DraftLimits | None], HowDrafted] = {}
         self.offered = self.dropped = 0
 
@@ -122,12 +132,12 @@ class Recorder:
         )
         kept = self._ring.offer(encode_sample(sample))
         self.dropped += not kept
-        if kept and self._capture:
-            self._capture.ended(sequence, sample.version)
+        if kept and self.capture:
+            self.capture.ended(sequence, sample.version)
 
     def gauges(self) -> dict[str, float]:
         own = {"samples_offered": self.offered, "samples_dropped": self.dropped}
-        return own | (self._capture.gauges() if self._capture else {})
+        return own | (self.capture.gauges() if self.capture else {})
 
 
 def recorder_of(

@@ -65,6 +65,10 @@ TOTALS = {  # likewise, counted by the engine since it started
         "tlt_drafter_features_incomplete",
         "Recorded sequences without features of one weight version for all of their tokens.",
     ),
+    "states_recomputed": (
+        "tlt_drafter_features_recomputed",
+        "Recorded sequences whose features were computed again in idle time.",
+    ),
     "preemptions": (
         "tlt_preemptions",
         "Sequences preempted: their pages were taken for older ones.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tlt_server.commands import MAX_TEXT_BYTES, MAX_TEXTS, Recompute
 from tlt_server.samples.captured import Captured, key_of
 from tlt_server.samples.segments import Recorded
 
@@ -64,3 +65,17 @@ class StateStore:
 
 def _bytes(captured: Captured) -> int:
     return len(captured.features) + len(captured.hidden)
+
+
+def recompute_of(entries: Iterable[Recorded]) -> Recompute:
+    """Return the command that computes the states of the first of these sequences again: as many
+    as one command takes, without those that are longer than it takes.
+    """
+    texts: list[bytes] = []
+    room = MAX_TEXT_BYTES
+    for entry in entries:
+        text = entry.sample.tokens
+        if len(texts) < MAX_TEXTS and len(text) <= room:
+            texts.append(text)
+            room -= len(text)
+    return Recompute(texts)

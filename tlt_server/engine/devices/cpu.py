@@ -153,6 +153,8 @@ class CpuEquipment:
             drafter.forget()
 
     def on_end(self, sequence: Sequence) -> None:
+        if sequence.background:
+            return  # its text is no response
         for drafter in self.drafters:
             drafter.finish(
                 sequence.id,

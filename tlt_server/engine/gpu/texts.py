@@ -100,11 +100,15 @@ class Texts:
         return Shared(_number(response.prompt), _first(sequence), sent)
 
     def end(self, sequence: Sequence) -> None:
-        """Keep the response of a sequence that has ended."""
+        """Keep the response of a sequence that has ended, unless it ran in the background."""
         response = self._running.pop(sequence.id, None)
         if response is None:
             return  # it never ran
         self._part(sequence, response.prompt)
+        if sequence.background:
+            if response.slot >= 0:
+                del self._in_slot[response.slot]
+            return
         response.tokens = sequence.tokens[_first(sequence) :].copy()
         kept = self._kept.setdefault(response.prompt, deque())
         self._kept.move_to_end(response.prompt)

@@ -13,9 +13,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import numpy as np
 import structlog
 
-from tlt_server.commands import Command, ControlCommand, Pause, SetPolicy, Sleep, WeightCommand
+from tlt_server.commands import (
+    Command,
+    ControlCommand,
+    Pause,
+    Recompute,
+    SetPolicy,
+    Sleep,
+    WeightCommand,
+)
 from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.events import ControlReport, EngineInfo, Event, Outputs, Phase, Ready, WeightReport
 from tlt_server.frontend.link.admission import Admission, Demand
@@ -266,6 +275,12 @@ class EngineClient:
         self._send(policy)
         self.policy = policy
 
+    def recompute(self, wanted: Recompute) -> None:
+        """Let the engine compute the states of these texts again, of those that fit it."""
+        if self.info is not None:
+            limits = self.info.vocab_size, self.info.max_model_len
+            self._send(Recompute([text for text in wanted.texts if readable(text, *limits)]))
+
     async def weights(self, command: WeightCommand) -> WeightReport:
         """Return the engine's answer. A caller that goes away does not stop what it asked for."""
         self.check_running()
@@ -297,3 +312,11 @@ class EngineClient:
     def _send(self, command: Command) -> bool:
         """Return whether there is an engine that may take the command."""
         return self._link is not None and self._link.send(command)
+
+
+def readable(text: bytes, vocab_size: int, longest: int) -> bool:
+    """Tell whether these are int32 tokens of the model, of a sequence no longer than it takes."""
+    if len(text) % 4 or len(text) > 4 * longest:
+        return False
+    token_T = np.frombuffer(text, np.dtype("<i4"))
+    return bool(0 <= token_T.min() and token_T.max() < vocab_size)
