@@ -122,7 +122,7 @@ def test_recorded_texts_are_read_again_while_no_request_runs(
     engine.run(late)  # ends it
     assert engine.said["late"][0].cached_tokens >= 3 * PAGE
     assert engine.tokens("late") == engine.tokens(work[0].id)
-    assert engine.taken().keys() == {key(texts[0])}  # of the request itself
+    assert engine.taken().keys() == {key(texts[0])}
     gauges = engine.engine.gauges()
     assert gauges["states_recomputed"] == 0 and gauges["preemptions"] > 0
     while engine.engine.use_idle_time():

@@ -23,7 +23,7 @@ from tlt_server.engine.waiting import WaitingSequences
 
 SHORT = 3.0  # times a step of one row: what a request of an absent owner may have to wait for
 MEMORY_MS = 2000.0  # time of steps in which an owner's use fades to a third
-SOON_MS, FEWEST_ROWS, MOST_ROWS = 8.0, 16, 512  # of a step that the next request waits for
+SOON_MS, FEWEST_ROWS, MOST_ROWS = 8.0, 16, 512  # bounds of a short step
 FORGOTTEN = 1e-3  # an owner with a smaller part of the recent time is not expected back
 
 
