@@ -179,7 +179,7 @@ class ControlReport(Struct, frozen=True, tag="control_report"):
     error: tuple[str, str] | None = None  # (code, message)
 
 
-class BufferReport(Struct, frozen=True, kw_only=True):
+class BufferReport(Struct, frozen=True, kw_only=True, tag="buffer"):
     """The trainer process' report of the sequences that it keeps; one line of JSON."""
 
     sequences: int = 0

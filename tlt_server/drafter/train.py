@@ -26,17 +26,9 @@ from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recompute import Recomputed, head_rows
-from tlt_server.trainer.step import AdamWSettings, StepOutcome, Trainer
+from tlt_server.trainer.step import AdamWSettings, StepOutcome, Trainer, default_rate
 
-PAPERS_RATE, PAPERS_HIDDEN = 5e-5, 3584  # arXiv 2511.16665, warm-up of a 7B model's drafter
 PLAIN_EVERY_S = 5.0
-
-
-def default_rate(hidden_size: int) -> float:
-    """Return the paper's rate for its hidden size; others in inverse proportion, since a matrix's
-    updates add up over its inputs.
-    """
-    return PAPERS_RATE * PAPERS_HIDDEN / hidden_size
 
 
 def run(arguments: argparse.Namespace) -> int:

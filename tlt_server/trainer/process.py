@@ -1,12 +1,15 @@
-"""The trainer process: takes finished sequences from the ring and keeps them.
+"""The trainer process: takes finished sequences from the ring, keeps them, and trains the drafter
+on them while the engine is idle.
 
-Its settings are one line of JSON on standard input; it writes a `BufferReport` per line to standard
-output whenever something has changed. It never touches the engine: killed or hung, sequences are
-dropped and counted, and the next process goes on with the segment files.
+Its settings are one line of JSON on standard input, after which come messages of `training.py`; its
+own go to standard output. One thread does all: between two segments of training it takes what the
+rings have and looks for work of the engine. It never touches the engine: killed or hung, sequences
+are dropped and counted, and the next process goes on with the segment files and the checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -20,13 +23,17 @@ from msgspec import Struct
 
 from tlt_server.errors import StartupError, TltError
 from tlt_server.events import BufferReport
+from tlt_server.registry import load_object
+from tlt_server.samples.activity import ActivityReader
 from tlt_server.samples.captured import decode_captured
 from tlt_server.samples.identity import identity_of, vocabulary_of
 from tlt_server.samples.ring import RingConsumer
-from tlt_server.samples.sample import decode_sample
+from tlt_server.samples.sample import Sample, decode_sample
 from tlt_server.samples.segments import SegmentHeader
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
+from tlt_server.trainer.spot import SpotTrainer, Work
 from tlt_server.trainer.state_store import StateStore
+from tlt_server.training import FromTrainer, ToTrainer, line_of, read_to_trainer
 
 NICENESS = 10  # after frontend and engine
 POLL_S = 0.05
@@ -46,6 +53,11 @@ class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     feature_ring: str = ""  # empty: no features are captured
     feature_bytes: int = 0
     feature_staleness: int = 0  # versions
+    activity: str = ""  # the word that tells of requests; empty: nothing is trained
+    drafter: str = ""  # directory of the drafter that the server was started with
+    work: str = ""  # directory for candidates, of which the engine takes them
+    checkpoints: str = ""
+    device: str = "cpu"  # or cuda
 
 
 class Keeper:
@@ -61,6 +73,7 @@ class Keeper:
             directory, header, BufferBounds(settings.tokens, settings.bytes), clock
         )
         self.states = StateStore(settings.feature_bytes, settings.feature_staleness)
+        self.on_sample: Callable[[Sample], None] = lambda sample: None
         self._ring, self._clock = RingConsumer(Path(settings.ring)), clock
         self._feature_ring = (
             RingConsumer(Path(settings.feature_ring)) if settings.feature_ring else None
@@ -70,13 +83,18 @@ class Keeper:
 
     def take(self) -> int:
         """Take what the rings have, a batch at most of each; return the larger count."""
-        taken = self._drain(self._ring, lambda content: self.buffer.add(decode_sample(content)))
+        taken = self._drain(self._ring, self._keep)
         if self._feature_ring is None:
             return taken
         captured = self._drain(
             self._feature_ring, lambda content: self.states.add(decode_captured(content))
         )
         return max(taken, captured)
+
+    def _keep(self, content: bytes) -> None:
+        sample = decode_sample(content)
+        if self.buffer.add(sample):
+            self.on_sample(sample)
 
     def _drain(self, ring: RingConsumer, keep: Callable[[bytes], object]) -> int:
         for taken in range(BATCH):
@@ -119,22 +137,88 @@ def _newest(tokens_by_version: dict[str, int]) -> dict[str, int]:
     return ({"older": older} if older else {}) | dict(entries[-VERSIONS:])
 
 
+class FrontendPipes:
+    """The two pipes to the frontend."""
+
+    def __init__(self) -> None:
+        self._input, self._output = sys.stdin.fileno(), sys.stdout.buffer
+        self._part = b""
+
+    def settings(self) -> TrainerSettings:
+        """Wait for the first line. `ValueError` if it is none of settings."""
+        while b"\n" not in self._part:
+            data = os.read(self._input, MAX_REPORT)
+            if not data:
+                break
+            self._part += data
+        os.set_blocking(self._input, False)
+        line, _, self._part = self._part.partition(b"\n")
+        return msgspec.json.decode(line, type=TrainerSettings)
+
+    def messages(self) -> list[ToTrainer]:
+        """Return what has come since."""
+        with contextlib.suppress(BlockingIOError):
+            self._part += os.read(self._input, MAX_REPORT)
+        *lines, self._part = self._part.split(b"\n")
+        return [read_to_trainer(line) for line in lines]
+
+    def send(self, message: FromTrainer) -> None:
+        self._output.write(line_of(message))
+        self._output.flush()
+
+
+class Trained:
+    """The part of the process that trains, where there is a drafter to train."""
+
+    def __init__(self, settings: TrainerSettings, keeper: Keeper, channel: FrontendPipes) -> None:
+        def work() -> Work:
+            # torch takes seconds to import, and only training needs it.
+            made: Work = load_object("tlt_server.trainer.work:make_work")(
+                keeper.buffer,
+                keeper.states,
+                model=Path(settings.model),
+                drafter=Path(settings.drafter),
+                directory=Path(settings.work),
+                checkpoints=Path(settings.checkpoints),
+                device=settings.device,
+            )
+            return made
+
+        self._activity = ActivityReader(Path(settings.activity))
+        self._channel = channel
+        self.spot = SpotTrainer(work, channel.send)
+        keeper.on_sample = self.spot.took
+
+    def advance(self) -> bool:
+        """Take messages, run a segment if one may run and report; False if nothing was done."""
+        activity = self._activity
+        for message in self._channel.messages():
+            self.spot.take(message)
+        did = self.spot.advance(busy=activity.busy, busy_ms=activity.age_ms, asleep=activity.asleep)
+        if (report := self.spot.report()) is not None:
+            self._channel.send(report)
+        return did
+
+
 def main() -> int:
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, as for the engine
+    channel = FrontendPipes()
     try:
-        settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrainerSettings)
+        settings = channel.settings()
         keeper = Keeper(settings)
+        trained = Trained(settings, keeper, channel) if settings.activity else None
     except (TltError, StartupError, ValueError) as error:
         print(f"tlt: the trainer cannot start: {error}", file=sys.stderr)
         return 2
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-    while os.getppid() == settings.parent:
+    while os.getppid() == settings.parent and not stop.is_set():
         busy = keeper.take() == BATCH
         if (report := keeper.report()) is not None:
-            sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
-            sys.stdout.buffer.flush()
+            channel.send(report)
+        if trained is not None and trained.advance():
+            continue
         if not busy and stop.wait(POLL_S):
             break
     while keeper.take():

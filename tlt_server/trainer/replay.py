@@ -155,12 +155,29 @@ class DraftReplay:
         found = [self._accepted(roots.part(part), depth, width, floored) for part in parts]
         return np.concatenate(found) if found else np.zeros(0, np.int32)
 
+    def calibrate(self, roots: Roots, depth: int, width: int) -> None:
+        """Correct the drafter's calibration table by whole trees from these roots."""
+        batch = self.staged.batch(roots)
+        candidates = self._drafts.propose(batch, Strategy(self.drafter.kind, depth, width, 1))
+        follow_BD = self.staged.follow(roots, depth)
+        self._drafts.observe(batch, candidates, on_path(candidates, follow_BD))
+
     def _accepted(self, roots: Roots, depth: int, width: int, floored: bool) -> NDArray[np.int32]:
         batch = self.staged.batch(roots)
         shape = Strategy(self.drafter.kind, depth, width, 1, UNBOUNDED if floored else 0)
         candidates = self._drafts.propose(batch, shape)
         chosen = select(candidates, len(batch), len(candidates), roots.rows_B - 1)
         return followed(candidates, chosen, self.staged.follow(roots, depth))
+
+
+def on_path(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.int8]:
+    """Tell of each node whether the response has it, too, [N]. follow_BD: as for `followed`."""
+    request_N, depth_N, parent_N = candidates.request_N, candidates.depth_N, candidates.parent_N
+    right_N = candidates.token_N == follow_BD[request_N, depth_N - 1]
+    for depth in range(2, int(depth_N.max(initial=1)) + 1):
+        at = np.flatnonzero(depth_N == depth)
+        right_N[at] &= right_N[parent_N[at]]
+    return right_N.astype(np.int8)
 
 
 def followed(

@@ -83,14 +83,16 @@ def self_check(
     page_size: int,
     version: str,
     calibration: str | None = None,
+    drafter_version: str | None = None,
     on_response: Callable[[int], None] = lambda count: None,
 ) -> SelfCheck:
     """Compare all verifications of the drafter. `version`: the target's weights. `calibration`: the
     version of the calibration table that the drafter was loaded with, where the record knows it.
+    `drafter_version`: its weights, where those of several are recorded.
     """
     verified, responses = samples.verified, samples.responses
     rows_V = own_rows(samples.legend.strategies, verified, drafter.kind)
-    reasons = _unknown(samples, rows_V, version, calibration)
+    reasons = _unknown(samples, rows_V, version, calibration, drafter_version)
     open_V = rows_V > 0
     unknown = {}
     for reason, which_V in reasons.items():
@@ -131,16 +133,23 @@ def self_check(
 
 
 def _unknown(
-    samples: SampleSet, rows_V: NDArray[np.int32], version: str, calibration: str | None
+    samples: SampleSet,
+    rows_V: NDArray[np.int32],
+    version: str,
+    calibration: str | None,
+    drafter_version: str | None,
 ) -> dict[str, NDArray[np.bool_]]:
     """Return which verifications cannot be compared, by reason."""
     verified, legend = samples.verified, samples.legend
     width_V = np.array([strategy.width for strategy in legend.strategies])[verified.strategy_V]
     of_table_V = np.array([name == calibration for name in legend.calibrations])
+    # A table has the version of its drafter.
+    other_V = np.array([drafter_version not in (None, name) for name in legend.calibrations])
     return {
         "computed by another version of the target": ~of_version(samples, version)[
             verified.request_V
         ],
+        "drafted by another version of the drafter": other_V[verified.calibration_V],
         "branches of history are not told apart": verified.own_rows_V == 0,
         "a tree under another calibration": (width_V > 1) & ~of_table_V[verified.calibration_V],
     }

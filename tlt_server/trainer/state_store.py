@@ -48,6 +48,15 @@ class StateStore:
         """Return the sequences without states of this version, which can be recomputed."""
         return [e for e in entries if self.find(version, e.sample.tokens) is None]
 
+    def only(self, version: str, entries: Iterable[Recorded]) -> StateStore:
+        """Return the states of these sequences, which stay when they are dropped here."""
+        kept = StateStore(2**62)
+        for entry in entries:
+            captured = self.find(version, entry.sample.tokens)
+            if captured is not None:
+                kept.add(captured)
+        return kept
+
     def renewed(self, version: str) -> None:
         """Note which version of the target is in force."""
         if self._versions and self._versions[-1] == version:

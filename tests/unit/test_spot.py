@@ -1,0 +1,299 @@
+"""The spot trainer with made-up work and a simulated clock: when it runs, parks and gives up."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.recorded_samples import sample
+from tlt_server.errors import ModelError
+from tlt_server.trainer.schedule import Schedule
+from tlt_server.trainer.spot import ANSWER_S, Facts, Round, RoundEnd, SpotTrainer
+from tlt_server.trainer.states import MOST_QUIET_S, NEXT, QuietTime, StateMachine
+from tlt_server.training import (
+    FromTrainer,
+    HandedOver,
+    InForce,
+    Judged,
+    Offer,
+    Order,
+    TrainerState,
+    Verdict,
+    WeightsWanted,
+    line_of,
+    read_from_trainer,
+    read_to_trainer,
+)
+
+S = TrainerState
+LIVE = InForce("v1", "d1")
+OFFER = Offer(directory="/c", version="drafter-v1-1", target_version="v1")
+
+
+def judged(outcome: str) -> Judged:
+    return Judged(candidate=1, target_version="v1", drafter_version="d1", outcome=outcome)
+
+
+class FakeWork:
+    """Rounds of two segments of training and one of evaluation."""
+
+    def __init__(self) -> None:
+        self.facts = Facts()
+        self.outcome = RoundEnd(offer=OFFER, judged=judged("offered"))
+        self.segments = 0
+        self.closed = self.halved = self.released = 0
+        self.fault: Exception | None = None
+        self.refuses = False
+        self.adoptions: list[str] = []
+
+    def install(self, handed: HandedOver) -> None:
+        if self.refuses:
+            raise ModelError("'norm_before_residual' is true")
+
+    def round(self) -> Round:
+        try:
+            for state in (S.TRAINING, S.TRAINING, S.EVALUATING):
+                self.segments += 1
+                if self.fault is not None and self.segments % 3 == 2:
+                    raise self.fault
+                yield state
+        except GeneratorExit:
+            self.closed += 1
+            raise
+        return self.outcome
+
+    def halve(self) -> bool:
+        self.halved += 1
+        return self.halved == 1
+
+    def adopted(self, version: str) -> None:
+        self.adoptions.append(version)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class Rig:
+    def __init__(self, *, due: bool = True) -> None:
+        self.now, self.work = 0.0, FakeWork()
+        self.sent: list[FromTrainer] = []
+        self.spot = SpotTrainer(lambda: self.work, self.sent.append, lambda: self.now)
+        if due:
+            self.spot.take(Order(number=1, do="train"))
+
+    def run(self, turns: int = 1, *, busy: bool = False) -> None:
+        """Look this often, half a second apart."""
+        for _ in range(turns):
+            self.now += 0.5
+            self.spot.advance(busy=busy, busy_ms=3.0 if busy else 0.0)
+
+    def hand_over(self, live: InForce = LIVE) -> None:
+        self.spot.take(live)
+        self.spot.take(HandedOver(directory="/w", target=live.target, drafter=live.drafter))
+
+
+def test_a_round_ends_in_a_drafter_that_is_adopted() -> None:
+    rig = Rig()
+    rig.spot.take(LIVE)
+    rig.run(3)
+    assert rig.sent == [WeightsWanted()] and rig.spot.state == S.IDLE
+    rig.hand_over()
+    rig.run(2)
+    assert rig.spot.state == S.TRAINING
+    rig.run()
+    assert rig.spot.state == S.EVALUATING
+    rig.run()
+    assert rig.sent[1:] == [OFFER] and rig.spot.state == S.ADOPTING
+    rig.run(3)  # nothing happens until the verdict
+    assert rig.work.segments == 3
+    rig.spot.take(InForce("v1", OFFER.version))  # its own push is no change to start afresh for
+    rig.spot.take(Verdict(version=OFFER.version))
+    assert rig.spot.state == S.IDLE and rig.work.adoptions == [OFFER.version]
+    report = rig.spot.report()
+    assert report is not None and report.adopted == 1 and not report.refused
+    assert report.candidate is not None and report.candidate.outcome == "adopted"
+    rig.spot.take(Order(number=2, do="train"))
+    rig.run(1)
+    assert rig.spot.state == S.TRAINING and rig.sent.count(WeightsWanted()) == 1  # it has them
+
+
+def test_work_parks_it_with_what_is_half_done() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(2)
+    rig.run(3, busy=True)
+    assert rig.spot.state == S.PARKED and rig.work.segments == 1 and not rig.work.closed
+    report = rig.spot.report()
+    assert report is not None and (report.parkings, report.parking_ms) == (1, [3.0])
+    rig.run(2)
+    assert rig.spot.state == S.TRAINING and rig.work.segments == 2  # the same round goes on
+
+
+def test_the_quiet_time_doubles_where_it_was_wrong_and_shrinks_again() -> None:
+    quiet = QuietTime(0.25, 2.0)
+    for expected in (0.5, 1.0, 2.0, 2.0):
+        quiet.lasted(0.1)
+        assert quiet.seconds == expected
+    for expected in (1.0, 0.5, 0.25, 0.25):
+        quiet.lasted(10.0)
+        assert quiet.seconds == expected
+
+
+def test_no_segment_runs_before_the_engine_was_idle_for_the_quiet_time() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(1, busy=True)
+    rig.spot.phases.quiet.seconds = MOST_QUIET_S
+    rig.run(int(2 * MOST_QUIET_S))
+    assert rig.work.segments == 0
+    rig.run()
+    assert rig.work.segments == 1
+
+
+def test_a_push_drops_the_round_and_asks_for_the_new_weights() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(3)
+    rig.spot.take(InForce("v2", "d1"))
+    assert rig.work.closed == 1 and rig.spot.state == S.IDLE
+    rig.run(2)
+    assert rig.sent == [WeightsWanted()]
+    rig.hand_over(InForce("v2", "d1"))
+    rig.run()
+    assert rig.spot.state == S.TRAINING
+    report = rig.spot.report()
+    assert report is not None and report.refused == {"weights_changed": 1}
+    assert report.trained_on == "v2"
+
+
+def test_a_verdict_about_a_dropped_offer_changes_nothing() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(5)
+    assert rig.spot.state == S.ADOPTING
+    rig.spot.take(InForce("v2", "d1"))
+    rig.spot.take(Verdict(version=OFFER.version))
+    assert rig.spot.state == S.IDLE and not rig.work.adoptions
+
+
+def test_a_refused_offer_is_counted_by_its_reason() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(5)
+    rig.spot.take(Verdict(version=OFFER.version, refused="conflict", error="another push"))
+    report = rig.spot.report()
+    assert report is not None and report.refused == {"conflict": 1} and report.adopted == 0
+    assert report.reason == "another push" and report.state == S.IDLE
+
+
+def test_memory_that_runs_out_halves_the_micro_batch_once() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.work.fault = MemoryError("1 GiB")
+    rig.run(3)
+    assert (rig.work.halved, rig.work.released, rig.spot.state) == (1, 1, S.IDLE)
+    rig.run(3)
+    assert rig.work.halved == 2 and rig.spot.state == S.PAUSED
+    assert "half a micro-batch" in rig.spot.phases.reason
+    segments = rig.work.segments
+    rig.run(5)
+    assert rig.work.segments == segments
+    rig.work.fault = None
+    rig.spot.take(Order(number=2, do="resume"))
+    rig.spot.take(Order(number=3, do="train"))
+    rig.run(2)
+    assert rig.spot.state == S.TRAINING
+
+
+def test_a_drafter_that_cannot_be_trained_fails_until_weights_change() -> None:
+    rig = Rig()
+    rig.work.refuses = True
+    rig.hand_over()
+    rig.run(3)
+    assert rig.spot.state == S.FAILED and "norm_before_residual" in rig.spot.phases.reason
+    rig.work.refuses = False
+    rig.hand_over(InForce("v1", "d2"))
+    rig.run(1)
+    assert rig.spot.state == S.TRAINING
+
+
+def test_a_pause_keeps_what_is_half_done() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(2)
+    rig.spot.take(Order(number=2, do="pause"))
+    rig.run(9)
+    assert rig.spot.state == S.PAUSED and rig.work.segments == 1
+    rig.spot.take(Order(number=3, do="resume"))
+    assert rig.spot.state == S.PARKED
+    rig.run(2)
+    assert rig.spot.state == S.EVALUATING and rig.work.segments == 3
+
+
+def test_sleep_gives_memory_back_and_weights_are_asked_for_again() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(2)
+    rig.spot.advance(busy=True, asleep=True)
+    assert rig.work.released == 1 and rig.work.closed == 1 and rig.spot.state == S.IDLE
+    rig.run(3)
+    assert rig.sent == [WeightsWanted()]
+
+
+def test_weights_that_do_not_come_are_asked_for_again() -> None:
+    rig = Rig()
+    rig.spot.take(LIVE)
+    rig.run(2)
+    rig.spot.take(HandedOver(error="the weights sleep"))
+    rig.run(1)
+    assert rig.sent == [WeightsWanted()] * 2 and rig.spot.phases.reason == "the weights sleep"
+    rig.now += ANSWER_S
+    rig.run(1)
+    assert rig.sent == [WeightsWanted()] * 3
+
+
+def test_rounds_without_gain_become_rare_until_weights_change() -> None:
+    schedule = Schedule(first=100, most=800)
+    assert not schedule.due
+    for expected in (100, 200, 400, 800, 800):
+        schedule.judged(gain=False)
+        assert schedule.interval == expected
+    schedule.judged(gain=True)
+    assert schedule.interval == 100
+    for _ in range(3):
+        schedule.judged(gain=False)
+    schedule.renewed()
+    assert schedule.interval == 100
+    schedule.took(sample(0, output=8))
+    assert schedule.recorded == 8
+    schedule.order()
+    assert schedule.due
+    schedule.began()
+    assert not schedule.due
+
+
+def test_a_falling_acceptance_makes_rounds_frequent_again() -> None:
+    schedule = Schedule(first=100)
+    for number in range(60):
+        schedule.took(sample(number, accepted=2, output=9))
+    schedule.judged(gain=False)
+    schedule.judged(gain=False)
+    assert schedule.interval == 200
+    for number in range(9):
+        schedule.took(sample(number, accepted=1, output=8))
+    assert schedule.interval == 100
+
+
+def test_only_known_changes_of_state_are_made() -> None:
+    assert set(NEXT) == set(TrainerState)
+    phases = StateMachine(lambda: 0.0)
+    with pytest.raises(AssertionError, match="idle to adopting"):
+        phases.enter(S.ADOPTING)
+
+
+def test_messages_are_lines_that_read_back() -> None:
+    for message in (OFFER, WeightsWanted()):
+        assert read_from_trainer(line_of(message)) == message
+    for order in (LIVE, Order(number=1, do="pause"), Verdict(version="v", refused="x")):
+        assert read_to_trainer(line_of(order)) == order
+    with pytest.raises(ValueError):
+        read_from_trainer(b"a warning\n")

@@ -1,0 +1,101 @@
+"""A word of shared memory that tells the trainer whether the engine has, or soon has, work.
+
+The frontend writes it when a request is received, before it is read or admitted; the trainer looks
+at it between two segments. Layout: WORDS little-endian uint64 (magic, reasons to be busy, time at
+which the first of them came in nanoseconds of the monotonic clock, 1 while weights sleep).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.errors import StartupError
+from tlt_server.private import private_file
+
+MAGIC = int.from_bytes(b"tltbusy1", "little")
+WORDS = 4
+_BUSY, _SINCE, _ASLEEP = range(1, WORDS)
+
+Reason = Literal["requests", "sequences", "weights", "engine"]
+
+
+def make_activity(path: Path) -> None:
+    """Make the file of an engine that is not ready yet."""
+    descriptor = private_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.write(descriptor, np.array([MAGIC, 1, time.monotonic_ns(), 0], "<u8").tobytes())
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(path: Path) -> NDArray[np.uint64]:
+    """`StartupError` if the file is no such word."""
+    try:
+        descriptor = private_file(path, os.O_RDWR)
+        try:
+            word_W = np.frombuffer(mmap.mmap(descriptor, 8 * WORDS), "<u8")
+        finally:
+            os.close(descriptor)
+        if int(word_W[0]) != MAGIC:
+            raise ValueError("another file")
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} is not what tells of requests ({error})") from None
+    return word_W
+
+
+class Activity:
+    """The frontend's half: counts of reasons to be busy. Without a file they are only kept."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._word_W = np.zeros(WORDS, "<u8") if path is None else _mapped(path)
+        self._count: Counter[Reason] = Counter({"engine": 1})
+
+    def set(self, reason: Reason, count: int) -> None:
+        before = self._count.total()
+        self._count[reason] = count
+        busy = self._count.total()
+        if busy and not before:
+            self._word_W[_SINCE] = time.monotonic_ns()
+        self._word_W[_BUSY] = busy
+
+    @contextlib.contextmanager
+    def during(self, reason: Reason) -> Iterator[None]:
+        """Count one more for as long as this lasts."""
+        self.set(reason, self._count[reason] + 1)
+        try:
+            yield
+        finally:
+            self.set(reason, self._count[reason] - 1)
+
+    def sleeps(self, asleep: bool) -> None:
+        self._word_W[_ASLEEP] = int(asleep)
+
+
+class ActivityReader:
+    """The trainer's half."""
+
+    def __init__(self, path: Path) -> None:
+        self._word_W = _mapped(path)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._word_W[_BUSY]) or self.asleep
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self._word_W[_ASLEEP])
+
+    @property
+    def age_ms(self) -> float:
+        """Time since the engine became busy."""
+        return max(0, time.monotonic_ns() - int(self._word_W[_SINCE])) / 1e6

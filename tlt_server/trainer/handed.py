@@ -1,0 +1,81 @@
+"""Weights in force as a trainer has them: a directory that the engine writes, and what is made of
+it. The target is there with its embedding and the head's rows of the draft vocabulary only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.draft_checkpoint import feature_layers
+from tlt_server.models.draft_layouts import read_layout
+from tlt_server.models.loader import empty_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.trainer.network import TrainableDrafter, load_trainable
+from tlt_server.trainer.replay import ReplayedDrafter
+from tlt_server.weights.handover import DRAFTER, EMBEDDING, HEAD, TARGET
+
+PAGE_SIZE = 16
+
+
+class Handed(NamedTuple):
+    """One target version with the drafter in force."""
+
+    target_version: str
+    drafter_version: str
+    embedding_VH: Tensor
+    head_CH: Tensor
+    frame: Decoder  # the target without its layers
+    directory: Path  # where the drafter is
+    in_force: ReplayedDrafter
+
+    def trainable(self, device: torch.device, compute: torch.dtype) -> TrainableDrafter:
+        config = self.frame.config
+        return load_trainable(self.directory, config, compute=compute, device=device)
+
+    def replayed(self, directory: Path) -> ReplayedDrafter:
+        return ReplayedDrafter.load(directory, self.frame)
+
+
+def write_config(drafter: Path, directory: Path) -> None:
+    """Write the config.json of a drafter that is served, in the layout of our tensor names."""
+    _, raw = read_layout(drafter)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def read_handed(
+    directory: Path, model: Path, drafter: Path, target_version: str, drafter_version: str
+) -> Handed:
+    """Read what the engine has handed over. `model`, `drafter`: directories that are served.
+    `ModelError` where the drafter does not fit.
+    """
+    own = directory / DRAFTER
+    write_config(drafter, own)
+    tensors = load_file(directory / TARGET)
+    config = ModelConfig.read(model)
+    with torch.device("meta"):
+        frame = empty_target(
+            model,
+            config=config,
+            numerics=Numerics("strict"),
+            page_size=PAGE_SIZE,
+            feature_layers=feature_layers(own, config),
+        )
+    frame.embedding_VH = tensors[EMBEDDING].float()
+    frame.head_HV = tensors[HEAD].float().t().contiguous()
+    return Handed(
+        target_version,
+        drafter_version,
+        tensors[EMBEDDING],
+        tensors[HEAD],
+        frame,
+        own,
+        ReplayedDrafter.load(own, frame, drafter_version),
+    )

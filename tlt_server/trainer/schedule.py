@@ -1,0 +1,65 @@
+"""A schedule of rounds: training only where it pays. No torch.
+
+A round is due once enough output tokens were recorded since the last one. Two rounds in a row
+without gain double that number; a push of weights or a falling acceptance takes it back.
+"""
+
+from __future__ import annotations
+
+from tlt_server.samples.sample import Sample
+
+FIRST_TOKENS, MOST_TOKENS = 4096, 2**24
+PATIENCE = 2  # rounds without gain
+# Weights of the newest sequence in the short and the long mean of acceptance.
+SHORT, LONG = 0.1, 0.005
+FALL = 0.95  # short mean over long mean at which acceptance has fallen
+SEEN = 50  # sequences before the means are compared
+
+
+class Schedule:
+    def __init__(self, first: int = FIRST_TOKENS, most: int = MOST_TOKENS) -> None:
+        self._first, self._most = first, most
+        self.interval = first
+        self.recorded = 0  # output tokens since the last round
+        self._misses = 0
+        self._short = self._long = 0.0  # means of the accepted drafts of a cycle
+        self._sequences = 0
+
+    @property
+    def due(self) -> bool:
+        return self.recorded >= self.interval
+
+    def took(self, sample: Sample) -> None:
+        """Count a new sequence in."""
+        self.recorded += sample.output_len
+        drafted = sum(rows > 1 for rows in memoryview(sample.rows).cast("H"))
+        if not drafted:
+            return
+        accepted = sum(sample.own_accepted) / drafted
+        self._sequences += 1
+        if self._sequences == 1:
+            self._short = self._long = accepted
+        self._short += SHORT * (accepted - self._short)
+        self._long += LONG * (accepted - self._long)
+        if self._sequences >= SEEN and self._short < FALL * self._long:
+            self._long, self._sequences = self._short, 1
+            self.renewed()
+
+    def order(self) -> None:
+        """Make a round due now."""
+        self.recorded = max(self.recorded, self.interval)
+
+    def began(self) -> None:
+        self.recorded = 0
+
+    def judged(self, *, gain: bool) -> None:
+        """Learn what a round was worth."""
+        self._misses = 0 if gain else self._misses + 1
+        if gain:
+            self.interval = self._first
+        elif self._misses >= PATIENCE:
+            self.interval = min(2 * self.interval, self._most)
+
+    def renewed(self) -> None:
+        """Begin afresh: weights, or what they are asked, have changed."""
+        self.interval, self._misses = self._first, 0

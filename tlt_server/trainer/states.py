@@ -1,0 +1,110 @@
+"""The states of the trainer, and the quiet time after which it goes on. No torch, and clocks are
+passed in.
+
+`StateMachine` is asked between two segments. It parks as soon as the engine has work, keeps what is
+half done, and lets it go on once the engine has been idle for a while. That time doubles when work
+came back sooner than it lasted, and shrinks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tlt_server.training import TrainerState
+
+LEAST_QUIET_S, MOST_QUIET_S = 0.2, 30.0
+
+_S = TrainerState
+WORKING = frozenset({_S.TRAINING, _S.EVALUATING})
+_ALWAYS = frozenset({_S.PAUSED, _S.FAILED})
+NEXT: dict[TrainerState, frozenset[TrainerState]] = {
+    _S.IDLE: frozenset({_S.TRAINING}) | _ALWAYS,
+    _S.TRAINING: frozenset({_S.EVALUATING, _S.PARKING, _S.IDLE}) | _ALWAYS,
+    _S.EVALUATING: frozenset({_S.ADOPTING, _S.PARKING, _S.IDLE}) | _ALWAYS,
+    _S.PARKING: frozenset({_S.PARKED}) | _ALWAYS,
+    _S.PARKED: WORKING | {_S.IDLE} | _ALWAYS,
+    _S.ADOPTING: frozenset({_S.IDLE}) | _ALWAYS,
+    _S.PAUSED: frozenset({_S.IDLE, _S.PARKED}) | _ALWAYS,
+    _S.FAILED: frozenset({_S.IDLE}) | _ALWAYS,
+}
+
+
+class QuietTime:
+    """The time for which the engine must have been idle."""
+
+    def __init__(self, least_s: float = LEAST_QUIET_S, most_s: float = MOST_QUIET_S) -> None:
+        self._least_s, self._most_s = least_s, most_s
+        self.seconds = least_s
+
+    def lasted(self, seconds: float) -> None:
+        """Learn from a stretch of work that a request has ended."""
+        if seconds < self.seconds:
+            self.seconds = min(2 * self.seconds, self._most_s)
+        else:
+            self.seconds = max(self.seconds / 2, self._least_s)
+
+
+class StateMachine:
+    """The state, and whether a segment may run."""
+
+    def __init__(self, clock: Callable[[], float], quiet: QuietTime | None = None) -> None:
+        self._clock, self.quiet = clock, quiet or QuietTime()
+        self.state, self.reason = TrainerState.IDLE, ""
+        self.parkings = 0
+        self._half_done: TrainerState | None = None  # the work that goes on after a park
+        self._idle_since_s: float | None = None  # None: the engine is busy
+        self._resumed_s = clock()
+
+    def enter(self, state: TrainerState, reason: str = "") -> None:
+        assert state == self.state or state in NEXT[self.state], f"{self.state} to {state}"
+        self.state, self.reason = state, reason
+        if state in WORKING:
+            self._half_done = state
+        elif state in (TrainerState.IDLE, TrainerState.ADOPTING, TrainerState.FAILED):
+            self._half_done = None
+
+    def may_run(self, *, busy: bool) -> bool:
+        """Tell whether a segment may run now. After a False the state may be `PARKING`: the caller
+        lets go of the device and calls `parked`.
+        """
+        now_s = self._clock()
+        if busy:
+            self._idle_since_s = None
+            if self.state in WORKING:
+                self.quiet.lasted(now_s - self._resumed_s)
+                self.enter(TrainerState.PARKING)
+            return False
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        if self.state in WORKING:
+            return True
+        if now_s - self._idle_since_s < self.quiet.seconds:
+            return False
+        if self.state == TrainerState.PARKED:
+            assert self._half_done is not None
+            self.enter(self._half_done)
+        elif self.state != TrainerState.IDLE:
+            return False
+        self._resumed_s = now_s
+        return True
+
+    def parked(self) -> None:
+        self.parkings += 1
+        self.enter(TrainerState.PARKED)
+
+    def pause(self, reason: str) -> None:
+        """Stop until `resume`; what is half done is kept."""
+        self.enter(TrainerState.PAUSED, reason)
+
+    def resume(self) -> None:
+        """Go on after a pause or a failure; elsewhere nothing changes."""
+        if self.state == TrainerState.PAUSED and self._half_done is not None:
+            self.enter(TrainerState.PARKED)
+        elif self.state in (TrainerState.PAUSED, TrainerState.FAILED):
+            self.enter(TrainerState.IDLE)
+
+    def drop(self) -> None:
+        """Forget what is half done: it was abandoned."""
+        self._half_done = None
+        if self.state in WORKING or self.state in (TrainerState.PARKED, TrainerState.ADOPTING):
+            self.enter(TrainerState.IDLE)

@@ -1,0 +1,175 @@
+"""The trial of a candidate: written as it would be pushed, calibrated, and replayed on held-out
+prompts against the drafter in force.
+
+The self-check comes first on each part: where the drafter in force, replayed, does not repeat the
+server's own counts, nothing is adopted on this record.
+
+Legend: B roots, N responses.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
+from tlt_server.private import private_directory
+from tlt_server.records import Strategy
+from tlt_server.samples.identity import Identity
+from tlt_server.samples.sample import sample_set
+from tlt_server.samples.samples import Responses, SampleSet
+from tlt_server.samples.segments import Recorded
+from tlt_server.trainer import figures
+from tlt_server.trainer.adoption_test import AdoptionTest
+from tlt_server.trainer.captured import CapturedFeatures
+from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
+from tlt_server.trainer.handed import PAGE_SIZE, Handed, write_config
+from tlt_server.trainer.network import TrainableDrafter
+from tlt_server.trainer.plans import PinnedPlan
+from tlt_server.trainer.replay import ReplayedDrafter, Roots
+from tlt_server.trainer.self_check import self_check
+from tlt_server.trainer.spot import Facts, Round, RoundEnd
+from tlt_server.trainer.state_store import StateStore
+from tlt_server.training import Judged, Offer, TrainerState
+
+FITTED = 48  # sequences that a calibration is fitted to
+STRIDE = 5  # positions between the roots of that
+PART = 8  # prompts between two looks at the engine
+DEPTH, WIDTH, ROWS = 7, 4, 16  # the replay's tree
+
+
+class NoFeatures:
+    """A source for sequences that all have states."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def features(self, responses: Responses, chosen: Sequence[int]) -> Tensor:
+        raise AssertionError(f"{len(chosen)} sequences have no states")
+
+
+class Trial:
+    def __init__(
+        self,
+        handed: Handed,
+        directory: Path,
+        number: int,
+        states: StateStore,
+        vocab_size: int,
+        checked: Facts | None,
+    ) -> None:
+        """`number`: of the candidate, from 1 on. `states`: those of all sequences of the trial.
+        `checked`: where the self-check counts; None: recorded on a GPU, which rounds otherwise than
+        this replay.
+        """
+        self._handed, self._directory, self._number = handed, directory, number
+        self._vocab_size, self._checked = vocab_size, checked
+        rest = NoFeatures(handed.frame.feature_width)
+        self._source = CapturedFeatures(states, handed.target_version, rest)
+        self._test = AdoptionTest(number - 1)
+        self._walked: list[list[Walked]] = []  # both drafters, by part
+
+    def write(self, network: TrainableDrafter) -> None:
+        """Write the candidate with the calibration in force."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        private_directory(self._directory, parents=True)
+        write_config(self._handed.directory, self._directory)
+        network.save(self._directory)
+        shutil.copyfile(self._handed.directory / CALIBRATION, self._directory / CALIBRATION)
+
+    def run(self, fitted: Sequence[Recorded], groups: Sequence[Sequence[Recorded]]) -> Round:
+        """Fit the calibration to sequences, then judge on prompt groups until it is decided."""
+        yield from self._fit(fitted)
+        candidate = self._handed.replayed(self._directory)
+        for at in range(0, len(groups), PART):
+            samples = self._samples([e for group in groups[at : at + PART] for e in group])
+            if not self._as_served(samples):
+                return self._outcome("self_check")
+            self._observe(candidate, samples)
+            yield TrainerState.EVALUATING
+            if self._test.better:
+                return self._outcome("")
+            if self._test.gain.high < 0:
+                return self._outcome("worse")
+        return self._outcome("no_gain")
+
+    def _fit(self, entries: Sequence[Recorded]) -> Generator[TrainerState, None, None]:
+        candidate = self._handed.replayed(self._directory)
+        for entry in entries:
+            responses = self._samples([entry]).responses
+            for _, (replay,) in staged(
+                responses, [0], [candidate], self._source, page_size=PAGE_SIZE
+            ):
+                last = int(replay.staged.length_N[0]) - 1
+                position_B = np.arange(entry.sample.prompt_len, last, STRIDE, dtype=np.int64)
+                rows_B = np.full(len(position_B), ROWS, np.int32)
+                if len(position_B):
+                    roots = Roots(np.zeros_like(position_B), position_B, rows_B)
+                    replay.calibrate(roots, DEPTH, WIDTH)
+            yield TrainerState.EVALUATING
+        candidate.weights.calibration.save(self._directory)
+
+    def _as_served(self, samples: SampleSet) -> bool:
+        if self._checked is None:
+            return True
+        handed = self._handed
+        check = self_check(
+            samples,
+            handed.in_force,
+            self._source,
+            page_size=PAGE_SIZE,
+            version=handed.target_version,
+            drafter_version=handed.drafter_version,
+        )
+        self._checked.compared_cycles += check.compared
+        self._checked.different_cycles += check.different
+        return not check.different
+
+    def _observe(self, candidate: ReplayedDrafter, samples: SampleSet) -> None:
+        plan = PinnedPlan(Strategy(candidate.kind, DEPTH, WIDTH, ROWS))
+        both = evaluate(
+            samples.responses,
+            range(len(samples)),
+            [Task(self._handed.in_force, plan), Task(candidate, plan)],
+            self._source,
+            page_size=PAGE_SIZE,
+        )
+        before, after = (figures.by_response(walked) for walked in both)
+        self._test.observe(
+            before.cycles_N.astype(np.float64),
+            after.cycles_N.astype(np.float64),
+            samples.responses.group_N[before.response_N],
+        )
+        self._walked.append(both)
+
+    def _outcome(self, refused: str) -> RoundEnd:
+        before, after = (Walked.joined([both[i] for both in self._walked]) for i in range(2))
+        handed, gain = self._handed, self._test.gain
+        judged = Judged(
+            candidate=self._number,
+            target_version=handed.target_version,
+            drafter_version=handed.drafter_version,
+            outcome=refused or "offered",
+            groups=self._test.groups,
+            gain=float(gain.value),
+            gain_low=float(gain.low),
+            gain_high=float(gain.high),
+            accept_length=figures.accept_length(after),
+            accept_length_before=figures.accept_length(before),
+            accepted_at_depth=figures.by_depth(after, DEPTH),
+        )
+        if refused:
+            return RoundEnd(refused, judged)
+        of = handed.target_version
+        digest = xxhash.xxh3_64_hexdigest((self._directory / SINGLE).read_bytes())[:8]
+        version = f"drafter-{of[:64]}-{self._number}-{digest}"
+        offer = Offer(directory=str(self._directory), version=version, target_version=of)
+        return RoundEnd("", judged, offer)
+
+    def _samples(self, entries: Sequence[Recorded]) -> SampleSet:
+        return sample_set([entry.sample for entry in entries], Identity("", ""), self._vocab_size)

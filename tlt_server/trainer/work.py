@@ -1,0 +1,319 @@
+"""The work of the spot trainer: rounds over what is recorded, each of which ends in a candidate
+that is replayed against the drafter in force.
+
+A round draws sequences that have features in force, trains on each once, and writes the candidate
+with a calibration fitted to the same sequences. Held-out prompts decide, after the self-check: a
+difference from the server's own counts blocks the adoption. The trained state goes on over rounds
+and pushes of the target; a candidate that is proven worse goes back to the drafter in force.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from tlt_server.models.draft_layouts import EAGLE1
+from tlt_server.samples.segments import Recorded
+from tlt_server.shared_settings import available_processors
+from tlt_server.trainer import sampling
+from tlt_server.trainer.buffer import SampleBuffer
+from tlt_server.trainer.checkpoint import Checkpoints, newest
+from tlt_server.trainer.handed import Handed, read_handed
+from tlt_server.trainer.objectives import make_objective
+from tlt_server.trainer.pack import Cursor, Packer
+from tlt_server.trainer.recorded import RecordedDocuments
+from tlt_server.trainer.spot import NO_DATA, Facts, Round, RoundEnd
+from tlt_server.trainer.state_store import StateStore
+from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
+from tlt_server.trainer.trial import FITTED, Trial
+from tlt_server.training import HandedOver, TrainerState
+
+MOST_THREADS = 2
+CPU_SLOTS, GPU_SLOTS = 512, 2048  # in a pack
+STEPS = 24  # the most of a round
+SAVED_EVERY = 12  # steps between checkpoints
+JUDGED_GROUPS = 256  # held-out prompts, the newest ones
+LEAST_GROUPS = 4
+DRAWN = 4096  # sequences of a round, at most
+RESTORED = 3  # times that a run may go back to its last good state
+
+
+def make_work(
+    buffer: SampleBuffer,
+    states: StateStore,
+    *,
+    model: Path,
+    drafter: Path,
+    directory: Path,
+    checkpoints: Path,
+    device: str,
+) -> DrafterWork:
+    """Return the work of this process, which on a CPU leaves most of it to the engine."""
+    torch.set_num_threads(min(MOST_THREADS, max(1, available_processors() // 2)))
+    slots = GPU_SLOTS if device == "cuda" else CPU_SLOTS
+    settings = WorkSettings(model, drafter, directory, checkpoints, device, slots)
+    return DrafterWork(settings, buffer, states)
+
+
+@dataclass(frozen=True)
+class WorkSettings:
+    model: Path
+    drafter: Path  # the directory that the server was started with
+    directory: Path  # for candidates
+    checkpoints: Path
+    device: str  # cpu or cuda
+    micro_batch: int  # slots of a pack
+
+
+class DrafterWork:
+    def __init__(self, settings: WorkSettings, buffer: SampleBuffer, states: StateStore) -> None:
+        self.facts = Facts(micro_batch=settings.micro_batch)
+        self._settings, self._buffer, self._states = settings, buffer, states
+        self._handed: Handed | None = None
+        self._lineage = ""  # the version of the drafter that the trained state follows
+        self._trainer: Trainer | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._rounds = self._candidates = 0
+        self._halved = False
+
+    def install(self, handed: HandedOver) -> None:
+        before, given = self._handed, self._settings
+        self._handed = None
+        self._handed = read_handed(
+            Path(handed.directory), given.model, given.drafter, handed.target, handed.drafter
+        )
+        if before is not None:
+            shutil.rmtree(before.directory.parent, ignore_errors=True)
+        if self._trainer is not None and handed.drafter == self._lineage:
+            network = self._trainer.network
+            self._trainer.frozen = network.frozen(self._handed.embedding_VH, self._handed.head_CH)
+        else:
+            self._trainer, self._lineage = None, handed.drafter
+            self._handed.trainable(torch.device("cpu"), torch.float32)  # refuses what is not
+
+    def halve(self) -> bool:
+        done, self._halved = self._halved, True
+        if not done:
+            self.facts.micro_batch //= 2
+        return not done
+
+    def adopted(self, version: str) -> None:
+        assert self._handed is not None
+        directory = self._candidate_directory
+        self._handed = self._handed._replace(
+            drafter_version=version, directory=directory, in_force=self._handed.replayed(directory)
+        )
+        self._lineage = version
+        if self._trainer is not None:
+            self._checkpoint_as(self._trainer)
+
+    def release(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.begin()
+            self._checkpoints.close()
+        self._trainer = self._checkpoints = None
+        if self._settings.device == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- a round -----------------------------------------------------------------------------------
+
+    def round(self) -> Round:
+        assert self._handed is not None
+        try:
+            trainer = self._trainer or self._build(self._handed)
+            outcome = yield from self._round(self._handed, trainer)
+        except RuntimeError as error:  # torch has no other for memory of a CPU
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise MemoryError(str(error).splitlines()[0]) from None
+            raise
+        finally:
+            self._measure()
+        return outcome
+
+    def _round(self, handed: Handed, trainer: Trainer) -> Round:
+        entries, version = [*self._buffer], handed.target_version
+        drawn = self._draw(entries, version)
+        documents = RecordedDocuments.of(drawn, self._states, version)
+        if max(documents.lengths, default=0) < 3:
+            return RoundEnd(NO_DATA)
+        self._rounds += 1
+        steps = trainer.objective.steps
+        packer, cursor = Packer(documents, self.facts.micro_batch, steps, self._rounds), Cursor()
+        yield TrainerState.TRAINING
+        for done in range(min(STEPS, len(packer.plan(0)))):
+            if done % SAVED_EVERY == 0:
+                self._save(trainer)
+            cursor = yield from self._step(trainer, packer, cursor)
+        if trainer.restored > RESTORED:
+            remedy = "loss or gradient is not finite again and again; start from another drafter"
+            return RoundEnd("not_finite", pause=remedy)
+        self._save(trainer)
+        yield TrainerState.EVALUATING
+        return (yield from self._judge(handed, trainer, entries, drawn))
+
+    def _draw(self, entries: Sequence[Recorded], version: str) -> list[Recorded]:
+        """Draw as many sequences as a round has room for; each once."""
+        room = STEPS * self.facts.micro_batch
+        drawn: dict[int, Recorded] = {}
+        strata = sampling.strata_of(entries)
+        lacking = 0
+        for stratum, those in [*strata.items()]:
+            missing = {entry.number for entry in self._states.missing(version, those)}
+            strata[stratum] = [entry for entry in those if entry.number not in missing]
+            lacking += len(missing)
+            if not strata[stratum]:
+                del strata[stratum]
+        self.facts.without_features = lacking
+        for entry in sampling.draw(strata, DRAWN, 0, self._rounds):
+            room -= 0 if entry.number in drawn else len(entry.sample.tokens) // 4
+            drawn[entry.number] = entry
+            if room <= 0:
+                break
+        return [*drawn.values()]
+
+    def _step(
+        self, trainer: Trainer, packer: Packer, cursor: Cursor
+    ) -> Generator[TrainerState, None, Cursor]:
+        pack, after = packer.next(cursor)
+        network = trainer.network
+        segments = trainer.segments([pack.to(network.device, network.compute)])
+        last = ""
+        try:
+            while True:
+                try:
+                    last = next(segments)
+                except StopIteration as end:
+                    outcome = end.value
+                    break
+                yield TrainerState.TRAINING
+        except GeneratorExit:
+            if last == "optimizer":
+                for _ in segments:
+                    pass  # what has begun to change weights ends
+            else:
+                trainer.abandon()
+            raise
+        except RuntimeError:
+            trainer.restore(trainer.good)
+            raise
+        facts = self.facts
+        facts.tokens, facts.steps = facts.tokens + outcome.tokens, trainer.state.step
+        facts.loss, facts.undone_steps = outcome.loss, trainer.undone
+        return after
+
+    # -- the trained state -------------------------------------------------------------------------
+
+    def _build(self, handed: Handed) -> Trainer:
+        device = torch.device(self._settings.device)
+        network = handed.trainable(device, torch.bfloat16 if device.type == "cuda" else torch.float)
+        objective = make_objective(
+            "eagle" if network.config.architecture == EAGLE1 else "eagle3", "total-variation"
+        )
+        rate = default_rate(handed.frame.hidden_size)
+        frozen = network.frozen(handed.embedding_VH, handed.head_CH)
+        trainer = Trainer(network, frozen, objective, AdamWSettings(lr=rate))
+        directory, identity = self._place(trainer)
+        found, faults = newest(directory, identity) if directory.is_dir() else (None, [])
+        if found is not None:
+            trainer.restore(found.state)
+            trainer.good.copy_from(found.state)
+            self._rounds, self._candidates = found.state.cursor[:2]
+        self._checkpoint_as(trainer)
+        self.facts.checkpoint_error = "; ".join(faults)
+        return trainer
+
+    def _place(self, trainer: Trainer) -> tuple[Path, dict[str, str]]:
+        """Return where this run's checkpoints are: those of a drafter in force lie together."""
+        identity = {
+            "drafter": self._lineage,
+            "weights": str(len(trainer.state.weight_P)),
+            "model": str(self._settings.model),
+        }
+        name = xxhash.xxh3_64_hexdigest(repr(sorted(identity.items())).encode())
+        return self._settings.checkpoints / name, identity
+
+    def _checkpoint_as(self, trainer: Trainer) -> None:
+        """Write checkpoints under the drafter that is in force now, and no others."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        directory, identity = self._place(trainer)
+        self._checkpoints = written = Checkpoints(directory, trainer.state, identity)
+
+        def settle() -> None:
+            trainer.good = written.settle() or trainer.good
+
+        trainer.before_update = settle
+        self._trainer = trainer
+        self._save(trainer)
+        self._checkpoints.settle()
+        for other in self._settings.checkpoints.glob("*"):
+            if other != directory:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.state.cursor = (self._rounds, self._candidates)
+        assert self._checkpoints is not None
+        self._checkpoints.begin()
+
+    def _measure(self) -> None:
+        facts, written = self.facts, self._checkpoints
+        facts.rounds = self._rounds
+        if written is not None:
+            facts.checkpoints, facts.checkpoint_error = written.written, written.failure
+            facts.checkpoint_stall_ms = 1e3 * written.stall_s
+        with open("/proc/self/statm", encoding="ascii") as file:
+            facts.memory_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        if self._settings.device == "cuda":
+            facts.memory_bytes += torch.cuda.memory_reserved()
+
+    # -- the candidate -----------------------------------------------------------------------------
+
+    @property
+    def _candidate_directory(self) -> Path:
+        return self._settings.directory / f"candidate-{self._candidates}"
+
+    def _judge(
+        self, handed: Handed, trainer: Trainer, entries: list[Recorded], drawn: list[Recorded]
+    ) -> Round:
+        groups = self._held_out(entries, handed.target_version)
+        if len(groups) < LEAST_GROUPS:
+            return RoundEnd(NO_DATA)
+        if not bool(torch.isfinite(trainer.state.weight_P).all()):
+            trainer.restore(trainer.good)
+            return RoundEnd("not_finite")
+        previous = self._candidate_directory
+        if previous != handed.directory:
+            shutil.rmtree(previous, ignore_errors=True)
+        self._candidates += 1
+        kept = [*drawn[:FITTED], *(entry for group in groups for entry in group)]
+        trial = Trial(
+            handed,
+            self._candidate_directory,
+            self._candidates,
+            self._states.only(handed.target_version, kept),
+            self._buffer.header.vocab_size,
+            self.facts if self._settings.device == "cpu" else None,
+        )
+        trial.write(trainer.network)
+        outcome = yield from trial.run(drawn[:FITTED], groups)
+        if outcome.refused == "worse":  # trained away: begin again from the drafter in force
+            self._trainer = self._checkpoints = None
+            shutil.rmtree(self._settings.checkpoints, ignore_errors=True)
+        return outcome
+
+    def _held_out(self, entries: list[Recorded], version: str) -> list[list[Recorded]]:
+        """Return held-out sequences with states, by prompt, the newest prompts last."""
+        held = sampling.evaluated(entries, version)
+        missing = {entry.number for entry in self._states.missing(version, held)}
+        groups: dict[int, list[Recorded]] = defaultdict(list)
+        for entry in held:
+            if entry.number not in missing:
+                groups[entry.sample.prompt_key].append(entry)
+        return [*groups.values()][-JUDGED_GROUPS:]
