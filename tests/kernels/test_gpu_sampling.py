@@ -139,9 +139,9 @@ def kept_tokens(logits_SV: np.ndarray, p: Parameters) -> np.ndarray:
     return (z_SV > cut_S) | ((z_SV == cut_S) & (np.arange(logits_SV.shape[1]) <= last_S))
 
 
-@pytest.mark.parametrize("capacity", [60, 400])
-def test_weighed_bins_leave_a_nearly_even_row_the_tokens_that_a_list_leaves_it(
-    capacity: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("capacity", "sampled"), [(60, 256), (400, 1024), (400, 16)])
+def test_a_bracket_leaves_a_nearly_even_row_the_tokens_that_a_list_leaves_it(
+    capacity: int, sampled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 4100
     even = [rows_of(size, 3, 20 + i, spread) for i, spread in enumerate((1e-4, 0.7, 2.5, 30.0))]
@@ -153,6 +153,7 @@ def test_weighed_bins_leave_a_nearly_even_row_the_tokens_that_a_list_leaves_it(
     p.temperature[1::3] = 2.0  # halves: divided exactly
     expected = kept_tokens(logits_SV, p)
     monkeypatch.setattr(filters, "CAPACITY", capacity)
+    monkeypatch.setattr(filters, "SAMPLED", sampled)
     found = kept_tokens(logits_SV, p)
     assert (found == expected).all()
     assert expected.sum(axis=1).max() > 10 * capacity

@@ -4,13 +4,13 @@ its id is <= last.
 Each filter keeps the head of the row sorted by falling z, ties by rising id, so the three of them
 are one cut in that order. There is no sort. Every group of tokens is reduced to its maximum and
 mass; from these follows a floor that the cut cannot lie below; the few tokens above it are listed;
-and the list is bisected over the values of z. Where top_p leaves too many (nearly even rows), bins
-of z are weighed first, see `nucleus.py`. Where still too many remain, the whole row is bisected,
-which costs passes over the row. Masses of tokens are integers, so neither the order of a list nor
-its tiles matter.
+and the list is bisected over the values of z. Where top_p may leave too many (nearly even rows),
+`nucleus.py` first brackets the cut, and only the tokens of the bracket are listed. Where still too
+many remain, the whole row is bisected, which costs passes over the row. Masses of tokens are
+integers, so neither the order of a list nor its tiles matter.
 
-Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, N bins, Q batch
-slots.
+Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, N thresholds, Q
+batch slots.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.bisection import least, measured, shorten
+from tlt_kernels.gpu.bisection import measured, shorten, tile_of
 from tlt_kernels.gpu.noise import fast_exp, log
 from tlt_kernels.gpu.nucleus import (
-    BINS,
     ONE,
+    SAMPLED,
+    THRESHOLDS,
     WEIGH_WARPS,
     WEIGHED,
-    crossing,
-    scale_for,
-    weigh_bins,
-    within,
+    bracket,
+    place_thresholds,
+    weigh,
 )
 from tlt_kernels.gpu.nucleus import TILE as WEIGHED_TILE
 from tlt_kernels.gpu.ordering import key_of, value_of
@@ -40,9 +40,9 @@ from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 GROUP = 128  # tokens that share a maximum and a mass
 GROUPS = 8  # groups per program
 BLOCK = 1024  # tokens per listing program
-TILE = 2048  # tokens that a bisection reads at once
+TILE = 4096  # tokens that a bisection reads at once
 CAPACITY = 16384  # listed tokens
-FLOOR_WARPS, CUT_WARPS = 8, 8
+FLOOR_WARPS, CUT_WARPS = 8, 16
 REFINEMENTS = tl.constexpr(12)  # halvings on the way to the floor
 SLACK = tl.constexpr(1.0 - 1e-3)  # covers the rounding of a mass where only a bound is wanted
 
@@ -91,19 +91,19 @@ def _measure_groups(
 
 @triton.jit
 def _target(mass, top_p):
-    return (mass * top_p).to(tl.int64)
+    return tl.maximum((mass * top_p).to(tl.int64), 1)
 
 
 @triton.jit
 def _find_floors(
-    row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
-    floor_S, top_S, total_S, temperature_S, listed_S,
-    narrowed_S, low_S, scale_S, target_S, mass_SN, part_SN,
-    V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
+    logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
+    floor_S, top_S, total_S, temperature_S, listed_S, narrowed_S, target_S, threshold_SN, mass_SN,
+    V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr, N: tl.constexpr, SAMPLED: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Find floor, maximum and mass of every row. The mass is 0 where nothing is cut or the row is
-    broken; the floor is -inf where no bound was found. Prepare to weigh rows that only top_p cuts
-    and that may have more tokens than can be listed.
+    broken; the floor is -inf where no bound was found. Place thresholds in rows that only top_p
+    cuts and that may have more tokens than can be listed.
     """
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -129,12 +129,15 @@ def _find_floors(
     # No token that min_p and top_k keep lies below the floor; without both, those below it weigh
     # less than top_p leaves out.
     restricted = (min_p > 0.0) | (top_k < V)
-    allowed = tl.where(restricted, -top_k.to(tl.float32), (1.0 - top_p) * total * SLACK)
-    near, far = (
-        tl.full((), 0.0, tl.float32),
+    leftover = tl.maximum((1.0 - top_p) * total * SLACK, 2.0**-60)
+    allowed = tl.where(restricted, -top_k.to(tl.float32), leftover)
+    # The deepest bound: the lowest maximum of a group, or where all tokens weigh too little.
+    middle = tl.where(
+        restricted,
         top - tl.min(tl.where(top_G > -float("inf"), top_G, top)),
+        log((G * GROUP).to(tl.float32) / leftover) + 1e-2,
     )
-    depth, middle = tl.full((), float("inf"), tl.float32), far
+    near, far, depth = tl.zeros_like(middle), middle, tl.full((), float("inf"), tl.float32)
     for _ in range(REFINEMENTS):
         rest_G = tl.minimum(GROUP * fast_exp(0.0 - middle), mass_G - best_G)
         reached = top_G >= top - middle
@@ -156,48 +159,55 @@ def _find_floors(
     tl.store(top_S + s, top)
     tl.store(total_S + s, total)
     tl.store(temperature_S + s, temperature)
-    most = GROUP * tl.sum((inside & (top_G >= floor)).to(tl.int32))
+    # A token above the floor weighs at least exp(-depth), so a group's mass bounds their number.
+    most_G = tl.minimum(mass_G / fast_exp(0.0 - depth), GROUP)
+    most = tl.sum(tl.where(inside & (top_G >= floor), most_G, 0.0))
     narrowed = tl.where(restricted | (most <= CAPACITY), 0, 1)
     tl.store(narrowed_S + s, narrowed)
     if narrowed != 0:
-        width = tl.minimum(depth, top - tl.min(tl.where(top_G > -float("inf"), top_G, top)))
-        tl.store(low_S + s, top - width)
-        tl.store(scale_S + s, scale_for(width, N))
+        at_N = s * N + tl.arange(0, N)
+        threshold_N = place_thresholds(
+            logits_SV + s * V, temperature, top, floor, (1.0 - top_p) * total, V, N, SAMPLED
+        )
+        tl.store(threshold_SN + at_N, threshold_N)
+        tl.store(mass_SN + at_N, tl.zeros((N,), tl.int64))
         tl.store(target_S + s, _target(total.to(tl.float64) * ONE, top_p))
-        tl.store(mass_SN + s * N + tl.arange(0, N), tl.zeros((N,), tl.int64))
-        tl.store(part_SN + s * N + tl.arange(0, N), tl.zeros((N,), tl.int64))
+
+
+@triton.jit
+def _listing(floor_S, narrowed_S, target_S, threshold_SN, mass_SN, s, N: tl.constexpr):
+    """Return (low, high, mass of the tokens at or above high): row s is cut at low <= z < high."""
+    low, high, above = (
+        tl.load(floor_S + s),
+        tl.full((), float("inf"), tl.float32),
+        tl.zeros((), tl.int64),
+    )
+    if tl.load(narrowed_S + s) != 0:
+        low, high, above = bracket(threshold_SN, mass_SN, low, tl.load(target_S + s), s, N)
+    return low, high, above
 
 
 @triton.jit
 def _list_tokens(
     logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL,
-    narrowed_S, low_S, scale_S, target_S, mass_SN, part_SN,
+    narrowed_S, target_S, threshold_SN, mass_SN,
     V, G, GROUP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens with z >= floor, in any order; of a weighed row, those where the cut lies.
-    listed_S counts them, or says that there are more than fit.
+    """List the tokens among which the cut lies, in any order. listed_S counts them, or says that
+    there are more than fit.
     """
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait()
-    floor, temperature, listed = (
-        tl.load(floor_S + s),
-        tl.load(temperature_S + s),
-        tl.load(listed_S + s),
-    )
-    narrowed = tl.load(narrowed_S + s) != 0
+    temperature, listed = tl.load(temperature_S + s), tl.load(listed_S + s)
+    low, high, _ = _listing(floor_S, narrowed_S, target_S, threshold_SN, mass_SN, s, N)
     top = tl.load(top_SG + s * G + tokens // GROUP, mask=tokens < V, other=-float("inf"))
-    bounded = narrowed | (floor > -float("inf"))
-    if not (bounded & (floor < float("inf")) & (listed <= CAPACITY)):
+    if not ((low > -float("inf")) & (low < float("inf")) & (listed <= CAPACITY)):
         return
-    wanted = (tokens < V) & (top >= floor)
+    wanted = (tokens < V) & (top >= low)
     z = divided(tl.load(logits_SV + s * V + tokens, mask=wanted, other=-float("inf")), temperature)
-    wanted &= z >= floor
-    if narrowed:
-        crossed, start, part, _ = crossing(mass_SN, part_SN, target_S, low_S, scale_S, s, N)
-        low, scale = tl.load(low_S + s), tl.load(scale_S + s)
-        wanted &= within(z, low, scale, crossed, start, part, N)
+    wanted &= (z >= low) & (z < high)
     at = tl.atomic_add(listed_S + s + tl.zeros((BLOCK,), tl.int32), 1, mask=wanted, sem="relaxed")
     wanted &= at < CAPACITY
     tl.store(z_SL + s * CAPACITY + at, z, mask=wanted)
@@ -207,8 +217,8 @@ def _list_tokens(
 @triton.jit
 def _cut_rows(
     logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q,
-    floor_S, top_S, total_S, listed_S,
-    z_SL, token_SL, narrowed_S, low_S, scale_S, target_S, mass_SN, part_SN, cut_S, last_S,
+    floor_S, top_S, total_S, listed_S, z_SL, token_SL,
+    narrowed_S, target_S, threshold_SN, mass_SN, cut_S, last_S,
     V, TILE: tl.constexpr, N: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
@@ -222,46 +232,40 @@ def _cut_rows(
     _, temperature, top_k, top_p, min_p = _parameters(
         row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
     )
-    floor, top, size = tl.load(floor_S + s), tl.load(top_S + s), tl.load(listed_S + s)
-    narrowed = (tl.load(narrowed_S + s) != 0) & (size <= CAPACITY)
-    listed = narrowed | ((floor > -float("inf")) & (size <= CAPACITY))
+    low, high, above = _listing(floor_S, narrowed_S, target_S, threshold_SN, mass_SN, s, N)
+    top, size = tl.load(top_S + s), tl.load(listed_S + s)
+    listed = (low > -float("inf")) & (size <= CAPACITY)
     size = tl.where(listed, size, V)
     logits_V, z_L, token_L = logits_SV + s * V, z_SL + s * CAPACITY, token_SL + s * CAPACITY
-    key, last = key_of(floor), tl.full((), V, tl.int32)
+    first_key_T, first_token_T, first_mass_T = tile_of(
+        logits_V, z_L, token_L, size, listed, temperature, top, 0, TILE
+    )
+    key, last = key_of(low), tl.full((), V, tl.int32)
+    high_key = key_of(tl.minimum(high, top)) + tl.where(high > top, 1, 0)
     if top_k < V:
         count = measured(
-            logits_V, z_L, token_L, size, listed, temperature, top, key, last, False, TILE
-        )[0]
+            first_key_T, first_token_T, first_mass_T,
+            logits_V, z_L, token_L, size, listed, temperature, top, key, last, False, TILE,
+        )[0]  # fmt: skip
         if count > top_k:
             key, last = shorten(
-                logits_V,
-                z_L,
-                token_L,
-                size,
-                listed,
-                temperature,
-                top,
-                key,
-                last,
-                top_k,
-                V,
-                False,
-                TILE,
-            )
+                first_key_T, first_token_T, first_mass_T,
+                logits_V, z_L, token_L, size, listed, temperature, top,
+                key, last, high_key, top_k, V, False, TILE,
+            )  # fmt: skip
     if top_p < 1.0:
-        target = total.to(tl.float64) * ONE
+        whole = total.to(tl.float64) * ONE
         if (min_p > 0.0) | (top_k < V):
-            mass = measured(
-                logits_V, z_L, token_L, size, listed, temperature, top, key, last, True, TILE
-            )[1]
-            target = mass.to(tl.float64)
-        goal = _target(target, top_p)
-        if narrowed:
-            goal -= crossing(mass_SN, part_SN, target_S, low_S, scale_S, s, N)[3]
-            key = least(z_L, size, key, TILE)
+            whole = measured(
+                first_key_T, first_token_T, first_mass_T,
+                logits_V, z_L, token_L, size, listed, temperature, top, key, last, True, TILE,
+            )[1].to(tl.float64)  # fmt: skip
+        target = _target(whole, top_p) - tl.where(listed, above, 0)
         key, last = shorten(
-            logits_V, z_L, token_L, size, listed, temperature, top, key, last, goal, V, True, TILE
-        )
+            first_key_T, first_token_T, first_mass_T,
+            logits_V, z_L, token_L, size, listed, temperature, top,
+            key, last, high_key, target, V, True, TILE,
+        )  # fmt: skip
     tl.store(cut_S + s, value_of(key))
     tl.store(last_S + s, last)
 
@@ -281,9 +285,9 @@ def cuts(
     listed_S, last_S = (row_S.new_empty(S) for _ in range(2))
     # Of rows that top_p alone cuts, if they may have more tokens than are listed.
     narrowed_S, target_S = row_S.new_empty(S), row_S.new_empty(S, dtype=torch.int64)
-    low_S, scale_S = (logits_SV.new_empty(S) for _ in range(2))
-    mass_SN, part_SN = (row_S.new_empty((S, BINS), dtype=torch.int64) for _ in range(2))
-    bins = (narrowed_S, low_S, scale_S, target_S, mass_SN, part_SN)
+    threshold_SN = logits_SV.new_empty((S, THRESHOLDS))
+    mass_SN = row_S.new_empty((S, THRESHOLDS), dtype=torch.int64)
+    brackets = (narrowed_S, target_S, threshold_SN, mass_SN)
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
     parameters = (
         row_S,
@@ -306,22 +310,21 @@ def cuts(
         **PDL,
     )
     _find_floors[(S,)](
-        *parameters, top_SG, mass_SG, floor_S, top_S, total_S, temperature_S, listed_S, *bins,
-        V, G, GROUP=GROUP, G_TILE=triton.next_power_of_2(G), N=BINS, CAPACITY=CAPACITY,
-        num_warps=FLOOR_WARPS, **PDL,
+        logits_SV, *parameters, top_SG, mass_SG,
+        floor_S, top_S, total_S, temperature_S, listed_S, *brackets,
+        V, G, GROUP=GROUP, G_TILE=triton.next_power_of_2(G), N=THRESHOLDS, SAMPLED=SAMPLED,
+        CAPACITY=CAPACITY, num_warps=FLOOR_WARPS, **PDL,
     )  # fmt: skip
-    for parts in (False, True):
-        weigh_bins[(triton.cdiv(V, WEIGHED), S)](
-            logits_SV, narrowed_S, floor_S, low_S, scale_S, top_S, target_S, temperature_S,
-            mass_SN, part_SN, V, PARTS=parts, N=BINS, WEIGHED=WEIGHED, TILE=WEIGHED_TILE,
-            num_warps=WEIGH_WARPS, **PDL,
-        )  # fmt: skip
+    weigh[(triton.cdiv(V, WEIGHED), S)](
+        logits_SV, narrowed_S, top_S, temperature_S, threshold_SN, mass_SN,
+        V, N=THRESHOLDS, WEIGHED=WEIGHED, TILE=WEIGHED_TILE, num_warps=WEIGH_WARPS, **PDL,
+    )  # fmt: skip
     _list_tokens[(triton.cdiv(V, BLOCK), S)](
-        logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL, *bins,
-        V, G, GROUP=GROUP, BLOCK=BLOCK, N=BINS, CAPACITY=CAPACITY, num_warps=4, **PDL,
+        logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL, *brackets,
+        V, G, GROUP=GROUP, BLOCK=BLOCK, N=THRESHOLDS, CAPACITY=CAPACITY, num_warps=4, **PDL,
     )  # fmt: skip
     _cut_rows[(S,)](
-        logits_SV, *parameters, floor_S, top_S, total_S, listed_S, z_SL, token_SL, *bins,
-        cut_S, last_S, V, TILE=TILE, N=BINS, CAPACITY=CAPACITY, num_warps=CUT_WARPS, **PDL,
+        logits_SV, *parameters, floor_S, top_S, total_S, listed_S, z_SL, token_SL, *brackets,
+        cut_S, last_S, V, TILE=TILE, N=THRESHOLDS, CAPACITY=CAPACITY, num_warps=CUT_WARPS, **PDL,
     )  # fmt: skip
     return cut_S, last_S
