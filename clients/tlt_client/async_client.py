@@ -113,6 +113,18 @@ class AsyncClient:
     async def drafter_samples(self, after: int = 0, *, limit: int = 256) -> DrafterSamples:
         return await self._transport.ask(calls.drafter_samples(after, limit))
 
+    async def add_drafter_samples(self, content: bytes) -> Mapping[str, Any]:
+        """Hand a server what another server of the same target gave by `drafter_samples`."""
+        return await self._transport.ask(calls.add_drafter_samples(content))
+
+    async def drafter_files(self) -> Mapping[str, Any]:
+        """Return version, files and target version of the live drafter."""
+        return await self._transport.ask(calls.drafter_files())
+
+    async def drafter_file(self, version: str, name: str, *, start: int = 0) -> bytes:
+        """Return 8 MiB of a file of the live drafter from byte `start` on, or what is left."""
+        return await self._transport.ask(calls.drafter_file(version, name, start))
+
     async def set_strategy(
         self,
         policy: str,

@@ -47,7 +47,7 @@ class Call(Generic[T]):
     read: Callable[[httpx.Response], T]  # return the reply's value, or raise its error
     content: bytes | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    params: Mapping[str, float] = field(default_factory=dict)
+    params: Mapping[str, float | str] = field(default_factory=dict)
     repeatable: bool = False  # a second run equals the first
     streams: bool = False  # the reply is read as it comes
     wait_s: float = 0.0  # time that the server may wait before it replies
@@ -223,6 +223,23 @@ def drafter_samples(after: int, limit: int) -> Call[DrafterSamples]:
 
     params = {"after": after, "limit": limit}
     return Call("GET", "/drafter/samples", read, params=params, repeatable=True)
+
+
+def add_drafter_samples(content: bytes) -> Call[Mapping[str, Any]]:
+    headers = {"content-type": "application/octet-stream"}
+    return Call("POST", "/drafter/samples", json_object, content, headers, repeatable=True)
+
+
+def drafter_files() -> Call[Mapping[str, Any]]:
+    return Call("GET", "/drafter/files", json_object, repeatable=True)
+
+
+def drafter_file(version: str, name: str, start: int) -> Call[bytes]:
+    def read(response: httpx.Response) -> bytes:
+        return succeeded(response).content
+
+    params: dict[str, float | str] = {"version": version, "start": start}
+    return Call("GET", f"/drafter/files/{in_path(name)}", read, params=params, repeatable=True)
 
 
 def set_strategy(

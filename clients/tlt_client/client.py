@@ -146,6 +146,18 @@ class Client:
         """
         return self._transport.ask(calls.drafter_samples(after, limit))
 
+    def add_drafter_samples(self, content: bytes) -> Mapping[str, Any]:
+        """Hand a server what another server of the same target gave by `drafter_samples`."""
+        return self._transport.ask(calls.add_drafter_samples(content))
+
+    def drafter_files(self) -> Mapping[str, Any]:
+        """Return version, files and target version of the live drafter."""
+        return self._transport.ask(calls.drafter_files())
+
+    def drafter_file(self, version: str, name: str, *, start: int = 0) -> bytes:
+        """Return 8 MiB of a file of the live drafter from byte `start` on, or what is left."""
+        return self._transport.ask(calls.drafter_file(version, name, start))
+
     def set_strategy(
         self,
         policy: str,

@@ -136,6 +136,8 @@ READ = (
     "/strategy",
     "/drafter",
     "/drafter/samples",
+    "/drafter/files",
+    "/drafter/files/..%2F?start=-1",
     "/drafter/samples?after=nan&limit=-1",
     "/weights",
     "/weight_info",

@@ -19,16 +19,24 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tests.unit.recorded_samples import VOCAB, sample
 from tlt_client import Client
+from tlt_client.errors import Conflict, InvalidRequest
 from tlt_server.__main__ import main
-from tlt_server.build import RING
+from tlt_server.build import RING, SAMPLES
 from tlt_server.frontend.dialects.drafter import accepted_at_depth
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.metrics import Metrics
 from tlt_server.records import Cycle, StepContext, Strategy
 from tlt_server.samples.identity import identity_of
+from tlt_server.samples.inbox import DIRECTORY, MAX_FILES, Inbox
 from tlt_server.samples.ring import RingProducer
 from tlt_server.samples.sample import encode_sample
-from tlt_server.samples.segments import Refusals, SegmentHeader, read_segment
+from tlt_server.samples.segments import (
+    Refusals,
+    SegmentHeader,
+    header_bytes,
+    read_segment,
+    recorded,
+)
 
 
 def cycle(depth: int, accepted: tuple[int, ...], speculable: int | None = None) -> Cycle:
@@ -213,3 +221,47 @@ def test_the_command_prints_both(
     assert "no drafter is loaded" in capsys.readouterr().out
     assert main(["drafter", "status", "--url", "http://127.0.0.1:1"]) == 1
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_samples_of_another_server_are_taken_once(
+    recording: LiveServer, recorded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    state = tmp_path_factory.mktemp("other")
+    settings = {"drafter": "history", "drafter_training": "idle", "state_dir": state}
+    with (
+        live_server(recorded_model, engine={"drafter": "history"}, **settings) as server,
+        Client(recording.url) as source,
+        Client(server.url) as client,
+    ):
+        content = source.drafter_samples().content
+        for _ in range(2):
+            taken = client.add_drafter_samples(content)
+            assert taken == {"sequences": 5, "refused": 0, "refusals": []}
+        eventually(lambda: client.drafter()["buffer"]["sequences"] == 5)
+        inbox = state / SAMPLES / DIRECTORY
+        eventually(lambda: not [*inbox.iterdir()])
+        assert client.drafter()["buffer"]["sequences"] == 5
+        for body, said in (
+            (b"junk", "the file is no segment file"),
+            (content[:90], "the file, frame 0"),
+            (b"", "no segment file"),
+        ):
+            with pytest.raises(InvalidRequest, match=said):
+                client.add_drafter_samples(body)
+        assert not [*inbox.iterdir()]
+
+
+def test_a_full_inbox_is_said(tmp_path: Path) -> None:
+    inbox = Inbox(tmp_path / "inbox")
+    header = SegmentHeader(1, VOCAB, "m", "")
+    content = header_bytes(header) + recorded(1, sample(1))[1]
+    for _ in range(MAX_FILES):
+        assert not inbox.full() and inbox.put(content, header).sequences == 1
+    assert inbox.full()
+    assert [entry.sample for entry in inbox.take(header, Refusals(), 100)] == [sample(1)]
+    assert not inbox.full()
+
+
+def test_a_drafter_without_weights_has_no_files(recording: LiveServer) -> None:
+    with Client(recording.url) as client, pytest.raises(Conflict, match="no drafter with weights"):
+        client.drafter_files()

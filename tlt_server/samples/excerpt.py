@@ -47,13 +47,16 @@ class SampleFiles:
         self.directory, self._model = directory, model
         self._header = b""
 
+    def header(self) -> SegmentHeader:
+        """Return what the files of this target begin with. `ModelError`: as for `read`."""
+        return SegmentHeader.of(identity_of(self._model), vocabulary_of(self._model))
+
     def read(self, after: int, limit: int) -> Excerpt:
         """Return the sequences with numbers above `after`: at most `limit`, of MAX_BYTES together
         unless a single one is larger. `ModelError`: the model's files cannot be read.
         """
         if not self._header:
-            header = SegmentHeader.of(identity_of(self._model), vocabulary_of(self._model))
-            self._header = header_bytes(header)
+            self._header = header_bytes(self.header())
         newest = max((place.number for place in self._places()), default=0)
         # Sequences that have come since then wait for the next excerpt: one of them may be in a
         # file that this second look has passed already, while a later one is found.

@@ -27,10 +27,12 @@ from tlt_server.registry import load_object
 from tlt_server.samples.activity import ActivityReader
 from tlt_server.samples.captured import decode_captured
 from tlt_server.samples.identity import identity_of, vocabulary_of
+from tlt_server.samples.inbox import DIRECTORY, Inbox
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import Sample, decode_sample
 from tlt_server.samples.segments import SegmentHeader
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
+from tlt_server.trainer.inbox import take_in
 from tlt_server.trainer.spot import SpotTrainer, Work
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.training import FromTrainer, ToTrainer, line_of, read_to_trainer
@@ -78,11 +80,16 @@ class Keeper:
         self._feature_ring = (
             RingConsumer(Path(settings.feature_ring)) if settings.feature_ring else None
         )
+        self._inbox = Inbox(directory / DIRECTORY) if directory else None
         self._reported: BufferReport | None = None
         self._report_s = clock()
 
     def take(self) -> int:
-        """Take what the rings have, a batch at most of each; return the larger count."""
+        """Take what the rings have, a batch at most of each; return the larger count. Takes one
+        file of other servers, too.
+        """
+        if self._inbox is not None:
+            take_in(self._inbox, self.buffer)
         taken = self._drain(self._ring, self._keep)
         if self._feature_ring is None:
             return taken

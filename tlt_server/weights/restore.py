@@ -15,10 +15,11 @@ from tlt_client.channels import Intake
 from tlt_client.channels.disk import DiskReceiver
 from tlt_server.commands import Manifest
 from tlt_server.errors import StartupError, TltError
+from tlt_server.kept import KeptVersion
 from tlt_server.weights.arriving import Steps
 from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
-from tlt_server.weights.spool import KeptVersion, Spool
+from tlt_server.weights.spool import Spool
 
 
 class Restored(NamedTuple):

@@ -19,13 +19,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from tlt_server.errors import PushFailed, StartupError, TltError
+from tlt_server.kept import CURRENT, WEIGHTS, Current, KeptVersion
 from tlt_server.private import FILE, private_directory, private_file
 from tlt_server.weights.parts import Changed, Live
 
-CURRENT = "current.json"
 PUSH_PREFIX = "push-"
 # Errors of a file system that cannot link.
 NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
@@ -33,24 +32,11 @@ NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
 Data = Iterable[bytes | memoryview] | Path
 
 
-class KeptVersion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One role's live version and where its files are."""
-
-    version: str
-    digest: str
-    directory: str  # below the spool; empty: the model directory the server was started with
-
-
-class Current(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str  # the directory the server was started with
-    roles: dict[str, KeptVersion]
-
-
 class Spool:
     """One directory of mode 0700, written by one engine at a time."""
 
     def __init__(self, state_dir: Path, model: str) -> None:
-        self.directory, self._model = state_dir / "weights", model
+        self.directory, self._model = state_dir / WEIGHTS, model
         private_directory(self.directory, parents=True, exist_ok=True)
         self._pushed: Path | None = None
         self._draft = self.directory / f"{CURRENT}.new"

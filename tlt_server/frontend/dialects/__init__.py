@@ -20,6 +20,7 @@ DIALECTS = Registry(
         "page": "tlt_server.frontend.dialects.page:ROUTES",
         "sglang": "tlt_server.frontend.dialects.sglang.routes:ROUTES",
         "drafter": "tlt_server.frontend.dialects.drafter:ROUTES",
+        "drafter_exchange": "tlt_server.frontend.dialects.drafter_exchange:ROUTES",
         "strategy": "tlt_server.frontend.dialects.strategy:ROUTES",
         "vllm_rl": "tlt_server.frontend.dialects.vllm_rl.routes:ROUTES",
         "weights": "tlt_server.frontend.dialects.weights.routes:ROUTES",

@@ -1,0 +1,191 @@
+"""Exchange between servers that share a drafter: recorded sequences come in by `POST
+/drafter/samples`, the files of the live drafter go out by `GET /drafter/files`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_client.channels.checkpoint import CALIBRATION
+from tlt_server.errors import (
+    Conflict,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    StorageFailed,
+    Unavailable,
+)
+from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.queries import count
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.kept import CURRENT, WEIGHTS, Current
+from tlt_server.samples.excerpt import SampleFiles
+from tlt_server.samples.inbox import DIRECTORY, Inbox, Put
+from tlt_server.speculation.drafters import weights_directory
+
+MAX_NUMBER = 2**63 - 1
+MAX_SLICE = 2**23  # bytes of a reply
+VERSION = Parameter("version", "query", "the live version, as GET /drafter/files says it")
+NAME = Parameter("name", "path", "a name in GET /drafter/files")
+START = Parameter(
+    "start",
+    "query",
+    "first byte of the reply, which has at most 8 MiB",
+    {"type": "integer", "minimum": 0, "maximum": MAX_NUMBER, "default": 0},
+)
+OCTETS = "application/octet-stream"
+
+
+class SamplesTaken(Struct, frozen=True, kw_only=True):
+    """The reply to recorded sequences that were sent."""
+
+    sequences: Annotated[
+        int,
+        Meta(description="sequences that fit; the trainer process leaves out those that it has"),
+    ]
+    refused: Annotated[int, Meta(description="sequences that did not fit")]
+    refusals: Annotated[list[str], Meta(description="the first reasons for that")]
+
+
+class DrafterFile(Struct, frozen=True, kw_only=True):
+    """A file of a drafter."""
+
+    name: Annotated[str, Meta(description="file name")]
+    bytes: Annotated[int, Meta(description="its size")]
+
+
+class DrafterFiles(Struct, frozen=True, kw_only=True):
+    """The files of the live drafter, which a push of role `drafter` takes."""
+
+    version: Annotated[str, Meta(description="their weight version")]
+    target_version: Annotated[str, Meta(description="the target's weight version that is live")]
+    files: Annotated[list[DrafterFile], Meta(description="safetensors files and calibration")]
+
+
+ROUTES = Routes()
+
+
+@ROUTES.post(
+    "/drafter/samples",
+    needs="operate",
+    takes_bytes=OCTETS,
+    gives=SamplesTaken,
+    raises=(InvalidRequest, Conflict, StorageFailed, Unavailable),
+)
+async def add(service: Service, request: Request) -> Response:
+    """Keep sequences that another server of the same target recorded: the body is a reply of GET
+    /drafter/samples. The trainer process takes them soon.
+    """
+    files = service.trainer.files if service.trainer is not None else None
+    if files is None:
+        raise Conflict(
+            "this server keeps no sequences in files; restart it with --drafter-training idle and "
+            "--state-dir"
+        )
+    content = await request.body()
+    try:
+        put = await asyncio.to_thread(_put, files, content)
+    except (OSError, ModelError) as error:
+        raise StorageFailed(f"the sequences cannot be kept: {error}") from None
+    if not put.sequences:
+        reasons = "; ".join(put.refusals)
+        raise InvalidRequest(f"no sequence of the body fits: {reasons or 'it has none'}")
+    return json_response(
+        SamplesTaken(sequences=put.sequences, refused=put.refused, refusals=put.refusals)
+    )
+
+
+@ROUTES.get("/drafter/files", needs="operate", gives=DrafterFiles, raises=(Conflict, Unavailable))
+async def files(service: Service, request: Request) -> Response:
+    """List the files of the live drafter, so that other servers can be given it."""
+    version, directory = await asyncio.to_thread(_live, service)
+    assert service.engine.info is not None
+    found = await asyncio.to_thread(_listed, directory)
+    target = service.engine.info.weight_version
+    return json_response(DrafterFiles(version=version, target_version=target, files=found))
+
+
+@ROUTES.get(
+    "/drafter/files/{name}",
+    needs="operate",
+    parameters=(NAME, VERSION, START),
+    text=OCTETS,
+    raises=(InvalidRequest, NotFound, Conflict, Unavailable),
+)
+async def file(service: Service, request: Request) -> Response:
+    """Return 8 MiB of a file of the live drafter, or what is left of it after `start`."""
+    start = count(request, "start", 0, MAX_NUMBER, 0)
+    version, directory = await asyncio.to_thread(_live, service)
+    asked, name = request.query_params.get("version", version), request.path_params["name"]
+    if asked != version:
+        raise Conflict(f"version {shown(asked)} is not live any more; {version!r} is: begin again")
+    if not any(found.name == name for found in await asyncio.to_thread(_listed, directory)):
+        raise NotFound(f"the drafter has no file {shown(name)}; GET /drafter/files lists them")
+    try:
+        data = await asyncio.to_thread(_slice, directory / name, start)
+    except OSError as error:
+        raise Conflict(f"the file is not there any more ({error.strerror}); begin again") from None
+    return Response(data, media_type=OCTETS)
+
+
+def _put(files: SampleFiles, content: bytes) -> Put:
+    inbox = Inbox(files.directory / DIRECTORY)
+    if inbox.full():
+        raise Unavailable("earlier sequences still wait for the trainer process; send again soon")
+    return inbox.put(content, files.header())
+
+
+def _live(service: Service) -> tuple[str, Path]:
+    """Return version and directory of the live drafter."""
+    service.engine.check_running()
+    info, config = service.engine.info, service.config
+    started = weights_directory(config.drafter)
+    assert info is not None
+    if started is None:
+        raise Conflict("no drafter with weights is loaded; tlt serve --drafter names one")
+    if config.state_dir is None:
+        raise Conflict("pushed drafters are not kept in files; restart the server with --state-dir")
+    spool = config.state_dir / WEIGHTS
+    try:
+        current = msgspec.json.decode((spool / CURRENT).read_bytes(), type=Current)
+    except FileNotFoundError:
+        return info.drafter_version, started
+    except (OSError, ValueError) as error:
+        raise Conflict(f"{CURRENT} is not read ({error}); push a drafter again") from None
+    kept = current.roles.get("drafter")
+    if kept is None:
+        return info.drafter_version, started
+    if kept.version != info.drafter_version:
+        raise Unavailable("the weights change now; ask again")
+    return kept.version, spool / kept.directory if kept.directory else started
+
+
+def _listed(directory: Path) -> list[DrafterFile]:
+    found = []
+    if directory.is_dir():
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            named = entry.name.endswith(".safetensors") or entry.name == CALIBRATION
+            if named and entry.is_file():
+                found.append(DrafterFile(name=entry.name, bytes=entry.stat().st_size))
+    return found
+
+
+def _slice(path: Path, start: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return b""
+        return os.pread(descriptor, MAX_SLICE, start)
+    finally:
+        os.close(descriptor)
