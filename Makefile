@@ -80,7 +80,6 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/tlt" bench exact $(ON_PAIR) --json "$(RESULTS)/exact-gpu.json"
 	"$(BIN)/tlt" bench exact --device cuda --json "$(RESULTS)/exact-demo-gpu.json"
 	"$(BIN)/tlt" bench exact --device cuda --numerics fast --json "$(RESULTS)/exact-fast-gpu.json"
-	"$(BIN)/tlt" bench graphs $(ON_PAIR) --cold --json "$(RESULTS)/graphs-cold-gpu.json"
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) # compiles what is missing, so that the next start is a warm one
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) --json "$(RESULTS)/graphs-gpu.json"
 	"$(BIN)/python" -m benchmarks.record_starts -- $(ON_PAIR)
@@ -89,7 +88,6 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/tlt" bench padded --pair "$(PAIR)" --json "$(RESULTS)/padded-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --context 16000 --json "$(RESULTS)/cycle-gpu.json"
 	"$(BIN)/tlt" bench cycle --device cuda --json "$(RESULTS)/cycle-demo-gpu.json"
-	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-gpu.json"
 	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) --json "$(RESULTS)/rollout-http-gpu.json"
 	test -f "$(HARD)/drafter/config.json" || "$(BIN)/tlt" bench pad --shape "$(SHAPE)" --out "$(HARD)" --device cuda --target benchmarks/pairs/hard/target --drafter benchmarks/pairs/hard/drafter
 	"$(BIN)/tlt" bench rollout --http --pair hard --device cuda --model "$(HARD)/target" --drafter "$(HARD)/drafter" $(ARGS) --json "$(RESULTS)/rollout-http-hard-gpu.json"

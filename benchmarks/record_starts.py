@@ -20,7 +20,9 @@ from typing import Any
 
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import entry_of, without_folder, write_entry
+from tlt_server.bench.settings import shape_of
 from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
 
 RECORD = Path(__file__).with_name("results") / "starts-gpu.json"
@@ -47,7 +49,11 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     flags = " ".join(without_folder(flag) for flag in asked.flags)
     command = f"python -m benchmarks.record_starts -- {flags}"
-    write_entry(RECORD, entry_of({"rows": rows}, command, on_gpu=True, commit=asked.commit))
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.add_argument("--model", default=str(TARGET))
+    shape = shape_of(named.parse_known_args(asked.flags)[0].model)
+    figures = {"bench": "starts", "shape": shape, "rows": rows}
+    write_entry(RECORD, entry_of(figures, command, on_gpu=True, commit=asked.commit))
     return 0
 
 
@@ -75,7 +81,7 @@ def start(name: str, directory: Path, flags: Sequence[str]) -> dict[str, Any]:
     began = time.perf_counter()
     with ServerProcess(*flags, "--state-dir", str(directory / "state"), on_line=read):
         ready_s = time.perf_counter() - began
-    row = {"start": name, "ready_s": ready_s, "phases_s": phases}
+    row = {"start": name, "ready_s": round(ready_s, 2), "phases_s": phases}
     print(row | {"other_s": ready_s - sum(phases.values())}, flush=True)
     return row
 

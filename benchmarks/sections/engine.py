@@ -156,6 +156,23 @@ def graphs(figures: Figures) -> Iterator[str]:
     )
 
 
+def starts(figures: Figures) -> Iterator[str]:
+    """One table of all phases; what a server does between them is imports and processes."""
+    yield "Seconds until `tlt serve` is ready, and those of its phases; the rest is processes."
+    phases = [*dict.fromkeys(name for row in figures["rows"] for name in row["phases_s"])]
+    yield table(
+        ("start", "ready", *phases),
+        (
+            (
+                row["start"],
+                f"{row['ready_s']:.1f}",
+                *(f"{row['phases_s'].get(name, 0.0):.1f}" for name in phases),
+            )
+            for row in figures["rows"]
+        ),
+    )
+
+
 def exact(figures: Figures) -> Iterator[str]:
     yield (
         f"{model(figures)} {figures['numerics'].capitalize()} numerics: "

@@ -38,11 +38,13 @@ def rollout_http(figures: Figures) -> Iterator[str]:
     yield model(figures)
     seeds, first = ", ".join(map(str, figures["seeds"])), figures["rows"][0]
     yield (
-        f"The {first['pair']} pair, {first['nats_per_token']:.2f} nats per token; whole rollouts "
-        f"over HTTP, medians over the seeds {seeds}. "
-        "`full 64`: 64 requests running all the time. Ratios are medians of one seed's times. "
-        "Runs with other tokens or bits of "
-        f"log-probs than the first arm's: {figures['responses_differing']}."
+        "Medians over the seeds; ratios are medians of one seed's times. `full 64`: 64 requests "
+        "running all the time."
+    )
+    yield (
+        f"The {first['pair']} pair, {first['nats_per_token']:.2f} nats per token, seeds {seeds}. "
+        "Runs with other tokens or bits of log-probs than the first arm's: "
+        f"{figures['responses_differing']}."
     )
     if "first_s" in figures:
         yield (

@@ -13,6 +13,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "cycle": ("Cycles of speculation", engine.cycle),
     "padded": ("What padding and rounding change", engine.padded),
     "graphs": ("Graphs and start-up", engine.graphs),
+    "starts": ("Starts of a server", engine.starts),
     "exact": ("Exactness", engine.exact),
     "rollout": ("Rollouts with a long tail", rollouts.rollout),
     "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),

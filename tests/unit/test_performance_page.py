@@ -152,6 +152,11 @@ EXAMPLES = [
         policy="beg",
     ),
     result(
+        "starts-h200.json",
+        bench="starts",
+        rows=[{"start": "imported", "ready_s": 14.8, "phases_s": {"load model": 3.2}}],
+    ),
+    result(
         "exact-h200.json",
         bench="exact",
         configurations=18,
@@ -307,6 +312,8 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
         "|1000|disk|4.00|2.00x|4.00|97.00|",
         "|ipc|15.2|2.00|7.6|",
         "by rows: 1.034 (256).",
+        "with an imported cache, s|20 / 15|[14.80](",
+        "|imported|14.8|3.2|",
         "512 requests, % of the time|5 / 2|[4.30](",
         "|goodput|3.90|18811|5.40|9|4.3%|2.1%|",
         "1 rows, in the file only.",

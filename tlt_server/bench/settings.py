@@ -36,18 +36,23 @@ def at_most_what_it_takes(model: Path, tokens: int) -> int:
     return min(tokens, ModelConfig.read(model).max_position)
 
 
+def shape_of(model: str | Path) -> dict[str, int]:
+    """Return the sizes of a model, which tell results of the same work."""
+    config = ModelConfig.read(model)
+    return {
+        "layers": config.layers,
+        "hidden": config.hidden_size,
+        "intermediate": config.intermediate_size,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "vocab": config.vocab_size,
+    }
+
+
 def described(settings: EngineSettings) -> dict[str, object]:
     """Return the settings that a reader of figures has to know."""
-    config = ModelConfig.read(settings.model)
     return {
-        "shape": {
-            "layers": config.layers,
-            "hidden": config.hidden_size,
-            "intermediate": config.intermediate_size,
-            "heads": config.heads,
-            "kv_heads": config.kv_heads,
-            "vocab": config.vocab_size,
-        },
+        "shape": shape_of(settings.model),
         "drafter": next(iter(settings.drafters), "none"),
         "device": settings.device,
         "dtype": settings.dtype,
