@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     command = f"python -m benchmarks.record_starts -- {flags}"
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--model", default=str(TARGET))
-    shape = shape_of(named.parse_known_args(asked.flags)[0].model)
+    shape = shape_of(Path(named.parse_known_args(asked.flags)[0].model))
     figures = {"bench": "starts", "shape": shape, "rows": rows}
     write_entry(RECORD, entry_of(figures, command, on_gpu=True, commit=asked.commit))
     return 0

@@ -36,7 +36,7 @@ def at_most_what_it_takes(model: Path, tokens: int) -> int:
     return min(tokens, ModelConfig.read(model).max_position)
 
 
-def shape_of(model: str | Path) -> dict[str, int]:
+def shape_of(model: Path) -> dict[str, int]:
     """Return the sizes of a model, which tell results of the same work."""
     config = ModelConfig.read(model)
     return {
