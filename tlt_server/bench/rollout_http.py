@@ -48,7 +48,7 @@ FIXED = {
 WORKLOADS = {"cpu": ("64",), "cuda": ("64", "256", "512", "full 64", "full 256")}
 SEEDS = (21, 22, 23, 24, 25)  # not those that anything was tuned on
 DEFAULT = "goodput"
-COUNTERS = {  # of the engine's steps in a run: figure -> metric and its label
+COUNTERS = {  # metric and label, by figure of a row
     "step_s": ("tlt_measured_step_seconds_total", "kind"),
     "predicted_s": ("tlt_predicted_step_seconds_total", "kind"),
     "decodes": ("tlt_decodes_total", "strategy"),
