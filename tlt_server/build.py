@@ -309,7 +309,11 @@ def engine_settings(config: Config) -> EngineSettings:
     """Return the engine's part of a configuration, with directories by their absolute paths."""
     shared = {field.name: getattr(config, field.name) for field in fields(SharedSettings)}
     paths = {name: path.resolve() for name, path in shared.items() if isinstance(path, Path)}
-    return EngineSettings(**{**shared, **paths, "model": config.model})
+    captures = config.drafter_training != "off"
+    return EngineSettings(
+        **{**shared, **paths, "model": config.model},
+        feature_bytes=config.drafter_feature_mb * 2**20 if captures else 0,
+    )
 
 
 @overload

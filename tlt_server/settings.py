@@ -65,8 +65,8 @@ class ServerSettings(SharedSettings):
         int,
         Doc(
             "MiB",
-            "Features of kept sequences that the trainer holds, on a CPU with an EAGLE drafter; 0 "
-            "captures none.",
+            "Features of kept sequences that the trainer holds, with an EAGLE drafter; on a GPU as "
+            "much again for those on their way. 0 captures none.",
             0,
             2**20,
         ),

@@ -441,3 +441,19 @@ def test_attention_without_room_for_the_trees_of_a_step_is_refused_at_start() ->
     )
     with pytest.raises(StartupError, match=says):
         TritonPaged(heads=128, kv_heads=8, head_dim=128, context=4096, device=torch.device("cpu"))
+
+
+def test_the_ring_of_captured_states_is_counted() -> None:
+    width = 3 * CONFIG.hidden_size
+    plain, given = settings(), settings(feature_bytes=2**30)
+    needs_of = [Needs.of(each, CONFIG, Drafter(), VALUES, width) for each in (plain, given)]
+    assert [each.per_state for each in needs_of] == [0, 2 * 4 * CONFIG.hidden_size]
+    assert Needs.of(given, CONFIG, None, VALUES).per_state == 0
+    without, with_ring = (
+        MemoryPlan(each, needs_of[1], 4096, 64 * GIB, TOTAL)._replace(needs=own)
+        for each, own in zip((plain, given), needs_of, strict=True)
+    )
+    assert without.state_slots == 0
+    ring = with_ring.state_slots * needs_of[1].per_state
+    assert with_ring.working - without.working == ring
+    assert with_ring.state_slots == 2 * (given.max_rows + 512)

@@ -158,7 +158,7 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
     values = _values(model) + (
         sum(view.numel() for view in network.parameters().values()) if network else 0
     )
-    needs = Needs.of(settings, model.config, network, values)
+    needs = Needs.of(settings, model.config, network, values, model.feature_width)
     check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
     plan = MemoryPlan(
         settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes

@@ -199,7 +199,7 @@ def _connect(
 ) -> Engine:
     """Make what decides about steps, pushes and pauses, around the runner."""
     model = live.target.network
-    recorder = recorder_of(settings, live.drafter_version, memory.gather)
+    recorder = recorder_of(settings, live.drafter_version, memory.states)
 
     def make_sequence(request: GenerateRequest) -> Sequence:
         return Sequence(

@@ -1,39 +1,71 @@
 """Hands the states of finished sequences to the trainer: features and last hidden states.
 
-A sequence's pages hold the states of all its computed positions, also where another sequence with
-the same prefix computed them, so one copy at its end is all there is to do. Nothing waits: without
-room in the ring the states are dropped and counted, before anything is copied.
+States belong to KV pages. A sequence's pages have those of all its computed positions, also where
+another sequence with the same prefix computed them, so all is taken at its end. Nothing waits:
+without room in the ring the states are dropped and counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from tlt_server.attention.rows import KVCache
 from tlt_server.samples.captured import (
     BEYOND,
     FLOAT32,
     Captured,
-    encode_captured,
+    captured_parts,
     key_of,
     state_bytes,
 )
-from tlt_server.samples.ring import RingProducer
+from tlt_server.samples.ring import Buffer, RingProducer
 
 if TYPE_CHECKING:
-    from tlt_server.attention.rows import States
     from tlt_server.engine.sequence import Sequence
 
-Gather = Callable[[list[int], int], "States"]  # (pages, positions) -> copies
+
+class StateBytes(NamedTuple):
+    """States of the first T positions of a sequence."""
+
+    features: Buffer  # [T, F]
+    hidden: Buffer  # [T, H]
+
+
+Deliver = Callable[[StateBytes | None], None]
+
+
+class StateSource(Protocol):
+    """States by KV page."""
+
+    item: Literal[2, 4]  # bytes of a number
+    feature_width: int
+    hidden_width: int
+
+    def take(self, pages: list[int], length: int, deliver: Deliver) -> None:
+        """Deliver copies of the states of the first `length` positions of these pages, now or
+        later; None where some are not there.
+        """
+
+
+class CachedStates:
+    """States that the KV cache of a CPU keeps."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self.item: Literal[2, 4] = FLOAT32
+        self.feature_width, self.hidden_width = (x.shape[1] for x in cache.gather([], 0))
+
+    def take(self, pages: list[int], length: int, deliver: Deliver) -> None:
+        features_TF, hidden_TH = self._cache.gather(pages, length)
+        deliver(StateBytes(features_TF.numpy().data, hidden_TH.numpy().data))
 
 
 class Capture:
-    def __init__(self, ring: RingProducer, gather: Gather) -> None:
-        self._ring, self._gather = ring, gather
-        first = gather([], 0)  # no positions, but their widths
-        self.token_bytes = state_bytes(
-            first.features_TF.shape[1], first.hidden_TH.shape[1], FLOAT32
-        )
+    def __init__(self, ring: RingProducer, source: StateSource) -> None:
+        self._ring, self._source = ring, source
+        self.token_bytes = state_bytes(source.feature_width, source.hidden_width, source.item)
         self.captured = self.dropped = self.incomplete = 0  # sequences
 
     def ended(self, sequence: Sequence, version: str) -> None:
@@ -47,18 +79,23 @@ class Capture:
         if self._ring.room < length * self.token_bytes + BEYOND:
             self.dropped += 1
             return
-        features_TF, hidden_TH = self._gather(sequence.pages, length)
-        captured = Captured(
+        described = Captured(
             version=version,
             key=key_of(sequence.tokens.astype("<i4").tobytes()),
             length=length,
-            item=FLOAT32,
-            feature_width=features_TF.shape[1],
-            hidden_width=hidden_TH.shape[1],
-            features=features_TF.numpy().tobytes(),
-            hidden=hidden_TH.numpy().tobytes(),
+            item=self._source.item,
+            feature_width=self._source.feature_width,
+            hidden_width=self._source.hidden_width,
+            features=b"",
+            hidden=b"",
         )
-        kept = self._ring.offer(encode_captured(captured))
+        self._source.take([*sequence.pages], length, partial(self._offer, described))
+
+    def _offer(self, described: Captured, states: StateBytes | None) -> None:
+        if states is None:
+            self.incomplete += 1
+            return
+        kept = self._ring.offer(*captured_parts(described, *states))
         self.captured += kept
         self.dropped += not kept
 

@@ -24,6 +24,7 @@ class EngineSettings(SharedSettings):
     weight_version: str = "initial"  # version of the weights in the model directories
     sample_ring: Path | None = None  # finished sequences go there, see `samples.ring`
     feature_ring: Path | None = None  # their features go there, see `samples.captured`
+    feature_bytes: int = 0  # host memory for features on their way there; 0: none are captured
     parent: int = 0  # process that started this one; the engine ends with it
 
     @property

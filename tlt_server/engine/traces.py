@@ -12,7 +12,7 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, get_args
 
-from tlt_server.engine.capture import Capture, Gather
+from tlt_server.engine.capture import Capture, StateSource
 from tlt_server.errors import StartupError
 from tlt_server.records import OFF, DraftLimits, GenerateRequest, Strategy
 from tlt_server.samples.ring import RingProducer
@@ -141,7 +141,7 @@ class Recorder:
 
 
 def recorder_of(
-    settings: EngineSettings, calibration: str, gather: Gather | None
+    settings: EngineSettings, calibration: str, states: StateSource | None
 ) -> Recorder | None:
     """Return the recorder of an engine; None without a ring, where nothing is kept. `StartupError`
     if features are to be captured and the device keeps none.
@@ -150,10 +150,10 @@ def recorder_of(
         return None
     capture = None
     if settings.feature_ring is not None:
-        if gather is None:
+        if states is None:
             raise StartupError(
-                "drafter_feature_mb asks for features, which are captured only on a CPU with an "
-                "EAGLE drafter; set it to 0"
+                "drafter_feature_mb asks for features, which are captured only with an EAGLE "
+                "drafter; set it to 0"
             )
-        capture = Capture(RingProducer(Path(settings.feature_ring)), gather)
+        capture = Capture(RingProducer(Path(settings.feature_ring)), states)
     return Recorder(RingProducer(Path(settings.sample_ring)), calibration, capture)

@@ -10,6 +10,7 @@ Legend: T tokens that have states, F feature width, H hidden.
 
 from __future__ import annotations
 
+import struct
 from typing import Annotated, Literal
 
 import msgspec
@@ -18,11 +19,14 @@ import xxhash
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from tlt_server.samples.ring import Buffer
 from tlt_server.samples.sample import Count, Name
 
 KEY_BYTES = 16
 BFLOAT16: Literal[2] = 2  # bytes of a number
 FLOAT32: Literal[4] = 4
+EMPTY = msgspec.msgpack.encode(b"")
+BIN32 = struct.Struct(">BI")  # of msgpack: the type of long bytes, their length
 BEYOND = 8192  # bytes of an entry next to its states, at most
 
 
@@ -64,6 +68,17 @@ def state_bytes(feature_width: int, hidden_width: int, item: int) -> int:
 
 def encode_captured(captured: Captured) -> bytes:
     return msgspec.msgpack.encode(captured)
+
+
+def captured_parts(captured: Captured, features: Buffer, hidden: Buffer) -> list[Buffer]:
+    """Return the bytes of `captured` with these states, which it lacks, without copying them."""
+    assert not captured.features and not captured.hidden
+    # Its last two fields are empty: each is a type and a length of 0.
+    before = msgspec.msgpack.encode(captured)[: -2 * len(EMPTY)]
+    parts: list[Buffer] = [before]
+    for states in (features, hidden):
+        parts += [BIN32.pack(0xC6, memoryview(states).nbytes), states]
+    return parts
 
 
 _CAPTURED = msgspec.msgpack.Decoder(Captured)

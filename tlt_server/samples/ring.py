@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ import xxhash
 from tlt_server.errors import StartupError
 from tlt_server.private import private_file
 
+Buffer = bytes | memoryview  # contiguous
 MAGIC = int.from_bytes(b"tltring1", "little")
 WORDS, HEAD_BYTES = 6, 64
 ENTRY = 24  # bytes before an entry's content
@@ -100,22 +101,29 @@ class _Mapped:
 
 
 class RingProducer(_Mapped):
-    def offer(self, content: bytes) -> bool:
-        """Put an entry into the ring; False if it was dropped for want of room."""
+    def offer(self, *parts: Buffer) -> bool:
+        """Put an entry, of one part after another, into the ring; False if it was dropped for want
+        of room.
+        """
         number = self.offered
         head = int(self._word_W[_HEAD])
-        size = ENTRY + _padded(len(content))
+        views = [memoryview(part).cast("B") for part in parts]
+        size = ENTRY + _padded(sum(map(len, views)))
         room = self.capacity - self.used
         if size <= room:
-            self._write(head, _before(content, number))
-            self._write(head + ENTRY, content)
+            self._write(head, _before(views, number))
+            at = head + ENTRY
+            for view in views:
+                self._write(at, view)
+                at += len(view)
             self._word_W[_HEAD] = head + size  # from here on the consumer sees the entry
         else:
             self._word_W[_DROPPED] += np.uint64(1)
         self._word_W[_OFFERED] = number + 1
         return size <= room
 
-    def _write(self, at: int, data: bytes) -> None:
+    def _write(self, at: int, data: Buffer) -> None:
+        data = memoryview(data)
         done = 0
         for place in self._parts(at, len(data)):
             place[:] = data[done : done + len(place)]
@@ -151,7 +159,7 @@ class RingConsumer(_Mapped):
         if ENTRY + _padded(length) > used:
             return None
         content = self._read(tail + ENTRY, length)
-        return content if checksum == _checksum(content, number) else None
+        return content if checksum == _checksum([content], number) else None
 
     def _read(self, at: int, size: int) -> bytes:
         return b"".join(self._parts(at, size))
@@ -161,9 +169,13 @@ def _padded(length: int) -> int:
     return -(-length // 8) * 8
 
 
-def _before(content: bytes, number: int) -> bytes:
-    return np.array([len(content), number, _checksum(content, number)], "<u8").tobytes()
+def _before(parts: Sequence[memoryview], number: int) -> bytes:
+    length = sum(map(len, parts))
+    return np.array([length, number, _checksum(parts, number)], "<u8").tobytes()
 
 
-def _checksum(content: bytes, number: int) -> int:
-    return xxhash.xxh3_64_intdigest(content, seed=number)
+def _checksum(parts: Sequence[Buffer], number: int) -> int:
+    checksum = xxhash.xxh3_64(seed=number)
+    for part in parts:
+        checksum.update(part)
+    return checksum.intdigest()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_server.engine.capture import Gather
+from tlt_server.engine.capture import StateSource
 from tlt_server.engine.loop import Runner
 from tlt_server.engine.scheduler import unpadded
 from tlt_server.engine.sequence import Sequence
@@ -68,7 +68,7 @@ class Memory:
     save: Callable[[list[int]], object]
     restore: Callable[[Any, list[int]], None]
     kv: object  # the tensors: the device's own, which `equip` takes
-    gather: Gather | None = None  # None: the states of a sequence are not kept
+    states: StateSource | None = None  # None: the states of sequences are not kept
     detail: str = ""  # for the start-up report
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_server.attention.rows import KVCache
+from tlt_server.engine.capture import CachedStates
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
@@ -84,7 +85,9 @@ class CpuDevice:
             return memory
         each = state_bytes(model.feature_width, model.hidden_size, FLOAT32)
         return replace(
-            memory, gather=cache.gather, detail=f"; features for the trainer: {each} bytes a token"
+            memory,
+            states=CachedStates(cache),
+            detail=f"; features for the trainer: {each} bytes a token",
         )
 
     def equip(

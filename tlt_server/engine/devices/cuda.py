@@ -32,6 +32,7 @@ from tlt_server.engine.gpu.buckets import (
     Shapes,
     sampled_rows,
 )
+from tlt_server.engine.gpu.capture import describe, make_states
 from tlt_server.engine.gpu.drafts import DraftKey, GpuDrafter, NetworkStorage
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
@@ -39,6 +40,7 @@ from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV
 from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
+from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.preparing import load_exchange, prepare
 from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
@@ -129,7 +131,8 @@ class CudaDevice:
 
     def _needs(self, target: GpuDecoder, drafter: DrafterNetwork | None) -> Needs:
         views = [*target.parameters().values(), *(drafter.parameters().values() if drafter else ())]
-        return Needs.of(self._settings, target.config, drafter, sum(view.numel() for view in views))
+        values = sum(view.numel() for view in views)
+        return Needs.of(self._settings, target.config, drafter, values, target.feature_width)
 
     def free(self) -> Free:
         """Count what the allocator has cached as free."""
@@ -170,8 +173,13 @@ class CudaDevice:
                         device=self.device,
                     ),
                 )
-        kv = GpuKV(plan, slots, cache, draft, self._stream)
-        return Memory(pages, cache.reuse, kv.save, kv.restore, kv)
+            states = make_states(plan, model, self._placement, streams=self._stream is not None)
+        kv = GpuKV(plan, slots, cache, draft, self._stream, states)
+        memory = Memory(pages, cache.reuse, kv.save, kv.restore, kv)
+        if states is None:
+            return memory
+        cache.on_reuse.append(states.reuse)
+        return replace(memory, states=states, detail=describe(plan))
 
     def equip(
         self,
@@ -203,6 +211,7 @@ class CudaDevice:
                 shapes=shapes,
                 stream=self._stream,
                 page_hint_PH=kv.page_hint_PH,
+                states=kv.states,
             )
             self._synchronize()  # what the runner's stream will read was written on another
             self._prepare(runner, live, shapes.at_start(settings.max_rows, reach), on_progress)
@@ -210,7 +219,11 @@ class CudaDevice:
         self.recordings.follow(graphs)
         buffers = state.logits_SV, state.batch_slots.count_QV
         lent: tuple[KVCache | Backing, ...] = (*kv.caches, *(Backing(each) for each in buffers))
-        equipment = GpuEquipment(runner, tuple(drafters.values()), lent, self._synchronize)
+        if kv.states is not None:
+            lent = (*lent, Backing(kv.states.ring.state_CX))
+        equipment = GpuEquipment(
+            runner, tuple(drafters.values()), lent, self._synchronize, kv.states
+        )
         taken = (
             f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, "
             f"{sum(graphs.seconds.values()):.1f} s"
@@ -349,6 +362,7 @@ class GpuEquipment:
     drafters: tuple[GpuDrafter, ...]
     lent: tuple[KVCache | Backing, ...]  # what a sleep gives back, apart from graphs
     synchronize: Callable[[], None]
+    states: PageStates | None
 
     def install(self, live: Live, changed: Changed) -> None:
         self.synchronize()  # staging copied on another stream
@@ -366,6 +380,8 @@ class GpuEquipment:
                 drafts.install(changed.drafter)
 
     def free(self) -> None:
+        if self.states is not None:
+            self.states.settle()  # copies read the ring
         # Graphs hold addresses; keys are recorded again as they are used.
         self.runner.graphs.clear()
         for part in self.lent:

@@ -27,7 +27,7 @@ from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.sampling import sample
 from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Samples, Trees
 from tlt_server.attention.gpu import GpuAttention
-from tlt_server.engine.gpu.drafts import GpuDrafter
+from tlt_server.engine.gpu.drafts import Follower
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.models.gpu.layers import RowTensors
@@ -62,11 +62,7 @@ class Extend:
     """The pass of one key, with its buffers."""
 
     def __init__(
-        self,
-        key: ExtendKey,
-        state: DeviceState,
-        attention: GpuAttention,
-        followers: list[GpuDrafter],
+        self, key: ExtendKey, state: DeviceState, attention: GpuAttention, followers: list[Follower]
     ) -> None:
         self.key, self.state, self._followers = key, state, followers
         rows, device = key.decode_rows + key.prompt_rows, state.upload_U.device.type
@@ -189,8 +185,8 @@ class Extend:
         return score(logits_SV, row_S, token_S, rows, unscaled, filtered=False, best=best)
 
     def finish(self, forwarded: Forward, sampled: Samples) -> None:
-        """Walk, truncate, append; keep the KV of what was accepted. Drafters take what they need of
-        the rows' features.
+        """Walk, truncate, append; keep the KV of what was accepted. Followers take what they need
+        of the rows' states.
         """
         state, key = self.state, self.key
         chunks = state.layout.chunks_W(state.upload_U, key.chunks) if key.chunks else None
@@ -208,5 +204,5 @@ class Extend:
         if key.edited:
             count_emitted(state.batch_slot_B(key.batch), chunks, state.batch_slots, self.outcome_EF)
         commit_kv(self.kept, state.cache.k, state.cache.v)
-        for drafter in self._followers:
-            drafter.follow(self.rows, self.kept, forwarded.features_RF)
+        for follower in self._followers:
+            follower.follow(self.rows, self.kept, forwarded)

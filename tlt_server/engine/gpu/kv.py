@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tlt_server.attention.rows import KVCache, SavedPages
 from tlt_server.engine.gpu.memory import MemoryPlan
+from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.state import KVSlots
 
 
@@ -32,6 +33,7 @@ class GpuKV:
     cache: KVCache
     draft: DraftKV | None  # None without a drafter with a network
     stream: torch.cuda.Stream | None
+    states: PageStates | None = None  # None: no states are captured
 
     @property
     def caches(self) -> list[KVCache]:

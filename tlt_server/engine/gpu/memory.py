@@ -11,9 +11,10 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from tlt_server.engine.gpu.buckets import MAX_DRAFTED, sampled_rows
+from tlt_server.engine.gpu.buckets import MAX_DRAFTED, MAX_VERIFIED, sampled_rows
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
+from tlt_server.samples.captured import state_bytes
 
 MIB, GIB = 2**20, 2**30
 RESERVE = 2 * GIB  # for graphs, libraries and fragmentation
@@ -36,13 +37,19 @@ class Needs(NamedTuple):
     per_logits: int  # logits of one row
     per_batch_slot: int  # counts of tokens, for penalties
     per_drafted: int  # a drafter's logits of one row
+    per_state: int  # captured states of one row; 0: none are captured
 
     @classmethod
     def of(
-        cls, settings: DecidedSettings, config: ModelConfig, drafter: Drafting | None, values: int
+        cls,
+        settings: DecidedSettings,
+        config: ModelConfig,
+        drafter: Drafting | None,
+        values: int,
+        feature_width: int = 0,
     ) -> Needs:
         """`values`: parameters of target and drafter together; `settings`: nothing left to the
-        device.
+        device; `feature_width`: what the drafter reads of a position.
         """
         itemsize = 4 if settings.dtype == "float32" else 2
         per_page = settings.page_size * kv_slot_values(config, config.layers)
@@ -57,6 +64,9 @@ class Needs(NamedTuple):
             4 * config.vocab_size,
             4 * config.vocab_size,
             4 * drafter.draft_vocab_size if drafter is not None else 0,
+            state_bytes(feature_width, config.hidden_size, itemsize)
+            if settings.feature_bytes and feature_width
+            else 0,
         )
 
 
@@ -103,7 +113,15 @@ class MemoryPlan(NamedTuple):
             + max(MAX_DRAFTED, self.settings.max_running) * self.needs.per_drafted
             + (self.settings.max_running + 1) * self.needs.per_batch_slot
             + 4 * self.text_slots * self.max_model_len
+            + self.state_slots * self.needs.per_state
         )
+
+    @property
+    def state_slots(self) -> int:
+        """Return the rows of the ring of captured states: those of two steps."""
+        if not self.needs.per_state:
+            return 0
+        return 2 * (self.settings.max_rows + max(MAX_VERIFIED, self.settings.max_running))
 
     @property
     def named(self) -> bool:

@@ -25,9 +25,11 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.buckets import Shapes
-from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter, drafters_of
+from tlt_server.engine.gpu.capture import CapturedStep, StateCapture
+from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, Follower, GpuDrafter, drafters_of
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.reports import Reporter, Reports
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.state import DeviceState
@@ -52,6 +54,7 @@ class Flight(NamedTuple):
     outcome: PinnedBuffer
     reports: Reports | None
     trees: TreeSample | None
+    captured: CapturedStep | None
 
 
 class Held(NamedTuple):
@@ -81,7 +84,9 @@ class GpuRunner:
         shapes: Shapes,
         stream: torch.cuda.Stream | None,
         page_hint_PH: torch.Tensor | None,
+        states: PageStates | None = None,
     ) -> None:
+        """`states`: takes the states of recorded sequences; None: they are not captured."""
         self.state, self.graphs, self.shapes = state, graphs, shapes
         self.stream, self._attention, self._drafters = stream, attention, drafters
         self._page_hint_PH = page_hint_PH
@@ -94,6 +99,7 @@ class GpuRunner:
         self._pinned = pinned
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self.texts = texts
+        self._capture = StateCapture(states, steps=RING, pinned=pinned) if states else None
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
         self._extends: dict[ExtendKey, Extend] = {}
@@ -134,6 +140,8 @@ class GpuRunner:
         entries = flight.key.batch + flight.key.chunks
         width = fields(self.state.depth)
         outcome = parse(flight.outcome.array[: entries * width].reshape(entries, width))
+        if self._capture and flight.captured:
+            self._capture.collected(flight.captured)
         of_work = self._entries(flight.decoding, flight.prompts, flight.key.batch)
         if flight.reports:
             flight = flight._replace(reports=self._reporter.read(flight.reports))
@@ -209,7 +217,12 @@ class GpuRunner:
             if not key.plain:
                 extend.select(drafted.nodes, drafted.own_columns)
             trees = self._trees.launch(drafted.nodes, len(decoding), drafted.own_columns)
+        captured = None
+        if self._capture:
+            captured = self._capture.choose(batch.chunks, self.state.depth if drafted else 0)
         self.graphs.run(key, self.work(extend), keep=self.shapes.keeps(key))
+        if self._capture and captured:
+            self._capture.launched(captured)
         if drafted and self.learns and not key.plain:
             self.learn(extend, drafted)
         outcome = self._outcomes.take()
@@ -220,7 +233,7 @@ class GpuRunner:
         reports = self._reporter.launch(extend, entries)
         outcome.mark()
         self._flights.append(
-            Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees)
+            Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees, captured)
         )
 
     @staticmethod
@@ -331,7 +344,9 @@ class GpuRunner:
         """
         extend = self._extends.get(key)
         if extend is None:
-            extend = Extend(key, self.state, self._attention, list(self._drafters.values()))
+            followers: list[Follower] = [*self._drafters.values()]
+            followers += [self._capture] if self._capture else []
+            extend = Extend(key, self.state, self._attention, followers)
             if self.shapes.keeps(key):
                 self._extends[key] = extend
         return extend

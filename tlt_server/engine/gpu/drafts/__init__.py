@@ -14,6 +14,7 @@ from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.models import Forward
 from tlt_server.records import DraftLimits
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.weights.parts import Drafter
@@ -61,7 +62,14 @@ class NetworkStorage:
     page_hint_PH: Tensor
 
 
-class GpuDrafter(Protocol):
+class Follower(Protocol):
+    def follow(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
+        """Take what it needs of the rows that the target has computed, as part of every extend
+        pass.
+        """
+
+
+class GpuDrafter(Follower, Protocol):
     @classmethod
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
 
@@ -69,9 +77,6 @@ class GpuDrafter(Protocol):
         """Draft with another network's values and table from the next step on."""
 
     def draft_pass(self, key: DraftKey) -> DraftPass: ...
-
-    def follow(self, rows: RowTable, kept: KeptRows, features_RF: Tensor) -> None:
-        """Keep up with what the target has computed, as part of every extend pass."""
 
     def observe(
         self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int

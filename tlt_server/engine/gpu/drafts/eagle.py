@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tlt_kernels.gpu import growth
 from tlt_kernels.gpu.branches import columns
@@ -26,6 +25,7 @@ from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage, index_of
 from tlt_server.engine.gpu.drafts.branches import Branches
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.models import Forward
 from tlt_server.models.draft_checkpoint import Architecture, Fillable
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.exchange import exchange
@@ -84,9 +84,9 @@ class EagleDrafts:
     def draft_pass(self, key: DraftKey) -> EaglePass:
         return EaglePass(key, self)
 
-    def follow(self, rows: RowTable, kept: KeptRows, features_RF: Tensor) -> None:
+    def follow(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
         batch_slots = self.state.batch_slots
-        g_RH = self.network.fuse(features_RF)
+        g_RH = self.network.fuse(forwarded.features_RF)
         previous_RH = previous_hints(g_RH, rows, batch_slots)
         self.network.store(
             RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R), previous_RH, self.cache

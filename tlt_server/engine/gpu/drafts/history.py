@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.history import history_nodes, workspace
@@ -15,6 +14,7 @@ from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable,
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage, index_of
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.models import Forward
 from tlt_server.speculation.drafters.history import prior
 from tlt_server.weights.parts import Drafter
 
@@ -37,7 +37,7 @@ class HistoryDrafts:
     def draft_pass(self, key: DraftKey) -> HistoryPass:
         return HistoryPass(key, self)
 
-    def follow(self, rows: RowTable, kept: KeptRows, features_RF: Tensor) -> None:
+    def follow(self, rows: RowTable, kept: KeptRows, forwarded: Forward) -> None:
         """The batch slots' text is all it reads."""
 
     def observe(

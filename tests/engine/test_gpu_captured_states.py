@@ -1,0 +1,147 @@
+"""States that a GPU's engine captures, on the interpreter: the bits that it computes again, and
+about those of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import PAGE, bits, checkpoints, drafting, prompt, request
+from tests.engine.pushing import Pushable
+from tlt_server.commands import Recompute
+from tlt_server.engine.gpu.capture import StateCapture
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.records import GenerateRequest
+from tlt_server.samples.captured import Captured, decode_captured, key_of
+from tlt_server.samples.ring import RingConsumer, make_ring
+from tlt_server.trainer.recompute import Document, Recomputed
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    with patched_once():
+        settings = checkpoints(tmp_path_factory.mktemp("smallest"))
+        yield drafting(replace(settings, pages=4, max_rows=12), "eagle", 3, 2, 5)
+
+
+class Capturing(Pushable):
+    def __init__(
+        self, settings: EngineSettings, directory: Path, feature_bytes: int = 2**22
+    ) -> None:
+        directory.mkdir()
+        for name in ("samples", "states"):
+            make_ring(directory / name, 2**20)
+        super().__init__(
+            replace(
+                settings,
+                sample_ring=directory / "samples",
+                feature_ring=directory / "states",
+                feature_bytes=feature_bytes,
+            )
+        )
+        self._ring = RingConsumer(directory / "states")
+        self.capture = self.engine.runner._capture
+
+    def taken(self) -> dict[bytes, Captured]:
+        self.capture.states.settle()
+        found = [decode_captured(content) for content in iter(self._ring.take, None)]
+        return {captured.key: captured for captured in found}
+
+    def text(self, request: GenerateRequest) -> bytes:
+        text = [*request.token_ids, *self.tokens(request.id)]
+        return np.array(text, "<i4").tobytes()
+
+    def recomputed(self, texts: list[bytes]) -> dict[bytes, Captured]:
+        self.engine.send(Recompute(texts))
+        self.step()
+        while self.engine.use_idle_time():
+            self.finish()
+        return self.taken()
+
+
+def recorded(i: int, length: int, max_tokens: int) -> GenerateRequest:
+    return msgspec.structs.replace(request(i, length, max_tokens), train=True)
+
+
+def test_captured_states_are_those_that_are_computed_again(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    """Over trees, chunks, preemptions, siblings that share a prompt, and sequences between them
+    that are not recorded.
+    """
+    plain, engine = Pushable(settings), Capturing(settings, tmp_path / "rings")
+    other, last = request(3, 17, 3), recorded(0, 20, 3)
+    work = [recorded(1, 14, 20), recorded(2, 13, 20), other, last]
+    late = msgspec.structs.replace(last, id="late", seed=7)
+    for each in (plain, engine):
+        each.run(*work)
+        each.run(late)
+    ids = [r.id for r in (*work, late)]
+    assert bits(engine, ids) == bits(plain, ids)
+    gauges = engine.engine.gauges()
+    assert gauges["preemptions"] > 0
+    assert any(output.drafted and output.accepted for id in ids for output in engine.said[id])
+    texts = [engine.text(r) for r in (*work, late) if r.train]
+    captured = engine.taken()
+    assert captured.keys() == {key_of(text) for text in texts}
+    assert engine.said["late"][0].cached_tokens == PAGE
+    again = engine.recomputed(texts)
+    assert again == captured
+
+    runner = engine.engine.runner
+    layers = runner.state.model.feature_layers
+    target = load_target(Path(settings.model), numerics=Numerics("strict"), feature_layers=layers)
+    documents = [
+        Document(np.frombuffer(text, np.int32), np.ones(len(text) // 4, np.bool_)) for text in texts
+    ]
+    twin = Recomputed(target, documents)
+    for n, text in enumerate(texts):
+        states, part = again[key_of(text)], twin.read(n, 0, len(text) // 4 - 1)
+        np.testing.assert_allclose(states.features_TF, part.features_TF, atol=1e-4)
+        np.testing.assert_allclose(states.hidden_TH, part.hidden_TH, atol=1e-4)
+
+
+def test_a_request_ends_what_is_computed_again(settings: EngineSettings, tmp_path: Path) -> None:
+    engine = Capturing(replace(settings, max_rows=8), tmp_path / "rings")
+    text = np.array(prompt(5, 50), "<i4").tobytes()
+    engine.engine.send(Recompute([text]))
+    engine.step()
+    assert engine.engine.use_idle_time()
+    engine.step(3)
+    work = recorded(6, 4, 5)
+    engine.run(work)
+    assert engine.taken().keys() == {key_of(engine.text(work))}
+    assert engine.recomputed([text]).keys() == {key_of(text)}
+
+
+def test_pages_above_the_bound_leave_holes_and_no_bit_changes(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    plain = Pushable(settings)
+    engine = Capturing(settings, tmp_path / "rings", feature_bytes=1)
+    work = [recorded(0, 20, 8), recorded(1, 18, 8)]
+    for each in (plain, engine):
+        each.run(*work)
+    assert bits(engine, ["r0", "r1"]) == bits(plain, ["r0", "r1"])
+    assert engine.taken() == {} and engine.engine.gauges()["states_incomplete"] == 2
+
+
+def test_nothing_follows_without_a_trainer_that_wants_features(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    for engine, captures in (
+        (Pushable(settings), False),
+        (Capturing(settings, tmp_path / "rings"), True),
+    ):
+        engine.run(request(0, 4, 2))
+        for extend in engine.engine.runner._extends.values():
+            assert any(isinstance(f, StateCapture) for f in extend._followers) == captures
