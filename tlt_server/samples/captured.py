@@ -26,7 +26,7 @@ KEY_BYTES = 16
 BFLOAT16: Literal[2] = 2  # bytes of a number
 FLOAT32: Literal[4] = 4
 EMPTY = msgspec.msgpack.encode(b"")
-BIN32 = struct.Struct(">BI")  # of msgpack: the type of long bytes, their length
+BIN32 = struct.Struct(">BI")  # msgpack has a type and a length before long bytes
 BEYOND = 8192  # bytes of an entry next to its states, at most
 
 

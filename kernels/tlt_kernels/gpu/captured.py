@@ -21,7 +21,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import KeptRows, RowTable
 
 _BLOCK = 1024
-NUMBERS = 2  # of a tag: batch slot, position
+TAG = 2  # numbers: batch slot and position
 
 
 class StateRing(NamedTuple):
@@ -42,7 +42,7 @@ class StateRing(NamedTuple):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return StateRing(
-            zeros(batch_slots), zeros(slots, width, dtype=dtype), zeros(slots, NUMBERS), zeros(1)
+            zeros(batch_slots), zeros(slots, width, dtype=dtype), zeros(slots, TAG), zeros(1)
         )
 
 

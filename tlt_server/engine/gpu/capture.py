@@ -27,7 +27,7 @@ from tlt_server.models.gpu.layers import Placement
 class CapturedStep(NamedTuple):
     """A step whose rows are captured, until its outcome is known."""
 
-    head: PinnedBuffer  # of the ring, after the step
+    head: PinnedBuffer  # slot of the ring after the rows of the step
     rows: int  # at most
     pages: dict[int, tuple[Chunk, list[int]]]  # by batch slot
 
