@@ -67,11 +67,11 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
         found = own.generate([ITEM]).results[0].choices
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         kept(own, 6)
+        until(lambda: figures(own)["tlt_drafter_features_captured_total"] == 6)
         seen = figures(own)
         assert seen["tlt_drafter_samples_offered_total"] == 6
         assert seen["tlt_drafter_samples_dropped_total"] == 0
         assert seen["tlt_drafter_samples_refused_total"] == 0
-        assert seen["tlt_drafter_features_captured_total"] == 6
         assert seen["tlt_drafter_features_dropped_total"] == 0
         state, handed = own.drafter(), own.drafter_samples()
         assert (state["trainer"], state["trainer_restarts"]) == ("recording", 1)

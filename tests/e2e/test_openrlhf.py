@@ -24,9 +24,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from tests.e2e.conftest import PAIR
 from tests.e2e.gloo_trainer import HOST, LIMIT, free_port, sums
+from tests.e2e.test_lifecycle import until
+from tests.e2e.trainers import Calls
 from tlt_client import Client, TltClientError
 from tlt_client.adapters.errors import NotServed
 from tlt_client.adapters.openrlhf import RolloutActor, TrainerGroup
+from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
@@ -126,6 +129,13 @@ def weights(seed: int) -> dict[str, Tensor]:
     }
 
 
+def await_four(url: str) -> None:
+    """Wait until each of four requests has tokens."""
+    with Client(url, timeout_s=60) as client:
+        until(lambda: look(client).running == 4)
+    Calls(url).await_tokens()
+
+
 @pytest.mark.parametrize("trainer", [by_communicator, by_named_group])
 def test_the_order_of_openrlhf_with_rollouts_running(
     running: ServerProcess, trainer: Callable[[int, str], Broadcast]
@@ -154,7 +164,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(
             asyncio.ensure_future(actor.generate(PROMPT, params(max_tokens=1500, seed=i)))
             for i in range(4)
         ]
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(await_four, running.url)
         for step in (1, 2):
             sent = weights(step + 10 * len(name))
             await actor.pause_generation()

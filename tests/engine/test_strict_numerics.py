@@ -236,9 +236,11 @@ def test_a_slice_of_a_wider_weight_takes_no_reference_kernel():
         numerics.method = method
         for name, weight_KN in weights.items():
             numerics.linear(x_RK, weight_KN)
-            started = time.perf_counter()
-            for _ in range(5):
+            took = []
+            for _ in range(20):
+                started = time.perf_counter()
                 numerics.linear(x_RK, weight_KN)
-            seconds[method.name, name] = time.perf_counter() - started
+                took.append(time.perf_counter() - started)
+            seconds[method.name, name] = min(took)  # the others may have waited for a core
     slow = [m.name for m in METHODS if seconds[m.name, "slice"] > 40 * seconds[m.name, "dense"]]
     assert not slow, seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -130,21 +129,19 @@ def test_a_killed_process_loses_nothing_that_it_took(tmp_path: Path) -> None:
         for i in range(3, 9):
             ring.offer(encode_sample(sample(i)))
         process.terminate()
-        assert process.wait(10) == 0  # with all that the ring had
+        assert process.wait(60) == 0  # with all that the ring had
     assert len(Keeper(given).buffer) == 9 and ring.used == 0
 
 
 def test_a_process_without_its_parent_ends(tmp_path: Path) -> None:
     given = msgspec.structs.replace(settings(tmp_path), parent=1)
-    started = time.monotonic()
-    subprocess.run(COMMAND, input=msgspec.json.encode(given) + b"\n", timeout=20, check=True)
-    assert time.monotonic() - started < 20
+    subprocess.run(COMMAND, input=msgspec.json.encode(given) + b"\n", timeout=60, check=True)
 
 
 @pytest.mark.parametrize("vocab_size", [None, 0, "100"])
 def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path, vocab_size: object) -> None:
     given = settings(tmp_path, vocab_size=vocab_size)
     done = subprocess.run(
-        COMMAND, input=msgspec.json.encode(given) + b"\n", capture_output=True, timeout=20
+        COMMAND, input=msgspec.json.encode(given) + b"\n", capture_output=True, timeout=60
     )
     assert done.returncode == 2 and b"vocab_size" in done.stderr

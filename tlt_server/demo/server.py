@@ -21,18 +21,20 @@ from tlt_server.errors import StartupError
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_server", "serve", "--port", "0")
 POLL_S = 0.05
+LINES_S = 10.0  # until the last line has come through the pipe
 STOP_S = 20.0  # after SIGTERM; then it is killed, and its engine leaves with it
 
 
 class ServerProcess:
-    """Entering waits until the server is ready; `StartupError` says why it is not. `on_line` gets
-    each line of its start-up report.
+    """Entering waits until the server is ready and the line that says so has been read;
+    `StartupError` says why it is not. `on_line` gets each line of its start-up report.
     """
 
     def __init__(self, *flags: str, on_line: Callable[[str], None] = lambda line: None) -> None:
         self._flags, self._on_line = flags, on_line
         self.lines: list[str] = []
         self.url = self.grpc_address = ""
+        self._told_ready = threading.Event()
 
     def __enter__(self) -> ServerProcess:
         environment = {
@@ -73,7 +75,7 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self._reader.join(1)
+        self._reader.join(LINES_S)
         return self.process.returncode
 
     def _read(self) -> None:
@@ -85,6 +87,8 @@ class ServerProcess:
             if found := re.match(r"tlt: listening on (\S+);", line):
                 self.url = found[1]
             self._on_line(line.rstrip("\n"))
+            if line.startswith("tlt: ready at "):
+                self._told_ready.set()
 
     def _await_ready(self) -> None:
         while not self.url:
@@ -94,10 +98,11 @@ class ServerProcess:
             while not client.is_ready():
                 self._check_alive()
                 time.sleep(POLL_S)
+        self._told_ready.wait(LINES_S)
 
     def _check_alive(self) -> None:
         if self.process.poll() is not None:
-            self._reader.join(1)
+            self._reader.join(LINES_S)
             said = (
                 [line.removeprefix("tlt: ") for line in self.lines if line.startswith("tlt: ")]
                 or self.lines
