@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # a machine without a browser runs the tests that need none
     from tests.e2e.browser import Open
 
 PAIR = ("--model", str(TARGET), "--drafter", str(DRAFTER))
+# Starts 2 s sooner than the default policy, which measures steps first.
+DRAFTING = (*PAIR, "--policy", "fixed", "--sd-strategy", "eagle:4x2x8")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from multiprocessing.pool import Pool
 import httpx
 import pytest
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import ORDERS, train
 from tests.e2e.trainers import Rollout, rolling
 from tlt_client import Client
@@ -27,7 +27,7 @@ PROMPT = list(b"Compute 3*4+5.")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     state = tmp_path_factory.mktemp("state")
     with ServerProcess(
-        *PAIR,
+        *DRAFTING,
         "--weight-channels",
         "broadcast",
         "--state-dir",

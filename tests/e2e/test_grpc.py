@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import FAST_START
 from tlt_client import Client
 from tlt_client.errors import EngineFailed, Unavailable
@@ -40,7 +40,7 @@ LONG = GenerateRequest(
 
 def test_the_example_trains_through_one_channel(tmp_path: Path) -> None:
     with ServerProcess(
-        *PAIR, "--grpc-port", "0", "--weight-channels", "http", "--state-dir", str(tmp_path)
+        *DRAFTING, "--grpc-port", "0", "--weight-channels", "http", "--state-dir", str(tmp_path)
     ) as server:
         done = subprocess.run(
             [sys.executable, str(EXAMPLE), server.grpc_address, str(TARGET), "--steps", "2"],

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tlt_server.demo.server import ServerProcess
 
 README = Path(__file__).parents[2] / "README.md"
@@ -37,7 +37,9 @@ def blocks(language: str, *, serving: bool = False) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(*PAIR, "--weight-root", str(tmp_path_factory.mktemp("weights"))) as running:
+    with ServerProcess(
+        *DRAFTING, "--weight-root", str(tmp_path_factory.mktemp("weights"))
+    ) as running:
         yield running
 
 

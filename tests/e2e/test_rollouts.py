@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import FAST_START, QUESTION, gauge, until
 from tests.processes import engine
 from tlt_client import Client, Reply, Rollout
@@ -102,7 +102,7 @@ def check_same(reply: Reply, expected: Reply) -> None:
 
 def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Reply) -> None:
     with (
-        ServerProcess(*PAIR, "--kv-memory-mb", "64", "--max-restarts", "100") as server,
+        ServerProcess(*DRAFTING, "--kv-memory-mb", "64", "--max-restarts", "100") as server,
         Client(server.url, timeout_s=600) as client,
     ):
         detached = [client.generate(ITEMS, sampling=LONG, detach=True) for _ in range(2)]

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING, PAIR
 from tlt_client import Client
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
@@ -164,7 +164,12 @@ def test_every_operation_does_what_the_document_says_to_many_questions(
 def test_with_keys_every_operation_asks_for_one(weight_root: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with ServerProcess(
-        *PAIR, *LIMITS, "--weight-root", str(weight_root), "--api-key-file", str(tmp_path / "keys")
+        *DRAFTING,
+        *LIMITS,
+        "--weight-root",
+        str(weight_root),
+        "--api-key-file",
+        str(tmp_path / "keys"),
     ) as server:
         assert httpx.get(f"{server.url}/openapi.json").status_code == 401
         schemathesis(

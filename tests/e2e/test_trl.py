@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.e2e.async_grpo import Completions, LockstepWorker, on_cpu
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.looks import Looks, lost
 from tlt_client import Client
 from tlt_client.adapters.trl import OffPolicy, OpenSender, RolloutFunc, WeightTransfer
@@ -64,17 +64,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     state = tmp_path_factory.mktemp("state")
     with ServerProcess(
-        *PAIR,
+        *DRAFTING,  # beg may find that plain decoding is faster here
         "--state-dir",
         str(state),
         "--weight-root",
         str(root),
         "--weight-channels",
         "disk,http,broadcast",
-        "--policy",
-        "fixed",  # beg may find that plain decoding is faster here
-        "--sd-strategy",
-        "eagle:4x2x8",
     ) as running:
         yield running
 

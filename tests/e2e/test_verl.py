@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.e2e import verl_standin
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import sums
+from tests.e2e.trainers import Calls
 from tlt_client import Client, TltClientError
 from tlt_client.adapters import verl as adapter
 from tlt_server.demo.server import ServerProcess
@@ -36,7 +37,7 @@ INSTALLED = find_spec("verl") is not None and find_spec("ray") is not None
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     root, state = tmp_path_factory.mktemp("weights"), tmp_path_factory.mktemp("state")
     with ServerProcess(
-        *PAIR,
+        *DRAFTING,
         "--weight-root",
         str(root),
         "--state-dir",
@@ -202,7 +203,7 @@ def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerP
     """CheckpointEngineManager: abort, release the KV, push, take the KV again, resume. Clients ask
     again with what they had.
     """
-    sent = weights(6)
+    sent, calls = weights(6), Calls(running.url)
 
     async def whole(replica: Any, i: int) -> tuple[list[int], list[Any], bool]:
         """Ask until a response is whole, as FullyAsyncLLMServerClient does."""
@@ -227,7 +228,7 @@ def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerP
         rollout = adapter.rollout_class()(config, None, None)
         await rollout.update_weights(iter(weights(5)), global_steps=5)
         running = [asyncio.ensure_future(whole(replica, i)) for i in range(8)]
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(calls.await_tokens)
         await replica.abort_all_requests()
         late = asyncio.ensure_future(asked(replica, 50, max_tokens=4))
         await asyncio.sleep(0.2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tlt_client import Client, ServerError
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
@@ -27,7 +27,13 @@ def test_a_server_without_a_weight_root_takes_no_weights(client: Client) -> None
 
 def test_what_was_committed_is_served_after_a_kill(tmp_path: Path) -> None:
     weights = perturbed_copy(TARGET, tmp_path / "root" / "v1")
-    flags = (*PAIR, "--weight-root", str(tmp_path / "root"), "--state-dir", str(tmp_path / "state"))
+    flags = (
+        *DRAFTING,
+        "--weight-root",
+        str(tmp_path / "root"),
+        "--state-dir",
+        str(tmp_path / "state"),
+    )
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         before = client.weight_checksums()
         reply = client.update_weights("v1", "v1")
