@@ -14,7 +14,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("drafter", "max_running", "least"), [("history", "16", 70), ("eagle", "24", 140)]
+    ("drafter", "max_running", "least"), [("history", "16", 70), ("eagle", "12", 130)]
 )
 def test_every_kernel_variant_that_default_steps_launch_is_loaded_at_start(
     drafter: str, max_running: str, least: int

@@ -59,7 +59,7 @@ def gpu_record(tmp_path_factory: pytest.TempPathFactory) -> RolloutRecord:
     with patched_once():
         record = recorded(
             replace(settings, model=Path(settings.model)),
-            [request(i, 4 + i, max_tokens=12 - i, ignore_eos=False) for i in range(4)],
+            [request(i, 4 + i, max_tokens=9 - i, ignore_eos=False) for i in range(3)],
             [parse_policy(name) for name in GPU_RUNS],
             [DraftedTrees("eagle", 4, 1), DraftedTrees("eagle", 3, 2)],
         )

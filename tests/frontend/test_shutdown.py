@@ -81,13 +81,31 @@ def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None
     return errors
 
 
-def test_a_push_and_a_join_on_their_way_are_told_that_the_server_leaves(server: Served) -> None:
+def test_a_push_a_join_and_half_a_part_are_told_that_the_server_leaves(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+
+    def put() -> None:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(
+                b"PUT /weights/w/p.safetensors HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Length: 1000000\r\n\r\n" + b"x" * 1000
+            )
+            said = b""
+            while piece := connection.recv(2**16):
+                said += piece
+        assert said.startswith(b"HTTP/1.1 503 ") and said.count(b"HTTP/1.1") == 1
+        assert b"shutting down and reads no more of the body" in said and b'"unavailable"' in said
+        raise InterruptedError
+
     with Client(server.url, timeout_s=60) as client:
-        for error in ends(
+        *errors, half = ends(
             server,
             lambda: client.push_weights("v", path="hangs"),
             lambda: client.join_group("hangs", **GROUP),
-        ):
+            put,
+        )
+        assert isinstance(half, InterruptedError)
+        for error in errors:
             assert isinstance(error, ServerError) and (
                 error.status,
                 error.code,
@@ -118,25 +136,6 @@ def test_a_pause_that_waits_for_what_runs_is_told_too(server: Served) -> None:
 
         assert isinstance(ends(server, pause)[0], InterruptedError)
         thread.join(30)
-
-
-def test_half_a_part_is_answered(server: Served) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-
-    def put() -> None:
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(
-                b"PUT /weights/v/p.safetensors HTTP/1.1\r\nHost: localhost\r\n"
-                b"Content-Length: 1000000\r\n\r\n" + b"x" * 1000
-            )
-            said = b""
-            while piece := connection.recv(2**16):
-                said += piece
-        assert said.startswith(b"HTTP/1.1 503 ") and said.count(b"HTTP/1.1") == 1
-        assert b"shutting down and reads no more of the body" in said and b'"unavailable"' in said
-        raise InterruptedError
-
-    assert isinstance(ends(server, put)[0], InterruptedError)
 
 
 def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> None:

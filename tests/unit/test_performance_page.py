@@ -101,8 +101,7 @@ PUSHES = [
 
 
 def rollout_run(seconds: float) -> RolloutRun:
-    counted = {"step_s": {"eagle chain": seconds}}
-    return RolloutRun(seconds, 60_000, 9_000.0, b"same", 900, 700, counted)
+    return RolloutRun(seconds, 60_000, 9_000.0, b"same", 900, 700, {"eagle chain": seconds})
 
 
 EXAMPLES = [

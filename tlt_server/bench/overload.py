@@ -44,7 +44,7 @@ GROWTH_MIB = 16.0
 
 
 FULL = GoodputSize(ramp_s=8, window_s=28, timeout_s=15)
-QUICK = GoodputSize(ramp_s=4, window_s=8, timeout_s=10)
+QUICK = GoodputSize(ramp_s=2, window_s=5, timeout_s=6)
 
 
 def run(args: argparse.Namespace) -> int:
