@@ -7,7 +7,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from tlt_client import calls, flows
+from tlt_client import calls, exchanges, flows
 from tlt_client.calls import Fields, Items
 from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import AsyncRollout
@@ -110,20 +110,38 @@ class AsyncClient:
     async def drafter(self) -> Mapping[str, Any]:
         return await self._transport.ask(calls.drafter())
 
+    async def train_drafter(self) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.drafter_order("train"))
+
+    async def pause_drafter_training(self) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.drafter_order("pause"))
+
+    async def resume_drafter_training(self) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.drafter_order("resume"))
+
+    async def rollback_drafter(self) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.drafter_order("rollback"))
+
+    async def export_drafter(self, name: str, layout: str = "eagle3") -> Mapping[str, Any]:
+        return await self._transport.ask(calls.export_drafter(name, layout))
+
     async def drafter_samples(self, after: int = 0, *, limit: int = 256) -> DrafterSamples:
         return await self._transport.ask(calls.drafter_samples(after, limit))
 
     async def add_drafter_samples(self, content: bytes) -> Mapping[str, Any]:
         """Hand a server what another server of the same target gave by `drafter_samples`."""
-        return await self._transport.ask(calls.add_drafter_samples(content))
+        return await self._transport.ask(exchanges.add_drafter_samples(content))
+
+    async def load(self) -> int:
+        return await self._transport.ask(calls.load())
 
     async def drafter_files(self) -> Mapping[str, Any]:
         """Return version, files and target version of the live drafter."""
-        return await self._transport.ask(calls.drafter_files())
+        return await self._transport.ask(exchanges.drafter_files())
 
     async def drafter_file(self, version: str, name: str, *, start: int = 0) -> bytes:
         """Return 8 MiB of a file of the live drafter from byte `start` on, or what is left."""
-        return await self._transport.ask(calls.drafter_file(version, name, start))
+        return await self._transport.ask(exchanges.drafter_file(version, name, start))
 
     async def set_strategy(
         self,

@@ -214,6 +214,16 @@ def drafter() -> Call[Mapping[str, Any]]:
     return Call("GET", "/drafter", json_object, repeatable=True)
 
 
+def drafter_order(order: str) -> Call[Mapping[str, Any]]:
+    """`order`: train, pause, resume or rollback."""
+    repeatable = order in ("pause", "resume")
+    return _put("POST", f"/drafter/{order}", {}, json_object, repeatable=repeatable)
+
+
+def export_drafter(name: str, layout: str) -> Call[Mapping[str, Any]]:
+    return _put("POST", "/drafter/export", {"name": name, "layout": layout}, json_object)
+
+
 def drafter_samples(after: int, limit: int) -> Call[DrafterSamples]:
     def read(response: httpx.Response) -> DrafterSamples:
         headers, content = succeeded(response).headers, response.content
@@ -225,21 +235,10 @@ def drafter_samples(after: int, limit: int) -> Call[DrafterSamples]:
     return Call("GET", "/drafter/samples", read, params=params, repeatable=True)
 
 
-def add_drafter_samples(content: bytes) -> Call[Mapping[str, Any]]:
-    headers = {"content-type": "application/octet-stream"}
-    return Call("POST", "/drafter/samples", json_object, content, headers, repeatable=True)
-
-
-def drafter_files() -> Call[Mapping[str, Any]]:
-    return Call("GET", "/drafter/files", json_object, repeatable=True)
-
-
-def drafter_file(version: str, name: str, start: int) -> Call[bytes]:
-    def read(response: httpx.Response) -> bytes:
-        return succeeded(response).content
-
-    params: dict[str, float | str] = {"version": version, "start": start}
-    return Call("GET", f"/drafter/files/{in_path(name)}", read, params=params, repeatable=True)
+def load() -> Call[int]:
+    return Call(
+        "GET", "/load", lambda response: int(json_object(response)["server_load"]), repeatable=True
+    )
 
 
 def set_strategy(

@@ -13,7 +13,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from tlt_client import calls, flows
+from tlt_client import calls, exchanges, flows
 from tlt_client.calls import Fields, Items
 from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import Rollout
@@ -140,6 +140,28 @@ class Client:
         """
         return self._transport.ask(calls.drafter())
 
+    def train_drafter(self) -> Mapping[str, Any]:
+        """Begin a round of training once the server is idle; return the trainer's state."""
+        return self._transport.ask(calls.drafter_order("train"))
+
+    def pause_drafter_training(self) -> Mapping[str, Any]:
+        """Train and adopt nothing until `resume_drafter_training`; return the trainer's state."""
+        return self._transport.ask(calls.drafter_order("pause"))
+
+    def resume_drafter_training(self) -> Mapping[str, Any]:
+        """Go on after a pause; return the trainer's state."""
+        return self._transport.ask(calls.drafter_order("resume"))
+
+    def rollback_drafter(self) -> Mapping[str, Any]:
+        """Make the drafter before the live one live again; the target stays."""
+        return self._transport.ask(calls.drafter_order("rollback"))
+
+    def export_drafter(self, name: str, layout: str = "eagle3") -> Mapping[str, Any]:
+        """Write the live drafter below the server's state directory, in the layout of another
+        engine; return where it is.
+        """
+        return self._transport.ask(calls.export_drafter(name, layout))
+
     def drafter_samples(self, after: int = 0, *, limit: int = 256) -> DrafterSamples:
         """Return recorded sequences, prompts included, oldest first, as the content of a segment
         file. To go on give `after` of the last reply; none are left once its `left` is 0.
@@ -148,15 +170,19 @@ class Client:
 
     def add_drafter_samples(self, content: bytes) -> Mapping[str, Any]:
         """Hand a server what another server of the same target gave by `drafter_samples`."""
-        return self._transport.ask(calls.add_drafter_samples(content))
+        return self._transport.ask(exchanges.add_drafter_samples(content))
+
+    def load(self) -> int:
+        """Return the number of sequences that the server has accepted and not ended."""
+        return self._transport.ask(calls.load())
 
     def drafter_files(self) -> Mapping[str, Any]:
         """Return version, files and target version of the live drafter."""
-        return self._transport.ask(calls.drafter_files())
+        return self._transport.ask(exchanges.drafter_files())
 
     def drafter_file(self, version: str, name: str, *, start: int = 0) -> bytes:
         """Return 8 MiB of a file of the live drafter from byte `start` on, or what is left."""
-        return self._transport.ask(calls.drafter_file(version, name, start))
+        return self._transport.ask(exchanges.drafter_file(version, name, start))
 
     def set_strategy(
         self,

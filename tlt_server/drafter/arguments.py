@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_server.drafter.evaluate_flags import add_evaluate
-from tlt_server.push.arguments import add_server
+from tlt_server.push.arguments import add_access, add_server
 
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
 
@@ -165,7 +165,61 @@ def _export(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _coordinate(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Each server needs --drafter-training idle, --state-dir and http among its "
+        "--weight-channels; the key needs the scopes operate and push-weights. Every round reads "
+        "load and trainer of each server, lets one idle server train on what all have recorded, "
+        "and pushes the drafter that it adopts to all, under one version. A server that does not "
+        "answer is left out until it does. At its end, also by Ctrl-C, each server trains by "
+        "itself again; where this process was killed, POST /drafter/resume does that. Exit status "
+        "of --once: 0 if a round has ended, 1 if no server could train or one refused the drafter."
+    )
+    parser.add_argument(
+        "--servers",
+        nargs="+",
+        required=True,
+        metavar="URL",
+        help="addresses of servers with the same target",
+    )
+    parser.add_argument(
+        "--min-idle",
+        type=_number,
+        default=0,
+        metavar="N",
+        help="servers that stay idle next to the one that trains [default 0]",
+    )
+    parser.add_argument(
+        "--quiet-s",
+        type=_positive,
+        default=5.0,
+        metavar="S",
+        help="seconds for which a server must be idle before it trains [default 5]",
+    )
+    parser.add_argument(
+        "--interval-s",
+        type=_positive,
+        default=2.0,
+        metavar="S",
+        help="seconds between two looks at the servers [default 2]",
+    )
+    parser.add_argument(
+        "--gather-mb",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="MiB of recorded sequences that are moved between two looks [default 64]",
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="end once one server has trained one round and all have its drafter",
+    )
+    add_access(parser)
+
+
 VERBS = {
+    "coordinate": DrafterVerb("train one drafter for several servers", _coordinate),
     "status": DrafterVerb("show the drafter of a running server and what it records", add_server),
     "export": DrafterVerb("write a drafter in the layout of another engine", _export, True),
     "init": DrafterVerb("write an untrained drafter for a target", _init),
@@ -203,8 +257,12 @@ def _seed(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 30:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {1 << 30}")
+    return _number(text, 1)
+
+
+def _number(text: str, least: int = 0) -> int:
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= 1 << 30:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {1 << 30}")
     return int(text)
 
 

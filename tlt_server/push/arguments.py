@@ -89,6 +89,11 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         default="http://127.0.0.1:8000",
         help="the server's address [default http://127.0.0.1:8000]",
     )
+    add_access(parser)
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the key and the TLS of running servers."""
     parser.add_argument(
         "--api-key-file",
         type=Path,

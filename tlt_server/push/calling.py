@@ -27,7 +27,7 @@ def call(
     )
     try:
         with Client(
-            arguments.url, api_key=_key(arguments.api_key_file), tls=_tls(arguments)
+            arguments.url, api_key=key_in(arguments.api_key_file), tls=tls_of(arguments)
         ) as client:
             act(client, console)
             return 0
@@ -48,7 +48,8 @@ def call(
         raise StartupError(str(error)) from None
 
 
-def _tls(arguments: argparse.Namespace) -> Tls | None:
+def tls_of(arguments: argparse.Namespace) -> Tls | None:
+    """Return the TLS that `push.arguments.add_access` names. `StartupError`: a file is no use."""
     files = [arguments.tls_ca, arguments.tls_cert, arguments.tls_key]
     if not any(files):
         return None
@@ -60,7 +61,8 @@ def _tls(arguments: argparse.Namespace) -> Tls | None:
     return tls
 
 
-def _key(file: Path | None) -> str | None:
+def key_in(file: Path | None) -> str | None:
+    """Return the first key of a file. `StartupError`: it is no plain key."""
     if file is None:
         return None
     lines = [line.split() for line in file.read_text().splitlines()]

@@ -1,0 +1,182 @@
+"""The coordinator's decisions over simulated servers: who trains, when training is taken back, and
+which drafter every server ends with.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tlt_server.drafter.coordination import (
+    MAX_REFUSALS,
+    Action,
+    Coordination,
+    GiveSamples,
+    LetTrain,
+    Seen,
+    ShareDrafter,
+    StopTraining,
+)
+
+
+class Fleet:
+    """Servers that do what they are asked."""
+
+    def __init__(self, count: int, **options: float) -> None:
+        self.coordination = Coordination(**options)  # type: ignore[arg-type]
+        self.servers = {url: Seen(url, 0, "idle", 0, "t0", "d0") for url in "abcdefgh"[:count]}
+        self.now_s = 0.0
+
+    def set(self, url: str, **fields: object) -> None:
+        self.servers[url] = self.servers[url]._replace(**fields)  # type: ignore[arg-type]
+
+    def step(self, seconds: float = 10.0) -> list[Action]:
+        self.now_s += seconds
+        actions = self.coordination.decide([*self.servers.values()], self.now_s)
+        for action in actions:
+            if isinstance(action, LetTrain):
+                self.set(action.url, trainer="training")
+            elif isinstance(action, StopTraining):
+                self.set(action.url, trainer="paused")
+            elif isinstance(action, ShareDrafter):
+                assert action.version == self.servers[action.source].drafter
+                self.set(action.url, drafter=action.version)
+        return actions
+
+    def training(self) -> list[str]:
+        return [url for url, server in self.servers.items() if server.trainer == "training"]
+
+
+def test_the_idle_server_of_four_trains_is_called_back_and_all_get_its_drafter() -> None:
+    fleet = Fleet(4)
+    for url in "abd":
+        fleet.set(url, load=3)
+    fleet.step()
+    actions = fleet.step()
+    assert fleet.training() == ["c"] and GiveSamples("c") in actions
+    fleet.set("c", drafter="d1", rounds=1)
+    assert [action for action in fleet.step() if isinstance(action, ShareDrafter)] == [
+        ShareDrafter(url, "c", "d1") for url in "abd"
+    ]
+    assert fleet.coordination.done([*fleet.servers.values()])
+    fleet.set("c", load=2)
+    assert fleet.step() == [StopTraining("c", "2 sequences are open")]
+    assert {server.drafter for server in fleet.servers.values()} == {"d1"}
+    assert fleet.step() == []
+
+
+def test_a_server_must_be_quiet_for_a_while() -> None:
+    fleet = Fleet(1, quiet_s=5.0)
+    fleet.step(0.0)
+    assert fleet.step(4.9) == [] and fleet.training() == []
+    fleet.set("a", load=1)
+    fleet.step(1.0)
+    fleet.set("a", load=0)
+    fleet.step(1.0)
+    assert not fleet.training()
+    fleet.step(5.0)
+    assert fleet.training() == ["a"]
+
+
+def test_enough_others_stay_idle() -> None:
+    fleet = Fleet(3, min_idle=2)
+    fleet.step()
+    fleet.step()
+    assert len(fleet.training()) == 1
+    [training] = fleet.training()
+    fleet.set("c" if training != "c" else "a", load=1)
+    [pause] = [action for action in fleet.step() if isinstance(action, StopTraining)]
+    assert pause == StopTraining(training, "1 others are idle, and --min-idle is 2")
+    assert fleet.step() == []
+
+
+def test_an_adoption_is_not_broken_off() -> None:
+    fleet = Fleet(2)
+    fleet.step()
+    fleet.step()
+    fleet.set("a", trainer="adopting", load=1)
+    assert fleet.step() == [GiveSamples("a")]
+    fleet.set("a", trainer="training", drafter="d1")
+    assert fleet.step()[0] == StopTraining("a", "1 sequences are open")
+    assert fleet.servers["b"].drafter == "d1"
+
+
+def test_a_server_that_comes_back_is_given_the_shared_drafter() -> None:
+    fleet = Fleet(2)
+    fleet.step()
+    fleet.step()
+    fleet.set("a", drafter="d1")
+    gone = fleet.servers.pop("b")
+    fleet.step()
+    fleet.servers["b"] = gone
+    assert ShareDrafter("b", "a", "d1") in fleet.step()
+    fleet.set("b", drafter="d0")  # it has restarted
+    assert ShareDrafter("b", "a", "d1") in fleet.step()
+
+
+def test_no_drafter_is_shared_with_another_target() -> None:
+    fleet = Fleet(3)
+    fleet.step()
+    fleet.step()
+    [training] = fleet.training()
+    fleet.set(training, drafter="d1")
+    other = "b" if training != "b" else "c"
+    fleet.set(other, target="t1")
+    fleet.step()
+    assert fleet.servers[other].drafter == "d0"
+    for url in fleet.servers:
+        fleet.set(url, target="t1", drafter=f"with {url}")
+    assert not [action for action in fleet.step() if isinstance(action, ShareDrafter)]
+
+
+def test_a_drafter_pushed_with_a_target_is_no_adoption() -> None:
+    fleet = Fleet(2)
+    fleet.step()
+    fleet.step()
+    fleet.set("a", target="t1", drafter="pushed")
+    fleet.set("b", target="t1")
+    assert fleet.step() == [GiveSamples("a")]
+
+
+def test_a_server_that_refuses_is_asked_a_few_times() -> None:
+    coordination = Coordination()
+    servers = [Seen("a", 0, "idle", 0, "t0", "d0"), Seen("b", 0, "", 0, "t0", "d0")]
+    coordination.decide(servers, 0.0)
+    coordination.decide(servers, 9.0)
+    servers[0] = servers[0]._replace(drafter="d1", trainer="training", rounds=1)
+    for _ in range(MAX_REFUSALS):
+        assert not coordination.done(servers) or coordination.shared is None
+        [share] = [a for a in coordination.decide(servers, 9.0) if isinstance(a, ShareDrafter)]
+        coordination.refused(share)
+    assert not [a for a in coordination.decide(servers, 9.0) if isinstance(a, ShareDrafter)]
+    assert coordination.gives_up(share) and coordination.done(servers)
+
+
+@pytest.mark.parametrize("state", ["", "failed"])
+def test_a_server_that_cannot_train_is_left_alone(state: str) -> None:
+    fleet = Fleet(1)
+    fleet.set("a", trainer=state)
+    for _ in range(3):
+        assert fleet.step() == []
+
+
+def test_at_any_time_at_most_one_trains_and_it_was_idle() -> None:
+    rng = random.Random(5)
+    for min_idle in (0, 1, 3):
+        fleet, adopted = Fleet(6, min_idle=min_idle), 0
+        for _ in range(400):
+            for url in fleet.servers:
+                if rng.random() < 0.2:
+                    fleet.set(url, load=rng.choice((0, 0, 3)))
+            for url in fleet.training():
+                if rng.random() < 0.3:
+                    adopted += 1
+                    fleet.set(url, drafter=f"d{adopted}")
+            fleet.step(rng.choice((1.0, 7.0)))
+            training = fleet.training()
+            assert len(training) <= 1
+            idle = {url for url, server in fleet.servers.items() if not server.load}
+            assert all(url in idle and len(idle) > min_idle for url in training)
+        assert adopted
+        assert {server.drafter for server in fleet.servers.values()} == {f"d{adopted}"}

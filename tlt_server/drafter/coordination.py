@@ -1,0 +1,168 @@
+"""The decisions of `tlt drafter coordinate`, from the states of servers to actions. No I/O and no
+clock, so a test plays the servers.
+
+At most one server trains. It is idle, and at least `min_idle` others stay idle. It gives training
+back once it is busy or too few others are idle. A drafter that it adopts becomes the one that every
+server with the same target is given, under the same version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MAX_REFUSALS = 3  # pushes of one version to one server
+CANNOT_TRAIN = ("", "failed")
+
+
+class Seen(NamedTuple):
+    """One server that answered."""
+
+    url: str
+    load: int  # open sequences
+    trainer: str  # its state; empty: it records nothing
+    rounds: int  # rounds of training that have ended
+    target: str  # weight versions
+    drafter: str
+
+
+class LetTrain(NamedTuple):
+    """Let this server train."""
+
+    url: str
+
+
+class StopTraining(NamedTuple):
+    """Let this server not train."""
+
+    url: str
+    reason: str
+
+
+class GiveSamples(NamedTuple):
+    """Hand this server what the others recorded."""
+
+    url: str
+
+
+class ShareDrafter(NamedTuple):
+    """Push the drafter `version` of `source` to this server."""
+
+    url: str
+    source: str
+    version: str
+
+
+Action = LetTrain | StopTraining | GiveSamples | ShareDrafter
+
+
+class SharedDrafter(NamedTuple):
+    source: str
+    target: str
+    version: str
+
+
+@dataclass
+class Coordination:
+    min_idle: int = 0
+    quiet_s: float = 5.0  # for which a server must be idle before it trains
+    training: str = ""  # the server that trains; empty: none
+    last: str = ""  # the one that trained last
+    shared: SharedDrafter | None = None  # what all are given
+    rounds: int = 0  # rounds ended at the training server since it began
+    _before: Seen | None = None  # the training server as it began, or adopted
+    _idle_from: dict[str, float] = field(default_factory=dict)
+    _refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def decide(self, seen: Sequence[Seen], now_s: float) -> list[Action]:
+        """Return what to ask of the servers that answered, in order."""
+        by_url = {server.url: server for server in seen}
+        idle = {server.url for server in seen if not server.load}
+        self._idle_from = {url: self._idle_from.get(url, now_s) for url in by_url if url in idle}
+        if self.shared and all(server.target != self.shared.target for server in seen):
+            self.shared = None  # it was made for weights that are gone
+        actions: list[Action] = []
+        if self.training:
+            actions += self._look_after(by_url.get(self.training), len(idle - {self.training}))
+        if not self.training and (chosen := self._chosen(seen, idle, now_s)):
+            self.training = self.last = chosen.url
+            self._before, self.rounds = chosen, 0
+            actions.append(LetTrain(chosen.url))
+        for server in seen:
+            if server.url == self.training:
+                actions.append(GiveSamples(server.url))
+            elif server.trainer not in (*CANNOT_TRAIN, "paused", "adopting"):
+                pause = StopTraining(server.url, "one server trains at a time")
+                actions += [] if any(_same(pause, action) for action in actions) else [pause]
+        return actions + self._shares(seen)
+
+    def refused(self, share: ShareDrafter) -> None:
+        """Count a push that a server refused."""
+        self._refusals[share.url, share.version] += 1
+
+    def gives_up(self, share: ShareDrafter) -> bool:
+        return self._refusals[share.url, share.version] >= MAX_REFUSALS
+
+    def done(self, seen: Sequence[Seen]) -> bool:
+        """Tell whether a round of training has ended and its drafter, if any, is everywhere."""
+        return bool(self.last) and (not self.training or self.rounds > 0) and not self._shares(seen)
+
+    def _look_after(self, server: Seen | None, idle_others: int) -> list[Action]:
+        """Notice what the training server adopted, and decide whether it goes on."""
+        assert self._before is not None
+        if server is None or server.trainer in CANNOT_TRAIN:
+            self.training = ""
+            return []
+        if server.target != self._before.target:
+            self._before = server  # a push to it; the drafter may have come with it
+        elif server.drafter != self._before.drafter:
+            self.shared = SharedDrafter(server.url, server.target, server.drafter)
+            self._before = self._before._replace(drafter=server.drafter)
+        self.rounds = max(0, server.rounds - self._before.rounds)
+        if server.trainer == "adopting":
+            return []
+        reason = ""
+        if server.load:
+            reason = f"{server.load} sequences are open"
+        elif idle_others < self.min_idle:
+            reason = f"{idle_others} others are idle, and --min-idle is {self.min_idle}"
+        if not reason:
+            return []
+        self.training = ""
+        return [StopTraining(server.url, reason)]
+
+    def _chosen(self, seen: Sequence[Seen], idle: set[str], now_s: float) -> Seen | None:
+        """Return the server to train: the last one if it may, else the one idle for longest."""
+        if len(idle) <= self.min_idle:
+            return None
+        lacking = {share.url for share in self._shares(seen)}
+        able = [
+            server
+            for server in seen
+            if server.url in idle - lacking
+            and server.trainer not in CANNOT_TRAIN
+            and now_s - self._idle_from[server.url] >= self.quiet_s
+        ]
+        return min(
+            able,
+            key=lambda server: (server.url != self.last, self._idle_from[server.url]),
+            default=None,
+        )
+
+    def _shares(self, seen: Sequence[Seen]) -> list[Action]:
+        if self.shared is None:
+            return []
+        shares = [
+            ShareDrafter(server.url, self.shared.source, self.shared.version)
+            for server in seen
+            if server.url != self.training
+            and server.target == self.shared.target
+            and server.drafter != self.shared.version
+        ]
+        return [share for share in shares if not self.gives_up(share)]
+
+
+def _same(pause: StopTraining, action: Action) -> bool:
+    return isinstance(action, StopTraining) and action.url == pause.url
