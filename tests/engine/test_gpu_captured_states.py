@@ -12,17 +12,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.engine.capturing import Capturing
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import PAGE, bits, checkpoints, drafting, prompt, request
 from tests.engine.pushing import Pushable
-from tlt_server.commands import Recompute
+from tlt_server.commands import Recompute, Sleep, WakeUp
 from tlt_server.engine.gpu.capture import StateCapture
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest
-from tlt_server.samples.captured import Captured, decode_captured, key_of
-from tlt_server.samples.ring import RingConsumer, make_ring
+from tlt_server.samples.captured import key_of
 from tlt_server.trainer.recompute import Document, Recomputed
 
 
@@ -31,41 +31,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
     with patched_once():
         settings = checkpoints(tmp_path_factory.mktemp("smallest"))
         yield drafting(replace(settings, pages=4, max_rows=12), "eagle", 3, 2, 5)
-
-
-class Capturing(Pushable):
-    def __init__(
-        self, settings: EngineSettings, directory: Path, feature_bytes: int = 2**22
-    ) -> None:
-        directory.mkdir()
-        for name in ("samples", "states"):
-            make_ring(directory / name, 2**20)
-        super().__init__(
-            replace(
-                settings,
-                sample_ring=directory / "samples",
-                feature_ring=directory / "states",
-                feature_bytes=feature_bytes,
-            )
-        )
-        self._ring = RingConsumer(directory / "states")
-        self.capture = self.engine.runner._capture
-
-    def taken(self) -> dict[bytes, Captured]:
-        self.capture.states.settle()
-        found = [decode_captured(content) for content in iter(self._ring.take, None)]
-        return {captured.key: captured for captured in found}
-
-    def text(self, request: GenerateRequest) -> bytes:
-        text = [*request.token_ids, *self.tokens(request.id)]
-        return np.array(text, "<i4").tobytes()
-
-    def recomputed(self, texts: list[bytes]) -> dict[bytes, Captured]:
-        self.engine.send(Recompute(texts))
-        self.step()
-        while self.engine.use_idle_time():
-            self.finish()
-        return self.taken()
 
 
 def recorded(i: int, length: int, max_tokens: int) -> GenerateRequest:
@@ -121,6 +86,30 @@ def test_a_request_ends_what_is_computed_again(settings: EngineSettings, tmp_pat
     engine.run(work)
     assert engine.taken().keys() == {key_of(engine.text(work))}
     assert engine.recomputed([text]).keys() == {key_of(text)}
+
+
+def test_states_are_of_one_version_and_a_sleep_forgets_them(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    engine = Capturing(settings, tmp_path / "rings")
+    work = recorded(7, 18, 12)
+    engine.push(Path(settings.model).parent / "new", "second", commit=False)
+    engine.submit(work)
+    engine.until(lambda: bool(engine.said.get(work.id)), "tokens")
+    engine.commit("second")
+    engine.finish()
+    assert engine.taken() == {} and engine.engine.gauges()["states_incomplete"] == 1
+    for turn in range(2):
+        again = msgspec.structs.replace(work, id=f"again {turn}")
+        engine.run(again)
+        text = engine.text(again)
+        captured = engine.taken()
+        assert captured == engine.recomputed([text])
+        assert [states.version for states in captured.values()] == ["second"]
+        for command in (Sleep("down", ["kv_cache"]), WakeUp("up", ["kv_cache"])):
+            engine.engine.send(command)
+            engine.step()
+        assert [report.error for report in engine.engine.control_reports()] == [None, None]
 
 
 def test_pages_above_the_bound_leave_holes_and_no_bit_changes(

@@ -124,6 +124,11 @@ def _decode(parser: argparse.ArgumentParser) -> None:
 def _cycle(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
     _batches(parser, "1,8,32", "1,8")
+    parser.add_argument(
+        "--capture",
+        action="store_true",
+        help="the same again while states are captured for a trainer",
+    )
 
 
 def _graphs(parser: argparse.ArgumentParser) -> None:

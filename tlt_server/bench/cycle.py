@@ -4,7 +4,8 @@ accept length, idle GPU.
 Cycles are timed after random prompts of 128 tokens, up to 512 tokens later, as in `tlt bench
 decode`; acceptance there says little. A drafter's worth is timed on the demo task, at batch 1: one
 problem after another, each to its end, without the prompt and the first cycles. `--context` adds
-one request after a long prompt.
+one request after a long prompt. `--capture` times all of it again on an engine that captures the
+states of these requests for a trainer.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +31,7 @@ from tlt_server.engine.loop import Engine
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.samples.ring import make_ring
 
 TREE, CHAIN = Strategy("eagle", 7, 4, 32), Strategy("eagle", 7, 1, 8)
 MAX_TREES = 2  # requests that the tree's rows are affordable for
@@ -35,6 +39,7 @@ PROFILED = 20  # steps
 LONG_STEPS = 100  # after a long prompt
 ANSWER = 256  # tokens of an answer, at most
 PROBLEMS = 32
+RING_BYTES, FEATURE_BYTES = 2**26, 2**32  # bounds of what is captured
 QUICK_PROBLEMS = 4
 PROBLEM: Literal["problem"] = "problem"
 
@@ -66,19 +71,36 @@ def run(args: argparse.Namespace) -> int:
     )
     cases = cases_of(batches, args.context)
     console = wide_console()
-    with progress_bar(console) as progress:
-        task = progress.add_task("load", total=1 + len(cases))
-        rows = measure(
-            settings,
-            cases,
-            quick=args.quick,
-            seed=args.seed,
-            on_part=lambda name: progress.update(task, advance=1, description=name),
-        )
+    with progress_bar(console) as progress, TemporaryDirectory() as directory:
+        kinds = [settings, *([capturing(settings, Path(directory))] if args.capture else [])]
+        task = progress.add_task("load", total=len(kinds) * (1 + len(cases)))
+        rows = [
+            row
+            for kind in kinds
+            for row in measure(
+                kind,
+                cases,
+                quick=args.quick,
+                seed=args.seed,
+                on_part=lambda name: progress.update(task, advance=1, description=name),
+            )
+        ]
     figures = {"bench": "cycle", "quick": bool(args.quick), **described(settings), "rows": rows}
     report(console, rows)
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
+
+
+def capturing(settings: EngineSettings, directory: Path) -> EngineSettings:
+    """Return the settings of an engine that captures, with rings that no process empties: what is
+    timed ends before they are full.
+    """
+    samples, features = directory / "samples", directory / "features"
+    make_ring(samples, RING_BYTES)
+    make_ring(features, RING_BYTES)
+    return replace(
+        settings, sample_ring=samples, feature_ring=features, feature_bytes=FEATURE_BYTES
+    )
 
 
 def cases_of(batches: tuple[int, ...], context: int | None) -> list[CycleCase]:
@@ -103,9 +125,9 @@ def measure(
     on_part(cases[0].name)
     rows = []
     for done, case in enumerate(cases):
-        rows.append(
-            {"prompt": case.prompt, **_measured(engine, settings, case, quick=quick, seed=seed)}
-        )
+        figures = _measured(engine, settings, case, quick=quick, seed=seed)
+        captured = settings.feature_ring is not None
+        rows.append({"prompt": case.prompt, "captured": captured, **figures})
         on_part(cases[min(done + 1, len(cases) - 1)].name)
     del engine
     release()
@@ -118,11 +140,12 @@ def _measured(
     max_steps = 60 if quick else 400
     if case.prompt == PROBLEM:
         problems = problems_of(settings.model, QUICK_PROBLEMS if quick else PROBLEMS, seed=seed)
+        problems = [_recorded(each, settings) for each in problems]
         timed = time_in_turn(engine, problems, case.strategy, max_steps=max_steps)
     else:
         timed = time_steps(
             engine,
-            _random(case, seed),
+            [_recorded(each, settings) for each in _random(case, seed)],
             case.strategy,
             max_steps=max_steps if case.prompt == PROMPT else min(max_steps, LONG_STEPS),
         )
@@ -132,6 +155,10 @@ def _measured(
 
         figures |= profile(engine, _random(case, seed + 1), case.strategy, steps=PROFILED).figures()
     return figures
+
+
+def _recorded(request: GenerateRequest, settings: EngineSettings) -> GenerateRequest:
+    return msgspec.structs.replace(request, train=settings.feature_ring is not None)
 
 
 def _random(case: CycleCase, seed: int) -> list[GenerateRequest]:
@@ -154,6 +181,7 @@ def report(console: Console, rows: list[dict[str, Any]]) -> None:
         "strategy",
         "batch",
         "prompt",
+        "captured",
         "cycles",
         "ms per cycle",
         "quartiles",
@@ -168,6 +196,7 @@ def report(console: Console, rows: list[dict[str, Any]]) -> None:
             row["strategy"],
             str(row["batch"]),
             str(row["prompt"]),
+            "yes" if row["captured"] else "no",
             str(row["steps"]),
             f"{row['step_ms']:.3f}",
             f"{low:.3f} - {high:.3f}",

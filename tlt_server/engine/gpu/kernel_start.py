@@ -121,6 +121,7 @@ def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:
         settings.policy,
         settings.sd_strategy,
         settings.page_size,
+        settings.feature_bytes > 0,
         sources("tlt_server"),
     ]
     return sha256(msgspec.json.encode(content)).hexdigest()[:16]
