@@ -95,7 +95,10 @@ class RunDirectory:
 
     def keep_weights(self, policy: nn.Module, model: Path) -> None:
         """Keep the policy as a model directory in float32, as it was pushed."""
-        directory = self.path / "weights" / f"{self.steps:05}"
+        self.write_model(policy, model, self.path / "weights" / f"{self.steps:05}")
+
+    def write_model(self, policy: nn.Module, model: Path, directory: Path) -> None:
+        """Write the policy with the other files of a model directory."""
         directory.mkdir(exist_ok=True)
         for name in COPIED:
             shutil.copy(model / name, directory)

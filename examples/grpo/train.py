@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from examples.arith.target_model import load_target
+from examples.grpo.adapt import STARTS, AdaptiveDrafter, untrained
 from examples.grpo.policy import Update, optimizer_of, update
 from examples.grpo.record import RunDirectory, accept_length, acceptance_by_depth
 from examples.grpo.rollouts import KINDS, Group, draw_prompts, load_tokenizer, roll_out
@@ -29,7 +30,7 @@ from tlt_client.channels.http import HttpSender
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
-SPECULATIONS = ("off", "frozen")
+SPECULATIONS = ("off", "frozen", "adaptive")
 FIXED = ("seed", "prompts", "group", "max_tokens", "minibatches", "lr", "clip", "threads")
 
 
@@ -55,6 +56,23 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--strategy", help="pin one, such as eagle:7x4x16, instead of the policy")
     parser.add_argument("--model", type=Path, default=TARGET, help="directory of the first policy")
     parser.add_argument("--drafter", type=Path, default=DRAFTER, help="directory of the drafter")
+    parser.add_argument(
+        "--start",
+        choices=STARTS,
+        default="given",
+        help="first drafter: --drafter, or one that was never trained",
+    )
+    parser.add_argument(
+        "--drafter-steps", type=int, default=8, help="training steps of the drafter after each step"
+    )
+    parser.add_argument("--drafter-lr", type=float, default=1e-4, help="their learning rate")
+    parser.add_argument(
+        "--drafter-window", type=int, default=4, help="steps whose responses it is trained on"
+    )
+    parser.add_argument("--drift-at", type=int, default=0, help="step at which the kinds change")
+    parser.add_argument(
+        "--drift-kinds", default=",".join(KINDS), help="kinds of problem from that step on"
+    )
     parser.add_argument("--keep-every", type=int, default=10, help="keep each n-th step's weights")
     parser.add_argument("--url", help="a server with the channel http; without it one is started")
     return parser
@@ -63,35 +81,45 @@ def arguments() -> argparse.ArgumentParser:
 def train(asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
     torch.use_deterministic_algorithms(True)
-    kinds = asked.kinds.split(",")
-    if not set(kinds) <= set(KINDS):
-        raise ValueError(f"--kinds is {asked.kinds}; the task has {', '.join(KINDS)}")
+    for kinds in (asked.kinds, asked.drift_kinds):
+        if not set(kinds.split(",")) <= set(KINDS):
+            raise ValueError(f"kinds are {kinds}; the task has {', '.join(KINDS)}")
     run = RunDirectory(asked.out, {n: getattr(asked, n) for n in FIXED}, resume=asked.resume)
     policy, tokenizer = load_target(asked.model, "cpu"), load_tokenizer(asked.model)
     optimizer = optimizer_of(policy, asked.lr)
     run.restore(policy, optimizer)
+    if asked.start == "none":
+        asked.drafter = untrained(asked.model, asked.out / "untrained")
+    drafter = AdaptiveDrafter(run, asked) if asked.speculation == "adaptive" else None
     with ExitStack() as stack:
         url = asked.url or started(stack, asked.model, asked.drafter)
         client = stack.enter_context(Client(url))
         set_speculation(client, asked.speculation, asked.strategy)
+        if drafter is not None:
+            drafter.push_newest(client)
         if not run.steps:
             run.keep_weights(policy, asked.model)
         while run.steps < asked.steps:
             version, marks = f"{asked.out.name}-{run.steps}", [time.perf_counter()]
             HttpSender(client).push(dict(policy.named_parameters()), version)
             marks.append(time.perf_counter())
+            drifted = asked.drift_at and run.steps >= asked.drift_at
+            kinds = (asked.drift_kinds if drifted else asked.kinds).split(",")
+            drafted_with = client.weights()["drafter"]
             prompts = draw_prompts(tokenizer, asked.prompts, kinds, asked.seed, run.steps)
             groups = roll_out(client, prompts, asked.group, asked.max_tokens, version)
             marks.append(time.perf_counter())
             run.keep_responses(groups, version, asked.model, asked.max_tokens)
             done = update(policy, optimizer, groups, asked.minibatches, asked.clip)
             marks.append(time.perf_counter())
+            trained = drafter.adapt(client, policy) if drafter is not None else (0.0, 0.0)
             line = {
                 "step": run.steps,
                 "version": version,
-                "drafter_version": client.weights()["drafter"],
+                "drafter_version": drafted_with,
                 "speculation": asked.speculation,
                 **dict(zip(("push_s", "rollout_s", "policy_s"), seconds(marks), strict=True)),
+                **dict(zip(("drafter_s", "drafter_push_s"), trained, strict=True)),
                 **figures(groups, done),
             }
             run.save(policy, optimizer, line)
@@ -153,7 +181,8 @@ def said(line: dict[str, Any], steps: int) -> str:
     return (
         f"step {line['step'] + 1} of {steps}: reward {line['reward']:.3f}, entropy "
         f"{line['entropy']:.3f}, {line['tokens']} tokens, accept length {accepted}; rollout "
-        f"{line['rollout_s']:.1f} s, push {line['push_s']:.2f} s, policy {line['policy_s']:.1f} s"
+        f"{line['rollout_s']:.1f} s, push {line['push_s']:.2f} s, policy {line['policy_s']:.1f} s, "
+        f"drafter {line['drafter_s']:.1f} s"
     )
 
 

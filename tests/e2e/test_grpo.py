@@ -21,7 +21,7 @@ SIZE = ["--prompts", "2", "--group", "4", "--max-tokens", "48", "--lr", "1e-3"]
 
 
 def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) -> None:
-    off, frozen = tmp_path / "off", tmp_path / "frozen"
+    off, frozen, adaptive = (tmp_path / name for name in ("off", "frozen", "adaptive"))
     with ServerProcess(*PAIR, "--state-dir", str(tmp_path), "--weight-channels", "http") as server:
 
         def run(*flags: object) -> None:
@@ -31,13 +31,18 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) ->
         pinned = ("--out", frozen, "--speculation", "frozen", "--strategy", "eagle:7x1x8")
         run(*pinned, "--steps", 1)
         run(*pinned, "--steps", 2, "--resume")
-    assert differences(off, frozen) == []
-    plain, drafted = (
+        learning = ("--speculation", "adaptive", "--drafter-steps", 2, "--strategy", "eagle:7x1x8")
+        run("--out", adaptive, *learning, "--steps", 1)
+        run("--out", adaptive, *learning, "--steps", 2, "--resume")
+    assert differences(off, frozen) == [] and differences(off, adaptive) == []
+    plain, drafted, adapted = (
         [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
-        for path in (off, frozen)
+        for path in (off, frozen, adaptive)
     )
     assert [line["accept_length"] for line in plain] == [None, None]
     assert all(line["accept_length"] > 2 and len(line["accepted_at_depth"]) > 1 for line in drafted)
+    assert adapted[1]["drafter_version"] == "adaptive-drafter-1"
+    assert all(line["drafter_s"] > 0 and line["accept_length"] > 2 for line in adapted)
     assert all(0 < line["entropy"] < 1 and line["logprob_difference"] < 1e-4 for line in plain)
     assert any(norm > 0 for line in plain for norm in line["gradient_norms"])
     weights = [
