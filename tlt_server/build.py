@@ -53,17 +53,19 @@ from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.garbage import collect_while_few
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
-from tlt_server.private import write_no_core_files
+from tlt_server.private import private_directory, write_no_core_files
+from tlt_server.samples.activity import Activity, make_activity
 from tlt_server.samples.excerpt import SampleFiles
-from tlt_server.samples.ring import make_ring
+from tlt_server.samples.ring import WORK, make_ring
 from tlt_server.seeds import SeedSource, choice_seed
 from tlt_server.shared_settings import SharedSettings
+from tlt_server.speculation.drafters import weights_directory
 from tlt_server.trainer.process import MAX_REPORT, TrainerSettings
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
 TRAINER = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
-RING, FEATURE_RING = "samples", "features"  # in the server's own directory
-SAMPLES = "samples"  # in the state directory
+RING, FEATURE_RING, ACTIVITY = "samples", "features", "activity"  # in the server's own directory
+SAMPLES, CHECKPOINTS = "samples", "checkpoints"  # in the state directory
 
 
 def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:
@@ -85,12 +87,12 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
     asyncio.get_running_loop().set_exception_handler(left_behind)
     if config.state_dir is not None:
         metrics.disk.watch(config.state_dir)
-    client = EngineClient(admission(config), metrics)
     with (
         listening(config) as listener,
         listening(config, "probe_port") as probes,
         own_directory() as directory,
     ):
+        client = EngineClient(admission(config), metrics, activity_of(config, directory))
         async with contextlib.AsyncExitStack() as stack:
             generations = Generations(client, text, metrics)
             rollouts = Rollouts(
@@ -117,7 +119,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 progress,
             )
             if trainer is not None:
-                stack.push_async_callback(_cancel, asyncio.create_task(trainer.run()))
+                stack.push_async_callback(_cancel, trainer_task(trainer, service))
             service.reader.start()
             stack.callback(service.reader.close)
             supervised = asyncio.create_task(supervisor.run())
@@ -273,20 +275,41 @@ def trainer_of(config: ResolvedConfig, directory: Path, metrics: Metrics) -> Tra
         return None
     for ring in filter(None, _rings(config, directory)):
         make_ring(ring, config.drafter_ring_mb * 2**20)
+    private_directory(directory / WORK)
     files = SampleFiles(config.state_dir / SAMPLES, config.model) if config.state_dir else None
-    return TrainerLink(partial(_launch_trainer, config, directory, files), metrics.samples, files)
+    return TrainerLink(
+        partial(_launch_trainer, config, directory, files),
+        metrics.samples,
+        files,
+        directory / WORK if weights_directory(config.drafter) else None,
+        metrics.training,
+    )
+
+
+def activity_of(config: ResolvedConfig, directory: Path) -> Activity:
+    """Return what tells the trainer of requests, in `directory`."""
+    if config.drafter_training == "off":
+        return Activity()
+    make_activity(directory / ACTIVITY)
+    return Activity(directory / ACTIVITY)
+
+
+def trainer_task(trainer: TrainerLink, service: Service) -> asyncio.Task[None]:
+    """Run the trainer process for a server."""
+    return asyncio.create_task(trainer.run(service.engine, service.adoption))
 
 
 async def _launch_trainer(
     config: ResolvedConfig, directory: Path, files: SampleFiles | None
 ) -> Process:
     """A trainer process, which reads the ring in `directory`."""
-    environment = {**os.environ}
+    environment = {**os.environ, **library_environment(config.numerics)}
     environment.pop(config.api_key_variable, None)
     process = await asyncio.create_subprocess_exec(
         *TRAINER, stdin=PIPE, stdout=PIPE, env=environment, limit=MAX_REPORT
     )
     assert process.stdin is not None
+    drafter = weights_directory(config.drafter)
     settings = TrainerSettings(
         ring=str(directory / RING),
         model=str(config.model.resolve()),
@@ -297,11 +320,13 @@ async def _launch_trainer(
         feature_ring=str(directory / FEATURE_RING) if config.drafter_feature_mb else "",
         feature_bytes=config.drafter_feature_mb * 2**20,
         feature_staleness=config.feature_staleness,
+        activity=str(directory / ACTIVITY) if drafter else "",
+        work=str(directory / WORK),
+        checkpoints=str((config.state_dir or directory).resolve() / CHECKPOINTS),
     )
     with contextlib.suppress(ConnectionError):
         process.stdin.write(msgspec.json.encode(settings) + b"\n")
         await process.stdin.drain()
-    process.stdin.close()
     return process
 
 

@@ -142,6 +142,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     in_flight: InFlight = "continue"
     commit: bool = True  # False: stay staged until a commit is asked for
     session: str = ""  # id of the session that it belongs to
+    # version of the target that must be live: a drafter was trained for it; empty: any
+    of: str = ""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -186,6 +188,16 @@ class ReadWeights(Struct, frozen=True, tag="read_weights"):
     id: str
     name: str
     rows: int
+
+
+class HandOver(Struct, frozen=True, tag="hand_over"):
+    """Write what a drafter's training reads of the live weights into a new directory. `drafter`:
+    the directory with the config.json of the live one.
+    """
+
+    id: str
+    directory: str
+    drafter: str
 
 
 class AbortWeights(Struct, frozen=True, tag="abort_weights"):
@@ -243,6 +255,7 @@ WeightCommand = (
     | AbortWeights
     | NameWeights
     | ReadWeights
+    | HandOver
     | RollbackWeights
     | LookAtWeights
     | JoinGroup

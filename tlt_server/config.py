@@ -37,6 +37,13 @@ from tlt_server.wording import nearest, requirement
 _TABLE = {setting.name: setting for setting in settings()}
 
 
+REFUSED_TRAINING = {
+    "share": "two processes that run kernels on one GPU halve the engine without MPS, which this "
+    "version does not set up",
+    "device": "this version trains on the engine's own device only",
+}
+
+
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -158,6 +165,12 @@ class Config(BaseModel, ServerSettings):
             raise StartupError("weight_staging is disk, but there is no state_dir for it; name one")
 
     def _check_speculation(self) -> None:
+        if self.drafter_training in REFUSED_TRAINING:
+            raise StartupError(
+                f"drafter_training is {self.drafter_training}: "
+                f"{REFUSED_TRAINING[self.drafter_training]}; use idle, which trains only while the "
+                "engine has no work"
+            )
         if self.policy not in (None, "off") and self.drafter == "none":
             raise StartupError(
                 f"policy is {self.policy} but drafter is none; name a drafter, or use policy off"

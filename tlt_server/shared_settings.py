@@ -184,12 +184,12 @@ class SharedSettings:
 
     # a drafter that follows the target
     drafter_training: Annotated[
-        Literal["off", "idle"],
+        Literal["off", "idle", "device", "share"],
         Doc(
             "mode",
-            "idle keeps finished sequences, prompts included, in memory and below state_dir to "
-            "train the drafter on; this version keeps them and trains nothing yet. off keeps "
-            "nothing.",
+            "idle keeps finished sequences, prompts included, in memory and below state_dir, and "
+            "trains the drafter on them while the engine is idle. off keeps nothing. device and "
+            "share are refused in this version.",
         ),
     ] = "off"
 

@@ -97,6 +97,7 @@ class HandedOver(Struct, frozen=True, kw_only=True, tag="handed_over"):
     directory: str = ""
     target: str = ""
     drafter: str = ""
+    device: str = "cpu"  # the engine's, cpu or cuda
     error: str = ""
 
 

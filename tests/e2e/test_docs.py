@@ -53,6 +53,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         str(directory / "state"),
         "--drafter-training",
         "idle",
+        "--drafter-feature-mb",
+        "64",
         "--weight-channels",
         "disk,http,broadcast,ipc",
         "--grpc-port",

@@ -74,8 +74,8 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
         assert seen["tlt_drafter_samples_refused_total"] == 0
         assert seen["tlt_drafter_features_dropped_total"] == 0
         state, handed = own.drafter(), own.drafter_samples()
-        assert (state["trainer"], state["trainer_restarts"]) == ("recording", 1)
-        assert state["trainer_error"] == "ended by signal 9" and state["training"] == "idle"
+        assert (state["trainer"]["process"], state["trainer"]["restarts"]) == ("running", 1)
+        assert state["trainer"]["error"] == "ended by signal 9" and state["training"] == "idle"
         assert [drafter["name"] for drafter in state["drafters"]] == ["eagle", "history"]
         assert state["drafters"][0]["architecture"] == "LlamaForCausalLMEagle3"
         assert state["buffer"]["sequences"] == 6 and handed[1:] == (6, 0)

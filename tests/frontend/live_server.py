@@ -21,7 +21,14 @@ import uvloop
 from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
-from tlt_server.build import admission, listening, serving_grpc, trainer_of
+from tlt_server.build import (
+    activity_of,
+    admission,
+    listening,
+    serving_grpc,
+    trainer_of,
+    trainer_task,
+)
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
@@ -108,7 +115,7 @@ class LiveServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
         self.text = text
-        self.client = EngineClient(admission(config), metrics)
+        self.client = EngineClient(admission(config), metrics, activity_of(config, self.directory))
         self.supervisor = Supervisor(
             config, self._launch, self.directory, self.client, metrics, ProgressLines(self.said)
         )
@@ -126,7 +133,6 @@ class LiveServer:
             (config.state_dir or self.directory) / "rollouts", config, metrics, generations
         )
         trainer = trainer_of(config, self.directory, metrics)
-        training = asyncio.create_task(trainer.run()) if trainer else None
         service = self.service = Service(
             config,
             self.client,
@@ -138,6 +144,7 @@ class LiveServer:
             uploads_of(config),
             trainer,
         )
+        training = trainer_task(trainer, service) if trainer else None
         await self.rollouts.open()
         gate, certificates = Gate(config, metrics), watched_certificates(config)
         self.app = build_app(service, gate)

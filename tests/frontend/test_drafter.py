@@ -83,9 +83,7 @@ def test_a_server_that_records_nothing_says_so(client: Client, server: LiveServe
         "target_version": "v0",
         "drafters": [],
         "training": "off",
-        "trainer": "off",
-        "trainer_error": "",
-        "trainer_restarts": 0,
+        "trainer": None,
         "buffer": None,
     }
     reply = httpx.get(f"{server.url}/drafter/samples")
@@ -97,11 +95,9 @@ def test_the_buffer_is_shown_with_the_reasons_of_refusals(recording: LiveServer)
     with Client(recording.url) as client:
         eventually(lambda: client.drafter()["buffer"]["refused"] == 1)
         state = client.drafter()
-    assert (state["training"], state["trainer"], state["trainer_error"]) == (
-        "idle",
-        "recording",
-        "",
-    )
+    trainer = state["trainer"]
+    assert (state["training"], trainer["process"], trainer["error"]) == ("idle", "running", "")
+    assert (trainer["state"], trainer["steps"], trainer["candidate"]) == ("idle", 0, None)
     buffer = state["buffer"]
     assert buffer["tokens"] == 5 * 12 and buffer["bytes"] > 5 * 48
     assert buffer["tokens_by_version"] == {"v0": 3 * 8, "v1": 2 * 8}
@@ -179,7 +175,7 @@ def test_without_files_there_is_nothing_to_hand_out(model: Path) -> None:
         reply = httpx.get(f"{server.url}/drafter/samples")
         state = httpx.get(f"{server.url}/drafter").json()
     assert reply.status_code == 409 and "--state-dir" in reply.json()["error"]["message"]
-    assert state["buffer"]["directory"] is None and state["trainer"] != "off"
+    assert state["buffer"]["directory"] is None and state["trainer"]["state"] == "idle"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +196,7 @@ def test_a_trainer_that_ends_is_shown_with_the_reason(command: str, error: str) 
         assert (link.phase, link.error, link.restarts) == ("starting", "", 0)
         running = asyncio.create_task(link.run())
         while link.restarts < 1:
-            assert link.phase != "recording"
+            assert link.phase != "running"
             await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.wait({running})
@@ -215,7 +211,7 @@ def test_the_command_prints_both(
 ) -> None:
     assert main(["drafter", "status", "--url", recording.url]) == 0
     said = capsys.readouterr().out
-    for part in ("drafter history", "not known", "recording", "output tokens of v1", "offered"):
+    for part in ("drafter history", "not known", "idle", "output tokens of v1", "offered"):
         assert part in said, said
     assert main(["drafter", "status", "--url", server.url]) == 0
     assert "no drafter is loaded" in capsys.readouterr().out

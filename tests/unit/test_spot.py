@@ -76,7 +76,7 @@ class Rig:
     def __init__(self, *, due: bool = True) -> None:
         self.now, self.work = 0.0, FakeWork()
         self.sent: list[FromTrainer] = []
-        self.spot = SpotTrainer(lambda: self.work, self.sent.append, lambda: self.now)
+        self.spot = SpotTrainer(lambda device: self.work, self.sent.append, lambda: self.now)
         if due:
             self.spot.take(Order(number=1, do="train"))
 

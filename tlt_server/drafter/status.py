@@ -26,6 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
 def show(console: Console, state: Mapping[str, Any]) -> None:
     """Print a `DrafterState`."""
     _print(console, "recording", _recording(state))
+    if state["trainer"] is not None:
+        _print(console, "trainer", _trainer(state["trainer"]))
     for served in state["drafters"]:
         _print(console, f"drafter {served['name']}", _served(served))
     if not state["drafters"]:
@@ -35,9 +37,6 @@ def show(console: Console, state: Mapping[str, Any]) -> None:
 def _recording(state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "target version", state["target_version"]
     yield "drafter_training", state["training"]
-    yield "trainer process", state["trainer"]
-    if state["trainer_error"]:
-        yield "restarts", f"{state['trainer_restarts']}; the last one: {state['trainer_error']}"
     buffer = state["buffer"]
     if buffer is None:
         return
@@ -53,6 +52,30 @@ def _recording(state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "refused", f"{buffer['refused']:,}"
     for reason in buffer["refusals"]:
         yield "", reason
+
+
+def _trainer(trainer: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    yield "state", f"{trainer['state']} {trainer['reason']}".strip()
+    if trainer["error"]:
+        yield "restarts", f"{trainer['restarts']}; the last one: {trainer['error']}"
+    yield "steps, rounds", f"{trainer['steps']:,}, {trainer['rounds']:,}"
+    loss = trainer["loss"]
+    yield "tokens, loss", f"{trainer['tokens']:,}, {'none' if loss is None else f'{loss:.4f}'}"
+    due = f"{trainer['recorded_tokens']:,} of {trainer['interval_tokens']:,} tokens"
+    yield "recorded for the next round", due
+    yield "adopted", f"{trainer['adopted']:,}"
+    for reason, count in trainer["refused"].items():
+        yield f"refused, {reason}", f"{count:,}"
+    cycles = f"{trainer['different_cycles']:,} of {trainer['compared_cycles']:,} cycles"
+    yield "differ in the self-check", cycles
+    if (last := trainer["candidate"]) is not None:
+        low, high = last["interval"]
+        yield "last candidate", f"{last['outcome']}, judged on {last['groups']} prompts"
+        yield "its gain", f"{last['gain']:.3f} ({low:.3f} to {high:.3f})"
+        before, after = last["accept_length_before"], last["accept_length"]
+        yield "replayed accept length", f"{after:.3f}, of the drafter in force {before:.3f}"
+    yield "memory", f"{trainer['memory_bytes'] / MIB:,.1f} MiB"
+    yield "checkpoints", trainer["checkpoint_error"] or f"{trainer['checkpoints']:,}"
 
 
 def _served(served: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -326,11 +326,11 @@ def _options(
         settings.weight_marker,
         state and state / "uploads",
         made_directory(directory) if "ipc" in settings.channels else None,
-        Groups(settings.weight_timeout_s),
+        trained=settings.trained,
+        groups=Groups(settings.weight_timeout_s),
     )
-    storage = Storage(
-        settings.weight_staging, device.free, device.device, state and state / "staged"
-    )
+    staged = state and state / "staged"
+    storage = Storage(settings.weight_staging, device.free, device.device, staged)
     return Options(settings.channels, intake, spool, storage)
 
 

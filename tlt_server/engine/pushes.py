@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tlt_server.commands import (
     AbortWeights,
     CommitWeights,
+    HandOver,
     InFlight,
     JoinGroup,
     LeaveGroup,
@@ -160,6 +161,8 @@ class WeightPushes:
                 self._reads.look(command, changing=self._changing)
             case ReadWeights():
                 self._reads.read(command, changing=self._changing)
+            case HandOver():
+                self._reads.hand_over(command, changing=self._changing)
             case JoinGroup():
                 self._joins.join(command)
             case LeaveGroup():

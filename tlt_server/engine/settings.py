@@ -12,8 +12,10 @@ from typing import Literal
 
 import msgspec
 
+from tlt_client.channels import TRAINED
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy, parse_strategy
+from tlt_server.samples.ring import WORK
 from tlt_server.shared_settings import PolicyName, SharedSettings, open_channels
 from tlt_server.speculation.drafters import DRAFTERS, to_load, weights_directory
 
@@ -34,7 +36,13 @@ class EngineSettings(SharedSettings):
 
     @property
     def channels(self) -> tuple[str, ...]:
-        return open_channels(self.weight_channels, self.weight_root)
+        own = (TRAINED,) if self.sample_ring else ()
+        return open_channels(self.weight_channels, self.weight_root) + own
+
+    @property
+    def trained(self) -> Path | None:
+        """Return where the server's own trainer leaves drafters; None without a trainer."""
+        return Path(self.sample_ring).parent / WORK if self.sample_ring else None
 
     @property
     def drafter_directory(self) -> Path | None:

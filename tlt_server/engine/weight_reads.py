@@ -5,15 +5,17 @@ tensor. Meanwhile the live storage must not change.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tlt_client.channels import DRAFTER_PREFIX
-from tlt_server.commands import LookAtWeights, ReadWeights
+from tlt_server.commands import HandOver, LookAtWeights, ReadWeights
 from tlt_server.engine.weight_reports import WeightReports
-from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, Unavailable
+from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, TltError, Unavailable
 from tlt_server.threads import Crew
+from tlt_server.weights.handover import hand_over
 from tlt_server.weights.versions import Versions
 
 MAX_READERS = 4  # at once, including those that wait for a change to end
@@ -53,6 +55,21 @@ class WeightReads:
             },
         )
 
+    def hand_over(self, command: HandOver, *, changing: bool) -> None:
+        """Answer with the versions that were written; `Conflict` during a change."""
+        if changing:
+            raise Conflict("the weights in use are about to change; ask once that is done")
+        if self._versions.quarantined:
+            raise Conflict("the weights in use are in doubt; push a version first")
+        self._readers.check_room(len(self._waiting))
+        live = self._versions.live
+
+        def write() -> dict[str, Any]:
+            hand_over(live, Path(command.directory), Path(command.drafter))
+            return {}
+
+        self._start(command.id, write)
+
     def advance(self) -> None:
         """Start the readings that waited; no change is under way."""
         waiting, self._waiting = self._waiting, []
@@ -73,6 +90,8 @@ class WeightReads:
         def read() -> None:
             try:
                 self._reports.report(id, "looked", **look())
+            except TltError as refusal:
+                self._reports.refuse(id, refusal)
             except Exception as cause:  # every command is answered
                 error = PushFailed(
                     f"the weights in use cannot be read ({type(cause).__name__}: {cause}); nothing "

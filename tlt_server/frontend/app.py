@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Scope
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.http.access import QUIET, Access
-from tlt_server.frontend.http.arrival import Arrival
+from tlt_server.frontend.http.arrival import Arrival, Working
 from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
 from tlt_server.frontend.http.budget import BodyBudget
 from tlt_server.frontend.http.connections import ProbesOnly
@@ -148,6 +148,7 @@ def _middleware(
     return [
         Middleware(ProbesOnly, refuse=refuse),
         Middleware(Authentication, gate=gate, terms=table.terms, refuse=refuse),
+        Middleware(Working, activity=service.engine.activity),
         Middleware(
             BodyLimits,
             max_body_bytes=config.max_body_mb * 2**20,

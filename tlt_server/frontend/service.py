@@ -23,12 +23,15 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.reading.reader import Reader
 from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.frontend.weights.adoption import Adoption
 from tlt_server.frontend.weights.broadcasts import Broadcasts
 from tlt_server.frontend.weights.checker import WeightChecker
+from tlt_server.frontend.weights.exports import DrafterExports
 from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.frontend.weights.transfer import Transfer
 from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.metrics import Metrics
+from tlt_server.speculation.drafters import weights_directory
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,14 @@ class Service:
     @cached_property
     def transfer(self) -> Transfer:
         return Transfer(self.broadcasts)
+
+    @cached_property
+    def adoption(self) -> Adoption:
+        return Adoption(self.engine, self.session, weights_directory(self.config.drafter))
+
+    @cached_property
+    def exports(self) -> DrafterExports:
+        return DrafterExports(self.config, self.adoption)
 
     @cached_property
     def checker(self) -> WeightChecker:

@@ -22,6 +22,7 @@ from tlt_server.metrics.kinds import Kinds
 from tlt_server.metrics.rollouts import RolloutMetrics
 from tlt_server.metrics.samples import SampleMetrics
 from tlt_server.metrics.sequences import SequenceMetrics
+from tlt_server.metrics.training import TrainingMetrics
 from tlt_server.metrics.weights import WeightMetrics
 
 disable_created_metrics()  # no reader needs a `_created` series next to every counter
@@ -40,6 +41,7 @@ class Metrics:
         self.rollouts = RolloutMetrics(kinds)
         self.disk = DiskMetrics(kinds)
         self.samples = SampleMetrics(kinds)
+        self.training = TrainingMetrics(kinds)
         PlatformCollector(registry=self.registry)
         ProcessCollector(registry=self.registry)
         ProcessCollector("tlt_engine", pid=lambda: self.engine.pid, registry=self.registry)

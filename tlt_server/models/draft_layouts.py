@@ -6,6 +6,7 @@ nothing else asks which layout a directory has. `tlt drafter export` writes the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,6 +73,12 @@ def _speculators(raw: Raw, source: str) -> Raw:
 
 FLAT = DraftLayout(_as_it_is, {})
 NESTED = DraftLayout(_speculators, {"midlayer.": "layers.0."})
+
+
+def write_flat(drafter: Path, directory: Path) -> None:
+    """Write a drafter's config.json for tensors under our names."""
+    _, raw = read_layout(drafter)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def layout_of(raw: Raw) -> DraftLayout:

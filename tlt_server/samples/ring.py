@@ -24,6 +24,7 @@ from tlt_server.errors import StartupError
 from tlt_server.private import private_file
 
 Buffer = bytes | memoryview  # contiguous
+WORK = "trainer"  # directory next to the ring, in which the trainer leaves drafters
 MAGIC = int.from_bytes(b"tltring1", "little")
 WORDS, HEAD_BYTES = 6, 64
 ENTRY = 24  # bytes before an entry's content

@@ -4,7 +4,6 @@ it. The target is there with its embedding and the head's rows of the draft voca
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import feature_layers
-from tlt_server.models.draft_layouts import read_layout
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.network import TrainableDrafter, load_trainable
@@ -44,20 +42,11 @@ class Handed(NamedTuple):
         return ReplayedDrafter.load(directory, self.frame)
 
 
-def write_config(drafter: Path, directory: Path) -> None:
-    """Write the config.json of a drafter that is served, in the layout of our tensor names."""
-    _, raw = read_layout(drafter)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-
-
-def read_handed(
-    directory: Path, model: Path, drafter: Path, target_version: str, drafter_version: str
-) -> Handed:
-    """Read what the engine has handed over. `model`, `drafter`: directories that are served.
-    `ModelError` where the drafter does not fit.
+def read_handed(directory: Path, model: Path, target_version: str, drafter_version: str) -> Handed:
+    """Read what the engine has handed over. `model`: the directory that is served. `ModelError`
+    where the drafter does not fit.
     """
     own = directory / DRAFTER
-    write_config(drafter, own)
     tensors = load_file(directory / TARGET)
     config = ModelConfig.read(model)
     with torch.device("meta"):

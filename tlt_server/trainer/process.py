@@ -56,10 +56,8 @@ class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     feature_bytes: int = 0
     feature_staleness: int = 0  # versions
     activity: str = ""  # the word that tells of requests; empty: nothing is trained
-    drafter: str = ""  # directory of the drafter that the server was started with
     work: str = ""  # directory for candidates, of which the engine takes them
     checkpoints: str = ""
-    device: str = "cpu"  # or cuda
 
 
 class Keeper:
@@ -178,16 +176,15 @@ class Trained:
     """The part of the process that trains, where there is a drafter to train."""
 
     def __init__(self, settings: TrainerSettings, keeper: Keeper, channel: FrontendPipes) -> None:
-        def work() -> Work:
+        def work(device: str) -> Work:
             # torch takes seconds to import, and only training needs it.
             made: Work = load_object("tlt_server.trainer.work:make_work")(
                 keeper.buffer,
                 keeper.states,
                 model=Path(settings.model),
-                drafter=Path(settings.drafter),
                 directory=Path(settings.work),
                 checkpoints=Path(settings.checkpoints),
-                device=settings.device,
+                device=device,
             )
             return made
 

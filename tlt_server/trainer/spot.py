@@ -95,12 +95,12 @@ class Work(Protocol):
 class SpotTrainer:
     def __init__(
         self,
-        work: Callable[[], Work],
+        work: Callable[[str], Work],
         send: Callable[[FromTrainer], None],
         clock: Callable[[], float] = time.monotonic,
         schedule: Schedule | None = None,
     ) -> None:
-        """`work` makes what does it, once weights are here."""
+        """`work` makes what does it on a device, once weights are here."""
         self.phases, self.schedule = StateMachine(clock), schedule or Schedule()
         self._make, self._send, self._clock = work, send, clock
         self._made: Work | None = None
@@ -159,7 +159,7 @@ class SpotTrainer:
             self.phases.reason = handed.error
             return
         try:
-            self._made = self._made or self._make()
+            self._made = self._made or self._make(handed.device)
             self._work.install(handed)
         except (TltError, StartupError, ValueError, OSError) as error:
             self.phases.enter(TrainerState.FAILED, f"this drafter cannot be trained: {error}")

@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
+from tlt_server.models.draft_layouts import write_flat
 from tlt_server.private import private_directory
 from tlt_server.records import Strategy
 from tlt_server.samples.identity import Identity
@@ -28,7 +29,7 @@ from tlt_server.trainer import figures
 from tlt_server.trainer.adoption_test import AdoptionTest
 from tlt_server.trainer.captured import CapturedFeatures
 from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
-from tlt_server.trainer.handed import PAGE_SIZE, Handed, write_config
+from tlt_server.trainer.handed import PAGE_SIZE, Handed
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.replay import ReplayedDrafter, Roots
@@ -78,7 +79,7 @@ class Trial:
         """Write the candidate with the calibration in force."""
         shutil.rmtree(self._directory, ignore_errors=True)
         private_directory(self._directory, parents=True)
-        write_config(self._handed.directory, self._directory)
+        write_flat(self._handed.directory, self._directory)
         network.save(self._directory)
         shutil.copyfile(self._handed.directory / CALIBRATION, self._directory / CALIBRATION)
 

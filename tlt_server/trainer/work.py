@@ -14,6 +14,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,7 +51,6 @@ def make_work(
     states: StateStore,
     *,
     model: Path,
-    drafter: Path,
     directory: Path,
     checkpoints: Path,
     device: str,
@@ -58,14 +58,13 @@ def make_work(
     """Return the work of this process, which on a CPU leaves most of it to the engine."""
     torch.set_num_threads(min(MOST_THREADS, max(1, available_processors() // 2)))
     slots = GPU_SLOTS if device == "cuda" else CPU_SLOTS
-    settings = WorkSettings(model, drafter, directory, checkpoints, device, slots)
+    settings = WorkSettings(model, directory, checkpoints, device, slots)
     return DrafterWork(settings, buffer, states)
 
 
 @dataclass(frozen=True)
 class WorkSettings:
     model: Path
-    drafter: Path  # the directory that the server was started with
     directory: Path  # for candidates
     checkpoints: Path
     device: str  # cpu or cuda
@@ -87,7 +86,7 @@ class DrafterWork:
         before, given = self._handed, self._settings
         self._handed = None
         self._handed = read_handed(
-            Path(handed.directory), given.model, given.drafter, handed.target, handed.drafter
+            Path(handed.directory), given.model, handed.target, handed.drafter
         )
         if before is not None:
             shutil.rmtree(before.directory.parent, ignore_errors=True)
@@ -155,6 +154,7 @@ class DrafterWork:
             remedy = "loss or gradient is not finite again and again; start from another drafter"
             return RoundEnd("not_finite", pause=remedy)
         self._save(trainer)
+        self._settle(trainer)
         yield TrainerState.EVALUATING
         return (yield from self._judge(handed, trainer, entries, drawn))
 
@@ -244,15 +244,12 @@ class DrafterWork:
         if self._checkpoints is not None:
             self._checkpoints.close()
         directory, identity = self._place(trainer)
-        self._checkpoints = written = Checkpoints(directory, trainer.state, identity)
+        self._checkpoints = Checkpoints(directory, trainer.state, identity)
 
-        def settle() -> None:
-            trainer.good = written.settle() or trainer.good
-
-        trainer.before_update = settle
+        trainer.before_update = partial(self._settle, trainer)
         self._trainer = trainer
         self._save(trainer)
-        self._checkpoints.settle()
+        self._settle(trainer)
         for other in self._settings.checkpoints.glob("*"):
             if other != directory:
                 shutil.rmtree(other, ignore_errors=True)
@@ -261,6 +258,11 @@ class DrafterWork:
         trainer.state.cursor = (self._rounds, self._candidates)
         assert self._checkpoints is not None
         self._checkpoints.begin()
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Have the checkpoint written that has begun, before weights change."""
+        assert self._checkpoints is not None
+        trainer.good = self._checkpoints.settle() or trainer.good
 
     def _measure(self) -> None:
         facts, written = self.facts, self._checkpoints

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tlt_client.channels import CHANNELS, Receiver
+from tlt_client.channels import CHANNELS, TRAINED, Receiver
 from tlt_server.commands import Manifest
 from tlt_server.errors import PushFailed, TltError
 from tlt_server.registry import Registry
@@ -17,7 +17,8 @@ from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.spool import not_recorded
 
-RECEIVERS = Registry("channel", CHANNELS)
+# The trainer's own candidates come from a directory of the server.
+RECEIVERS = Registry("channel", {**CHANNELS, TRAINED: "tlt_client.channels.disk:TrainedReceiver"})
 LOOK_S = 0.05  # between two looks whether a push that waits was aborted
 
 

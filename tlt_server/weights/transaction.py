@@ -74,6 +74,12 @@ class Transaction:
         error the caller calls `refuse`.
         """
         self._check_open(manifest)
+        live = self.versions.live.target.version
+        if manifest.of not in ("", live):
+            raise Conflict(
+                f"the drafter was trained for version {manifest.of!r} of the target, and {live!r} "
+                "is live; train it for that one"
+            )
         headless = self._headless(manifest)
         if manifest.partial and headless is None and (push := self._gathering(manifest)):
             push.manifest, push.state = manifest, Waiting()

@@ -30,6 +30,7 @@ CHANNELS = {  # name -> the engine's half; its file holds the trainer's too
     "broadcast": "tlt_client.channels.broadcast:BroadcastReceiver",
     "ipc": "tlt_client.channels.ipc:IpcReceiver",
 }
+TRAINED = "trained"  # the channel of drafters that the server trains itself; not for pushes
 DRAFTER_PREFIX = "draft."  # begins the names of the drafter's tensors in a push of both roles
 
 Tensors = Iterable[tuple[str, "Tensor"]]
@@ -81,6 +82,7 @@ class Intake:
     marker: str = ""  # a file that each complete directory holds
     uploads: Path | None = None  # directory of parts that came by http
     sockets: Path | None = None  # private directory in which it meets trainers of the channel ipc
+    trained: Path | None = None  # directory of the server's own trainer
     groups: Groups = field(default_factory=Groups)  # the engine's joined groups
 
     @property

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,13 @@ class DiskReceiver:
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
+
+
+class TrainedReceiver(DiskReceiver):
+    """The server's own trainer writes a candidate into a directory of the server."""
+
+    def __init__(self, push: Announcement, intake: Intake) -> None:
+        super().__init__(push, replace(intake, root=intake.trained, marker=""))
 
 
 class DiskSender(Sender):

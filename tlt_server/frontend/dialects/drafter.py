@@ -1,5 +1,5 @@
-"""The drafter that is served and what is recorded to train it: `GET /drafter` shows both,
-`GET /drafter/samples` hands the recorded sequences out.
+"""The drafter that is served, what is recorded to train it, and its trainer: `GET /drafter` shows
+them, `GET /drafter/samples` hands the recorded sequences out, and an operator's orders are posts.
 """
 
 from __future__ import annotations
@@ -8,18 +8,37 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tlt_server.errors import Conflict, InvalidRequest, ModelError, StorageFailed, Unavailable
+from tlt_server.errors import (
+    Conflict,
+    EngineFailed,
+    InvalidRequest,
+    ModelError,
+    PushFailed,
+    StorageFailed,
+    Unavailable,
+)
+from tlt_server.frontend.dialects.replies.drafter import (
+    BufferState,
+    DrafterState,
+    ExportReply,
+    ServedDrafter,
+    TrainerStatus,
+    trainer_status,
+)
+from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import NoFields, Strict
 from tlt_server.frontend.http.queries import count
 from tlt_server.frontend.http.replies import json_response
-from tlt_server.frontend.link.trainer import TrainerLink, TrainerPhase
+from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.service import Service
 from tlt_server.records import Cycle
 from tlt_server.speculation.drafters import DRAFTERS, architecture_in, weights_directory
+from tlt_server.training import TrainerState
 
 MAX_NUMBER = 2**63 - 1
 LIMIT, MAX_LIMIT = 256, 4096  # sequences of a reply
@@ -39,89 +58,21 @@ AT_MOST = Parameter(
 )
 
 
-class ServedDrafter(Struct, frozen=True, kw_only=True):
-    """A drafter that is loaded, with what the target has accepted of it of late."""
-
-    name: Annotated[str, Meta(description="as strategies name it")]
-    architecture: Annotated[
-        str | None,
-        Meta(description="of its network, as its config.json says; null: it has no network"),
-    ]
-    weight_version: Annotated[
-        str | None, Meta(description="version of its weights; null: it has no network")
-    ]
-    resting: Annotated[
-        bool,
-        Meta(description="whether it drafts nothing, as a change of weights collapsed acceptance"),
-    ]
-    steps: Annotated[
-        int,
-        Meta(
-            description="steps that the next figures are of: the last ones in which all requests "
-            "took its drafts"
-        ),
-    ]
-    accept_length: Annotated[
-        float | None,
-        Meta(description="mean tokens per request and such step; null: there is no such step"),
-    ]
-    accepted_at_depth: Annotated[
-        list[float],
-        Meta(
-            description="share of requests whose first 1, 2, ... drafts were accepted, of the "
-            "steps that drafted as deep"
-        ),
-    ]
+ROUTES = Routes()
 
 
-class BufferState(Struct, frozen=True, kw_only=True):
-    """The sequences that are kept to train the drafter."""
-
-    sequences: Annotated[int, Meta(description="sequences that are kept")]
-    tokens: Annotated[int, Meta(description="their tokens, with those of prompts")]
-    bytes: Annotated[int, Meta(description="their size")]
-    tokens_by_version: Annotated[
-        dict[str, int],
-        Meta(description="the target's weight version -> output tokens; `older`: all before these"),
-    ]
-    directory: Annotated[
-        str | None, Meta(description="where segment files are; null: sequences are in memory only")
-    ]
-    disk_error: Annotated[
-        str, Meta(description="why sequences are not written to files now; else empty")
-    ]
-    offered: Annotated[int, Meta(description="sequences recorded since the engine has started")]
-    dropped: Annotated[
-        int, Meta(description="those of them that were lost as the trainer was slow or away")
-    ]
-    refused: Annotated[
-        int, Meta(description="sequences and files that did not fit, since the trainer has started")
-    ]
-    refusals: Annotated[list[str], Meta(description="the last reasons for that, newest last")]
-
-
-class DrafterState(Struct, frozen=True, kw_only=True):
-    """The drafters that are served, and what is recorded to train one."""
-
-    target_version: Annotated[str, Meta(description="the target's weight version that is live")]
-    drafters: Annotated[list[ServedDrafter], Meta(description="drafters that are loaded")]
-    training: Annotated[str, Meta(description="the setting drafter_training")]
-    trainer: Annotated[
-        TrainerPhase | Literal["off"],
-        Meta(description="the trainer process; failed: it ended and is started again soon"),
-    ]
-    trainer_error: Annotated[
+class ExportFields(Strict, frozen=True, kw_only=True):
+    name: Annotated[
         str,
         Meta(
-            description="how the last trainer process ended, whose own words are in the standard "
-            "error of the server; empty: none has"
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+            description="of the new directory, below `exports` in the state directory",
         ),
     ]
-    trainer_restarts: Annotated[int, Meta(description="trainer processes after the first one")]
-    buffer: Annotated[BufferState | None, Meta(description="null: nothing is recorded")]
-
-
-ROUTES = Routes()
+    layout: Annotated[
+        Literal["eagle3", "sglang", "speculators", "eagle1"],
+        Meta(description="as of tlt drafter export"),
+    ] = "eagle3"
 
 
 @ROUTES.get("/drafter", needs="operate", gives=DrafterState, raises=(Unavailable,))
@@ -134,9 +85,7 @@ async def look(service: Service, request: Request) -> Response:
         target_version=info.weight_version,
         drafters=[_served(service, name) for name in info.drafters],
         training=service.config.drafter_training,
-        trainer=trainer.phase if trainer else "off",
-        trainer_error=trainer.error if trainer else "",
-        trainer_restarts=trainer.restarts if trainer else 0,
+        trainer=trainer_status(trainer) if trainer else None,
         buffer=_buffer(service, trainer) if trainer else None,
     )
     return json_response(state)
@@ -189,6 +138,131 @@ async def samples(service: Service, request: Request) -> Response:
     }
     media = "application/octet-stream"
     return StreamingResponse(_slices(found.data), media_type=media, headers=headers)
+
+
+@ROUTES.post(
+    "/drafter/train",
+    needs="operate",
+    takes=NoFields,
+    optional_body=True,
+    gives=TrainerStatus,
+    raises=(Conflict, Unavailable),
+)
+async def train(service: Service, request: Request) -> Response:
+    """Begin a round of training now, once the engine is idle, without waiting for more sequences.
+
+    While requests are served it waits, as ever. 409 while a round is on its way, in a pause, and
+    where nothing can be trained.
+    """
+    await service.bodies.of(request, NoFields)
+    trainer = _trainer(service)
+    state = trainer.spot.state
+    if state == TrainerState.PAUSED:
+        raise Conflict(
+            f"training is paused ({trainer.spot.reason}); POST /drafter/resume, then ask again"
+        )
+    if state == TrainerState.FAILED:
+        raise Conflict(f"{trainer.spot.reason}; push another drafter, then ask again")
+    if state != TrainerState.IDLE:
+        raise Conflict(
+            f"a round is on its way ({state}); wait for its end, which GET /drafter shows"
+        )
+    await trainer.order("train")
+    return json_response(trainer_status(trainer))
+
+
+@ROUTES.post(
+    "/drafter/pause",
+    needs="operate",
+    takes=NoFields,
+    optional_body=True,
+    gives=TrainerStatus,
+    raises=(Conflict, Unavailable),
+)
+async def pause(service: Service, request: Request) -> Response:
+    """Train and adopt nothing until POST /drafter/resume; what is half done is kept. A repeated
+    call changes nothing.
+    """
+    await service.bodies.of(request, NoFields)
+    trainer = _trainer(service)
+    await trainer.order("pause")
+    return json_response(trainer_status(trainer))
+
+
+@ROUTES.post(
+    "/drafter/resume",
+    needs="operate",
+    takes=NoFields,
+    optional_body=True,
+    gives=TrainerStatus,
+    raises=(Conflict, Unavailable),
+)
+async def resume(service: Service, request: Request) -> Response:
+    """Go on after a pause, an operator's or one after a fault. A repeated call changes nothing."""
+    await service.bodies.of(request, NoFields)
+    trainer = _trainer(service)
+    await trainer.order("resume")
+    return json_response(trainer_status(trainer))
+
+
+@ROUTES.post(
+    "/drafter/rollback",
+    needs="operate",
+    takes=NoFields,
+    optional_body=True,
+    gives=PushReply,
+    raises=(Conflict, PushFailed, EngineFailed, Unavailable),
+)
+async def rollback(service: Service, request: Request) -> Response:
+    """Make the drafter before the live one live again; the target stays. Training goes on from it,
+    so pause the trainer first to keep it.
+    """
+    await service.bodies.of(request, NoFields)
+    return outcome(await service.adoption.roll_back())
+
+
+@ROUTES.post(
+    "/drafter/export",
+    needs="operate",
+    takes=ExportFields,
+    gives=ExportReply,
+    raises=(Conflict, PushFailed, StorageFailed, EngineFailed, Unavailable),
+)
+async def export(service: Service, request: Request) -> Response:
+    """Write the live drafter below the state directory, in the layout of another engine. It is read
+    back and compared before it is there.
+    """
+    asked = await service.bodies.of(request, ExportFields)
+    found = await service.exports.write(asked.name, asked.layout)
+    return json_response(
+        ExportReply(
+            directory=str(found.directory),
+            layout=asked.layout,
+            version=found.version,
+            said=found.said,
+        )
+    )
+
+
+def _trainer(service: Service) -> TrainerLink:
+    """Return the link to a process that trains. `Conflict` without one."""
+    trainer = service.trainer
+    if trainer is None:
+        raise Conflict(
+            "drafter_training is off; restart the server with --drafter-training idle and "
+            "--state-dir"
+        )
+    if not trainer.trains:
+        raise Conflict(
+            "this server drafts without a network, so nothing can be trained; restart it with "
+            "--drafter DIR, which tlt drafter init can write"
+        )
+    if not service.config.drafter_feature_mb:
+        raise Conflict(
+            "drafter_feature_mb is 0, so no features are kept to train on; restart the server with "
+            "--drafter-feature-mb"
+        )
+    return trainer
 
 
 async def _slices(data: bytes) -> AsyncIterator[bytes]:

@@ -37,6 +37,7 @@ from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
 from tlt_server.records import Cycle, GenerateRequest, Switch
+from tlt_server.samples.activity import Activity
 
 SWITCHES = 32  # the last ones that are kept
 DRAFTED = 128  # the last steps that verified drafts and are kept
@@ -45,13 +46,19 @@ log = structlog.get_logger()
 
 
 class EngineClient:
-    def __init__(self, admission: Admission, metrics: Metrics) -> None:
+    def __init__(
+        self, admission: Admission, metrics: Metrics, activity: Activity | None = None
+    ) -> None:
+        """`activity`: told whether there is work, for the trainer."""
         self.admission, self._metrics = admission, metrics
+        self.activity = activity or Activity()
         metrics.sequences.open_tokens.set_function(lambda: admission.tokens)
         metrics.sequences.forecast_pages.set_function(lambda: admission.pages)
         metrics.sequences.forecast_wait_s.set_function(admission.wait_s)
         self._link: EngineLink | None = None
-        self._sequences = OpenSequences(admission, metrics, self._send)
+        self._sequences = OpenSequences(
+            admission, metrics, self._send, lambda count: self.activity.set("sequences", count)
+        )
         self._weight_answers = Answers[WeightReport](self._send)
         self._control_answers = Answers[ControlReport](self._send)
         self._unanswered = False  # weight commands were open at a death; False again when ready
@@ -97,6 +104,7 @@ class EngineClient:
                 self._weights_reported(event)
             case ControlReport(id, error):
                 self.pauses.answered(event)
+                self.activity.sleeps(bool(self.pauses.asleep))
                 if error is not None and id not in self._control_answers:
                     # the client has gone, or a new epoch got a command that was standing
                     log.warning("control_failed", code=error[0], message=error[1])
@@ -109,6 +117,7 @@ class EngineClient:
         sequences that can. `restart_in_s`: None for never; `start_s`: how long a start then takes.
         """
         self._link = None
+        self.activity.set("engine", 1)  # it starts again, and measures its steps
         self.pauses.died()
         reason = death.error.message
         restart = "will not be" if restart_in_s is None else "is being"
@@ -140,6 +149,7 @@ class EngineClient:
             self._send(command)
         if not self.versions.lost:
             self._sequences.resume()
+        self.activity.set("engine", 0)
         self._started.set()
 
     def _dispatch(self, message: Outputs) -> None:
@@ -284,7 +294,8 @@ class EngineClient:
     async def weights(self, command: WeightCommand) -> WeightReport:
         """Return the engine's answer. A caller that goes away does not stop what it asked for."""
         self.check_running()
-        report = await self._weight_answers.ask(command)
+        with self.activity.during("weights"):
+            report = await self._weight_answers.ask(command)
         if report.version:  # for what is still logged of the request, such as its audit line
             structlog.contextvars.bind_contextvars(version=report.version)
         return report

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.events import EngineInfo, Phase, PhaseProgress
+from tlt_server.speculation.drafters import weights_directory
 
 EVERY_S = 10.0
 REWRITE = "\r\x1b[K"  # go to the line's start and clear it
@@ -59,7 +60,7 @@ class ProgressLines:
                 f"tlt: drafter_training {config.drafter_training} keeps finished sequences, "
                 f"prompts included, up to {config.drafter_buffer_tokens} tokens, "
                 f"{'below state_dir' if config.state_dir else 'in memory only (no state_dir)'}; "
-                "nothing is trained yet. A request with train false is not kept"
+                f"{_trained(config)}. A request with train false is not kept"
             )
 
     def lost(self, reason: str) -> None:
@@ -90,3 +91,11 @@ class ProgressLines:
     def _say(self, line: str) -> None:
         print(f"{REWRITE if self._unfinished else ''}{line}", file=self._stream, flush=True)
         self._unfinished, self._said_s = False, self._clock()
+
+
+def _trained(config: ResolvedConfig) -> str:
+    if weights_directory(config.drafter) is None:
+        return "nothing is trained, as --drafter names no network"
+    if not config.drafter_feature_mb:
+        return "nothing is trained, as drafter_feature_mb is 0"
+    return "the drafter is trained on them while the engine is idle"

@@ -33,9 +33,15 @@ log = structlog.get_logger()
 
 class OpenSequences:
     def __init__(
-        self, admission: Admission, metrics: Metrics, send: Callable[[Command], bool]
+        self,
+        admission: Admission,
+        metrics: Metrics,
+        send: Callable[[Command], bool],
+        counted: Callable[[int], None] = lambda count: None,
     ) -> None:
+        """`counted` is told how many are open."""
         self._admission, self._metrics, self._send = admission, metrics, send
+        self._counted = counted
         self._suspects, self._chores = Suspects(), Chores()
         self._routes: dict[str, Route] = {}  # in order of arrival
         self._queue: deque[tuple[list[GenerateRequest], bool]] = (
@@ -295,6 +301,7 @@ class OpenSequences:
 
     def _count(self) -> None:
         self._metrics.sequences.open.set(len(self._routes))
+        self._counted(len(self._routes))
         if self._routes:
             self.idle.clear()
         else:

@@ -1,4 +1,5 @@
-"""Runs the trainer process: starts it, takes its reports, and starts another one when it ends.
+"""Runs the trainer process: starts it, takes its reports, carries what it asks for to the engine,
+and starts another one when it ends.
 
 Nothing depends on it: while it is away, finished sequences are dropped and counted.
 """
@@ -7,26 +8,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Literal
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-import msgspec
 import structlog
 
+from tlt_server.errors import Unavailable
 from tlt_server.events import BufferReport
+from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics.samples import SampleMetrics
+from tlt_server.metrics.training import TrainingMetrics
 from tlt_server.samples.excerpt import Excerpt, SampleFiles
+from tlt_server.training import (
+    HandedOver,
+    InForce,
+    Offer,
+    Order,
+    SpotReport,
+    ToTrainer,
+    Verdict,
+    WeightsWanted,
+    line_of,
+    read_from_trainer,
+)
 
 END_S = 5.0  # time for a process to keep what the ring still has
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0
 STEADY_S = 60.0  # a process that lived this long was well
+ANSWER_S = 10.0  # time for an order to be carried out: a segment may run
 REFUSALS = 16  # the last ones that are kept
 
-TrainerPhase = Literal["starting", "recording", "failed"]
+ProcessPhase = Literal["starting", "running", "failed"]
 
 log = structlog.get_logger()
+
+
+class Weights(Protocol):
+    """Ways to the engine's weights."""
+
+    async def hand_over(self, directory: Path) -> HandedOver: ...
+
+    async def adopt(self, offer: Offer) -> Verdict: ...
 
 
 class TrainerLink:
@@ -35,24 +61,37 @@ class TrainerLink:
         launch: Callable[[], Awaitable[Process]],
         metrics: SampleMetrics,
         files: SampleFiles | None,
+        work: Path | None = None,
+        training: TrainingMetrics | None = None,
     ) -> None:
-        """`files`: the segment files that the process writes; None: it writes none."""
+        """`files`: the segment files that the process writes; None: it writes none. `work`: the
+        directory for handed-over weights and candidates; None: it does not train.
+        """
         self._launch, self._metrics, self.files = launch, metrics, files
-        self.report = BufferReport()
-        self.phase: TrainerPhase = "starting"
+        self._work, self._training = work, training
+        self.report, self.spot = BufferReport(), SpotReport()
+        self.phase: ProcessPhase = "starting"
         self.error = ""  # how the last process ended; empty: none has
         self.restarts = 0
         self.refusals: deque[str] = deque(maxlen=REFUSALS)
         self._reading = asyncio.Lock()
+        self._process: Process | None = None
+        self._weights: Weights | None = None
+        self._errands: set[asyncio.Task[None]] = set()
+        self._orders = 0
+        self._reported = asyncio.Event()
 
-    async def run(self) -> None:
-        """Run one process after another, until cancelled."""
+    async def run(self, engine: EngineClient | None = None, weights: Weights | None = None) -> None:
+        """Run one process after another, until cancelled. `engine`: its versions are told to the
+        process, `weights`: carries out what it asks for.
+        """
+        self._weights = weights
         delay_s = FIRST_DELAY_S
         while True:
             started_s = asyncio.get_running_loop().time()
-            self.phase = "starting"
+            self.phase, self.spot = "starting", SpotReport()
             try:
-                status = await self._live()
+                status = await self._live(engine)
             except OSError as error:
                 status = f"not started: {error.strerror}"
             except ValueError as error:  # a line is no report, or is longer than it may be
@@ -70,19 +109,81 @@ class TrainerLink:
         async with self._reading:
             return await asyncio.to_thread(files.read, after, limit)
 
-    async def _live(self) -> str:
-        process = await self._launch()
+    @property
+    def trains(self) -> bool:
+        """Tell whether the process trains, or only keeps sequences."""
+        return self._work is not None
+
+    async def order(self, do: Literal["train", "pause", "resume"]) -> SpotReport:
+        """Return the report that follows an order. `Unavailable` where none does."""
+        self._orders += 1
+        number = self._orders
+        if self.phase == "running" and self._send(Order(number=number, do=do)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    while self.spot.answered < number:
+                        await self._reported.wait()
+                    return self.spot
+        raise Unavailable(
+            f"the trainer process does not answer ({self.phase}{self.error and ': ' + self.error})"
+            "; it is started again when it has ended: ask again, GET /drafter says how it is",
+            retry_after_s=1,
+        )
+
+    def _send(self, message: ToTrainer) -> bool:
+        pipe = self._process.stdin if self._process is not None else None
+        if pipe is None or pipe.is_closing():
+            return False
+        pipe.write(line_of(message))
+        return True
+
+    async def _live(self, engine: EngineClient | None) -> str:
+        if self._work is not None:
+            await asyncio.to_thread(_empty, self._work)
+        process = self._process = await self._launch()
+        following = None
+        if engine is not None and self._work is not None:
+            following = asyncio.create_task(self._follow(engine))
         try:
             assert process.stdout is not None
             async for line in process.stdout:
-                self._take(msgspec.json.decode(line, type=BufferReport))
+                self._take(line)
             status = await process.wait()
             return f"ended by signal {-status}" if status < 0 else f"exit status {status}"
         finally:
+            self._process = None
+            for task in filter(None, (following, *self._errands)):
+                task.cancel()
             await _end(process)
 
-    def _take(self, report: BufferReport) -> None:
-        self.phase = "recording"
+    async def _follow(self, engine: EngineClient) -> None:
+        """Tell the process which versions are in force."""
+        told: InForce | None = None
+        while True:
+            changed = engine.changes.next
+            if engine.info is not None:
+                live = InForce(engine.info.weight_version, engine.info.drafter_version)
+                if live != told and self._send(live):
+                    told = live
+            await changed.wait()
+
+    def _take(self, line: bytes) -> None:
+        match read_from_trainer(line):
+            case BufferReport() as report:
+                self._keeps(report)
+            case SpotReport() as report:
+                self.spot = report
+                if self._training is not None:
+                    self._training.took(report)
+                self._reported.set()
+                self._reported = asyncio.Event()
+            case WeightsWanted():
+                self._start(self._hand_over())
+            case Offer() as offer:
+                self._start(self._adopt(offer))
+
+    def _keeps(self, report: BufferReport) -> None:
+        self.phase = "running"
         self.refusals.extend(report.refusals)
         for refusal in report.refusals:
             log.warning("sample_refused", reason=refusal)
@@ -90,6 +191,25 @@ class TrainerLink:
             log.warning("samples_on_disk", error=report.disk_error or "none: files again")
         self.report = report
         self._metrics.took(report)
+
+    def _start(self, errand: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(errand)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    async def _hand_over(self) -> None:
+        assert self._weights is not None and self._work is not None
+        self._send(await self._weights.hand_over(self._work))
+
+    async def _adopt(self, offer: Offer) -> None:
+        assert self._weights is not None
+        self._send(await self._weights.adopt(offer))
+
+
+def _empty(directory: Path) -> None:
+    """Remove what an earlier process was handed or has written."""
+    for path in directory.glob("*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 async def _end(process: Process) -> None:

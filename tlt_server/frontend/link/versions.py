@@ -19,6 +19,7 @@ class WantedVersions:
     def __init__(self) -> None:
         self.lost: dict[str, str] = {}  # role -> the version, and why it is lost
         self._wanted: dict[str, str] = {}
+        self.own: set[str] = set()  # drafters that the server has trained, so no caller wants them
 
     def begin(self, info: EngineInfo, *, unanswered: bool) -> None:
         """Take in what a new epoch holds. `unanswered`: weight commands were open when the epoch
@@ -29,7 +30,11 @@ class WantedVersions:
         missing = (
             {}
             if trusted
-            else {role: version for role, version in self._wanted.items() if version != held[role]}
+            else {
+                role: version
+                for role, version in self._wanted.items()
+                if version not in (held[role], *self.own)
+            }
         )
         self.lost = {
             role: f"the weight version {version!r} of the {role} is lost: the engine was restarted "

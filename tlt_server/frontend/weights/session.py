@@ -146,6 +146,17 @@ class WeightSession:
         self._engine, self.stages, self._ttl_s = engine, stages, ttl_s
         self._update = Update(self)
         self._dropping: set[asyncio.Task[None]] = set()
+        self._adopting = asyncio.Lock()  # a drafter of the server's own trainer is being pushed
+
+    async def adopt(self, manifest: Manifest) -> WeightReport:
+        """Push a drafter of the server's own trainer, outside of any update. `Conflict` while an
+        update is open or another push is on its way, which it must not hold up.
+        """
+        if self._update.selector is not None or self._update.pushing:
+            raise Conflict("a weight update is open or a push is on its way; later")
+        async with self._adopting:
+            command = PushWeights(self.command_id(), manifest)
+            return succeeded(await self._engine.weights(command))
 
     async def begin(self, selector: Selector) -> None:
         """Start a session and drop what an earlier one left, staged or on its way; a repeated start
@@ -331,6 +342,10 @@ class WeightSession:
         return succeeded(await self.report(command))
 
     async def report(self, command: WeightCommand) -> WeightReport:
+        if isinstance(command, PushWeights):
+            # An adoption is over soon.
+            async with self._adopting:
+                pass
         return await self._engine.weights(command)
 
 

@@ -1,0 +1,150 @@
+"""A server trains its own drafter in idle time: a weak drafter becomes better, tokens stay the
+same, and a trainer that is killed goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from tests.e2e.test_drafter_training import figures
+from tests.processes import trainer
+from tlt_client import Client
+from tlt_client.errors import Conflict
+from tlt_server.demo import chat, task
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+from tlt_server.trainer.sampling import HELD_OUT
+
+SPOILT = ("fc.weight", "midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight")
+TRAINED, JUDGED = 24, 24  # prompts
+FLAGS = ("--drafter-training", "idle", "--drafter-feature-mb", "256", "--kv-memory-mb", "64")
+
+
+@pytest.fixture(scope="module")
+def weak_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped drafter with noise in some of its matrices."""
+    directory = tmp_path_factory.mktemp("weak") / "drafter"
+    shutil.copytree(TARGET.parent / "drafter", directory)
+    tensors, random = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in SPOILT:
+        noise = torch.randn(tensors[name].shape, generator=random)
+        weight = tensors[name].float()
+        tensors[name] = (weight + weight.std() * noise).bfloat16()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def items() -> list[dict[str, Any]]:
+    """Prompts to train on and prompts that are held out, by the hash that decides."""
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for seed in range(2000):
+        text = task.problem(seed).prompt_text
+        ids = np.array(tokenizer.encode(chat.render_prompt(text)).ids, "<i4").tobytes()
+        key = xxhash.xxh3_64_intdigest(ids).to_bytes(8, "little")
+        held = xxhash.xxh3_64_intdigest(key) % HELD_OUT == 0
+        message = {"role": "user", "content": text}
+        found[held].append({"messages": [message], "seed": seed, "sampling": {"max_tokens": 64}})
+    return found[False][:TRAINED] + found[True][:JUDGED]
+
+
+@pytest.fixture(scope="module")
+def training(
+    weak_drafter: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    state = str(tmp_path_factory.mktemp("state"))
+    flags = ("--model", str(TARGET), "--drafter", str(weak_drafter), "--state-dir", state)
+    with ServerProcess(*flags, *FLAGS) as server:
+        yield server
+
+
+@pytest.fixture
+def own(training: ServerProcess) -> Iterator[Client]:
+    with Client(training.url, timeout_s=60) as client:
+        yield client
+
+
+def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def status(client: Client) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = client.drafter()["trainer"]
+    return found
+
+
+def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
+    training: ServerProcess, own: Client
+) -> None:
+    client, asked = own, items()
+    before = [result.choices[0] for result in client.generate(asked).results]
+    until(lambda: client.drafter()["buffer"]["sequences"] == TRAINED + JUDGED)
+    until(lambda: status(client)["process"] == "running")
+    client.train_drafter()
+    until(lambda: status(client)["state"] in ("training", "evaluating"))
+    with pytest.raises(Conflict, match="a round is on its way"):
+        client.train_drafter()
+    until(lambda: status(client)["state"] == "evaluating")
+    os.kill(trainer(training.process.pid), signal.SIGKILL)
+    until(lambda: status(client)["restarts"] == 1 and status(client)["process"] == "running")
+    client.generate(asked)  # features were in the memory of the killed process
+    until(lambda: client.drafter()["buffer"]["sequences"] == 2 * (TRAINED + JUDGED))
+    client.train_drafter()
+    until(lambda: status(client)["adopted"] + sum(status(client)["refused"].values()))
+    found = status(client)
+    assert found["adopted"] == 1, (found["refused"], found["candidate"])
+    assert found["rounds"] == 2  # the killed process had written its checkpoint
+    candidate = found["candidate"]
+    assert candidate["outcome"] == "adopted" and candidate["interval"][0] > 0
+    assert candidate["accept_length"] > 1.2 * candidate["accept_length_before"]
+    assert found["compared_cycles"] > 0 and found["different_cycles"] == 0
+    served = client.drafter()["drafters"][0]
+    assert served["weight_version"].startswith("drafter-initial-")
+    again = [result.choices[0] for result in client.generate(asked).results]
+    assert [c.token_ids for c in again] == [c.token_ids for c in before]
+    assert [c.logprobs for c in again] == [c.logprobs for c in before]
+    seen = figures(client)
+    assert seen["tlt_drafter_adoptions_total"] == 1
+    assert seen["tlt_drafter_self_check_differences_total"] == 0
+
+
+def test_orders_are_obeyed_and_the_drafter_goes_back(own: Client) -> None:
+    client = own
+    assert client.pause_drafter_training()["state"] == "paused"
+    with pytest.raises(Conflict, match="POST /drafter/resume"):
+        client.train_drafter()
+    assert client.pause_drafter_training()["state"] == "paused"  # twice is as once
+    assert client.rollback_drafter()["state"] == "rolled_back"
+    assert client.drafter()["drafters"][0]["weight_version"] == "initial"
+    with pytest.raises(Conflict, match="no drafter is kept"):
+        client.rollback_drafter()
+    exported = client.export_drafter("one", "sglang")
+    assert exported["version"] == "initial" and "same bits" in exported["said"]
+    assert (Path(exported["directory"]) / "model.safetensors").is_file()
+    with pytest.raises(Conflict, match="exists"):
+        client.export_drafter("one", "sglang")
+    assert client.resume_drafter_training()["state"] in ("idle", "parked")
+
+
+def test_a_server_without_a_trainer_says_what_to_do(server: ServerProcess) -> None:
+    for order in ("train", "pause", "resume"):
+        reply = httpx.post(f"{server.url}/drafter/{order}")
+        assert reply.status_code == 409
+        assert "--drafter-training idle" in reply.json()["error"]["message"]

@@ -1,0 +1,87 @@
+"""Drafters of the server's own trainer: hands it the weights in force and pushes what it proved
+better, by the transaction that every push takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import structlog
+
+from tlt_client.channels import TRAINED
+from tlt_server.commands import HandOver, Manifest, RollbackWeights
+from tlt_server.errors import Conflict, TltError
+from tlt_server.events import WeightReport
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.weights.session import WeightSession
+from tlt_server.training import HandedOver, Offer, Verdict
+
+log = structlog.get_logger()
+
+
+class Adoption:
+    def __init__(self, engine: EngineClient, session: WeightSession, drafter: Path | None) -> None:
+        """`drafter`: the directory that the server was started with; None: without a network."""
+        self._engine, self._session, self._drafter = engine, session, drafter
+        self._numbers = itertools.count(1)
+
+    async def hand_over(self, directory: Path) -> HandedOver:
+        """Have the weights in force written below the directory."""
+        try:
+            place = directory / f"handed-{next(self._numbers)}"
+            report = await self.write(place)
+        except TltError as error:
+            return HandedOver(error=error.message)
+        state, info = report.state, self._engine.info
+        device = info.device if info is not None else "cpu"
+        return HandedOver(
+            directory=str(place), target=state.target, drafter=state.drafter, device=device
+        )
+
+    async def write(self, directory: Path) -> WeightReport:
+        """Have the weights in force written into a new directory. `Conflict` without a drafter's
+        network, or the engine's error.
+        """
+        if self._drafter is None:
+            raise Conflict(
+                "this server drafts without a network; restart it with --drafter DIR for one"
+            )
+        id, drafter = self._engine.command_id(), str(self._drafter.resolve())
+        return await self._session.ask(HandOver(id, str(directory), drafter))
+
+    async def adopt(self, offer: Offer) -> Verdict:
+        """Push a candidate. A target that has changed, and a push in progress, refuse it."""
+        manifest = Manifest(
+            role="drafter",
+            version=offer.version,
+            channel=TRAINED,
+            path=Path(offer.directory).name,
+            of=offer.target_version,
+        )
+        try:
+            await self._session.adopt(manifest)
+        except TltError as error:
+            log.warning("drafter_refused", version=offer.version, reason=error.message)
+            return Verdict(version=offer.version, refused=error.code, error=error.message)
+        self._engine.versions.own.add(offer.version)
+        log.info("drafter_adopted", version=offer.version, target=offer.target_version)
+        return Verdict(version=offer.version)
+
+    async def roll_back(self) -> WeightReport:
+        """Make the drafter before the live one live again. `Conflict` where none is kept."""
+        if self._drafter is None:
+            raise Conflict("this server drafts without a network; there is nothing to go back to")
+        state = (await self._session.look()).state
+        before = state.previous.get("drafter")
+        if before is None:
+            raise Conflict(
+                "no drafter is kept to go back to: none was adopted or pushed since the start, or "
+                "the last step was a rollback; push the drafter that you want"
+            )
+        if state.previous.get("target") == before:
+            raise Conflict(
+                f"the target and the drafter came together as {before!r}; POST /weights/rollback "
+                "takes both back"
+            )
+        return await self._session.ask(RollbackWeights(self._engine.command_id(), before))

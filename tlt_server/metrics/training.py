@@ -1,0 +1,71 @@
+"""Metrics of the trainer of the drafter."""
+
+from __future__ import annotations
+
+from tlt_server.metrics.kinds import Kinds
+from tlt_server.training import SpotReport, TrainerState
+
+PARKING_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class TrainingMetrics:
+    def __init__(self, kinds: Kinds) -> None:
+        self._state = kinds.gauge(
+            "tlt_trainer_state", "1 for the state that the trainer is in.", "state"
+        )
+        self._steps = kinds.gauge(
+            "tlt_trainer_steps", "Optimizer steps of the drafter in training, over restarts."
+        )
+        self._loss = kinds.gauge("tlt_trainer_loss", "Loss of the last step.")
+        self._memory = kinds.gauge("tlt_trainer_memory_bytes", "Memory of the trainer process.")
+        self._interval = kinds.gauge(
+            "tlt_trainer_interval_tokens", "Output tokens to record before the next round."
+        )
+        self._gain = kinds.gauge(
+            "tlt_trainer_candidate_gain",
+            "Replayed gain of the last candidate: (before - after) / (before + after), in cycles.",
+        )
+        self._parking_s = kinds.histogram(
+            "tlt_trainer_parking_seconds",
+            "From the arrival of a request until the trainer has parked.",
+            PARKING_BUCKETS,
+        )
+        self._tokens = kinds.counter("tlt_trainer_tokens", "Slots that were trained on.")
+        self._adopted = kinds.counter("tlt_drafter_adoptions", "Drafters that were adopted.")
+        self._undone = kinds.counter(
+            "tlt_trainer_undone_steps", "Steps undone, as loss or gradient was not finite."
+        )
+        self._different = kinds.counter(
+            "tlt_drafter_self_check_differences",
+            "Cycles of the server's own that a replay does not repeat.",
+        )
+        self._refused = kinds.counter(
+            "tlt_drafter_candidates_refused", "Candidates and rounds without one.", "reason"
+        )
+        self._last = SpotReport()
+
+    def took(self, report: SpotReport) -> None:
+        """Take a report in. Counts of a new process begin at 0."""
+        last = self._last
+        for state in TrainerState:
+            self._state.labels(state.value).set(state == report.state)
+        self._steps.set(report.steps)
+        self._memory.set(report.memory_bytes)
+        self._interval.set(report.interval_tokens)
+        if report.loss is not None:
+            self._loss.set(report.loss)
+        if report.candidate is not None:
+            self._gain.set(report.candidate.gain)
+        for latency_ms in report.parking_ms:
+            self._parking_s.observe(latency_ms / 1e3)
+        for counter, now, before in (
+            (self._tokens, report.tokens, last.tokens),
+            (self._adopted, report.adopted, last.adopted),
+            (self._undone, report.undone_steps, last.undone_steps),
+            (self._different, report.different_cycles, last.different_cycles),
+        ):
+            counter.inc(now - before if now >= before else now)
+        for reason, count in report.refused.items():
+            before = last.refused.get(reason, 0)
+            self._refused.labels(reason).inc(count - before if count >= before else count)
+        self._last = report
