@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -113,13 +114,22 @@ class PageStates:
 
     def _run(self) -> None:
         while True:
-            self._work.get()()
+            try:
+                self._work.get()()
+            except Exception:  # serving goes on; what failed is not handed on
+                traceback.print_exc()
 
     def _file(
         self, event: torch.cuda.Event | None, first: int, count: int, pages: Mapping[int, list[int]]
     ) -> None:
         if event is not None:
             event.synchronize()
+        try:
+            self._file_rows(first, count, pages)
+        finally:
+            self._freed += count
+
+    def _file_rows(self, first: int, count: int, pages: Mapping[int, list[int]]) -> None:
         tag_C2 = self._tag_C2.numpy()
         for start, stop in _parts(first, count, len(self._bytes_CX)):
             place_N, position_N = tag_C2[start:stop].T
@@ -134,7 +144,6 @@ class PageStates:
                     rows = slice(position % PAGE_SIZE, position % PAGE_SIZE + b - a)
                     page.state_PX[rows] = self._bytes_CX[start + a : start + b]
                     page.filed_P[rows] = True
-        self._freed += count
 
     def _page(self, number: int) -> _Page:
         page = self._pages.get(number)
