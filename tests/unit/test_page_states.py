@@ -20,7 +20,7 @@ PAGE_BYTES = PAGE_SIZE * 4 * (FEATURES + HIDDEN)
 
 
 class Device:
-    """What the kernels of a step leave in the ring."""
+    """Leaves in the ring what the kernels of a step do."""
 
     def __init__(self, bound: int = 2**20) -> None:
         ring = StateRing.allocate(
