@@ -28,8 +28,7 @@ of the next, after the first steps of a batch. What was tried is in the
 [notes on performance](performance_notes.md).
 
 `make bench-gpu PAIR=DIR` runs the GPU benches, `make test-gpu` the GPU tests; `tlt bench NAME
---help` describes one bench. `--json FILE` writes a file like those below. Exit status 0: measured,
-and every check held; 1: a check failed; 2: the flags ask for what cannot be measured. A padded pair
+--help` describes one bench. `--json FILE` writes a file like those below. A padded pair
 (`tlt bench pad`) has a large model's shapes and costs, but says what the shipped pair says, so
 acceptance is that of a trained drafter on its own, easy task."""
 

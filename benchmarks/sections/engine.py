@@ -175,11 +175,11 @@ def starts(figures: Figures) -> Iterator[str]:
 
 def exact(figures: Figures) -> Iterator[str]:
     yield (
-        f"{model(figures)} {figures['numerics'].capitalize()} numerics: "
+        f"{model(figures)} {figures['numerics'].capitalize()}: "
         f"{figures['differing_tokens']} of {figures['tokens']} tokens "
         f"({figures['differing_token_rate']:.2%}) and {figures['differing_logprob_bits']} "
-        f"log-probs differ in {figures['requests']} runs of requests over "
-        f"{figures['configurations']} configurations, with {figures['preemptions']} preemptions."
+        f"log-probs differ; {figures['requests']} runs of requests, {figures['configurations']} "
+        f"configurations, {figures['preemptions']} preemptions."
     )
 
 
