@@ -98,9 +98,8 @@ async def add(service: Service, request: Request) -> Response:
         put = await asyncio.to_thread(_put, files, content)
     except (OSError, ModelError) as error:
         raise StorageFailed(f"the sequences cannot be kept: {error}") from None
-    if not put.sequences:
-        reasons = "; ".join(put.refusals)
-        raise InvalidRequest(f"no sequence of the body fits: {reasons or 'it has none'}")
+    if put.refused and not put.sequences:
+        raise InvalidRequest(f"no sequence of the body fits: {'; '.join(put.refusals)}")
     return json_response(
         SamplesTaken(sequences=put.sequences, refused=put.refused, refusals=put.refusals)
     )
