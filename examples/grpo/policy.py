@@ -36,7 +36,11 @@ class Update:
 
 def optimizer_of(policy: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        policy.parameters(), learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=False
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
+        learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        foreach=False,
     )
 
 

@@ -72,7 +72,7 @@ class RunDirectory:
             with torch.no_grad():
                 for name, parameter in policy.named_parameters():
                     parameter.copy_(file.get_tensor(name))
-                    if updates:
+                    if updates and parameter.requires_grad:
                         moments = {m: file.get_tensor(f"{m}.{name}") for m in MOMENTS}
                         optimizer.state[parameter] = {"step": torch.tensor(updates), **moments}
         lines = self._lines.read_text().splitlines()[: self.steps]

@@ -31,7 +31,7 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
 SPECULATIONS = ("off", "frozen", "adaptive")
-FIXED = ("seed", "prompts", "group", "max_tokens", "minibatches", "lr", "clip", "threads")
+FIXED = ("seed", "prompts", "group", "max_tokens", "minibatches", "lr", "clip", "threads", "train")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -50,6 +50,12 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps per step")
     parser.add_argument("--lr", type=float, default=3e-5, help="learning rate of AdamW")
+    parser.add_argument(
+        "--train",
+        choices=("all", "norms"),
+        default="all",
+        help="weights that are trained; with norms alone a step is kept in a few KB",
+    )
     parser.add_argument("--clip", type=float, default=0.2, help="clip range of the ratio")
     parser.add_argument("--threads", type=int, default=1, help="threads of the policy's update")
     parser.add_argument("--speculation", choices=SPECULATIONS, default="frozen")
@@ -86,6 +92,8 @@ def train(asked: argparse.Namespace) -> None:
             raise ValueError(f"kinds are {kinds}; the task has {', '.join(KINDS)}")
     run = RunDirectory(asked.out, {n: getattr(asked, n) for n in FIXED}, resume=asked.resume)
     policy, tokenizer = load_target(asked.model, "cpu"), load_tokenizer(asked.model)
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(asked.train == "all" or "norm" in name)
     optimizer = optimizer_of(policy, asked.lr)
     run.restore(policy, optimizer)
     if asked.start == "none":
