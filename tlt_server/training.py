@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from tlt_server.commands import Recompute
 from tlt_server.events import BufferReport
 
 
@@ -114,7 +115,7 @@ class Order(Struct, frozen=True, kw_only=True, tag="order"):
     do: Literal["train", "pause", "resume"]
 
 
-FromTrainer = BufferReport | SpotReport | WeightsWanted | Offer
+FromTrainer = BufferReport | SpotReport | WeightsWanted | Offer | Recompute
 ToTrainer = InForce | HandedOver | Verdict | Order
 _FROM, _TO = msgspec.json.Decoder(FromTrainer), msgspec.json.Decoder(ToTrainer)
 

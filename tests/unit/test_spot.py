@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.recorded_samples import sample
+from tlt_server.commands import Recompute
 from tlt_server.errors import ModelError
 from tlt_server.trainer.schedule import Schedule
-from tlt_server.trainer.spot import ANSWER_S, Facts, Round, RoundEnd, SpotTrainer
+from tlt_server.trainer.spot import (
+    ANSWER_S,
+    PATIENCE_S,
+    Facts,
+    Lacking,
+    Round,
+    RoundEnd,
+    SpotTrainer,
+)
 from tlt_server.trainer.states import MOST_QUIET_S, NEXT, QuietTime, StateMachine
 from tlt_server.training import (
     FromTrainer,
@@ -44,10 +53,14 @@ class FakeWork:
         self.fault: Exception | None = None
         self.refuses = False
         self.adoptions: list[str] = []
+        self.without = 0  # sequences that have no features
 
     def install(self, handed: HandedOver) -> None:
         if self.refuses:
             raise ModelError("'norm_before_residual' is true")
+
+    def lacking(self) -> Lacking:
+        return Lacking(self.without, Recompute([b"four"] * min(2, self.without)))
 
     def round(self) -> Round:
         try:
@@ -249,6 +262,20 @@ def test_weights_that_do_not_come_are_asked_for_again() -> None:
     rig.now += ANSWER_S
     rig.run(1)
     assert rig.sent == [WeightsWanted()] * 3
+
+
+def test_features_are_computed_before_a_round_as_long_as_they_come() -> None:
+    rig = Rig()
+    rig.work.without = 5
+    rig.hand_over()
+    rig.run(2)
+    assert rig.sent == [Recompute([b"four"] * 2)] and rig.spot.state == S.IDLE
+    rig.work.without = 3  # both came: the next ones at once
+    rig.run(1)
+    assert len(rig.sent) == 2 and rig.spot.state == S.IDLE
+    rig.now += PATIENCE_S  # none came, as the engine had work
+    rig.run(1)
+    assert len(rig.sent) == 2 and rig.spot.state == S.TRAINING
 
 
 def test_rounds_without_gain_become_rare_until_weights_change() -> None:

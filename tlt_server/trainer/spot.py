@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from tlt_server.commands import Recompute
 from tlt_server.errors import StartupError, TltError
 from tlt_server.samples.sample import Sample
 from tlt_server.trainer.schedule import Schedule
@@ -37,6 +38,7 @@ from tlt_server.training import (
 
 ANSWER_S = 120.0  # time after which weights that were asked for are asked for again
 REPORT_S = 1.0
+LOOK_S, PATIENCE_S = 0.1, 1.0  # between looks for features, and the wait for one command's
 NO_DATA = "no_data"  # nothing to train on or to judge with: says nothing about the drafter
 
 
@@ -59,6 +61,13 @@ class Facts:
     checkpoint_error: str = ""
 
 
+class Lacking(NamedTuple):
+    """Sequences without features, and the command that computes those of the first ones."""
+
+    sequences: int
+    command: Recompute
+
+
 class RoundEnd(NamedTuple):
     """The end of a round: a candidate to adopt, or a word that says why there is none."""
 
@@ -72,10 +81,14 @@ Round = Generator[TrainerState, None, RoundEnd]
 
 
 class Work(Protocol):
-    facts: Facts
+    @property
+    def facts(self) -> Facts: ...
 
     def install(self, handed: HandedOver) -> None:
         """Take over weights in force. `TltError` or `StartupError`: they cannot be trained on."""
+
+    def lacking(self) -> Lacking:
+        """Return what the next round has no features of."""
 
     def round(self) -> Round:
         """Train on what is recorded and judge the result, yielding the state after each segment.
@@ -107,6 +120,8 @@ class SpotTrainer:
         self._live: InForce | None = None
         self._handed: InForce | None = None  # the versions that `work` has
         self._asked_s: float | None = None  # when weights were asked for
+        self._lacking: Lacking | None = None  # what was asked for last
+        self._look_s = self._patience_s = 0.0
         self._round: Round | None = None
         self._offered: Offer | None = None
         self._judged: Judged | None = None
@@ -231,10 +246,35 @@ class SpotTrainer:
                 self._asked_s = self._clock()
                 self._send(WeightsWanted())
             return False
+        if not self._gathered():
+            return False
         self.schedule.began()
         self._round = self._work.round()
         self.phases.enter(TrainerState.TRAINING)
         return True
+
+    def _gathered(self) -> bool:
+        """Tell whether a round may begin: no features are missing, or the engine computes no more
+        of them.
+        """
+        now_s, before = self._clock(), self._lacking
+        if before is not None and now_s < self._look_s:
+            return False
+        self._look_s = now_s + LOOK_S
+        lacking = self._work.lacking()
+        if before is not None:
+            came = before.sequences - lacking.sequences
+            if came < len(before.command.texts) and now_s < self._patience_s:
+                return False
+            if not came:
+                self._lacking = None
+                return True
+        if not lacking.command.texts:
+            self._lacking = None
+            return True
+        self._lacking, self._patience_s = lacking, now_s + PATIENCE_S
+        self._send(lacking.command)
+        return False
 
     def _end(self, outcome: RoundEnd) -> None:
         self._round = None
@@ -265,6 +305,7 @@ class SpotTrainer:
 
     def _abandon(self, reason: str) -> None:
         """End a round or an offer whose weights are not in force any more."""
+        self._lacking = None
         if self._round is not None or self._offered is not None:
             self._refused[reason] += 1
             if self._round is not None:

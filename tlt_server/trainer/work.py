@@ -1,7 +1,7 @@
 """The work of the spot trainer: rounds over what is recorded, each of which ends in a candidate
 that is replayed against the drafter in force.
 
-A round draws sequences that have features in force, trains on each once, and writes the candidate
+A round draws sequences that have features in force, trains on them, and writes the candidate
 with a calibration fitted to the same sequences. Held-out prompts decide, after the self-check: a
 difference from the server's own counts blocks the adoption. The trained state goes on over rounds
 and pushes of the target; a candidate that is proven worse goes back to the drafter in force.
@@ -30,8 +30,8 @@ from tlt_server.trainer.handed import Handed, read_handed
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import RecordedDocuments
-from tlt_server.trainer.spot import NO_DATA, Facts, Round, RoundEnd
-from tlt_server.trainer.state_store import StateStore
+from tlt_server.trainer.spot import NO_DATA, Facts, Lacking, Round, RoundEnd
+from tlt_server.trainer.state_store import StateStore, recompute_of
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
 from tlt_server.trainer.trial import FITTED, Trial
 from tlt_server.training import HandedOver, TrainerState
@@ -39,11 +39,14 @@ from tlt_server.training import HandedOver, TrainerState
 MOST_THREADS = 2
 CPU_SLOTS, GPU_SLOTS = 512, 2048  # in a pack
 STEPS = 24  # the most of a round
+EPOCHS = 3  # passes of a round over its sequences, at most
 SAVED_EVERY = 12  # steps between checkpoints
 JUDGED_GROUPS = 256  # held-out prompts, the newest ones
 LEAST_GROUPS = 4
 DRAWN = 4096  # sequences of a round, at most
 RESTORED = 3  # times that a run may go back to its last good state
+
+Strata = dict[sampling.Stratum, list[Recorded]]
 
 
 def make_work(
@@ -73,18 +76,25 @@ class WorkSettings:
 
 class DrafterWork:
     def __init__(self, settings: WorkSettings, buffer: SampleBuffer, states: StateStore) -> None:
-        self.facts = Facts(micro_batch=settings.micro_batch)
+        self._facts = Facts(micro_batch=settings.micro_batch)
         self._settings, self._buffer, self._states = settings, buffer, states
         self._handed: Handed | None = None
         self._lineage = ""  # the version of the drafter that the trained state follows
         self._trainer: Trainer | None = None
         self._checkpoints: Checkpoints | None = None
+        self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
         self._rounds = self._candidates = 0
         self._halved = False
 
+    @property
+    def facts(self) -> Facts:
+        """Return the counts as they are now."""
+        self._measure()
+        return self._facts
+
     def install(self, handed: HandedOver) -> None:
         before, given = self._handed, self._settings
-        self._handed = None
+        self._handed = self._wanted = None
         self._handed = read_handed(
             Path(handed.directory), given.model, handed.target, handed.drafter
         )
@@ -97,10 +107,20 @@ class DrafterWork:
             self._trainer, self._lineage = None, handed.drafter
             self._handed.trainable(torch.device("cpu"), torch.float32)  # refuses what is not
 
+    def lacking(self) -> Lacking:
+        assert self._handed is not None
+        version = self._handed.target_version
+        if self._wanted is None:
+            entries = [*self._buffer]
+            held = sampling.evaluated(entries, version)[-JUDGED_GROUPS:]
+            self._wanted = held + self._draw(sampling.strata_of(entries))
+        self._wanted = self._states.missing(version, self._wanted)
+        return Lacking(len(self._wanted), recompute_of(self._wanted))
+
     def halve(self) -> bool:
         done, self._halved = self._halved, True
         if not done:
-            self.facts.micro_batch //= 2
+            self._facts.micro_batch //= 2
         return not done
 
     def adopted(self, version: str) -> None:
@@ -132,21 +152,20 @@ class DrafterWork:
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                 raise MemoryError(str(error).splitlines()[0]) from None
             raise
-        finally:
-            self._measure()
         return outcome
 
     def _round(self, handed: Handed, trainer: Trainer) -> Round:
         entries, version = [*self._buffer], handed.target_version
-        drawn = self._draw(entries, version)
+        self._wanted = None
+        drawn = self._draw(self._with_features(entries, version))
         documents = RecordedDocuments.of(drawn, self._states, version)
         if max(documents.lengths, default=0) < 3:
             return RoundEnd(NO_DATA)
         self._rounds += 1
         steps = trainer.objective.steps
-        packer, cursor = Packer(documents, self.facts.micro_batch, steps, self._rounds), Cursor()
+        packer, cursor = Packer(documents, self._facts.micro_batch, steps, self._rounds), Cursor()
         yield TrainerState.TRAINING
-        for done in range(min(STEPS, len(packer.plan(0)))):
+        for done in range(min(STEPS, EPOCHS * len(packer.plan(0)))):
             if done % SAVED_EVERY == 0:
                 self._save(trainer)
             cursor = yield from self._step(trainer, packer, cursor)
@@ -158,19 +177,22 @@ class DrafterWork:
         yield TrainerState.EVALUATING
         return (yield from self._judge(handed, trainer, entries, drawn))
 
-    def _draw(self, entries: Sequence[Recorded], version: str) -> list[Recorded]:
-        """Draw as many sequences as a round has room for; each once."""
-        room = STEPS * self.facts.micro_batch
-        drawn: dict[int, Recorded] = {}
+    def _with_features(self, entries: Sequence[Recorded], version: str) -> Strata:
+        """Return what may be trained on and has features, by stratum."""
         strata = sampling.strata_of(entries)
-        lacking = 0
-        for stratum, those in [*strata.items()]:
+        found: Strata = {}
+        for stratum, those in strata.items():
             missing = {entry.number for entry in self._states.missing(version, those)}
-            strata[stratum] = [entry for entry in those if entry.number not in missing]
-            lacking += len(missing)
-            if not strata[stratum]:
-                del strata[stratum]
-        self.facts.without_features = lacking
+            if kept := [entry for entry in those if entry.number not in missing]:
+                found[stratum] = kept
+        count = sum(map(len, strata.values())) - sum(map(len, found.values()))
+        self._facts.without_features = count
+        return found
+
+    def _draw(self, strata: Strata) -> list[Recorded]:
+        """Draw as many sequences as a round has room for; each once."""
+        room = STEPS * self._facts.micro_batch
+        drawn: dict[int, Recorded] = {}
         for entry in sampling.draw(strata, DRAWN, 0, self._rounds):
             room -= 0 if entry.number in drawn else len(entry.sample.tokens) // 4
             drawn[entry.number] = entry
@@ -203,7 +225,7 @@ class DrafterWork:
         except RuntimeError:
             trainer.restore(trainer.good)
             raise
-        facts = self.facts
+        facts = self._facts
         facts.tokens, facts.steps = facts.tokens + outcome.tokens, trainer.state.step
         facts.loss, facts.undone_steps = outcome.loss, trainer.undone
         return after
@@ -226,7 +248,7 @@ class DrafterWork:
             trainer.good.copy_from(found.state)
             self._rounds, self._candidates = found.state.cursor[:2]
         self._checkpoint_as(trainer)
-        self.facts.checkpoint_error = "; ".join(faults)
+        self._facts.checkpoint_error = "; ".join(faults)
         return trainer
 
     def _place(self, trainer: Trainer) -> tuple[Path, dict[str, str]]:
@@ -265,7 +287,7 @@ class DrafterWork:
         trainer.good = self._checkpoints.settle() or trainer.good
 
     def _measure(self) -> None:
-        facts, written = self.facts, self._checkpoints
+        facts, written = self._facts, self._checkpoints
         facts.rounds = self._rounds
         if written is not None:
             facts.checkpoints, facts.checkpoint_error = written.written, written.failure
@@ -301,7 +323,7 @@ class DrafterWork:
             self._candidates,
             self._states.only(handed.target_version, kept),
             self._buffer.header.vocab_size,
-            self.facts if self._settings.device == "cpu" else None,
+            self._facts if self._settings.device == "cpu" else None,
         )
         trial.write(trainer.network)
         outcome = yield from trial.run(drawn[:FITTED], groups)

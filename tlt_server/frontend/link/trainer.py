@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import structlog
 
+from tlt_server.commands import Recompute
 from tlt_server.errors import Unavailable
 from tlt_server.events import BufferReport
 from tlt_server.frontend.link.client import EngineClient
@@ -76,16 +77,18 @@ class TrainerLink:
         self.refusals: deque[str] = deque(maxlen=REFUSALS)
         self._reading = asyncio.Lock()
         self._process: Process | None = None
+        self._engine: EngineClient | None = None
         self._weights: Weights | None = None
         self._errands: set[asyncio.Task[None]] = set()
         self._orders = 0
+        self._paused = False  # by an operator's order, which outlives the process
         self._reported = asyncio.Event()
 
     async def run(self, engine: EngineClient | None = None, weights: Weights | None = None) -> None:
         """Run one process after another, until cancelled. `engine`: its versions are told to the
         process, `weights`: carries out what it asks for.
         """
-        self._weights = weights
+        self._engine, self._weights = engine, weights
         delay_s = FIRST_DELAY_S
         while True:
             started_s = asyncio.get_running_loop().time()
@@ -118,6 +121,8 @@ class TrainerLink:
         """Return the report that follows an order. `Unavailable` where none does."""
         self._orders += 1
         number = self._orders
+        if do != "train":
+            self._paused = do == "pause"
         if self.phase == "running" and self._send(Order(number=number, do=do)):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
@@ -141,6 +146,8 @@ class TrainerLink:
         if self._work is not None:
             await asyncio.to_thread(_empty, self._work)
         process = self._process = await self._launch()
+        if self._paused:
+            self._send(Order(number=self._orders, do="pause"))
         following = None
         if engine is not None and self._work is not None:
             following = asyncio.create_task(self._follow(engine))
@@ -179,6 +186,9 @@ class TrainerLink:
                 self._reported = asyncio.Event()
             case WeightsWanted():
                 self._start(self._hand_over())
+            case Recompute() as wanted:
+                if self._engine is not None:
+                    self._engine.recompute(wanted)
             case Offer() as offer:
                 self._start(self._adopt(offer))
 
