@@ -153,6 +153,16 @@ def test_a_server_that_refuses_is_asked_a_few_times() -> None:
     assert coordination.gives_up(share) and coordination.done(servers)
 
 
+def test_a_server_that_refuses_to_train_leaves_it_to_another() -> None:
+    fleet = Fleet(2)
+    fleet.step()
+    fleet.step()
+    fleet.coordination.cannot_train("a")
+    fleet.set("a", trainer="paused")
+    fleet.step()
+    assert fleet.training() == ["b"]
+
+
 @pytest.mark.parametrize("state", ["", "failed"])
 def test_a_server_that_cannot_train_is_left_alone(state: str) -> None:
     fleet = Fleet(1)

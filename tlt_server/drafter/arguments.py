@@ -167,9 +167,10 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 def _coordinate(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Each server needs --drafter-training idle, --state-dir and http among its "
-        "--weight-channels; the key needs the scopes operate and push-weights. Every round reads "
-        "load and trainer of each server, lets one idle server train on what all have recorded, "
+        "Each server needs --drafter-training idle, --drafter-feature-mb, --state-dir and http "
+        "among its --weight-channels; the key needs the scopes operate and push-weights. "
+        "Every round reads load and trainer of each server, "
+        "lets one idle server train on what all have recorded, "
         "and pushes the drafter that it adopts to all, under one version. A server that does not "
         "answer is left out until it does. At its end, also by Ctrl-C, each server trains by "
         "itself again; where this process was killed, POST /drafter/resume does that. Exit status "

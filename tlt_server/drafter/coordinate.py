@@ -81,6 +81,9 @@ class Coordinator:
         while True:
             seen = self.step()
             if once and self.coordination.done(seen):
+                shared = self.coordination.shared
+                end = f"drafter {shared.version}" if shared else "without an adoption"
+                self._say(f"the round has ended: {end}")
                 return int(self.refused > 0)
             if once and not any(server.trainer not in ("", "failed") for server in seen):
                 self._say("no server can train; tlt drafter status shows why")
@@ -98,8 +101,14 @@ class Coordinator:
                 self._peers.trouble(action.url, str(error))
             except (ConnectionFailed, ServerError) as error:
                 self._peers.trouble(action.url, f"refused: {error}")
-                if isinstance(action, ShareDrafter) and not getattr(error, "retryable", True):
-                    self.refused += 1
+                if isinstance(action, LetTrain):
+                    self.coordination.training = ""
+                if getattr(error, "retryable", True):
+                    continue
+                self.refused += 1
+                if isinstance(action, LetTrain):
+                    self.coordination.cannot_train(action.url)
+                if isinstance(action, ShareDrafter):
                     self.coordination.refused(action)
                     if self.coordination.gives_up(action):
                         self._say(f"{action.url} cannot adopt {action.version}; it keeps its own")

@@ -74,6 +74,7 @@ class Coordination:
     rounds: int = 0  # rounds ended at the training server since it began
     _before: Seen | None = None  # the training server as it began, or adopted
     _idle_from: dict[str, float] = field(default_factory=dict)
+    _unable: set[str] = field(default_factory=set)
     _refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def decide(self, seen: Sequence[Seen], now_s: float) -> list[Action]:
@@ -101,6 +102,11 @@ class Coordination:
     def refused(self, share: ShareDrafter) -> None:
         """Count a push that a server refused."""
         self._refusals[share.url, share.version] += 1
+
+    def cannot_train(self, url: str) -> None:
+        """Do not choose a server again that has refused to train."""
+        self.training = ""
+        self._unable.add(url)
 
     def gives_up(self, share: ShareDrafter) -> bool:
         return self._refusals[share.url, share.version] >= MAX_REFUSALS
@@ -141,7 +147,7 @@ class Coordination:
         able = [
             server
             for server in seen
-            if server.url in idle - lacking
+            if server.url in idle - lacking - self._unable
             and server.trainer not in CANNOT_TRAIN
             and now_s - self._idle_from[server.url] >= self.quiet_s
         ]
