@@ -122,3 +122,15 @@ def test_a_push_that_finds_its_version_live_ends_the_wait() -> None:
     versions.check()
     versions.begin(info("v1"), unanswered=False)  # type: ignore[arg-type]
     versions.check()
+
+
+def test_a_drafter_that_the_server_trained_itself_is_not_waited_for() -> None:
+    versions = begun(info("v0"))
+    versions.reported(report("committed", "drafter", "v0", "drafter-v0-1"))
+    versions.own.add("drafter-v0-1")
+    versions.begin(info("v0"), unanswered=False)  # type: ignore[arg-type]
+    versions.check()
+    versions.reported(report("committed", "drafter", "v0", "pushed"))
+    versions.begin(info("v0"), unanswered=False)  # type: ignore[arg-type]
+    with pytest.raises(Unavailable, match="'pushed' of the drafter is lost"):
+        versions.check()

@@ -1,0 +1,34 @@
+"""The word of shared memory that tells the trainer of work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tlt_server.errors import StartupError
+from tlt_server.samples.activity import Activity, ActivityReader, make_activity
+
+
+def test_the_trainer_sees_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
+    make_activity(tmp_path / "activity")
+    told, seen = Activity(tmp_path / "activity"), ActivityReader(tmp_path / "activity")
+    assert seen.busy  # the engine is not ready
+    told.set("engine", 0)
+    assert not seen.busy
+    with told.during("requests"):
+        assert seen.busy and seen.age_ms < 1000
+        told.set("sequences", 2)
+    assert seen.busy
+    told.set("sequences", 0)
+    assert not seen.busy
+    told.sleeps(True)
+    assert seen.busy and seen.asleep
+    told.sleeps(False)
+    assert not seen.busy
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(bytes(64))
+    with pytest.raises(StartupError, match="another file"):
+        ActivityReader(tmp_path / "other")
