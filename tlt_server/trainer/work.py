@@ -93,13 +93,12 @@ class DrafterWork:
         return self._facts
 
     def install(self, handed: HandedOver) -> None:
-        before, given = self._handed, self._settings
+        given, place = self._settings, Path(handed.directory)
         self._handed = self._wanted = None
-        self._handed = read_handed(
-            Path(handed.directory), given.model, handed.target, handed.drafter
-        )
-        if before is not None:
-            shutil.rmtree(before.directory.parent, ignore_errors=True)
+        for other in given.directory.iterdir():  # what was handed over before, and candidates
+            if other != place:
+                shutil.rmtree(other, ignore_errors=True)
+        self._handed = read_handed(place, given.model, handed.target, handed.drafter)
         if self._trainer is not None and handed.drafter == self._lineage:
             network = self._trainer.network
             self._trainer.frozen = network.frozen(self._handed.embedding_VH, self._handed.head_CH)
@@ -328,6 +327,8 @@ class DrafterWork:
         trial.write(trainer.network)
         outcome = yield from trial.run(drawn[:FITTED], groups)
         if outcome.refused == "worse":  # trained away: begin again from the drafter in force
+            assert self._checkpoints is not None
+            self._checkpoints.close()  # nothing is written after the removal
             self._trainer = self._checkpoints = None
             shutil.rmtree(self._settings.checkpoints, ignore_errors=True)
         return outcome
