@@ -11,6 +11,7 @@ from tlt_server.trainer.schedule import Schedule
 from tlt_server.trainer.spot import (
     ANSWER_S,
     PATIENCE_S,
+    RETRY_S,
     Facts,
     Lacking,
     Round,
@@ -229,6 +230,29 @@ def test_a_drafter_that_cannot_be_trained_fails_until_weights_change() -> None:
     assert rig.spot.state == S.TRAINING
 
 
+def test_an_operator_may_have_the_weights_of_such_a_drafter_looked_at_again() -> None:
+    rig = Rig()
+    rig.work.refuses = True
+    rig.hand_over()
+    rig.spot.take(Order(number=2, do="resume"))
+    rig.run(2)
+    assert rig.spot.state == S.IDLE and rig.sent == [WeightsWanted()] and not rig.work.segments
+
+
+def test_no_round_begins_before_the_verdict_about_the_last_one() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(5)
+    for number, order in enumerate(("pause", "resume", "train"), 2):
+        rig.spot.take(Order(number=number, do=order))
+    rig.run(3)
+    assert rig.spot.state == S.IDLE and rig.work.segments == 3
+    rig.spot.take(InForce("v1", OFFER.version))
+    rig.spot.take(Verdict(version=OFFER.version))
+    rig.run(1)
+    assert rig.work.adoptions and rig.spot.state == S.TRAINING
+
+
 def test_a_pause_keeps_what_is_half_done() -> None:
     rig = Rig()
     rig.hand_over()
@@ -258,7 +282,10 @@ def test_weights_that_do_not_come_are_asked_for_again() -> None:
     rig.run(2)
     rig.spot.take(HandedOver(error="the weights sleep"))
     rig.run(1)
-    assert rig.sent == [WeightsWanted()] * 2 and rig.spot.phases.reason == "the weights sleep"
+    assert rig.sent == [WeightsWanted()] and rig.spot.phases.reason == "the weights sleep"
+    rig.now += RETRY_S
+    rig.run(1)
+    assert rig.sent == [WeightsWanted()] * 2
     rig.now += ANSWER_S
     rig.run(1)
     assert rig.sent == [WeightsWanted()] * 3

@@ -38,7 +38,8 @@ from tlt_server.training import (
 
 ANSWER_S = 120.0  # time after which weights that were asked for are asked for again
 REPORT_S = 1.0
-LOOK_S, PATIENCE_S = 0.1, 1.0  # between looks for features, and the wait for one command's
+RETRY_S = 10.0  # time after which weights that were refused are asked for again
+LOOK_S, PATIENCE_S = 0.1, 10.0  # between looks for features, and the wait for one command's
 NO_DATA = "no_data"  # nothing to train on or to judge with: says nothing about the drafter
 
 
@@ -169,15 +170,17 @@ class SpotTrainer:
             self.phases.resume()
 
     def _hand_over(self, handed: HandedOver) -> None:
-        self._asked_s = None
         if handed.error:
             self.phases.reason = handed.error
+            self._asked_s = self._clock() - ANSWER_S + RETRY_S
             return
+        self._asked_s = self._handed = None
         try:
             self._made = self._made or self._make(handed.device)
             self._work.install(handed)
         except (TltError, StartupError, ValueError, OSError) as error:
             self.phases.enter(TrainerState.FAILED, f"this drafter cannot be trained: {error}")
+            return
         self._handed = InForce(handed.target, handed.drafter)
 
     def _settle(self, verdict: Verdict) -> None:
@@ -239,7 +242,7 @@ class SpotTrainer:
 
     def _begin(self) -> bool:
         """Begin a round, if one is due and the weights in force are here."""
-        if self._live is None or not self.schedule.due:
+        if self._live is None or self._offered is not None or not self.schedule.due:
             return False
         if self._handed != self._live:
             if self._asked_s is None or self._clock() - self._asked_s > ANSWER_S:
