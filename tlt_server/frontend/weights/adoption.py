@@ -4,7 +4,9 @@ better, by the transaction that every push takes.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import shutil
 from pathlib import Path
 
 import structlog
@@ -28,10 +30,11 @@ class Adoption:
 
     async def hand_over(self, directory: Path) -> HandedOver:
         """Have the weights in force written below the directory."""
+        place = directory / f"handed-{next(self._numbers)}"
         try:
-            place = directory / f"handed-{next(self._numbers)}"
             report = await self.write(place)
         except TltError as error:
+            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
             return HandedOver(error=error.message)
         state, info = report.state, self._engine.info
         device = info.device if info is not None else "cpu"
@@ -59,12 +62,13 @@ class Adoption:
             path=Path(offer.directory).name,
             of=offer.target_version,
         )
+        # Also where no one waits for the answer: a lost drafter of our own stops no request.
+        self._engine.versions.own.add(offer.version)
         try:
             await self._session.adopt(manifest)
         except TltError as error:
             log.warning("drafter_refused", version=offer.version, reason=error.message)
             return Verdict(version=offer.version, refused=error.code, error=error.message)
-        self._engine.versions.own.add(offer.version)
         log.info("drafter_adopted", version=offer.version, target=offer.target_version)
         return Verdict(version=offer.version)
 
