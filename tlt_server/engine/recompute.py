@@ -54,9 +54,9 @@ class Recomputing:
             request = GenerateRequest(
                 id=id, token_ids=token_T.tolist(), sampling=PROMPT_ONLY, seed=0, sd=False
             )
-            sequence = self._make_sequence(request)
-            sequence.background, sequence.trace = True, self
             try:
+                sequence = self._make_sequence(request)
+                sequence.background, sequence.trace = True, self
                 self._scheduler.submit([sequence])
             except InvalidRequest:  # longer than this server's sequences
                 del self._asked[id]

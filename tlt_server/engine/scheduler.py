@@ -108,8 +108,8 @@ class Scheduler:
 
     def abandon(self) -> None:
         """End what runs or waits in the background, without an output."""
-        for sequence in [s for s in self._by_id.values() if s.background]:
-            self._end(sequence, End("abort"))
+        if self.in_background:
+            self.abort((), all=True)
 
     def fail(self, error: TltError) -> list[StepOutput]:
         """End all sequences with this error."""
