@@ -34,6 +34,7 @@ def test_servers_share_samples_and_a_drafter(tmp_path: Path) -> None:
         item = {"messages": QUESTION, "seed": 5, "n": 3, "sampling": {"max_tokens": 12}}
         second.generate([item])
         until(lambda: second.drafter()["buffer"]["sequences"] == 3)
+        until(lambda: first.drafter()["trainer"]["process"] == "running")
         coordinator = Coordinator(
             Peers(clients, lines.append), OPTIONS, lambda: now_s, said=lines.append
         )

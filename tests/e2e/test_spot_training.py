@@ -78,7 +78,7 @@ def own(training: ServerProcess) -> Iterator[Client]:
         yield client
 
 
-def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 240) -> None:
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up

@@ -40,7 +40,7 @@ from tlt_server.training import (
 END_S = 5.0  # time for a process to keep what the ring still has
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0
 STEADY_S = 60.0  # a process that lived this long was well
-ANSWER_S = 10.0  # time for an order to be carried out: a segment may run
+ANSWER_S = 30.0  # time for an order to be carried out: a segment may run
 REFUSALS = 16  # the last ones that are kept
 
 ProcessPhase = Literal["starting", "running", "failed"]
