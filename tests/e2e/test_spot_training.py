@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.processes import trainer
 from tlt_client import Client
 from tlt_client.errors import Conflict
 from tlt_server.demo import chat, task
+from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.trainer.sampling import HELD_OUT
@@ -63,11 +65,17 @@ def items() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def weight_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
 def training(
-    weak_drafter: Path, tmp_path_factory: pytest.TempPathFactory
+    weak_drafter: Path, weight_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     state = str(tmp_path_factory.mktemp("state"))
     flags = ("--model", str(TARGET), "--drafter", str(weak_drafter), "--state-dir", state)
+    flags += ("--weight-root", str(weight_root))
     with ServerProcess(*flags, *FLAGS) as server:
         yield server
 
@@ -90,6 +98,12 @@ def status(client: Client) -> Mapping[str, Any]:
     return found
 
 
+def ended(found: Mapping[str, Any]) -> int:
+    """Count the rounds with an outcome."""
+    refused: int = sum(found["refused"].values())
+    return refused + int(found["adopted"])
+
+
 def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
     training: ServerProcess, own: Client
 ) -> None:
@@ -110,7 +124,7 @@ def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
     until(lambda: status(client)["state"] == "paused")  # an order outlives the process
     client.resume_drafter_training()
     client.train_drafter()
-    until(lambda: status(client)["adopted"] + sum(status(client)["refused"].values()))
+    until(lambda: ended(status(client)))
     found = status(client)
     assert found["adopted"] == 1, (found["refused"], found["candidate"])
     assert found["rounds"] == 2  # the killed process had written its checkpoint
@@ -144,6 +158,21 @@ def test_orders_are_obeyed_and_the_drafter_goes_back(own: Client) -> None:
     with pytest.raises(Conflict, match="exists"):
         client.export_drafter("one", "sglang")
     assert client.resume_drafter_training()["state"] in ("idle", "parked")
+
+
+def test_it_trains_again_after_a_push_of_the_target(own: Client, weight_root: Path) -> None:
+    client, before = own, status(own)
+    perturbed_copy(TARGET, weight_root / "step-1")
+    assert client.update_weights("step-1", "step-1")["state"] == "committed"
+    kept = client.drafter()["buffer"]["sequences"]
+    client.generate(items())
+    until(lambda: client.drafter()["buffer"]["sequences"] == kept + TRAINED + JUDGED)
+    with suppress(Conflict):  # the push makes a round due, which may have begun
+        client.train_drafter()
+    until(lambda: ended(status(client)) > ended(before))
+    found = client.pause_drafter_training()
+    assert found["rounds"] == before["rounds"] + 1 and found["restarts"] == before["restarts"]
+    assert found["candidate"]["target_version"] == "step-1", found["refused"]
 
 
 def test_a_server_without_a_trainer_says_what_to_do(server: ServerProcess) -> None:

@@ -170,8 +170,8 @@ def test_what_cannot_be_a_cursor_or_a_limit_is_refused(
     assert len(reply.text) < 1000
 
 
-def test_without_files_there_is_nothing_to_hand_out(model: Path) -> None:
-    with live_server(model, drafter_training="idle") as server:
+def test_without_files_there_is_nothing_to_hand_out(recorded_model: Path) -> None:
+    with live_server(recorded_model, drafter_training="idle") as server:
         reply = httpx.get(f"{server.url}/drafter/samples")
         state = httpx.get(f"{server.url}/drafter").json()
     assert reply.status_code == 409 and "--state-dir" in reply.json()["error"]["message"]

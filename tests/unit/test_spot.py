@@ -218,6 +218,19 @@ def test_memory_that_runs_out_halves_the_micro_batch_once() -> None:
     assert rig.spot.state == S.TRAINING
 
 
+def test_a_full_disk_pauses_and_keeps_the_process() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.work.fault = OSError(28, "No space left on device")
+    rig.run(3)
+    assert rig.spot.state == S.PAUSED and "No space left" in rig.spot.phases.reason
+    rig.work.fault = None
+    rig.spot.take(Order(number=2, do="resume"))
+    rig.spot.take(Order(number=3, do="train"))
+    rig.run(2)
+    assert rig.spot.state == S.TRAINING
+
+
 def test_a_drafter_that_cannot_be_trained_fails_until_weights_change() -> None:
     rig = Rig()
     rig.work.refuses = True

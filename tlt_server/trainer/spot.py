@@ -235,6 +235,10 @@ class SpotTrainer:
             self._end(end.value)
         except MemoryError as error:
             self._short_of_memory(error)
+        except (OSError, TltError) as error:
+            self._round = None
+            self.phases.pause(f"a round failed ({error}); mend that, then POST /drafter/resume")
+            self.phases.drop()
         else:
             if state != self.state:
                 self.phases.enter(state)

@@ -93,6 +93,8 @@ async def add(service: Service, request: Request) -> Response:
             "this server keeps no sequences in files; restart it with --drafter-training idle and "
             "--state-dir"
         )
+    if await asyncio.to_thread(Inbox(files.directory / DIRECTORY).full):
+        raise Unavailable("earlier sequences still wait for the trainer process; send again soon")
     content = await request.body()
     try:
         put = await asyncio.to_thread(_put, files, content)
@@ -139,10 +141,7 @@ async def file(service: Service, request: Request) -> Response:
 
 
 def _put(files: SampleFiles, content: bytes) -> Put:
-    inbox = Inbox(files.directory / DIRECTORY)
-    if inbox.full():
-        raise Unavailable("earlier sequences still wait for the trainer process; send again soon")
-    return inbox.put(content, files.header())
+    return Inbox(files.directory / DIRECTORY).put(content, files.header())
 
 
 def _live(service: Service) -> tuple[str, Path]:

@@ -99,6 +99,9 @@ class TrainerLink:
                 status = f"not started: {error.strerror}"
             except ValueError as error:  # a line is no report, or is longer than it may be
                 status = f"its report is not read: {error}"
+            except Exception as error:
+                log.exception("trainer_link_failed")
+                status = f"internal error: {error}"
             lived_s = asyncio.get_running_loop().time() - started_s
             self.phase, self.error = "failed", status
             delay_s = FIRST_DELAY_S if lived_s >= STEADY_S else min(2 * delay_s, MAX_DELAY_S)
@@ -213,7 +216,12 @@ class TrainerLink:
 
     async def _adopt(self, offer: Offer) -> None:
         assert self._weights is not None
-        self._send(await self._weights.adopt(offer))
+        try:
+            verdict = await self._weights.adopt(offer)
+        except Exception as error:  # every offer has its verdict, or the trainer waits for ever
+            log.exception("adoption_failed", version=offer.version)
+            verdict = Verdict(version=offer.version, refused="internal", error=str(error))
+        self._send(verdict)
 
 
 def _empty(directory: Path) -> None:
