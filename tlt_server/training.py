@@ -6,6 +6,7 @@ frontend says what is in force, hands weights over, and gives an operator's orde
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Literal
 
@@ -71,6 +72,19 @@ class SpotReport(Struct, frozen=True, kw_only=True, tag="spot"):
     checkpoints: int = 0  # written
     checkpoint_stall_ms: float = 0.0  # in which the last one kept the training waiting
     checkpoint_error: str = ""
+
+
+def version_of(target: str, number: int, digest: str) -> str:
+    """Return the version of a drafter that was trained for a version of the target."""
+    return f"drafter-{target[:64]}-{number}-{digest}"
+
+
+def trained_for(version: str) -> str | None:
+    """Return the first 64 characters of the target's version that a drafter was trained for; None
+    if no trainer named this version.
+    """
+    found = re.fullmatch(r"drafter-(.*)-\d+-[0-9a-f]{8}", version, re.DOTALL)
+    return found[1] if found else None
 
 
 class WeightsWanted(Struct, frozen=True, tag="weights_wanted"):

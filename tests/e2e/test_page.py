@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import urlopen
 
+import msgspec
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
@@ -25,6 +26,14 @@ from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
+from tlt_server.frontend.dialects.replies.drafter import (
+    BufferState,
+    CandidateState,
+    DrafterState,
+    ServedDrafter,
+    TrainerStatus,
+)
+from tlt_server.training import version_of
 
 HOSTILE = "<img src=x onerror=window.inert=false>"
 KEY = "the-page-test-key"
@@ -148,6 +157,117 @@ def test_it_shows_what_the_choice_of_the_strategy_rests_on(
     expect(page.locator("#now-cost-error")).to_have_text(re.compile(r"\d %$"))
     expect(page.locator("#now-calibration")).to_have_text(re.compile(r"eagle (< )?\d+ %"))
     expect(page.locator("#fact-pins")).to_have_text("none")
+
+
+def test_it_shows_the_training_of_the_drafter(open_page: Open, server: ServerProcess) -> None:
+    plain = ready(open_page(server.url))
+    plain.wait_for_function("drafting !== null")
+    expect(plain.locator("#training")).to_be_hidden()  # this server trains nothing
+
+    body = msgspec.json.encode(training_state()).decode()
+    page = open_page(
+        server.url,
+        before=lambda page: page.route(
+            "**/drafter", lambda route: route.fulfill(body=body, content_type="application/json")
+        ),
+    )
+    for place, said in (
+        ("trainer", "paused: the disk is full"),
+        ("in-force", f"{version_of(HOSTILE, 3, '0123abcd')}, for target {HOSTILE}"),
+        ("trained-on", "step-8"),
+        ("live-length", "4.25"),
+        ("candidate", "no_gain, for target step-7: 4.40 against 4.30, gain −1.2 % (−3.0 % to +0.6 "
+         "%) on 12 prompts"),
+        ("rounds", "5, 120 steps; next after 300 of 4,096 tokens"),
+        ("adopted", "2"),
+        ("refused", "no_gain 2, worse 1"),
+        ("self-check", "0 of 1,234 cycles differ"),
+        ("buffer", "9,000 tokens, 2.00 MiB; features of 1,000, 1.50 GiB"),
+        ("trainer-memory", "12 GiB"),
+        ("parking", "7 times; p50 –, p99 –, last 5 min"),
+        ("checkpoint", "8.25 ms"),
+    ):  # fmt: skip
+        expect(page.locator(f"#now-{place}")).to_have_text(said)
+    depths = page.locator("#depths")
+    expect(depths).to_have_attribute(
+        "aria-label",
+        "Share of drafts accepted to each depth: 1: 90 % live, 95 % candidate; 2: not known live, "
+        "80 % candidate",
+    )
+    heights = depths.locator("rect").evaluate_all(
+        "all => all.map((one) => one.height.baseVal.value)"
+    )
+    assert heights[0] < heights[1] == heights[2] > heights[3] == heights[4], "bars, one hatched"
+    assert page.locator("img").count() == 0
+
+
+def training_state() -> DrafterState:
+    candidate = CandidateState(
+        target_version="step-7",
+        drafter_version="drafter-1",
+        outcome="no_gain",
+        groups=12,
+        gain=-0.012,
+        interval=[-0.03, 0.006],
+        accept_length=4.4,
+        accept_length_before=4.3,
+        accepted_at_depth=[0.95, 0.8],
+    )
+    trainer = TrainerStatus(
+        state="paused",
+        reason="the disk is full",
+        process="running",
+        error="",
+        restarts=0,
+        trained_on="step-8",
+        steps=120,
+        rounds=5,
+        tokens=90_000,
+        loss=0.5,
+        undone_steps=0,
+        without_features=0,
+        recorded_tokens=300,
+        interval_tokens=4096,
+        quiet_s=0.05,
+        parkings=7,
+        adopted=2,
+        refused={"no_gain": 2, "worse": 1},
+        compared_cycles=1234,
+        different_cycles=0,
+        candidate=candidate,
+        memory_bytes=12 * 2**30,
+        micro_batch=2048,
+        checkpoints=3,
+        checkpoint_stall_ms=8.25,
+        checkpoint_error="",
+    )
+    buffer = BufferState(
+        sequences=100,
+        tokens=9000,
+        bytes=2 * 2**20,
+        tokens_by_version={"step-8": 4000},
+        feature_tokens=1000,
+        feature_bytes=3 * 2**29,
+        directory=None,
+        disk_error="",
+        offered=100,
+        dropped=0,
+        refused=0,
+        refusals=[],
+    )
+    served = ServedDrafter(
+        name="eagle",
+        architecture="LlamaForCausalLMEagle3",
+        weight_version=version_of(HOSTILE, 3, "0123abcd"),
+        trained_for=HOSTILE,
+        resting=False,
+        steps=60,
+        accept_length=4.25,
+        accepted_at_depth=[0.9],
+    )
+    return DrafterState(
+        target_version="step-8", drafters=[served], training="idle", trainer=trainer, buffer=buffer
+    )
 
 
 def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(

@@ -115,6 +115,7 @@ def test_acceptance_is_of_the_steps_in_which_all_took_drafts(recording: LiveServ
         "name": "history",
         "architecture": None,
         "weight_version": None,
+        "trained_for": None,
         "resting": False,
         "steps": 2,
         "accept_length": 1 + 5 / 4,

@@ -43,6 +43,9 @@ def _recording(state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "sequences", f"{buffer['sequences']:,}"
     yield "tokens", f"{buffer['tokens']:,}"
     yield "size", f"{buffer['bytes'] / MIB:,.1f} MiB"
+    if buffer["feature_tokens"]:
+        features = f"{buffer['feature_tokens']:,} tokens, {buffer['feature_bytes'] / MIB:,.1f} MiB"
+        yield "features", features
     for version, tokens in buffer["tokens_by_version"].items():
         yield f"output tokens of {version}", f"{tokens:,}"
     yield "files", buffer["directory"] or "none (--state-dir keeps them)"
@@ -83,6 +86,8 @@ def _served(served: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "architecture", served["architecture"]
     if served["weight_version"] is not None:
         yield "weight version", served["weight_version"]
+    if served["trained_for"] is not None:
+        yield "trained for target", served["trained_for"]
     yield "resting", "yes, until weights change again" if served["resting"] else "no"
     if served["accept_length"] is None:
         yield "accept length", "not known: it has not drafted of late"

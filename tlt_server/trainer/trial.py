@@ -36,7 +36,7 @@ from tlt_server.trainer.replay import ReplayedDrafter, Roots
 from tlt_server.trainer.self_check import self_check
 from tlt_server.trainer.spot import Facts, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore
-from tlt_server.training import Judged, Offer, TrainerState
+from tlt_server.training import Judged, Offer, TrainerState, version_of
 
 FITTED = 48  # sequences that a calibration is fitted to
 STRIDE = 5  # positions between the roots of that
@@ -168,7 +168,7 @@ class Trial:
             return RoundEnd(refused, judged)
         of = handed.target_version
         digest = xxhash.xxh3_64_hexdigest((self._directory / SINGLE).read_bytes())[:8]
-        version = f"drafter-{of[:64]}-{self._number}-{digest}"
+        version = version_of(of, self._number, digest)
         offer = Offer(directory=str(self._directory), version=version, target_version=of)
         return RoundEnd("", judged, offer)
 

@@ -38,7 +38,7 @@ from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.service import Service
 from tlt_server.records import Cycle
 from tlt_server.speculation.drafters import DRAFTERS, architecture_in, weights_directory
-from tlt_server.training import TrainerState
+from tlt_server.training import TrainerState, trained_for
 
 MAX_NUMBER = 2**63 - 1
 LIMIT, MAX_LIMIT = 256, 4096  # sequences of a reply
@@ -274,6 +274,7 @@ def _served(service: Service, name: str) -> ServedDrafter:
     engine, has_network = service.engine, DRAFTERS[name].needs_weights
     assert engine.info is not None
     directory = weights_directory(service.config.drafter) if has_network else None
+    version = engine.info.drafter_version if has_network else None
     cycles = [
         cycle
         for cycle in engine.drafted
@@ -282,7 +283,8 @@ def _served(service: Service, name: str) -> ServedDrafter:
     return ServedDrafter(
         name=name,
         architecture=architecture_in(directory) if directory else None,
-        weight_version=engine.info.drafter_version if has_network else None,
+        weight_version=version,
+        trained_for=trained_for(version) if version else None,
         # The canary watches drafters with a network, of which only one can be loaded.
         resting=has_network and engine.gauges.get("drafters_resting", 0.0) > 0,
         steps=len(cycles),
@@ -325,6 +327,8 @@ def _buffer(service: Service, trainer: TrainerLink) -> BufferState:
         tokens=report.tokens,
         bytes=report.size,
         tokens_by_version=report.tokens_by_version,
+        feature_tokens=report.feature_tokens,
+        feature_bytes=report.feature_size,
         directory=str(trainer.files.directory) if trainer.files else None,
         disk_error=report.disk_error,
         offered=int(gauges.get("samples_offered", 0)),

@@ -20,6 +20,13 @@ class ServedDrafter(Struct, frozen=True, kw_only=True):
     weight_version: Annotated[
         str | None, Meta(description="version of its weights; null: it has no network")
     ]
+    trained_for: Annotated[
+        str | None,
+        Meta(
+            description="the target's version, or its first 64 characters, that a trainer made "
+            "these weights for; null: they are of no trainer"
+        ),
+    ]
     resting: Annotated[
         bool,
         Meta(description="whether it drafts nothing, as a change of weights collapsed acceptance"),
@@ -54,6 +61,8 @@ class BufferState(Struct, frozen=True, kw_only=True):
         dict[str, int],
         Meta(description="the target's weight version -> output tokens; `older`: all before these"),
     ]
+    feature_tokens: Annotated[int, Meta(description="tokens whose features the trainer holds")]
+    feature_bytes: Annotated[int, Meta(description="size of these features")]
     directory: Annotated[
         str | None, Meta(description="where segment files are; null: sequences are in memory only")
     ]
