@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from tests.engine.halting import bits, done, engine, expected, send, started
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import root, settings
-from tlt_server.commands import CommitWeights, NameWeights, ReadWeights, Sleep
+from tlt_server.commands import CommitWeights, HandOver, NameWeights, ReadWeights, Sleep
 from tlt_server.engine import weight_reads
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
+from tlt_server.weights import handover
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 
@@ -139,6 +140,30 @@ class Slow:
     def float(self) -> torch.Tensor:
         assert self._go_on.wait(60)
         return self._tensor.float()
+
+
+def test_weights_are_pushed_while_those_before_are_written_for_the_trainer(
+    engine: Pushable, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, writing = threading.Event(), threading.Event()
+
+    def slow(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        writing.set()
+        assert go_on.wait(60)
+        save_file(tensors, path)
+
+    monkeypatch.setattr(handover, "save_file", slow)
+    live = engine.engine.pushes.transaction.versions.live
+    embedding = live.target.network.parameters()["model.embed_tokens.weight"].clone()
+    engine.engine.send(HandOver("out", str(tmp_path / "out"), str(root / "drafter")))
+    engine.step()
+    assert writing.wait(60)
+    assert engine.push(root / "new", "v1").result == "committed"
+    go_on.set()
+    report = engine.report("out")
+    assert (report.result, report.state.target) == ("looked", "initial"), report
+    written = load_file(tmp_path / "out" / handover.TARGET)[handover.EMBEDDING]
+    assert torch.equal(written, embedding)
 
 
 def test_weights_that_change_in_place_or_sleep_are_not_read(

@@ -77,7 +77,7 @@ class WeightPushes:
     @property
     def busy(self) -> bool:
         """Tell whether threads work on something that no command will announce."""
-        return self.in_use or self._joins.busy
+        return self.in_use or self._reads.working or self._joins.busy
 
     @property
     def in_use(self) -> bool:

@@ -1,5 +1,6 @@
-"""Readings of the live weights, in threads, as they take a while: checksums of all, and rows of one
-tensor. Meanwhile the live storage must not change.
+"""Readings of the live weights, in threads, as they take a while: checksums of all, rows of one
+tensor, and copies for the trainer. Meanwhile the live storage must not change; what is done with a
+copy after that holds nothing up.
 """
 
 from __future__ import annotations
@@ -21,15 +22,24 @@ from tlt_server.weights.versions import Versions
 MAX_READERS = 4  # at once, including those that wait for a change to end
 MAX_NUMBERS = 2**21  # elements of a tensor, read by one command
 
+Answer = Callable[[], dict[str, Any]]  # the fields of a report, which may take a while, too
+
 
 class WeightReads:
     def __init__(self, versions: Versions, reports: WeightReports) -> None:
         self._versions, self._reports = versions, reports
         self._readers = Crew("read weights", MAX_READERS)
         self._waiting: list[str] = []  # ids of commands that came during a change
+        self._reading: set[str] = set()  # ids of commands that read the live storage now
 
     @property
     def busy(self) -> bool:
+        """Tell whether the live storage is read."""
+        return bool(self._reading)
+
+    @property
+    def working(self) -> bool:
+        """Tell whether a thread has something to report, read or not."""
         return self._readers.busy
 
     def look(self, command: LookAtWeights, *, changing: bool) -> None:
@@ -47,13 +57,12 @@ class WeightReads:
         """Answer with the first rows of a live tensor; `Conflict` during a change."""
         tensor = self._readable(command.name, command.rows, changing=changing)
         self._readers.check_room(len(self._waiting))
-        self._start(
-            command.id,
-            lambda: {
-                "values": tensor.float().cpu().contiguous().numpy().tobytes(),
-                "shape": list(tensor.shape),
-            },
-        )
+
+        def read() -> Answer:
+            values = tensor.float().cpu().contiguous().numpy().tobytes()
+            return lambda: {"values": values, "shape": list(tensor.shape)}
+
+        self._start(command.id, read)
 
     def hand_over(self, command: HandOver, *, changing: bool) -> None:
         """Answer with the versions that were written; `Conflict` during a change."""
@@ -62,13 +71,18 @@ class WeightReads:
         if self._versions.quarantined:
             raise Conflict("the weights in use are in doubt; push a version first")
         self._readers.check_room(len(self._waiting))
-        live = self._versions.live
+        live, state = self._versions.live, self._reports.state()
 
-        def write() -> dict[str, Any]:
-            hand_over(live, Path(command.directory), Path(command.drafter))
-            return {}
+        def read() -> Answer:
+            write = hand_over(live, Path(command.drafter))
 
-        self._start(command.id, write)
+            def answer() -> dict[str, Any]:
+                write(Path(command.directory))
+                return {"state": state}  # as it was when the copy was made
+
+            return answer
+
+        self._start(command.id, read)
 
     def advance(self) -> None:
         """Start the readings that waited; no change is under way."""
@@ -82,14 +96,23 @@ class WeightReads:
     def _sum(self, id: str) -> None:
         live = self._versions.live
         parts = live.only(live.by_role)
-        self._start(id, lambda: {"parts": parts, "checksums": live.live_sums()})
 
-    def _start(self, id: str, look: Callable[[], dict[str, Any]]) -> None:
-        """Answer in a thread with what `look` returns."""
+        def read() -> Answer:
+            sums = live.live_sums()
+            return lambda: {"parts": parts, "checksums": sums}
+
+        self._start(id, read)
+
+    def _start(self, id: str, look: Callable[[], Answer]) -> None:
+        """Answer in a thread. The live storage stays as it is while `look` runs, and no longer."""
 
         def read() -> None:
             try:
-                self._reports.report(id, "looked", **look())
+                try:
+                    answer = look()
+                finally:
+                    self._reading.discard(id)
+                self._reports.report(id, "looked", **answer())
             except TltError as refusal:
                 self._reports.refuse(id, refusal)
             except Exception as cause:  # every command is answered
@@ -99,7 +122,12 @@ class WeightReads:
                 )
                 self._reports.refuse(id, error)
 
-        self._readers.start(read)
+        self._reading.add(id)
+        try:
+            self._readers.start(read)
+        except Unavailable:
+            self._reading.discard(id)
+            raise
 
     def _readable(self, name: str, rows: int, *, changing: bool) -> torch.Tensor:
         role = "drafter" if name.startswith(DRAFTER_PREFIX) else "target"

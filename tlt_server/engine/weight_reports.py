@@ -62,13 +62,16 @@ class WeightReports:
         pause_ms: float = 0.0,
         values: bytes = b"",
         shape: Sequence[int] = (),
+        state: WeightState | None = None,
     ) -> None:
-        """`parts`: the weights that the answer is about, instead of `version` and `role`."""
+        """`parts`: the weights that the answer is about, instead of `version` and `role`. `state`:
+        how things stood for it; None: as they do now.
+        """
         sums = parts.sums if parts and checksums is None else checksums
         self._reports.append(
             WeightReport(
                 id=id,
-                state=self.state(),
+                state=state or self.state(),
                 result=result,
                 error=(error.code, error.message) if error else None,
                 version=parts.version if parts else version,

@@ -4,6 +4,8 @@ training reads (the embedding, and the head's rows of the draft vocabulary).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -27,9 +29,10 @@ class Saved(Protocol):
     def save(self, directory: Path) -> None: ...
 
 
-def hand_over(live: Live, directory: Path, drafter: Path) -> None:
-    """Write into a new directory. `drafter` has the live one's config.json. `Conflict` without a
-    drafter.
+def hand_over(live: Live, drafter: Path) -> Callable[[Path], None]:
+    """Copy the live weights into host memory, and return what writes them into a new directory,
+    for which they are not read again. `drafter` has the live one's config.json. `Conflict` without
+    a drafter.
     """
     if live.drafter is None:
         raise Conflict("this server drafts without a network, so there is nothing to train")
@@ -37,17 +40,33 @@ def hand_over(live: Live, directory: Path, drafter: Path) -> None:
     embedding_VH = target["model.embed_tokens.weight"]
     head_VH = target.get("lm_head.weight", embedding_VH)
     head_CH = head_VH.index_select(0, network.target_ids.to(head_VH.device))
-    private_directory(directory)
-    save_file(_host({EMBEDDING: embedding_VH, HEAD: head_CH}), directory / TARGET)
-    tensors = dict(network.parameters())
+    own = dict(network.parameters())
     if "d2t" in network.vocabulary_map:
         ids_C = network.target_ids.cpu()
-        tensors["d2t"] = ids_C - torch.arange(network.draft_vocab_size)
-        tensors["t2d"] = torch.isin(torch.arange(live.target.network.vocab_size), ids_C)
-    own = private_directory(directory / DRAFTER)
-    save_file(_host(tensors), own / SINGLE)
-    write_flat(drafter, own)
-    cast(Saved, live.drafter.calibration).save(own)
+        own["d2t"] = ids_C - torch.arange(network.draft_vocab_size)
+        own["t2d"] = torch.isin(torch.arange(live.target.network.vocab_size), ids_C)
+    return partial(
+        _write,
+        _host({EMBEDDING: embedding_VH, HEAD: head_CH}),
+        _host(own),
+        cast(Saved, live.drafter.calibration),
+        drafter,
+    )
+
+
+def _write(
+    target: dict[str, Tensor],
+    own: dict[str, Tensor],
+    calibration: Saved,
+    drafter: Path,
+    directory: Path,
+) -> None:
+    private_directory(directory)
+    save_file(target, directory / TARGET)
+    place = private_directory(directory / DRAFTER)
+    save_file(own, place / SINGLE)
+    write_flat(drafter, place)
+    calibration.save(place)
 
 
 def _host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
