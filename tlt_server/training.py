@@ -53,8 +53,10 @@ class SpotReport(Struct, frozen=True, kw_only=True, tag="spot"):
     trained_on: str = ""  # the target's version
     steps: int = 0  # optimizer steps, over restarts too
     rounds: int = 0  # likewise
-    tokens: int = 0  # slots trained
+    tokens: int = 0  # trained on
+    recomputed_tokens: int = 0  # those whose features were computed again
     loss: float | None = None
+    loss_at_depth: list[float | None] = []  # by unrolled step; None: not finite
     undone_steps: int = 0  # as loss or gradient was not finite
     without_features: int = 0  # sequences that were drawn and have no features in force
     interval_tokens: int = 0  # output tokens to record before the next round

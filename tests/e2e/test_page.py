@@ -223,6 +223,7 @@ def training_state() -> DrafterState:
         steps=120,
         rounds=5,
         tokens=90_000,
+        recomputed_tokens=0,
         loss=0.5,
         undone_steps=0,
         without_features=0,

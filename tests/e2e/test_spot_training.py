@@ -128,12 +128,14 @@ def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
     found = status(client)
     assert found["adopted"] == 1, (found["refused"], found["candidate"])
     assert found["rounds"] == 2  # the killed process had written its checkpoint
+    assert 0 < found["recomputed_tokens"] == found["tokens"]
     candidate = found["candidate"]
     assert candidate["outcome"] == "adopted" and candidate["interval"][0] > 0
     assert candidate["accept_length"] > 1.2 * candidate["accept_length_before"]
     assert found["compared_cycles"] > 0 and found["different_cycles"] == 0
     served = client.drafter()["drafters"][0]
     assert served["weight_version"].startswith("drafter-initial-")
+    assert served["trained_for"] == "initial"
     again = [result.choices[0] for result in client.generate(asked).results]
     assert [c.token_ids for c in again] == [c.token_ids for c in before]
     assert [c.logprobs for c in again] == [c.logprobs for c in before]

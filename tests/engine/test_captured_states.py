@@ -93,7 +93,7 @@ def test_captured_states_are_those_that_a_prefill_computes(
     states = engine.taken()
     texts = [engine.text(r) for r in (*work, late)]
     assert states.keys() == {key(text) for text in texts}
-    assert gauges["states_captured"] == len(texts)
+    assert gauges["states_captured"] == len(texts) and gauges["states_s"] > 0
     layers = engine.engine.runner.model.feature_layers  # type: ignore[attr-defined]
     target = load_target(TARGET, numerics=Numerics("strict"), feature_layers=layers)
     documents = [Document(np.array(text, np.int32), np.ones(len(text), np.bool_)) for text in texts]

@@ -21,15 +21,25 @@ from tests.frontend.live_server import live_server
 from tests.tools import require
 from tlt_client import Client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
+from tlt_server.events import BufferReport
+from tlt_server.training import Judged, SpotReport
 
 PAGE = DOCKER.parent / "docs" / "operators.md"
 TARGET_LABELS = {"job", "instance"}  # added by Prometheus itself
+JUDGED = Judged(
+    candidate=1,
+    target_version="v1",
+    drafter_version="d1",
+    outcome="no_gain",
+    accepted_at_depth=[0.9],
+)
+TRAINED = SpotReport(candidate=JUDGED, loss_at_depth=[0.5], refused={"no_gain": 1})
 OWN = {"up": set[str]()}  # made by Prometheus itself
 
 
 @pytest.fixture(scope="module")
 def families(model: Path) -> Iterator[list[Any]]:
-    """Yield the metrics of a server that has served, refused, and taken a push."""
+    """Yield the metrics of a server that has served, refused, taken a push, and trained."""
     with (
         live_server(model, grpc_port=0) as server,
         Client(server.url) as client,
@@ -41,6 +51,10 @@ def families(model: Path) -> Iterator[list[Any]]:
         server.engine.weights = type(server.engine.weights)(target="v1", drafter="d1")
         client.weights()
         httpx.post(f"{server.url}/generate", content=b"{")
+        training = server.service.metrics.training
+        server.call(lambda: training.took(TRAINED))
+        samples = server.service.metrics.samples
+        server.call(lambda: samples.took(BufferReport(tokens_by_version={"v1": 9})))
         text = client.metrics()
     yield list(text_string_to_metric_families(text))
 

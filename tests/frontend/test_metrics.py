@@ -23,6 +23,7 @@ from tlt_server.events import Outputs, WeightReport, WeightState
 from tlt_server.metrics import Metrics
 from tlt_server.metrics.steps import POSITIONS, STRATEGIES
 from tlt_server.records import OFF, Cycle, StepContext, Strategy, Switch
+from tlt_server.training import Judged, SpotReport, TrainerState
 
 EAGLE, CHAIN = Strategy("eagle", 7, 4, 16), Strategy("eagle", 7, 1, 8)
 
@@ -333,3 +334,61 @@ def test_an_engine_step_costs_the_frontend_little() -> None:
             metrics.engine.took(message)
         best = min(best, (time.thread_time() - started_s) / 20)
     assert best < 0.0005, f"{best * 1e6:.0f} us per step"
+
+
+def test_the_training_of_the_drafter() -> None:
+    metrics = Metrics()
+    judged = Judged(
+        candidate=1,
+        target_version="v1",
+        drafter_version="d1",
+        outcome="no_gain",
+        gain=-0.01,
+        gain_low=-0.03,
+        gain_high=0.02,
+        accept_length=4.5,
+        accept_length_before=4.6,
+        accepted_at_depth=[0.9, 0.5],
+    )
+    first = SpotReport(
+        state=TrainerState.TRAINING,
+        steps=24,
+        rounds=2,
+        tokens=1000,
+        recomputed_tokens=300,
+        loss=0.75,
+        loss_at_depth=[0.5, 1.0],
+        candidate=judged,
+        adopted=1,
+        refused={"no_gain": 2},
+        different_cycles=3,
+        parking_ms=[4.0],
+        memory_bytes=2**30,
+        checkpoint_stall_ms=12.5,
+    )
+    metrics.training.took(first)
+    more = {"tokens": 1600, "recomputed_tokens": 400, "parking_ms": [40.0], "adopted": 2}
+    metrics.training.took(msgspec.structs.replace(first, **more))
+    found = shown(metrics)
+    assert found["tlt_trainer_tokens_total"] == {("captured",): 1200, ("recomputed",): 400}
+    assert found["tlt_trainer_state"][("training",)] == 1
+    assert sum(found["tlt_trainer_state"].values()) == 1
+    assert found["tlt_trainer_loss_at_depth"] == {("1",): 0.5, ("2",): 1.0}
+    assert found["tlt_trainer_accept_length"] == {("candidate",): 4.5, ("in_force",): 4.6}
+    assert found["tlt_trainer_candidate_accepted_share"] == {("1",): 0.9, ("2",): 0.5}
+    bounds = {("gain",): -0.01, ("gain_low",): -0.03, ("gain_high",): 0.02}
+    assert found["tlt_trainer_candidate_gain"] == bounds
+    assert found["tlt_drafter_candidates_refused_total"] == {("no_gain",): 2}
+    for name, value in (
+        ("trainer_steps", 24),
+        ("trainer_rounds", 2),
+        ("trainer_loss", 0.75),
+        ("trainer_checkpoint_stall_seconds", 0.0125),
+        ("trainer_memory_bytes", 2**30),
+        ("drafter_adoptions_total", 2),
+        ("drafter_self_check_differences_total", 3),
+        ("trainer_parking_seconds_count", 2),
+    ):
+        assert found[f"tlt_{name}"][()] == value, name
+    metrics.training.took(SpotReport(tokens=10))  # a new process counts from 0
+    assert shown(metrics)["tlt_trainer_tokens_total"] == {("captured",): 1210, ("recomputed",): 400}

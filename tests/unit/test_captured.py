@@ -100,6 +100,7 @@ def test_features_come_from_the_cache_and_holes_from_the_other_source() -> None:
 def test_recorded_sequences_are_documents_while_their_states_are_kept(dtype: torch.dtype) -> None:
     entries = [recorded(i, sample(i, seed=i, output=20 + i))[0] for i in range(6)]
     store, given = StateStore(10**6), {}
+    store.expect(recompute_of(entries[3:4]))
     for entry in entries[1::2]:
         length = len(entry.sample.token_T) - 1
         features_TF, hidden_TH = (torch.randn(length, w).to(dtype) for w in (WIDTH, HIDDEN))
@@ -126,6 +127,7 @@ def test_recorded_sequences_are_documents_while_their_states_are_kept(dtype: tor
     store.renewed("v1")
     assert not len(store)
     assert documents.lengths == [25, 27, 29]
+    assert documents.recomputed == [False, True, False]
     for number, entry in enumerate(entries[1::2]):
         length = documents.lengths[number]
         for start, stop in ((0, length), (3, 9), (length - 2, length), (length - 1, length)):

@@ -7,6 +7,7 @@ without room in the ring the states are dropped and counted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -42,6 +43,7 @@ class StateSource(Protocol):
     item: Literal[2, 4]  # bytes of a number
     feature_width: int
     hidden_width: int
+    spent_s: float  # time that steps took for copies
 
     def take(self, pages: list[int], length: int, deliver: Deliver) -> None:
         """Deliver copies of the states of the first `length` positions of these pages, now or
@@ -51,6 +53,8 @@ class StateSource(Protocol):
 
 class CachedStates:
     """States that the KV cache of a CPU keeps."""
+
+    spent_s = 0.0  # a step copies nothing
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -67,11 +71,17 @@ class Capture:
         self._ring, self._source = ring, source
         self.token_bytes = state_bytes(source.feature_width, source.hidden_width, source.item)
         self.captured = self.dropped = self.incomplete = 0  # sequences
+        self._spent_s = 0.0  # at their ends
 
     def ended(self, sequence: Sequence, version: str) -> None:
         """Offer the states of a sequence that still has its pages. One whose KV is of two weight
         versions, or that was preempted, has no states to give.
         """
+        began = time.perf_counter()
+        self._take(sequence, version)
+        self._spent_s += time.perf_counter() - began
+
+    def _take(self, sequence: Sequence, version: str) -> None:
         length = sequence.length - 1
         if sequence.computed < length or sequence.mixed_version:
             self.incomplete += 1
@@ -104,4 +114,5 @@ class Capture:
             "states_captured": self.captured,
             "states_dropped": self.dropped,
             "states_incomplete": self.incomplete,
+            "states_s": self._spent_s + self._source.spent_s,
         }

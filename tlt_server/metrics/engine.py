@@ -69,6 +69,10 @@ TOTALS = {  # likewise, counted by the engine since it started
         "tlt_drafter_features_recomputed",
         "Recorded sequences whose features were computed again in idle time.",
     ),
+    "states_s": (
+        "tlt_drafter_capture_seconds",
+        "Time that the engine's thread spent on handing features to the trainer.",
+    ),
     "preemptions": (
         "tlt_preemptions",
         "Sequences preempted: their pages were taken for older ones.",

@@ -22,9 +22,13 @@ from tlt_server.trainer.state_store import StateStore
 
 
 class RecordedDocuments:
-    def __init__(self, documents: Sequence[tuple[Sample, Captured]]) -> None:
-        """The states of each sequence are those over its tokens without the last one."""
-        self._documents = documents
+    def __init__(
+        self, documents: Sequence[tuple[Sample, Captured]], recomputed: Sequence[bool]
+    ) -> None:
+        """The states of each sequence are those over its tokens without the last one. `recomputed`:
+        whether they were computed again.
+        """
+        self._documents, self.recomputed = documents, recomputed
 
     @classmethod
     def of(cls, entries: Iterable[Recorded], states: StateStore, version: str) -> RecordedDocuments:
@@ -32,7 +36,8 @@ class RecordedDocuments:
         `StateStore.missing`, are left out.
         """
         found = ((entry.sample, states.find(version, entry.sample.tokens)) for entry in entries)
-        return cls([(sample, captured) for sample, captured in found if captured is not None])
+        kept = [(sample, captured) for sample, captured in found if captured is not None]
+        return cls(kept, [states.recomputed(captured) for _, captured in kept])
 
     @property
     def lengths(self) -> Sequence[int]:

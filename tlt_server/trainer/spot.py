@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -50,7 +50,9 @@ class Facts:
     steps: int = 0
     rounds: int = 0
     tokens: int = 0
+    recomputed_tokens: int = 0
     loss: float | None = None
+    loss_at_depth: list[float | None] = field(default_factory=list)
     undone_steps: int = 0
     without_features: int = 0
     compared_cycles: int = 0

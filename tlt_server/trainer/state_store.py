@@ -21,6 +21,8 @@ class StateStore:
         self._bound, self._staleness = bound, staleness
         self._versions: list[str] = []  # the newest one last
         self._kept: dict[tuple[str, bytes], Captured] = {}  # the oldest first
+        self._expected: set[bytes] = set()  # keys of sequences that are being computed again
+        self._recomputed: set[tuple[str, bytes]] = set()
         self.tokens = self.size = 0
 
     def __len__(self) -> int:
@@ -35,6 +37,8 @@ class StateStore:
         if place in self._kept:
             self._drop(place)
         self._kept[place] = captured
+        if captured.key in self._expected:
+            self._recomputed.add(place)
         self.tokens += captured.length
         self.size += _bytes(captured)
         while self.size > self._bound:
@@ -43,6 +47,14 @@ class StateStore:
     def find(self, version: str, tokens: bytes) -> Captured | None:
         """Return the states over these int32 tokens, prompt and output; None if not kept."""
         return self._kept.get((version, key_of(tokens)))
+
+    def expect(self, command: Recompute) -> None:
+        """Note whose states come because they were asked for."""
+        self._expected = {key_of(text) for text in command.texts}
+
+    def recomputed(self, captured: Captured) -> bool:
+        """Tell whether these states were computed again, not captured as their sequence ended."""
+        return (captured.version, captured.key) in self._recomputed
 
     def missing(self, version: str, entries: Iterable[Recorded]) -> list[Recorded]:
         """Return the sequences without states of this version, which can be recomputed."""
@@ -68,6 +80,7 @@ class StateStore:
 
     def _drop(self, place: tuple[str, bytes]) -> None:
         captured = self._kept.pop(place)
+        self._recomputed.discard(place)
         self.tokens -= captured.length
         self.size -= _bytes(captured)
 

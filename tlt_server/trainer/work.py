@@ -114,7 +114,9 @@ class DrafterWork:
             held = sampling.evaluated(entries, version)[-JUDGED_GROUPS:]
             self._wanted = held + self._draw(sampling.strata_of(entries))
         self._wanted = self._states.missing(version, self._wanted)
-        return Lacking(len(self._wanted), recompute_of(self._wanted))
+        command = recompute_of(self._wanted)
+        self._states.expect(command)
+        return Lacking(len(self._wanted), command)
 
     def halve(self) -> bool:
         done, self._halved = self._halved, True
@@ -167,7 +169,13 @@ class DrafterWork:
         for done in range(min(STEPS, EPOCHS * len(packer.plan(0)))):
             if done % SAVED_EVERY == 0:
                 self._save(trainer)
+            placed = packer.plan(cursor.epoch)[cursor.pack]
             cursor = yield from self._step(trainer, packer, cursor)
+            for window, _ in placed:
+                self._facts.tokens += window.slots
+                self._facts.recomputed_tokens += (
+                    window.slots * documents.recomputed[window.document]
+                )
         if trainer.restored > RESTORED:
             remedy = "loss or gradient is not finite again and again; start from another drafter"
             return RoundEnd("not_finite", pause=remedy)
@@ -225,8 +233,8 @@ class DrafterWork:
             trainer.restore(trainer.good)
             raise
         facts = self._facts
-        facts.tokens, facts.steps = facts.tokens + outcome.tokens, trainer.state.step
-        facts.loss, facts.undone_steps = outcome.loss, trainer.undone
+        facts.steps, facts.undone_steps = trainer.state.step, trainer.undone
+        facts.loss, facts.loss_at_depth = outcome.loss, [*outcome.loss_S]
         return after
 
     # -- the trained state -------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -64,6 +65,7 @@ class PageStates:
         self._page_bytes = PAGE_SIZE * self._bytes_CX.shape[1]
         self._pages: OrderedDict[int, _Page] = OrderedDict()  # filed first, first
         self._claimed = self._freed = 0  # rows so far
+        self.spent_s = 0.0
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name="tlt-states", daemon=True)
         self._worker.start()
@@ -84,6 +86,7 @@ class PageStates:
         count = (head - first) % size
         if not count:
             return
+        began = time.perf_counter()
         self._claimed += count
         event = torch.cuda.Event() if self._stream is not None else None
         with torch.cuda.stream(self._stream):
@@ -96,6 +99,7 @@ class PageStates:
             if event is not None:
                 event.record()
         self._work.put(partial(self._file, event, first, count, pages))
+        self.spent_s += time.perf_counter() - began
 
     def reuse(self, pages: Iterable[int]) -> None:
         """Drop what was filed of pages that are about to hold other tokens."""

@@ -134,6 +134,9 @@ class TrainerStatus(Struct, frozen=True, kw_only=True):
     steps: Annotated[int, Meta(description="optimizer steps, over restarts too")]
     rounds: Annotated[int, Meta(description="rounds of training, over restarts too")]
     tokens: Annotated[int, Meta(description="tokens trained on")]
+    recomputed_tokens: Annotated[
+        int, Meta(description="those whose features were computed again in idle time")
+    ]
     loss: Annotated[float | None, Meta(description="of the last step; null: there was none")]
     undone_steps: Annotated[int, Meta(description="steps whose loss or gradient was not finite")]
     without_features: Annotated[
