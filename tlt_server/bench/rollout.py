@@ -2,9 +2,10 @@
 without it in the same run.
 
 Two engine processes, strict and fast numerics, which share a GPU; arms take turns within each
-round, so that a machine's moods fall on all alike. Two workloads: `tail` (one batch of 64, run to
-its end: the batch shrinks to one) and `full` (64 running all the time). Speed-ups are medians over
-rounds of the arm's rate over the faster of the two plain engines' rate in the same round.
+round, so that a machine's moods fall on all alike. Three workloads: `tail` (one batch of 64, run to
+its end: the batch shrinks to one), `few` (two running all the time, as the longest responses of a
+batch do) and `full` (64 running all the time). Speed-ups are medians over rounds of the arm's rate
+over the faster of the two plain engines' rate in the same round.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EAGLE = Strategy("eagle", 7, 1, 8)
 TREE = Strategy("eagle", 7, 4, 32)
 HISTORY = Strategy("history", 7, 1, 8)
 RUNNING = 64  # at most, on every device
-TAIL = 2  # running requests at most: the cycles that long responses dominate
+FEW = 2  # running requests of the workload `few`
 ROUNDS = 5
 WITH_PROMPTS = "with prompts"
 
@@ -68,19 +69,12 @@ class Figures(NamedTuple):
     seconds: float
     tokens: int
     passes: int
-    tail_seconds: float
-    tail_tokens: int
-    tail_passes: int
     accept_length: float  # tokens per request and cycle, over cycles that drafted
     time: dict[str, float]  # seconds of steps by strategy; of those that read prompts, together
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
-
-    @property
-    def tail_rate(self) -> float:
-        return self.tail_tokens / self.tail_seconds if self.tail_seconds else 0.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +112,10 @@ def run(args: argparse.Namespace) -> int:
             base.model, RUNNING if args.quick else 5 * RUNNING, group=8, seed=args.seed + 100
         )
     ]
-    workloads = {"tail": batch, "full": steady}
+    alone = problems_as_requests(
+        base.model, 4 if args.quick else 32, group=8, seed=args.seed + 200, max_tokens=2000
+    )
+    workloads = {"tail": (batch, RUNNING), "few": (alone, FEW), "full": (steady, RUNNING)}
     seen: dict[tuple[str, str], list[Figures]] = {}
     differing = 0
     console = wide_console()
@@ -130,15 +127,15 @@ def run(args: argparse.Namespace) -> int:
         engines = {"strict": strict, "fast": fast}
         task = progress.add_task("warm up", total=rounds * len(arms) * len(workloads))
         for engine in engines.values():
-            rollout(engine, renamed(steady[:16], "warm"))
+            rollout(engine, renamed(steady[:16], "warm"), RUNNING)
         for turn in range(rounds):
-            for workload, requests in workloads.items():
+            for workload, (requests, running) in workloads.items():
                 expected: dict[str, list[int]] = {}
                 for name, arm in arms.items():
                     progress.update(task, description=f"{workload}: {name}")
                     engine = engines[arm.numerics]
                     engine.send(arm.policy)
-                    tokens, figures = rollout(engine, renamed(requests, f"{turn}{name}"))
+                    tokens, figures = rollout(engine, renamed(requests, f"{turn}{name}"), running)
                     seen.setdefault((workload, name), []).append(figures)
                     if arm.numerics == "strict":
                         expected = expected or tokens
@@ -166,16 +163,16 @@ def renamed(requests: list[GenerateRequest], turn: str) -> list[GenerateRequest]
 
 
 def rollout(
-    engine: EngineChild, requests: list[GenerateRequest]
+    engine: EngineChild, requests: list[GenerateRequest], running: int
 ) -> tuple[dict[str, list[int]], Figures]:
-    """Tokens by request (without the turn's name) and the figures; wall time on this side of the
-    sockets.
+    """Run requests, at most `running` at once. Return the tokens by request (without the turn's
+    name) and the figures; wall time on this side of the sockets.
     """
     tokens: dict[str, list[int]] = {r.id.split("/")[0]: [] for r in requests}
     cycles: list[Cycle] = []
-    open_ids = {r.id for r in requests}
+    open_ids, waiting = {r.id for r in requests}, requests[running:]
     started = time.perf_counter()
-    engine.send(Submit(requests))
+    engine.send(Submit(requests[:running]))
     for event in engine.events():
         if not isinstance(event, Outputs):
             continue
@@ -186,13 +183,14 @@ def rollout(
             tokens[output.id.split("/")[0]] += output.token_ids
             if output.finish_reason:
                 open_ids.discard(output.id)
+                if waiting:
+                    engine.send(Submit([waiting.pop(0)]))
         if not open_ids:
             break
     return tokens, figures_of(cycles, time.perf_counter() - started)
 
 
 def figures_of(cycles: list[Cycle], seconds: float) -> Figures:
-    tail = [c for c in cycles if c.context.decoding <= TAIL and not c.context.prefill_rows]
     drafted = [c for c in cycles if c.drafted]
     by_strategy: dict[str, float] = defaultdict(float)
     for c in cycles:
@@ -201,26 +199,17 @@ def figures_of(cycles: list[Cycle], seconds: float) -> Figures:
         seconds=seconds,
         tokens=sum(c.emitted for c in cycles),
         passes=len(cycles),
-        tail_seconds=sum(c.step_s for c in tail),
-        tail_tokens=sum(c.emitted for c in tail),
-        tail_passes=len(tail),
         accept_length=sum(c.emitted for c in drafted)
         / max(1, sum(c.context.decoding for c in drafted)),
         time=by_strategy,
     )
 
 
-def speedup(
-    seen: dict[tuple[str, str], list[Figures]], workload: str, name: str, rate: str
-) -> float:
+def speedup(seen: dict[tuple[str, str], list[Figures]], workload: str, name: str) -> float:
     """Median over rounds of the arm's rate over the faster plain engine's."""
-    plain = [
-        max(getattr(seen[workload, p][i], rate) for p in PLAIN)
-        for i in range(len(seen[workload, name]))
-    ]
-    return statistics.median(
-        getattr(f, rate) / p if p else 0.0 for f, p in zip(seen[workload, name], plain, strict=True)
-    )
+    found = seen[workload, name]
+    plain = [max(seen[workload, p][i].rate for p in PLAIN) for i in range(len(found))]
+    return statistics.median(f.rate / p for f, p in zip(found, plain, strict=True))
 
 
 def shares(found: list[Figures]) -> dict[str, float]:
@@ -254,7 +243,6 @@ def report(
         "tokens/pass",
         "accept length",
         "speed-up",
-        f"speed-up, at most {TAIL} running",
     ):
         table.add_column(heading, justify="left" if heading in ("workload", "arm") else "right")
     summary: dict[str, object] = {
@@ -267,17 +255,9 @@ def report(
     for (workload, name), found in seen.items():
         median = {
             field: statistics.median(getattr(f, field) for f in found)
-            for field in (
-                "seconds",
-                "passes",
-                "tokens",
-                "tail_passes",
-                "tail_tokens",
-                "accept_length",
-            )
+            for field in ("seconds", "passes", "tokens", "accept_length")
         }
-        ratio = speedup(seen, workload, name, "rate")
-        tail_ratio = speedup(seen, workload, name, "tail_rate") if workload == "tail" else None
+        ratio = speedup(seen, workload, name)
         table.add_row(
             workload,
             name,
@@ -287,7 +267,6 @@ def report(
             f"{median['tokens'] / median['passes']:.2f}",
             f"{median['accept_length']:.2f}" if median["accept_length"] else "",
             f"{ratio:.2f}x",
-            f"{tail_ratio:.2f}x" if tail_ratio is not None else "",
         )
         summary[f"{workload}/{name}"] = {
             "wall_s": round(median["seconds"], 3),
@@ -297,16 +276,6 @@ def report(
             "accept_length": round(median["accept_length"], 3),
             "speedup": round(ratio, 3),
             "share_of_time": shares(found),
-            **(
-                {
-                    "tail_tokens_per_pass": round(
-                        median["tail_tokens"] / max(1, median["tail_passes"]), 3
-                    ),
-                    "tail_speedup": round(tail_ratio, 3),
-                }
-                if tail_ratio is not None
-                else {}
-            ),
         }
     summary["responses_differing"] = differing
     console.print(table)
