@@ -465,3 +465,32 @@ def test_an_end_gives_no_name_to_what_somebody_else_has_made_live() -> None:
         assert story.twin.live == ("initial", [])
 
     asyncio.run(rolled_back())
+
+
+def test_an_adoption_goes_on_without_its_caller_and_pushes_wait_for_it() -> None:
+    async def run() -> None:
+        twin = Twin()
+        own = asyncio.create_task(
+            twin.session.adopt(Manifest(role="drafter", version="d1", path="0"))
+        )
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        own.cancel()
+        await asyncio.wait({own})
+        assert own.cancelled() and len(twin.queue) == 1
+        with twin.session.pushing() as update:
+            push = asyncio.create_task(update.push(Manifest(version="v1", path="1")))
+            await asyncio.sleep(0)
+            assert len(twin.queue) == 1  # the drafter's
+            with pytest.raises(Conflict, match="push is on its way"):
+                await twin.session.adopt(Manifest(role="drafter", version="d2", path="2"))
+            twin.do()
+            twin.arrive()
+            assert twin.live[0] == "d1"
+            for _ in range(4):
+                await asyncio.sleep(0)
+            twin.do()
+            twin.arrive()
+            assert (await push).version == twin.live[0] == "v1"
+
+    asyncio.run(run())

@@ -189,6 +189,19 @@ def test_a_verdict_about_a_dropped_offer_changes_nothing() -> None:
     assert rig.spot.state == S.IDLE and not rig.work.adoptions
 
 
+def test_a_pause_keeps_its_reason_over_the_verdict_of_an_offer() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(5)
+    rig.spot.take(Order(number=2, do="pause"))
+    rig.spot.take(Verdict(version=OFFER.version, refused="paused", error="paused"))
+    report = rig.spot.report()
+    assert report is not None and report.refused == {"paused": 1} and report.state == S.PAUSED
+    assert report.reason == "an operator has paused it" and not rig.work.adoptions
+    rig.spot.take(Order(number=3, do="resume"))
+    assert rig.spot.state == S.IDLE
+
+
 def test_a_refused_offer_is_counted_by_its_reason() -> None:
     rig = Rig()
     rig.hand_over()

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import sys
 from asyncio.subprocess import PIPE, Process
+from pathlib import Path
 
 import pytest
 
 from tlt_server.frontend.link import trainer as links
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.metrics import Metrics
+from tlt_server.training import HandedOver, Offer, Verdict
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,65 @@ async def two_processes(code: str) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await running
     assert all(process.returncode is not None for process in launched)
+
+
+STUB = """
+import json, sys
+def say(**message):
+    print(json.dumps(message), flush=True)
+say(type="buffer")
+say(type="offer", directory="/c", version="d2", target_version="v1")
+verdict = ""
+for line in sys.stdin:
+    message = json.loads(line)
+    if message["type"] == "verdict":
+        verdict = message["refused"] or "adopted"
+    elif message["do"] == "pause":
+        say(type="spot", answered=message["number"], state="paused", reason=verdict)
+    else:
+        say(type="offer", directory="/c", version="d3", target_version="v1")
+        say(type="spot", answered=message["number"], reason=verdict)
+"""
+
+
+class SlowWeights:
+    """Weights that take an offer once they are told to."""
+
+    def __init__(self) -> None:
+        self.offered, self.go_on = asyncio.Event(), asyncio.Event()
+        self.adopted: list[str] = []
+
+    async def hand_over(self, directory: Path) -> HandedOver:
+        raise AssertionError
+
+    async def adopt(self, offer: Offer) -> Verdict:
+        self.offered.set()
+        await self.go_on.wait()
+        self.adopted.append(offer.version)
+        return Verdict(version=offer.version)
+
+
+def test_a_pause_is_answered_after_an_adoption_and_lets_no_other_begin(tmp_path: Path) -> None:
+    async def launch() -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STUB, stdin=PIPE, stdout=PIPE
+        )
+
+    async def run() -> None:
+        weights = SlowWeights()
+        link = TrainerLink(launch, Metrics().samples, None, tmp_path)
+        running = asyncio.create_task(link.run(weights=weights))
+        await weights.offered.wait()
+        pausing = asyncio.create_task(link.order("pause"))
+        await asyncio.wait({pausing}, timeout=0.05)
+        assert not pausing.done()
+        weights.go_on.set()
+        report = await pausing
+        assert (report.state, report.reason) == ("paused", "adopted")
+        await link.order("train")  # here: offer another one
+        assert (await link.order("pause")).reason == "paused"
+        assert weights.adopted == ["d2"]
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(asyncio.wait_for(run(), 20))

@@ -194,7 +194,8 @@ class SpotTrainer:
         self._judged = msgspec.structs.replace(self._judged, outcome=outcome)
         self.phases.drop()
         if verdict.refused:
-            self.phases.reason = verdict.error
+            if self.state != TrainerState.PAUSED:
+                self.phases.reason = verdict.error
             self._refused[verdict.refused] += 1
             return
         self._adopted += 1

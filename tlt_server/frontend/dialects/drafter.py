@@ -180,8 +180,9 @@ async def train(service: Service, request: Request) -> Response:
     raises=(Conflict, Unavailable),
 )
 async def pause(service: Service, request: Request) -> Response:
-    """Train and adopt nothing until POST /drafter/resume; what is half done is kept. A repeated
-    call changes nothing.
+    """Train and adopt nothing until POST /drafter/resume; what is half done is kept. A drafter that
+    is being pushed has been taken or refused before the answer comes. A repeated call changes
+    nothing.
     """
     await service.bodies.of(request, NoFields)
     trainer = _trainer(service)

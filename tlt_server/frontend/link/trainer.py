@@ -80,6 +80,7 @@ class TrainerLink:
         self._engine: EngineClient | None = None
         self._weights: Weights | None = None
         self._errands: set[asyncio.Task[None]] = set()
+        self._adoption: asyncio.Task[None] | None = None  # the last one
         self._orders = 0
         self._paused = False  # by an operator's order, which outlives the process
         self._reported = asyncio.Event()
@@ -121,12 +122,22 @@ class TrainerLink:
         return self._work is not None
 
     async def order(self, do: Literal["train", "pause", "resume"]) -> SpotReport:
-        """Return the report that follows an order. `Unavailable` where none does."""
-        self._orders += 1
-        number = self._orders
+        """Return the report that follows an order. `Unavailable` where none does. A pause is
+        answered once the offer that was being adopted has its verdict; later ones are refused.
+        """
         if do != "train":
             self._paused = do == "pause"
-        if self.phase == "running" and self._send(Order(number=number, do=do)):
+        number = self._give(do)
+        if do == "pause" and self._adoption is not None and not self._adoption.done():
+            await asyncio.wait({self._adoption}, timeout=ANSWER_S)
+            if not self._adoption.done():
+                raise Unavailable(
+                    "the trainer pauses, but the engine has not yet taken or refused the drafter "
+                    "that it offered before; ask again",
+                    retry_after_s=1,
+                )
+            number = self._give(do)  # the answer to this one follows the verdict
+        if self.phase == "running" and number:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
                     while self.spot.answered < number:
@@ -137,6 +148,11 @@ class TrainerLink:
             "; it is started again when it has ended: ask again, GET /drafter says how it is",
             retry_after_s=1,
         )
+
+    def _give(self, do: Literal["train", "pause", "resume"]) -> int:
+        """Send an order, and return its number; 0 where no process takes it."""
+        self._orders += 1
+        return self._orders if self._send(Order(number=self._orders, do=do)) else 0
 
     def _send(self, message: ToTrainer) -> bool:
         pipe = self._process.stdin if self._process is not None else None
@@ -193,7 +209,7 @@ class TrainerLink:
                 if self._engine is not None:
                     self._engine.recompute(wanted)
             case Offer() as offer:
-                self._start(self._adopt(offer))
+                self._adoption = self._start(self._adopt(offer))
 
     def _keeps(self, report: BufferReport) -> None:
         self.phase = "running"
@@ -205,10 +221,11 @@ class TrainerLink:
         self.report = report
         self._metrics.took(report)
 
-    def _start(self, errand: Coroutine[Any, Any, None]) -> None:
+    def _start(self, errand: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(errand)
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)
+        return task
 
     async def _hand_over(self) -> None:
         assert self._weights is not None and self._work is not None
@@ -216,6 +233,10 @@ class TrainerLink:
 
     async def _adopt(self, offer: Offer) -> None:
         assert self._weights is not None
+        if self._paused:
+            error = "an operator has paused the trainer"
+            self._send(Verdict(version=offer.version, refused="paused", error=error))
+            return
         try:
             verdict = await self._weights.adopt(offer)
         except Exception as error:  # every offer has its verdict, or the trainer waits for ever

@@ -147,16 +147,25 @@ class WeightSession:
         self._update = Update(self)
         self._dropping: set[asyncio.Task[None]] = set()
         self._adopting = asyncio.Lock()  # a drafter of the server's own trainer is being pushed
+        self._adoption: asyncio.Task[WeightReport] | None = None  # the last one
 
     async def adopt(self, manifest: Manifest) -> WeightReport:
         """Push a drafter of the server's own trainer, outside of any update. `Conflict` while an
-        update is open or another push is on its way, which it must not hold up.
+        update is open or another push is on its way, which it must not hold up. A caller that goes
+        away does not stop it, and other pushes wait for its end nevertheless.
         """
-        if self._update.selector is not None or self._update.pushing:
+        if self._update.selector is not None or self._update.pushing or self._adopting.locked():
             raise Conflict("a weight update is open or a push is on its way; later")
-        async with self._adopting:
+        await self._adopting.acquire()
+        self._adoption = asyncio.create_task(self._adopt(manifest))
+        return await asyncio.shield(self._adoption)
+
+    async def _adopt(self, manifest: Manifest) -> WeightReport:
+        try:
             command = PushWeights(self.command_id(), manifest)
             return succeeded(await self._engine.weights(command))
+        finally:
+            self._adopting.release()
 
     async def begin(self, selector: Selector) -> None:
         """Start a session and drop what an earlier one left, staged or on its way; a repeated start
