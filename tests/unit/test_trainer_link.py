@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
@@ -44,6 +45,33 @@ async def two_processes(code: str) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await running
     assert all(process.returncode is not None for process in launched)
+
+
+def test_a_process_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "SILENT_S", 0.3)
+    monkeypatch.setattr(links, "FIRST_DELAY_S", 0.01)
+    hung = 'import time; print(\'{"type": "buffer"}\', flush=True); time.sleep(60)'
+    launched: list[Process] = []
+    second = asyncio.Event()
+
+    async def launch() -> Process:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", hung, stdout=PIPE)
+        launched.append(process)
+        if len(launched) == 2:
+            second.set()
+        return process
+
+    async def run() -> TrainerLink:
+        link = TrainerLink(launch, Metrics().samples, None)
+        running = asyncio.create_task(link.run())
+        await second.wait()
+        running.cancel()
+        await asyncio.wait({running})
+        return link
+
+    link = asyncio.run(asyncio.wait_for(run(), 20))
+    assert link.error == "no report for 0.3 s, so it was ended" and link.restarts == 1
+    assert all(process.returncode == -signal.SIGTERM for process in launched)
 
 
 STUB = """

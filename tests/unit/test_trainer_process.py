@@ -15,7 +15,7 @@ from tlt_server.events import BufferReport
 from tlt_server.samples.captured import Captured, encode_captured
 from tlt_server.samples.ring import RingProducer, make_ring
 from tlt_server.samples.sample import encode_sample
-from tlt_server.trainer.process import REPORT_S, Keeper, TrainerSettings
+from tlt_server.trainer.process import BEAT_S, REPORT_S, Keeper, TrainerSettings
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_server.trainer.process")
 
@@ -51,6 +51,10 @@ def test_sequences_are_kept_and_reported_by_version(tmp_path: Path) -> None:
     assert "no sequence" in report.refusals[0] and "max_tokens is 1" in report.refusals[1]
     now[0] += REPORT_S
     assert keeper.report() is None  # nothing has changed
+    now[0] += BEAT_S
+    beat = keeper.report()
+    assert beat is not None and beat.sequences == 12 and not beat.refusals
+    assert keeper.report() is None
 
 
 def test_an_idle_buffer_is_counted_once_a_report(

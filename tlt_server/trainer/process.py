@@ -40,6 +40,7 @@ from tlt_server.training import FromTrainer, ToTrainer, line_of, read_to_trainer
 NICENESS = 10  # after frontend and engine
 POLL_S = 0.05
 REPORT_S = 1.0
+BEAT_S = 10.0  # a report comes at least this often, or the frontend takes the process for hung
 VERSIONS = 8  # told apart in a report
 MAX_REPORT = 2**20  # bytes of a report's line
 BATCH = 256  # sequences taken between two looks at the parent
@@ -80,7 +81,7 @@ class Keeper:
         )
         self._inbox = Inbox(directory / DIRECTORY) if directory else None
         self._reported: BufferReport | None = None
-        self._report_s = clock()
+        self._report_s = self._beat_s = clock()
 
     def take(self) -> int:
         """Take what the rings have, a batch at most of each; return the larger count. Takes one
@@ -113,8 +114,9 @@ class Keeper:
         return BATCH
 
     def report(self) -> BufferReport | None:
-        """Return what has changed; None where nothing has, or too little time has passed."""
-        if self._reported is not None and self._clock() < self._report_s:
+        """Return how it stands; None where nothing has changed, or too little time has passed."""
+        now_s = self._clock()
+        if self._reported is not None and now_s < self._report_s:
             return None
         buffer, refusals = self.buffer, self.buffer.refusals
         state = BufferReport(
@@ -128,10 +130,10 @@ class Keeper:
             feature_size=self.states.size,
             disk_error=buffer.disk_error,
         )
-        self._report_s = self._clock() + REPORT_S
-        if state == self._reported:
+        self._report_s = now_s + REPORT_S
+        if state == self._reported and now_s < self._beat_s:
             return None
-        self._reported = state
+        self._reported, self._beat_s = state, now_s + BEAT_S
         return msgspec.structs.replace(state, refusals=refusals.take())
 
 

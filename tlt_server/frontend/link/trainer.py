@@ -1,5 +1,5 @@
 """Runs the trainer process: starts it, takes its reports, carries what it asks for to the engine,
-and starts another one when it ends.
+and starts another one when it ends or hangs.
 
 Nothing depends on it: while it is away, finished sequences are dropped and counted.
 """
@@ -40,6 +40,9 @@ from tlt_server.training import (
 END_S = 5.0  # time for a process to keep what the ring still has
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0
 STEADY_S = 60.0  # a process that lived this long was well
+SILENT_S = (
+    120.0  # time without a report after which a process is taken for hung; a segment is short
+)
 ANSWER_S = 30.0  # time for an order to be carried out: a segment may run
 REFUSALS = 16  # the last ones that are kept
 
@@ -75,6 +78,7 @@ class TrainerLink:
         self.error = ""  # how the last process ended; empty: none has
         self.restarts = 0
         self.refusals: deque[str] = deque(maxlen=REFUSALS)
+        self._heard_s = 0.0  # time of the last report, or of the start
         self._reading = asyncio.Lock()
         self._process: Process | None = None
         self._engine: EngineClient | None = None
@@ -92,7 +96,7 @@ class TrainerLink:
         self._engine, self._weights = engine, weights
         delay_s = FIRST_DELAY_S
         while True:
-            started_s = asyncio.get_running_loop().time()
+            started_s = self._heard_s = asyncio.get_running_loop().time()
             self.phase, self.spot = "starting", SpotReport()
             try:
                 status = await self._live(engine)
@@ -103,7 +107,7 @@ class TrainerLink:
             except Exception as error:
                 log.exception("trainer_link_failed")
                 status = f"internal error: {error}"
-            lived_s = asyncio.get_running_loop().time() - started_s
+            lived_s = self._heard_s - started_s
             self.phase, self.error = "failed", status
             delay_s = FIRST_DELAY_S if lived_s >= STEADY_S else min(2 * delay_s, MAX_DELAY_S)
             log.error("trainer_gone", status=status, lived_s=round(lived_s, 3), again_in_s=delay_s)
@@ -172,8 +176,12 @@ class TrainerLink:
             following = asyncio.create_task(self._follow(engine))
         try:
             assert process.stdout is not None
-            async for line in process.stdout:
-                self._take(line)
+            try:
+                while line := await asyncio.wait_for(process.stdout.readline(), SILENT_S):
+                    self._heard_s = asyncio.get_running_loop().time()
+                    self._take(line)
+            except TimeoutError:
+                return f"no report for {SILENT_S:g} s, so it was ended"
             status = await process.wait()
             return f"ended by signal {-status}" if status < 0 else f"exit status {status}"
         finally:
