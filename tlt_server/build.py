@@ -27,7 +27,7 @@ import msgspec
 import uvloop
 from starlette.types import ASGIApp
 
-from tlt_server.config import Config, ResolvedConfig
+from tlt_server.config import SAMPLE_RING_MB, Config, ResolvedConfig
 from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.app import build_app
@@ -273,8 +273,11 @@ def trainer_of(config: ResolvedConfig, directory: Path, metrics: Metrics) -> Tra
     """Return the link to the trainer, with rings in `directory`; None if nothing is recorded."""
     if config.drafter_training == "off":
         return None
-    for ring in filter(None, _rings(config, directory)):
-        make_ring(ring, config.drafter_ring_mb * 2**20)
+    samples, features = _rings(config, directory)
+    assert samples is not None
+    make_ring(samples, min(config.drafter_ring_mb, SAMPLE_RING_MB) * 2**20)
+    if features is not None:
+        make_ring(features, config.drafter_ring_mb * 2**20)
     private_directory(directory / WORK)
     files = SampleFiles(config.state_dir / SAMPLES, config.model) if config.state_dir else None
     return TrainerLink(
@@ -338,6 +341,7 @@ def engine_settings(config: Config) -> EngineSettings:
     return EngineSettings(
         **{**shared, **paths, "model": config.model},
         feature_bytes=config.drafter_feature_mb * 2**20 if captures else 0,
+        ring_bytes=(config.drafter_ring_mb or 0) * 2**20 if captures else 0,
     )
 
 

@@ -22,6 +22,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from tlt_client.channels import CHANNELS
 from tlt_server.errors import StartupError
+from tlt_server.machine import host_memory
 from tlt_server.records import Strategy, parse_strategy
 from tlt_server.settings import ServerSettings, settings
 from tlt_server.shared_settings import (
@@ -34,6 +35,8 @@ from tlt_server.shared_settings import (
 from tlt_server.speculation.drafters import to_load, weights_directory, without_weights
 from tlt_server.wording import nearest, requirement
 
+SAMPLE_RING_MB = 16  # about two million tokens
+RING_TOKENS = 16_384  # features in a ring, by default
 _TABLE = {setting.name: setting for setting in settings()}
 
 
@@ -198,8 +201,20 @@ class Config(BaseModel, ServerSettings):
             "served_model_name": self.served_model_name or self.model.resolve().name,
             "threads": self.threads or available_processors(),
             "policy": self.policy or suited_policy(self.drafter),
+            "drafter_ring_mb": self.drafter_ring_mb or self._ring_mb(),
         }
         return ResolvedConfig.model_construct(**dict(self) | decided)
+
+    def _ring_mb(self) -> int:
+        """Return the size of the ring of features: an EAGLE-3 drafter reads three layers."""
+        if self.drafter_training == "off" or not self.drafter_feature_mb:
+            return SAMPLE_RING_MB
+        hidden = _description(self.model)[1].get("hidden_size")
+        hidden = hidden if isinstance(hidden, int) else 0  # the engine refuses such a model
+        item = 2 if self.device == "cuda" and self.dtype != "float32" else 4
+        widths = 4  # three layers of features and the last hidden state
+        wanted = RING_TOKENS * widths * hidden * item
+        return max(SAMPLE_RING_MB, min(wanted, host_memory().available // 8) // 2**20)
 
 
 class ResolvedConfig(Config):
@@ -211,9 +226,11 @@ class ResolvedConfig(Config):
     served_model_name: str
     threads: int
     policy: PolicyName
+    drafter_ring_mb: int
 
 
-def _model_limit(model: Path) -> int:
+def _description(model: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the path and the content of a model's config.json. `StartupError` without one."""
     path = model / "config.json"
     try:
         content = json.loads(path.read_text())
@@ -235,6 +252,11 @@ def _model_limit(model: Path) -> int:
             f"{path} holds a {type(content).__name__}; it must be an object: copy it again from "
             "where the model came from"
         )
+    return path, content
+
+
+def _model_limit(model: Path) -> int:
+    path, content = _description(model)
     if "max_position_embeddings" not in content:
         raise StartupError(f"{path} has no max_position_embeddings; set max_model_len")
     declared = content["max_position_embeddings"]

@@ -5,6 +5,22 @@ from __future__ import annotations
 import platform
 import re
 from pathlib import Path
+from typing import NamedTuple
+
+MEMORY, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# File with a limit -> file with the bytes used, and the count in memory.stat of those that were
+# read from files and can be dropped. The second line is version 1 of control groups.
+LIMITS = {
+    "memory.max": ("memory.current", "inactive_file"),
+    "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+class HostMemory(NamedTuple):
+    """Bytes of the machine, or of the control group that limits this process."""
+
+    available: int
+    total: int
 
 
 def processor() -> str:
@@ -14,3 +30,24 @@ def processor() -> str:
     except OSError:
         found = None
     return found[1] if found else platform.machine()
+
+
+def host_memory() -> HostMemory:
+    """Return the lesser of what the machine has and what its control group may still take."""
+    lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    for file, (usage, cache) in LIMITS.items():
+        limit = (
+            (CONTROL_GROUP / file).read_text().strip() if (CONTROL_GROUP / file).exists() else "max"
+        )
+        if limit != "max":
+            counts = dict(
+                line.split()
+                for line in (CONTROL_GROUP / usage)
+                .with_name("memory.stat")
+                .read_text()
+                .splitlines()
+            )
+            used = int((CONTROL_GROUP / usage).read_text()) - int(counts[cache])
+            available, total = min(available, max(0, int(limit) - used)), min(total, int(limit))
+    return HostMemory(available, total)

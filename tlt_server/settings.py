@@ -52,15 +52,17 @@ class ServerSettings(SharedSettings):
         Doc("MiB", "Size of what is kept for drafter_training, in memory and on disk.", 1, 2**20),
     ] = 256
     drafter_ring_mb: Annotated[
-        int,
+        int | None,
         Doc(
             "MiB",
-            "Shared memory through which finished sequences reach the trainer; a full one drops "
-            "them.",
+            "Shared memory through which features of finished sequences reach the trainer; a full "
+            "one drops them, and a longer sequence never fits. auto holds 16,384 tokens, in at "
+            "most an eighth of the memory that is available.",
             1,
-            2**12,
+            2**16,
+            auto=True,
         ),
-    ] = 16
+    ] = None
     drafter_feature_mb: Annotated[
         int,
         Doc(

@@ -20,6 +20,7 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels import Buffers, cuda
 from tlt_client.channels.disk import write
+from tlt_server import machine
 from tlt_server.attention import backing
 from tlt_server.attention.pinned import pinned
 from tlt_server.commands import Sleep, WakeUp
@@ -27,7 +28,6 @@ from tlt_server.engine.devices.cpu import CpuDevice
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import PushFailed
 from tlt_server.records import GenerateRequest, Sampling
-from tlt_server.weights import storage
 from tlt_server.weights.storage import Free, Storage, choose
 
 MIB = 2**20
@@ -138,9 +138,9 @@ def test_what_the_control_group_uses_is_not_available(
     (tmp_path / files[1]).with_name("memory.stat").write_text(
         f"anon 3\n{files[2]} {cached * MIB}\n"
     )
-    monkeypatch.setattr(storage, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(storage, "CONTROL_GROUP", tmp_path)
-    assert storage.host_memory() == (left * MIB, (200 if left == 100 else 24) * MIB)
+    monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
+    assert machine.host_memory() == (left * MIB, (200 if left == 100 else 24) * MIB)
 
 
 NO_ROOM = [

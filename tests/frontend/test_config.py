@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tlt_server import config
 from tlt_server.build import engine_settings
 from tlt_server.config import Config, load
 from tlt_server.errors import StartupError
+from tlt_server.machine import HostMemory
 from tlt_server.records import OFF, Strategy, parse_strategy
 from tlt_server.settings import settings
 
@@ -350,3 +353,29 @@ def test_every_setting_says_unit_default_and_what_it_does() -> None:
             and setting.doc.high is not None
         ):
             assert setting.doc.low <= default <= setting.doc.high, setting.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "available", "ring_mb"),
+    [
+        ({}, 2**40, 16),
+        ({"drafter_training": "idle"}, 2**40, 16),  # no features
+        ({"drafter_feature_mb": "64"}, 2**40, 16),
+        ({"drafter_training": "idle", "drafter_feature_mb": "64"}, 2**40, 896),
+        ({"drafter_training": "idle", "drafter_feature_mb": "64", "device": "cuda"}, 2**40, 448),
+        ({"drafter_training": "idle", "drafter_feature_mb": "64"}, 2**30, 128),
+        ({"drafter_training": "idle", "drafter_feature_mb": "64"}, 2**20, 16),
+        ({"drafter_training": "idle", "drafter_feature_mb": "64", "drafter_ring_mb": "5"}, 9, 5),
+    ],
+)
+def test_the_ring_of_features_holds_16384_tokens_where_memory_is_available(
+    flags: dict[str, str],
+    available: int,
+    ring_mb: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    description = {"max_position_embeddings": 4096, "hidden_size": 3584}
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    monkeypatch.setattr(config, "host_memory", lambda: HostMemory(available, 2**41))
+    assert load({"model": tmp_path, **flags}).resolved().drafter_ring_mb == ring_mb

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.unit.test_doctor import CARD, configured, expect, found
+from tlt_server import machine
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
 from tlt_server.models.numerics import BLOCKS
-from tlt_server.weights import storage
 
 
 @pytest.fixture
@@ -149,8 +149,8 @@ def test_memory(
     (tmp_path / "meminfo").write_text(
         f"MemTotal: {total * 1024} kB\nMemAvailable: {available * 1024} kB\n"
     )
-    monkeypatch.setattr(storage, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(storage, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
     finding = found(model.memory, configured(weight_root=tmp_path))
     assert finding.status == status and "3 x 0.02 GiB" in finding.found
     for name, value in {

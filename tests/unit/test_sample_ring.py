@@ -99,3 +99,8 @@ def test_a_file_that_is_no_ring_is_refused(tmp_path: Path, content: bytes) -> No
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(StartupError, match="ring"):
         RingConsumer(tmp_path / "file")
+
+
+def test_a_ring_without_room_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=f"{tmp_path} has no room .* lower drafter_ring_mb"):
+        make_ring(tmp_path / "ring", 2**62)

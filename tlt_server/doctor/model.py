@@ -18,6 +18,7 @@ from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.sizing import kv_pages, served_length
 from tlt_server.errors import StartupError
+from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.gpu.limits import check_shape
@@ -27,7 +28,6 @@ from tlt_server.speculation.drafters import drafter_in, weights_directory
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.weights.parts import DrafterNetwork
 from tlt_server.weights.spool import Spool
-from tlt_server.weights.storage import host_memory
 
 GIB = 2**30
 WIDEST = 8192  # outputs of a product that the self-test looks at

@@ -25,6 +25,7 @@ from tlt_server.samples.ring import Buffer, RingProducer
 
 if TYPE_CHECKING:
     from tlt_server.engine.sequence import Sequence
+    from tlt_server.engine.settings import EngineSettings
 
 
 class StateBytes(NamedTuple):
@@ -49,6 +50,15 @@ class StateSource(Protocol):
         """Deliver copies of the states of the first `length` positions of these pages, now or
         later; None where some are not there.
         """
+
+
+def describe_states(token_bytes: int, settings: EngineSettings) -> str:
+    """Return what start-up says of features: bytes of a token, tokens that fit."""
+    return (
+        f"; features for the trainer: {token_bytes} bytes a token, room for "
+        f"{settings.ring_bytes // token_bytes} on their way (drafter_ring_mb) and "
+        f"{settings.feature_bytes // token_bytes} held (drafter_feature_mb)"
+    )
 
 
 class CachedStates:

@@ -27,6 +27,7 @@ class EngineSettings(SharedSettings):
     sample_ring: Path | None = None  # finished sequences go there, see `samples.ring`
     feature_ring: Path | None = None  # their features go there, see `samples.captured`
     feature_bytes: int = 0  # host memory for features on their way there; 0: none are captured
+    ring_bytes: int = 0  # size of `feature_ring`
     parent: int = 0  # process that started this one; the engine ends with it
 
     @property

@@ -33,11 +33,18 @@ PATIENCE = 3  # looks at an entry that is not whole before it counts as lost
 
 
 def make_ring(path: Path, capacity: int) -> None:
-    """Make an empty ring of `capacity` bytes, a multiple of 8."""
+    """Make an empty ring of `capacity` bytes, a multiple of 8. `StartupError` without room."""
     assert capacity > 0 and capacity % 8 == 0
     descriptor = private_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         os.posix_fallocate(descriptor, 0, HEAD_BYTES + capacity)
+    except OSError as error:
+        os.close(descriptor)
+        raise StartupError(
+            f"{path.parent} has no room for a ring of {capacity // 2**20} MiB ({error.strerror}); "
+            "lower drafter_ring_mb, or name another directory in TMPDIR"
+        ) from None
+    try:
         words = np.zeros(WORDS, "<u8")
         words[:2] = MAGIC, capacity
         os.pwrite(descriptor, words.tobytes(), 0)

@@ -31,13 +31,6 @@ from tlt_server.private import FILE, private_directory
 Model = TypeVar("Model")
 Place = Literal["device", "host", "disk"]
 Asked = Literal["device", "host", "disk", "none"] | None  # None: the first with room
-MEMORY, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-# File with a limit -> file with the bytes used, and the count in memory.stat of those that were
-# read from files and can be dropped. The second line is version 1 of control groups.
-LIMITS = {
-    "memory.max": ("memory.current", "inactive_file"),
-    "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "total_inactive_file"),
-}
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
 REMEDY = (
     "make room, name a --state-dir on a larger disk, or start the server with --weight-staging "
@@ -51,34 +44,6 @@ class Free(NamedTuple):
     device: int
     host: int
     disk: int
-
-
-class HostMemory(NamedTuple):
-    """Bytes of the machine, or of the control group that limits this process."""
-
-    available: int
-    total: int
-
-
-def host_memory() -> HostMemory:
-    """Return the lesser of what the machine has and what its control group may still take."""
-    lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-    available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    for file, (usage, cache) in LIMITS.items():
-        limit = (
-            (CONTROL_GROUP / file).read_text().strip() if (CONTROL_GROUP / file).exists() else "max"
-        )
-        if limit != "max":
-            counts = dict(
-                line.split()
-                for line in (CONTROL_GROUP / usage)
-                .with_name("memory.stat")
-                .read_text()
-                .splitlines()
-            )
-            used = int((CONTROL_GROUP / usage).read_text()) - int(counts[cache])
-            available, total = min(available, max(0, int(limit) - used)), min(total, int(limit))
-    return HostMemory(available, total)
 
 
 def disk_free(directory: Path | None) -> int:

@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.capture import CachedStates
+from tlt_server.engine.capture import CachedStates, describe_states
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import kv_pages
+from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
@@ -34,7 +35,7 @@ from tlt_server.speculation.drafters.cpu import (
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import AnySize, Reach
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
-from tlt_server.weights.storage import Free, disk_free, host_memory
+from tlt_server.weights.storage import Free, disk_free
 
 
 class CpuDevice:
@@ -84,11 +85,7 @@ class CpuDevice:
         if not captures:
             return memory
         each = state_bytes(model.feature_width, model.hidden_size, FLOAT32)
-        return replace(
-            memory,
-            states=CachedStates(cache),
-            detail=f"; features for the trainer: {each} bytes a token",
-        )
+        return replace(memory, states=CachedStates(cache), detail=describe_states(each, settings))
 
     def equip(
         self,

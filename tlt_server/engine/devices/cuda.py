@@ -50,6 +50,7 @@ from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
+from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.exchange import exchange
@@ -61,7 +62,7 @@ from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Changed, Drafter, DrafterNetwork, Live, Target
-from tlt_server.weights.storage import Free, disk_free, host_memory
+from tlt_server.weights.storage import Free, disk_free
 
 STOPS = 8  # stop ids per request that the device knows; the host sees to the others
 EXTENSIONS = 4  # upload entries for new pages, per running sequence

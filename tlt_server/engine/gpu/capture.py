@@ -16,6 +16,7 @@ import torch
 from tlt_kernels.gpu.captured import StateRing, claim, copy_states
 from tlt_kernels.gpu.tensors import KeptRows, RowTable
 from tlt_server.engine.batch import Chunk
+from tlt_server.engine.capture import describe_states
 from tlt_server.engine.gpu.memory import MIB, MemoryPlan
 from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
@@ -108,6 +109,6 @@ def make_states(
 def describe(plan: MemoryPlan) -> str:
     ring = plan.state_slots * plan.needs.per_state
     return (
-        f"; features for the trainer: {plan.needs.per_state} bytes a token, {ring // MIB} MiB of "
-        f"the GPU, {(ring + plan.settings.feature_bytes) // MIB} MiB of the host"
+        f"{describe_states(plan.needs.per_state, plan.settings)}, {ring // MIB} MiB of the GPU, "
+        f"{ring // MIB} MiB pinned and {plan.settings.feature_bytes // MIB} MiB more of the host"
     )

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from tlt_kernels.gpu.variants import Variant
+from tlt_server.machine import host_memory
 from tlt_server.shared_settings import available_processors
-from tlt_server.weights.storage import host_memory
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_kernels.gpu.compiler")
 WORKER_BYTES = 1 << 30  # host memory per worker
