@@ -50,6 +50,7 @@ class SpotReport(Struct, frozen=True, kw_only=True, tag="spot"):
     state: TrainerState = TrainerState.IDLE
     reason: str = ""  # for its state, where that is not obvious
     answered: int = 0  # number of the last order that was carried out
+    slept: int = 0  # number of the last sleep for which memory was given back
     trained_on: str = ""  # the target's version
     steps: int = 0  # optimizer steps, over restarts too
     rounds: int = 0  # likewise

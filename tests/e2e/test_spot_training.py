@@ -174,6 +174,8 @@ def test_it_trains_again_after_a_push_of_the_target(own: Client, weight_root: Pa
     until(lambda: status(client)["candidate"]["target_version"] == "step-1")
     found = client.pause_drafter_training()
     assert found["rounds"] > before["rounds"] and found["restarts"] == before["restarts"]
+    assert client.sleep("weights").asleep == ["weights"]  # once the trainer has let go, too
+    client.wake()
 
 
 def test_a_server_without_a_trainer_says_what_to_do(server: ServerProcess) -> None:

@@ -23,9 +23,12 @@ def test_the_trainer_sees_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
     told.set("sequences", 0)
     assert not seen.busy
     told.sleeps(True)
-    assert seen.busy and seen.asleep
+    told.sleeps(True)  # the same one
+    assert seen.busy and seen.asleep == told.asleep == 1
     told.sleeps(False)
-    assert not seen.busy
+    assert not seen.busy and not seen.asleep
+    told.sleeps(True)
+    assert seen.asleep == 2
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -296,8 +296,12 @@ def test_sleep_gives_memory_back_and_weights_are_asked_for_again() -> None:
     rig = Rig()
     rig.hand_over()
     rig.run(2)
-    rig.spot.advance(busy=True, asleep=True)
+    assert rig.spot.report() is not None
+    for _ in range(2):
+        rig.spot.advance(busy=True, asleep=1)
     assert rig.work.released == 1 and rig.work.closed == 1 and rig.spot.state == S.IDLE
+    report = rig.spot.report()
+    assert report is not None and report.slept == 1
     rig.run(3)
     assert rig.sent == [WeightsWanted()]
 

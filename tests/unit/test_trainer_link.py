@@ -134,3 +134,41 @@ def test_a_pause_is_answered_after_an_adoption_and_lets_no_other_begin(tmp_path:
         await asyncio.wait({running})
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+LETS_GO = """
+import json, sys, time
+print(json.dumps({"type": "buffer"}), flush=True)
+print(json.dumps({"type": "spot", "slept": 1}), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_memory_is_given_back_once_the_process_says_so_or_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: asyncio.Queue[Process] = asyncio.Queue()
+
+    async def launch() -> Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", LETS_GO, stdin=PIPE, stdout=PIPE
+        )
+        launched.put_nowait(process)
+        return process
+
+    async def run() -> None:
+        link = TrainerLink(launch, Metrics().samples, None, tmp_path)
+        assert await link.gave_back(1)  # there is no process yet
+        running = asyncio.create_task(link.run())
+        process = await launched.get()
+        assert await link.gave_back(1) and process.returncode is None
+        monkeypatch.setattr(links, "RELEASE_S", 0.05)
+        assert not await link.gave_back(2)
+        monkeypatch.setattr(links, "RELEASE_S", 20)
+        waiting = asyncio.create_task(link.gave_back(2))
+        process.kill()
+        assert await waiting
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(asyncio.wait_for(run(), 20))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import structlog
 
+from tlt_server.commands import InFlight, Memory
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Cancelled, Forbidden, TltError, Unavailable
 from tlt_server.frontend.generation.batch import RequestBatch
@@ -88,6 +89,22 @@ class Service:
     @cached_property
     def checker(self) -> WeightChecker:
         return WeightChecker(self.session)
+
+    async def sleep(self, memory: Collection[Memory], in_flight: InFlight = "recompute") -> None:
+        """Give memory back; with the weights', the trainer's too. `Unavailable` where the trainer
+        has not in time: the engine sleeps nevertheless, and a repeated call waits again.
+        """
+        await self.engine.pauses.sleep(memory, in_flight)
+        number = self.engine.activity.asleep
+        if self.trainer is None or "weights" not in memory or await self.trainer.gave_back(number):
+            return
+        if self.engine.activity.asleep == number:
+            raise Unavailable(
+                "the engine sleeps, but the trainer process has not given its memory back yet "
+                f"({self.trainer.spot.state}); send this again to wait for it, or POST "
+                "/engine/wake",
+                retry_after_s=1,
+            )
 
     def close(self) -> None:
         """Tell every client that still waits or sends that the server shuts down."""

@@ -2,7 +2,8 @@
 
 The frontend writes it when a request is received, before it is read or admitted; the trainer looks
 at it between two segments. Layout: WORDS little-endian uint64 (magic, reasons to be busy, time at
-which the first of them came in nanoseconds of the monotonic clock, 1 while weights sleep).
+which the first of them came in nanoseconds of the monotonic clock, number of the sleep that
+holds; 0: memory is awake).
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Activity:
     def __init__(self, path: Path | None = None) -> None:
         self._word_W = np.zeros(WORDS, "<u8") if path is None else _mapped(path)
         self._count: Counter[Reason] = Counter({"engine": 1})
+        self._sleeps = 0
 
     def set(self, reason: Reason, count: int) -> None:
         before = self._count.total()
@@ -78,7 +80,14 @@ class Activity:
             self.set(reason, self._count[reason] - 1)
 
     def sleeps(self, asleep: bool) -> None:
-        self._word_W[_ASLEEP] = int(asleep)
+        if bool(self.asleep) != asleep:
+            self._sleeps += asleep
+            self._word_W[_ASLEEP] = self._sleeps if asleep else 0
+
+    @property
+    def asleep(self) -> int:
+        """Return the number of the sleep that holds, from 1; 0 without one."""
+        return int(self._word_W[_ASLEEP])
 
 
 class ActivityReader:
@@ -89,11 +98,12 @@ class ActivityReader:
 
     @property
     def busy(self) -> bool:
-        return bool(self._word_W[_BUSY]) or self.asleep
+        return bool(self._word_W[_BUSY]) or bool(self.asleep)
 
     @property
-    def asleep(self) -> bool:
-        return bool(self._word_W[_ASLEEP])
+    def asleep(self) -> int:
+        """Return the number of the sleep that holds, from 1; 0 without one."""
+        return int(self._word_W[_ASLEEP])
 
     @property
     def age_ms(self) -> float:

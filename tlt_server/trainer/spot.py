@@ -129,7 +129,7 @@ class SpotTrainer:
         self._offered: Offer | None = None
         self._judged: Judged | None = None
         self._refused: Counter[str] = Counter()
-        self._adopted = self._answered = 0
+        self._adopted = self._answered = self._slept = 0
         self._parking_ms: list[float] = []
         self._reported: SpotReport | None = None
         self._report_s = clock()
@@ -216,18 +216,17 @@ class SpotTrainer:
 
     # -- work --------------------------------------------------------------------------------------
 
-    def advance(self, *, busy: bool, busy_ms: float = 0.0, asleep: bool = False) -> bool:
+    def advance(self, *, busy: bool, busy_ms: float = 0.0, asleep: int = 0) -> bool:
         """Run a segment if one may run; False if nothing was done. `busy_ms`: the time since work
-        has come. `asleep`: memory is to be given back.
+        has come. `asleep`: number of the sleep for which memory is to be given back; 0 for none.
         """
         if not self.phases.may_run(busy=busy):
             if self.state == TrainerState.PARKING:
                 self._parking_ms.append(busy_ms)
                 self.phases.parked()
-            if asleep and self._handed is not None:
-                self._abandon("asleep")
-                self._handed = None
-                self._work.release()
+            if asleep not in (0, self._slept):
+                self._give_back()
+                self._slept = asleep
             return False
         if self._round is None and not self._begin():
             return False
@@ -301,6 +300,13 @@ class SpotTrainer:
             self.phases.pause(outcome.pause)
         self.phases.drop()
 
+    def _give_back(self) -> None:
+        self._abandon("asleep")
+        self._handed = None
+        if self._made is not None:
+            self._made.release()
+        self._report_s = self._clock()  # reports at once
+
     def _short_of_memory(self, error: MemoryError) -> None:
         self._round = None
         self._work.release()
@@ -337,6 +343,7 @@ class SpotTrainer:
             state=state,
             reason=self.phases.reason,
             answered=self._answered,
+            slept=self._slept,
             trained_on=self._handed.target if self._handed else "",
             interval_tokens=self.schedule.interval,
             recorded_tokens=self.schedule.recorded,

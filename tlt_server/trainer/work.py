@@ -9,6 +9,7 @@ and pushes of the target; a candidate that is proven worse goes back to the draf
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections import defaultdict
@@ -139,6 +140,7 @@ class DrafterWork:
             self._checkpoints.begin()
             self._checkpoints.close()
         self._trainer = self._checkpoints = None
+        gc.collect()  # a trainer and what it calls before an update hold each other
         if self._settings.device == "cuda":
             torch.cuda.empty_cache()
 

@@ -138,10 +138,11 @@ async def sleep(service: Service, request: Request) -> Response:
     """Give memory back until POST /engine/wake; new requests get a 503 until all is awake.
 
     The KV is given back in any case, as nothing can compute it without weights. Weights come
-    back bit for bit.
+    back bit for bit. With the weights the trainer process gives its memory back: 503 where it has
+    not in time, though the engine sleeps.
     """
     asked = await service.bodies.of(request, NativeSleep)
-    await service.engine.pauses.sleep(asked.memory or ALL_MEMORY, asked.in_flight)
+    await service.sleep(asked.memory or ALL_MEMORY, asked.in_flight)
     return _state(service)
 
 

@@ -44,6 +44,7 @@ SILENT_S = (
     120.0  # time without a report after which a process is taken for hung; a segment is short
 )
 ANSWER_S = 30.0  # time for an order to be carried out: a segment may run
+RELEASE_S = 30.0  # time for memory to be given back: a segment ends, a checkpoint is written
 REFUSALS = 16  # the last ones that are kept
 
 ProcessPhase = Literal["starting", "running", "failed"]
@@ -153,6 +154,17 @@ class TrainerLink:
             retry_after_s=1,
         )
 
+    async def gave_back(self, sleep: int) -> bool:
+        """Wait until the process has given its memory back for this sleep. False where it has not
+        in time.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RELEASE_S):
+                while self.trains and self._process is not None and self.spot.slept < sleep:
+                    await self._reported.wait()
+                return True
+        return False
+
     def _give(self, do: Literal["train", "pause", "resume"]) -> int:
         """Send an order, and return its number; 0 where no process takes it."""
         self._orders += 1
@@ -186,6 +198,7 @@ class TrainerLink:
             return f"ended by signal {-status}" if status < 0 else f"exit status {status}"
         finally:
             self._process = None
+            self._tell()
             for task in filter(None, (following, *self._errands)):
                 task.cancel()
             await _end(process)
@@ -209,8 +222,7 @@ class TrainerLink:
                 self.spot = report
                 if self._training is not None:
                     self._training.took(report)
-                self._reported.set()
-                self._reported = asyncio.Event()
+                self._tell()
             case WeightsWanted():
                 self._start(self._hand_over())
             case Recompute() as wanted:
@@ -218,6 +230,11 @@ class TrainerLink:
                     self._engine.recompute(wanted)
             case Offer() as offer:
                 self._adoption = self._start(self._adopt(offer))
+
+    def _tell(self) -> None:
+        """Wake those who wait for a report."""
+        self._reported.set()
+        self._reported = asyncio.Event()
 
     def _keeps(self, report: BufferReport) -> None:
         self.phase = "running"

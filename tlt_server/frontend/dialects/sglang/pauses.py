@@ -130,7 +130,7 @@ async def release(service: Service, request: Request) -> Response:
     Running sequences continue with the same tokens afterwards.
     """
     asked = (await read(service, MemoryFields, request)).tags
-    await service.engine.pauses.sleep(_memory(asked))
+    await service.sleep(_memory(asked))
     return json_response(Acknowledged("memory released"))
 
 

@@ -158,7 +158,7 @@ async def sleep(service: Service, request: Request) -> Response:
     """
     await service.bodies.of(request, AnyFields)
     level, mode = word(request, "level", LEVELS, "1"), word(request, "mode", MODES, "abort")
-    await service.engine.pauses.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
+    await service.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
     return json_response(Succeeded())
 
 
