@@ -1,8 +1,8 @@
-"""The adaptive drafter of a run: between two steps it is trained on what the last ones have said,
-and pushed.
+"""The drafter of a run, which follows the policy: not at all, by `tlt drafter train` between two
+steps, or by the server's own trainer while the policy is updated.
 
-A drafter changes no token, so nothing here needs to be repeatable. Drafters are kept below
-`drafters/` by the step that they were trained after, and a resumed run goes on with the newest.
+A drafter changes no token, so nothing here needs to be repeatable. `drafters/00010/` is what drafts
+from step 10 on, counted from 0, and a resumed run goes on with the newest.
 """
 
 from __future__ import annotations
@@ -13,56 +13,178 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from examples.grpo.record import RunDirectory
 from tlt_client import Client
 from tlt_client.channels.http import HttpSender
+from tlt_server.drafter.peers import Peers
 
 STARTS = ("given", "none")
+REPORTED_S = 2.0  # time after which a server's reply has what its trainer has done
+POLL_S = 0.05
 
 
-class AdaptiveDrafter:
-    def __init__(self, run: RunDirectory, asked: argparse.Namespace) -> None:
-        self._run, self._asked = run, asked
-        self._drafters = run.path / "drafters"
+class KeptDrafters:
+    """The drafters of a run: the first one, those that drafted for a step whose weights are kept,
+    and the newest.
+    """
 
-    def push_newest(self, client: Client) -> float:
-        """Push the newest drafter of the run, if it has trained one; return the seconds."""
-        kept = sorted(self._drafters.glob("[0-9]*")) if self._drafters.is_dir() else []
-        kept = [directory for directory in kept if int(directory.name) <= self._run.steps]
-        return self._push(client, kept[-1]) if kept else 0.0
+    def __init__(self, run: RunDirectory, first: Path, keep_every: int) -> None:
+        self._run, self._every = run, keep_every
+        self._path = run.path / "drafters"
+        if not (self._path / "00000").is_dir():
+            shutil.copytree(first, self.partial())
+            self.keep(0)
 
-    def adapt(self, client: Client, policy: nn.Module) -> tuple[float, float]:
-        """Train on the last steps' responses with the states of the policy as it is now, and push;
-        return the seconds of both. `CalledProcessError`: `tlt drafter train` failed.
+    def partial(self) -> Path:
+        """Return a directory to write the next drafter to; it is not there yet."""
+        self._path.mkdir(exist_ok=True)
+        shutil.rmtree(self._path / "partial", ignore_errors=True)
+        return self._path / "partial"
+
+    def keep(self, step: int) -> Path:
+        """Keep what was written as the drafter from this step on, and remove what no other step
+        needs.
         """
-        run, asked, started_s = self._run, self._asked, time.perf_counter()
-        target, partial = run.path / "adapting", self._drafters / "partial"
-        run.write_model(policy, asked.model, target)
-        self._drafters.mkdir(exist_ok=True)
-        kept = sorted(self._drafters.glob("[0-9]*"))
-        shutil.rmtree(partial, ignore_errors=True)
-        segments = sorted((run.path / "responses").glob("*.segment"))[-asked.drafter_window :]
-        command = [sys.executable, "-m", "tlt_server", "drafter", "train"]
-        command += ["--target", str(target), "--drafter", str(kept[-1] if kept else asked.drafter)]
-        command += ["--data", *map(str, segments), "--out", str(partial)]
-        command += ["--steps", str(asked.drafter_steps), "--lr", str(asked.drafter_lr)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        directory = self._drafters / f"{run.steps + 1:05}"
+        directory = self._path / f"{step:05}"
         shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
-        trained_s = time.perf_counter() - started_s
-        for old in kept[:-1]:
-            shutil.rmtree(old)
-        return trained_s, self._push(client, directory)
+        (self._path / "partial").rename(directory)
+        kept = sorted(self._path.glob("[0-9]*"))
+        for old, after in zip(kept[1:-1], kept[2:], strict=True):
+            if -(-int(old.name) // self._every) * self._every >= int(after.name):
+                shutil.rmtree(old)
+        return directory
 
-    def _push(self, client: Client, directory: Path) -> float:
+    def newest(self) -> Path:
+        return drafter_of(self._run.path, self._run.steps)
+
+    def push(self, client: Client, directory: Path) -> float:
+        """Push one of them and return the seconds."""
         started_s = time.perf_counter()
         version = f"{self._run.path.name}-drafter-{int(directory.name)}"
         HttpSender(client).push_directory(directory, version, role="drafter")
         return time.perf_counter() - started_s
+
+
+def drafter_of(run: Path, step: int) -> Path:
+    """Return the drafter that was in force at a step of a run."""
+    kept = sorted((run / "drafters").glob("[0-9]*"))
+    return [directory for directory in kept if int(directory.name) <= step][-1]
+
+
+class FixedDrafter:
+    """A drafter that stays as it is."""
+
+    def __init__(
+        self, run: RunDirectory, asked: argparse.Namespace, kept: KeptDrafters, client: Client
+    ) -> None:
+        self._run, self._asked, self._kept, self._client = run, asked, kept, client
+        self._begin(client.drafter()["training"])
+
+    def _begin(self, training: str) -> None:
+        """Have the server train or not. `training`: its setting."""
+        if training != "off":
+            self._client.pause_drafter_training()
+
+    def drafts(self, version: str) -> None:
+        """Note the version of the drafter that the next step begins with."""
+
+    def adapt(self, policy: nn.Module) -> tuple[float, float]:
+        """Adapt it to the updated policy; return the seconds of training, or of waiting for it, and
+        of the push.
+        """
+        return 0.0, 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Return what a step's line says of the training."""
+        return {}
+
+
+class AdaptiveDrafter(FixedDrafter):
+    """Trained on the last steps' responses and the states of the policy as it is then, and pushed
+    without a test whether it is better.
+    """
+
+    def adapt(self, policy: nn.Module) -> tuple[float, float]:
+        """`CalledProcessError`: `tlt drafter train` failed."""
+        run, asked, started_s = self._run, self._asked, time.perf_counter()
+        target = run.path / "adapting"
+        run.write_model(policy, asked.model, target)
+        segments = sorted((run.path / "responses").glob("*.segment"))[-asked.drafter_window :]
+        command = [sys.executable, "-m", "tlt_server", "drafter", "train", "--target", str(target)]
+        command += ["--drafter", str(self._kept.newest()), "--out", str(self._kept.partial())]
+        command += ["--data", *map(str, segments), "--acceptance", "total-variation"]
+        command += ["--steps", str(asked.drafter_steps), "--lr", str(asked.drafter_lr)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        directory = self._kept.keep(run.steps + 1)
+        return time.perf_counter() - started_s, self._kept.push(self._client, directory)
+
+
+class SpotDrafter(FixedDrafter):
+    """Trained by the server between its rollouts, on what it has recorded, and adopted by the
+    server where held-out prompts prove it better.
+    """
+
+    def _begin(self, training: str) -> None:
+        if training == "off":
+            raise ValueError(
+                f"{self._asked.url} does not train its drafter; start it with --drafter-training "
+                "idle, --drafter-feature-mb and --state-dir, or leave --url out"
+            )
+        self._client.resume_drafter_training()
+        self._version = self._client.weights()["drafter"]
+        self._ended = ended(self._status())
+
+    def drafts(self, version: str) -> None:
+        if version != self._version:
+            directory = self._kept.partial()
+            directory.mkdir()
+            Peers({"": self._client}, print).fetch("", version, directory)
+            self._kept.keep(self._run.steps)
+            self._version = version
+        self._ended = ended(self._status())
+
+    def adapt(self, policy: nn.Module) -> tuple[float, float]:
+        started_s = time.perf_counter()
+        while (waited_s := time.perf_counter() - started_s) < self._asked.drafter_wait_s:
+            found = self._status()
+            if ended(found) > self._ended or found["state"] in ("paused", "failed"):
+                break
+            due = found["recorded_tokens"] >= found["interval_tokens"]
+            if waited_s > REPORTED_S and found["state"] == "idle" and not due:
+                break
+            time.sleep(POLL_S)
+        return time.perf_counter() - started_s, 0.0
+
+    def figures(self) -> dict[str, Any]:
+        found = self._status()
+        names = ("state", "rounds", "steps", "tokens", "parkings", "adopted", "refused")
+        candidate = found["candidate"] or {}
+        judged = ("outcome", "groups", "gain", "interval", "accept_length", "accept_length_before")
+        return {
+            "trainer": {name: found[name] for name in names}
+            | {"candidate": {name: candidate[name] for name in judged} if candidate else None}
+        }
+
+    def _status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self._client.drafter()["trainer"]
+        return status
+
+
+def ended(status: dict[str, Any]) -> int:
+    """Count the rounds of a server's trainer with an outcome."""
+    return int(status["adopted"]) + sum(status["refused"].values())
+
+
+ADAPTATIONS = {
+    "off": FixedDrafter,
+    "frozen": FixedDrafter,
+    "adaptive": AdaptiveDrafter,
+    "spot": SpotDrafter,
+}
 
 
 def untrained(model: Path, directory: Path) -> Path:

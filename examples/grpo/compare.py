@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import sys
 
+from examples.grpo.adapt import ADAPTATIONS
 from examples.grpo.record import differences
-from examples.grpo.train import SPECULATIONS, arguments, train
+from examples.grpo.train import arguments, train
 
 
 def main() -> int:
     asked = arguments().parse_args()
     root, asked.resume = asked.out, True
-    for asked.speculation in SPECULATIONS:
+    for asked.speculation in ADAPTATIONS:
         asked.out = root / asked.speculation
         print(f"speculation {asked.speculation}, into {asked.out}", flush=True)
         train(asked)
-    first, *others = (root / speculation for speculation in SPECULATIONS)
+    first, *others = (root / speculation for speculation in ADAPTATIONS)
     differ = False
     for other in others:
         found = differences(first, other)

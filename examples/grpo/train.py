@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from examples.arith.target_model import load_target
-from examples.grpo.adapt import STARTS, AdaptiveDrafter, untrained
+from examples.grpo.adapt import ADAPTATIONS, STARTS, KeptDrafters, untrained
 from examples.grpo.policy import Update, optimizer_of, update
 from examples.grpo.record import RunDirectory, accept_length, acceptance_by_depth
 from examples.grpo.rollouts import KINDS, Group, draw_prompts, load_tokenizer, roll_out
@@ -30,7 +30,7 @@ from tlt_client.channels.http import HttpSender
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
-SPECULATIONS = ("off", "frozen", "adaptive")
+FEATURE_MB = 1024  # for the features that the server trains on
 FIXED = ("seed", "prompts", "group", "max_tokens", "minibatches", "lr", "clip", "threads", "train")
 
 
@@ -58,7 +58,13 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--clip", type=float, default=0.2, help="clip range of the ratio")
     parser.add_argument("--threads", type=int, default=1, help="threads of the policy's update")
-    parser.add_argument("--speculation", choices=SPECULATIONS, default="frozen")
+    parser.add_argument(
+        "--speculation",
+        choices=ADAPTATIONS,
+        default="frozen",
+        help="the drafter: off; frozen; adaptive: trained between two steps by this command; spot: "
+        "trained by the server while the policy is updated",
+    )
     parser.add_argument("--strategy", help="pin one, such as eagle:7x4x16, instead of the policy")
     parser.add_argument("--model", type=Path, default=TARGET, help="directory of the first policy")
     parser.add_argument("--drafter", type=Path, default=DRAFTER, help="directory of the drafter")
@@ -74,6 +80,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--drafter-lr", type=float, default=1e-4, help="their learning rate")
     parser.add_argument(
         "--drafter-window", type=int, default=4, help="steps whose responses it is trained on"
+    )
+    parser.add_argument(
+        "--drafter-wait-s",
+        type=float,
+        default=0.0,
+        help="with spot: wait as long for the end of a round before the next push, as if the "
+        "policy's update took so long",
     )
     parser.add_argument("--drift-at", type=int, default=0, help="step at which the kinds change")
     parser.add_argument(
@@ -98,13 +111,14 @@ def train(asked: argparse.Namespace) -> None:
     run.restore(policy, optimizer)
     if asked.start == "none":
         asked.drafter = untrained(asked.model, asked.out / "untrained")
-    drafter = AdaptiveDrafter(run, asked) if asked.speculation == "adaptive" else None
+    kept = KeptDrafters(run, asked.drafter, asked.keep_every)
     with ExitStack() as stack:
-        url = asked.url or started(stack, asked.model, asked.drafter)
+        url = asked.url or started(stack, asked, kept.newest())
         client = stack.enter_context(Client(url))
         set_speculation(client, asked.speculation, asked.strategy)
-        if drafter is not None:
-            drafter.push_newest(client)
+        if asked.url and asked.speculation != "off":
+            kept.push(client, kept.newest())
+        drafter = ADAPTATIONS[asked.speculation](run, asked, kept, client)
         if not run.steps:
             run.keep_weights(policy, asked.model)
         while run.steps < asked.steps:
@@ -114,13 +128,14 @@ def train(asked: argparse.Namespace) -> None:
             drifted = asked.drift_at and run.steps >= asked.drift_at
             kinds = (asked.drift_kinds if drifted else asked.kinds).split(",")
             drafted_with = client.weights()["drafter"]
+            drafter.drafts(drafted_with)
             prompts = draw_prompts(tokenizer, asked.prompts, kinds, asked.seed, run.steps)
             groups = roll_out(client, prompts, asked.group, asked.max_tokens, version)
             marks.append(time.perf_counter())
             run.keep_responses(groups, version, asked.model, asked.max_tokens)
             done = update(policy, optimizer, groups, asked.minibatches, asked.clip)
             marks.append(time.perf_counter())
-            trained = drafter.adapt(client, policy) if drafter is not None else (0.0, 0.0)
+            trained = drafter.adapt(policy)
             line = {
                 "step": run.steps,
                 "version": version,
@@ -129,6 +144,7 @@ def train(asked: argparse.Namespace) -> None:
                 **dict(zip(("push_s", "rollout_s", "policy_s"), seconds(marks), strict=True)),
                 **dict(zip(("drafter_s", "drafter_push_s"), trained, strict=True)),
                 **figures(groups, done),
+                **drafter.figures(),
             }
             run.save(policy, optimizer, line)
             if run.steps % asked.keep_every == 0 or run.steps == asked.steps:
@@ -136,13 +152,15 @@ def train(asked: argparse.Namespace) -> None:
             print(said(line, asked.steps), flush=True)
 
 
-def started(stack: ExitStack, model: Path, drafter: Path) -> str:
+def started(stack: ExitStack, asked: argparse.Namespace, drafter: Path) -> str:
     """Start a server and return its address. What it keeps of pushes ends with the run, which
     pushes its weights again when it goes on.
     """
     state = stack.enter_context(TemporaryDirectory(prefix="grpo-"))
-    flags = ["--model", str(model), "--drafter", str(drafter), "--state-dir", state]
+    flags = ["--model", str(asked.model), "--drafter", str(drafter), "--state-dir", state]
     flags += ["--weight-channels", "http", "--log-level", "warning"]
+    if asked.speculation == "spot":
+        flags += ["--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)]
     return stack.enter_context(ServerProcess(*flags)).url
 
 

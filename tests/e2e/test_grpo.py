@@ -15,14 +15,17 @@ from safetensors.numpy import load_file, save_file
 from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.train import arguments, train
 from tests.e2e.conftest import PAIR
+from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 
 SIZE = ["--prompts", "2", "--group", "4", "--max-tokens", "48", "--lr", "1e-3"]
+TRAINING = ("--drafter-training", "idle", "--drafter-feature-mb", "64")
 
 
 def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) -> None:
-    off, frozen, adaptive = (tmp_path / name for name in ("off", "frozen", "adaptive"))
-    with ServerProcess(*PAIR, "--state-dir", str(tmp_path), "--weight-channels", "http") as server:
+    off, frozen, adapted = paths = [tmp_path / name for name in ("off", "frozen", "adapted")]
+    flags = (*PAIR, "--state-dir", str(tmp_path), "--weight-channels", "http", *TRAINING)
+    with ServerProcess(*flags) as server, Client(server.url) as client:
 
         def run(*flags: object) -> None:
             train(arguments().parse_args([*SIZE, "--url", server.url, *map(str, flags)]))
@@ -31,18 +34,24 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) ->
         pinned = ("--out", frozen, "--speculation", "frozen", "--strategy", "eagle:7x1x8")
         run(*pinned, "--steps", 1)
         run(*pinned, "--steps", 2, "--resume")
-        learning = ("--speculation", "adaptive", "--drafter-steps", 2, "--strategy", "eagle:7x1x8")
-        run("--out", adaptive, *learning, "--steps", 1)
-        run("--out", adaptive, *learning, "--steps", 2, "--resume")
-    assert differences(off, frozen) == [] and differences(off, adaptive) == []
-    plain, drafted, adapted = (
+        learning = ("--speculation", "adaptive", "--drafter-steps", 2, *pinned[4:])
+        run("--out", adapted, *learning, "--steps", 1)
+        assert client.drafter()["trainer"]["state"] == "paused"
+        client.resume_drafter_training()
+        client.train_drafter()  # so short a run has no round of its own accord
+        waiting = ("--speculation", "spot", "--drafter-wait-s", 120, *pinned[4:])
+        run("--out", adapted, *waiting, "--steps", 2, "--resume")
+    assert differences(off, frozen) == [] and differences(off, adapted) == []
+    plain, drafted, (trained, by_server) = (
         [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
-        for path in (off, frozen, adaptive)
+        for path in paths
     )
     assert [line["accept_length"] for line in plain] == [None, None]
     assert all(line["accept_length"] > 2 and len(line["accepted_at_depth"]) > 1 for line in drafted)
-    assert adapted[1]["drafter_version"] == "adaptive-drafter-1"
-    assert all(line["drafter_s"] > 0 and line["accept_length"] > 2 for line in adapted)
+    assert trained["drafter_version"] == "adapted-drafter-0"  # each run begins with its own
+    assert by_server["drafter_version"] == "adapted-drafter-1"
+    assert all(line["drafter_s"] > 0 and line["accept_length"] > 2 for line in (trained, by_server))
+    assert by_server["trainer"]["rounds"] > 0 and by_server["trainer"]["steps"] > 0
     assert all(0 < line["entropy"] < 1 and line["logprob_difference"] < 1e-4 for line in plain)
     assert any(norm > 0 for line in plain for norm in line["gradient_norms"])
     weights = [
