@@ -11,7 +11,8 @@ vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import describe, feature_layers, fill_drafter, target_ids
 from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
 from tlt_server.models.rope import rotary_table
+from tlt_server.trainer.mixed import gated, linear
 
 
 @dataclass
@@ -86,6 +88,7 @@ class TrainableDrafter:
             name: torch.zeros(shape, device=self.device)
             for name, shape in self.shapes(join_bias).items()
         }
+        self._cast: dict[str, Tensor] = {}  # weights in the compute dtype, within `cast_once`
         table = rotary_table(config.rope, config.head_dim, config.max_position)
         self._cos_PD2, self._sin_PD2 = (half.to(self.device) for half in table)
 
@@ -111,6 +114,17 @@ class TrainableDrafter:
         embedding_VH = embedding_VH if own is None else own
         embedding_VH, head_CH = (x.to(self.device, self.compute) for x in (embedding_VH, head_CH))
         return Frozen(embedding_VH, head_CH, self.drafted_V.to(self.device))
+
+    @contextmanager
+    def cast_once(self) -> Iterator[None]:
+        """Keep the weights in the compute dtype while it lasts: they must not change in it."""
+        self._cast = {
+            name: weight.detach().to(self.compute) for name, weight in self.weights.items()
+        }
+        try:
+            yield
+        finally:
+            self._cast = {}
 
     def fuse(self, feature_NF: Tensor) -> Tensor:
         """The target's features of a position as the g that enters the next slot: [N, H]."""
@@ -153,7 +167,7 @@ class TrainableDrafter:
         gate_NI, up_NI = (
             self._linear(f"{self.layer}mlp.{part}_proj", normed_NH) for part in ("gate", "up")
         )
-        inner_NI = functional.silu(gate_NI) * up_NI
+        inner_NI = gated(gate_NI, up_NI, self.compute)
         return h_NH + self._linear(f"{self.layer}mlp.down_proj", inner_NI)
 
     def save(self, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -170,11 +184,9 @@ class TrainableDrafter:
 
     def _linear(self, name: str, x_NX: Tensor) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        return functional.linear(
-            x_NX.to(self.compute),
-            weight.to(self.compute),
-            None if bias is None else bias.to(self.compute),
-        ).float()
+        cast = self._cast.get(f"{name}.weight")
+        cast = weight.detach().to(self.compute) if cast is None else cast
+        return linear(x_NX.to(self.compute), weight, cast, bias)
 
     def _norm(self, name: str, x_NH: Tensor) -> Tensor:
         weight_H = self.weights[f"{name}.weight"]

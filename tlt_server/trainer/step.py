@@ -17,6 +17,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from tlt_server.trainer.network import Frozen, TrainableDrafter
 from tlt_server.trainer.objectives import Objective
@@ -150,8 +151,11 @@ class Trainer:
         for pack in packs:
             weight_S += weights_of(self.frozen, pack, steps).sum(1, dtype=torch.float64)
         factor_S = (self._decay_S / weight_S.clamp(min=1e-6)).float()
-        for pack in packs:
-            yield from accumulate(self.network, self.frozen, self.objective, pack, factor_S, sums)
+        with self.network.cast_once():
+            for pack in packs:
+                yield from accumulate(
+                    self.network, self.frozen, self.objective, pack, factor_S, sums
+                )
         loss_S, agreed_S = (
             (x / sums.weight_S.clamp(min=1e-6)).tolist() for x in (sums.loss_S, sums.agreed_S)
         )
@@ -180,20 +184,28 @@ class Trainer:
     def _update(self, norm: float) -> Iterator[str]:
         settings, state = self.settings, self.state
         rate = settings.rate(state.step) * state.rate_scale
-        bias1, bias2 = (1 - beta ** (state.step + 1) for beta in (settings.beta1, settings.beta2))
         scale = min(1.0, settings.clip / (norm + 1e-6))
+        step = torch.tensor(float(state.step), device=self.network.device)
         edges = [*range(0, self._decayed, CHUNK), self._decayed]
         edges += [*range(self._decayed + CHUNK, len(state.weight_P), CHUNK), len(state.weight_P)]
         for start, stop in zip(edges, edges[1:], strict=False):
             own = slice(start, stop)
-            weight, mean, square = (x[own] for x in state.tensors())
-            gradient = self._gradient_P[own].mul_(scale)
-            if stop <= self._decayed:
-                weight.mul_(1 - rate * settings.weight_decay)
-            mean.lerp_(gradient, 1 - settings.beta1)
-            square.mul_(settings.beta2).addcmul_(gradient, gradient, value=1 - settings.beta2)
-            width = square.sqrt().div_(math.sqrt(bias2)).add_(settings.eps)
-            weight.addcdiv_(mean, width, value=-rate / bias1)
+            adamw(
+                [state.weight_P[own]],
+                [self._gradient_P[own].mul_(scale)],
+                [state.mean_P[own]],
+                [state.square_P[own]],
+                [],
+                [step.clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                lr=rate,
+                weight_decay=settings.weight_decay if stop <= self._decayed else 0.0,
+                eps=settings.eps,
+                maximize=False,
+            )
             yield "optimizer"
         state.step += 1
 
