@@ -120,6 +120,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             )
             if trainer is not None:
                 stack.push_async_callback(_cancel, trainer_task(trainer, service))
+            await service.exports.clear()
             service.reader.start()
             stack.callback(service.reader.close)
             supervised = asyncio.create_task(supervisor.run())

@@ -14,12 +14,14 @@ from tempfile import mkdtemp
 from typing import NamedTuple
 
 from tlt_server.config import ResolvedConfig
-from tlt_server.errors import Conflict, StorageFailed
+from tlt_server.errors import Conflict, StorageFailed, Unavailable
 from tlt_server.frontend.weights.adoption import Adoption
 from tlt_server.private import private_directory
 
 EXPORTS = "exports"  # in the state directory
 MAX_SAID = 2000  # characters of the export's own words
+EXPORTER = (sys.executable, "-P", "-m", "tlt_server", "drafter", "export")
+EXPORT_S = 600.0  # time for it to write, read back and compare
 
 
 class ExportedDrafter(NamedTuple):
@@ -33,9 +35,16 @@ class DrafterExports:
         self._config, self._adoption = config, adoption
         self._one = asyncio.Lock()
 
+    async def clear(self) -> None:
+        """Remove what exports that did not end have left; names of others begin with no dot."""
+        if self._config.state_dir is not None:
+            for left in (self._config.state_dir / EXPORTS).glob(".*"):
+                await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
+
     async def write(self, name: str, layout: str) -> ExportedDrafter:
         """Write the live drafter as `exports/name`. `Conflict` without a state directory, for a
-        name in use, during another export, and where the layout does not fit.
+        name in use, during another export, and where the layout does not fit; `Unavailable`
+        where it takes too long.
         """
         state = self._config.state_dir
         if state is None:
@@ -58,7 +67,7 @@ class DrafterExports:
                 version = report.state.drafter
                 said = await self._run(work / "live" / "drafter", directory, layout, version)
             finally:
-                await asyncio.to_thread(shutil.rmtree, work, ignore_errors=True)
+                await self.clear()
         return ExportedDrafter(directory, version, said)
 
     async def _run(self, drafter: Path, directory: Path, layout: str, version: str) -> str:
@@ -72,17 +81,24 @@ class DrafterExports:
         environment = {**os.environ}
         environment.pop(self._config.api_key_variable, None)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "tlt_server", "drafter", "export"),
+            *EXPORTER,
             *(word for pair in flags.items() for word in pair),
             stdout=PIPE,
             stderr=STDOUT,
             env=environment,
         )
         try:
-            output, _ = await process.communicate()
-        except asyncio.CancelledError:
-            process.kill()
-            raise
+            async with asyncio.timeout(EXPORT_S):
+                output, _ = await process.communicate()
+        except TimeoutError:
+            raise Unavailable(
+                f"the export was not done within {EXPORT_S:g} s, so it was ended; ask again while "
+                "the machine has less to do, or run tlt drafter export yourself"
+            ) from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
         said = output.decode(errors="replace").strip()[-MAX_SAID:]
         if process.returncode:
             raise Conflict(f"the drafter was not exported: {said}")

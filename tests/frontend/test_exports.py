@@ -1,0 +1,55 @@
+"""Exports that hang, fail or were cut off leave nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from tlt_server.config import ResolvedConfig
+from tlt_server.errors import Conflict, TltError, Unavailable
+from tlt_server.events import WeightReport, WeightState
+from tlt_server.frontend.weights import exports as module
+from tlt_server.frontend.weights.adoption import Adoption
+from tlt_server.frontend.weights.exports import EXPORTS, DrafterExports
+
+
+class FakeAdoption:
+    async def write(self, directory: Path) -> WeightReport:
+        (directory / "drafter").mkdir(parents=True)
+        return WeightReport(id="1", state=WeightState(target="v1", drafter="d1"), result="looked")
+
+
+def exports_of(state: Path) -> DrafterExports:
+    config = SimpleNamespace(state_dir=state, model=state, api_key_variable="KEY")
+    return DrafterExports(cast(ResolvedConfig, config), cast(Adoption, FakeAdoption()))
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "said"),
+    [
+        ("import time; time.sleep(60)", Unavailable, "within 0.5 s"),
+        ("raise SystemExit('does not fit')", Conflict, "does not fit"),
+    ],
+)
+def test_an_export_that_hangs_or_fails_is_an_error_and_leaves_nothing(
+    code: str, error: type[TltError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXPORT_S", 0.5 if error is Unavailable else 60)
+    draft = "import os, sys; place = sys.argv[sys.argv.index('--out') + 1]"
+    draft += "; os.mkdir(os.path.dirname(place) + '/.one.part')"
+    monkeypatch.setattr(module, "EXPORTER", (sys.executable, "-c", f"{draft}; {code}"))
+    with pytest.raises(error, match=said):
+        asyncio.run(exports_of(tmp_path).write("one", "eagle3"))
+    assert not [*(tmp_path / EXPORTS).iterdir()]
+
+
+def test_what_a_crash_left_is_removed_and_exports_are_kept(tmp_path: Path) -> None:
+    for name in ("one", ".export-xyz", ".two.part"):
+        (tmp_path / EXPORTS / name / "live").mkdir(parents=True)
+    asyncio.run(exports_of(tmp_path).clear())
+    assert [path.name for path in (tmp_path / EXPORTS).iterdir()] == ["one"]
