@@ -281,6 +281,8 @@ def trainer_of(config: ResolvedConfig, directory: Path, metrics: Metrics) -> Tra
         make_ring(features, config.drafter_ring_mb * 2**20)
     private_directory(directory / WORK)
     files = SampleFiles(config.state_dir / SAMPLES, config.model) if config.state_dir else None
+    if files is not None:
+        files.inbox.clear()
     return TrainerLink(
         partial(_launch_trainer, config, directory, files),
         metrics.samples,

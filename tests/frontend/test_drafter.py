@@ -10,6 +10,7 @@ import shutil
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -22,12 +23,13 @@ from tlt_client import Client
 from tlt_client.errors import Conflict, InvalidRequest
 from tlt_server.__main__ import main
 from tlt_server.build import RING, SAMPLES
+from tlt_server.errors import Unavailable
 from tlt_server.frontend.dialects.drafter import accepted_at_depth
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.metrics import Metrics
 from tlt_server.records import Cycle, StepContext, Strategy
 from tlt_server.samples.identity import identity_of
-from tlt_server.samples.inbox import DIRECTORY, MAX_FILES, Inbox
+from tlt_server.samples.inbox import DIRECTORY, MAX_FILES, PARTIAL, Inbox
 from tlt_server.samples.ring import RingProducer
 from tlt_server.samples.sample import encode_sample
 from tlt_server.samples.segments import (
@@ -252,11 +254,18 @@ def test_a_full_inbox_is_said(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path / "inbox")
     header = SegmentHeader(1, VOCAB, "m", "")
     content = header_bytes(header) + recorded(1, sample(1))[1]
-    for _ in range(MAX_FILES):
-        assert not inbox.full() and inbox.put(content, header).sequences == 1
-    assert inbox.full()
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(inbox.put, content, header) for _ in range(4 * MAX_FILES)]
+    refused = [future.exception() for future in futures if future.exception() is not None]
+    assert len(refused) == 3 * MAX_FILES and {type(error) for error in refused} == {Unavailable}
+    assert len([*inbox.directory.iterdir()]) == MAX_FILES
+    with pytest.raises(Unavailable, match="still wait"):
+        inbox.check_room()
     assert [entry.sample for entry in inbox.take(header, Refusals(), 100)] == [sample(1)]
-    assert not inbox.full()
+    inbox.check_room()
+    (inbox.directory / f"crashed{PARTIAL}").write_bytes(content[:90])
+    inbox.clear()
+    assert len([*inbox.directory.iterdir()]) == MAX_FILES - 1
 
 
 def test_a_drafter_without_weights_has_no_files(recording: LiveServer) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_server.samples.identity import identity_of, vocabulary_of
+from tlt_server.samples.inbox import DIRECTORY, Inbox
 from tlt_server.samples.segments import (
     FRAME,
     MAX_FRAME,
@@ -45,6 +46,7 @@ class _Place(NamedTuple):
 class SampleFiles:
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory, self._model = directory, model
+        self.inbox = Inbox(directory / DIRECTORY)  # of other servers' sequences
         self._header = b""
 
     def header(self) -> SegmentHeader:

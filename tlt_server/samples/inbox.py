@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_server.errors import Unavailable
 from tlt_server.private import private_directory
 from tlt_server.samples.segments import (
     SUFFIX,
@@ -38,14 +40,30 @@ class Put(NamedTuple):
 class Inbox:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._putting = threading.Lock()
 
-    def full(self) -> bool:
-        return len(self._waiting()) >= MAX_FILES
+    def clear(self) -> None:
+        """Remove what a crash of the server left half-written."""
+        with suppress(OSError):
+            for partial in self.directory.glob(f"*{PARTIAL}"):
+                partial.unlink(missing_ok=True)
+
+    def check_room(self) -> None:
+        """`Unavailable` while as many files wait as may."""
+        if len(self._waiting()) >= MAX_FILES:
+            raise Unavailable(
+                "earlier sequences still wait for the trainer process; send again soon"
+            )
 
     def put(self, content: bytes, header: SegmentHeader) -> Put:
         """Keep the content of a segment file if any sequence of it fits the header. `OSError`: it
-        cannot be written.
+        cannot be written; `Unavailable`: as for `check_room`. Several are written one by one.
         """
+        with self._putting:
+            self.check_room()
+            return self._put(content, header)
+
+    def _put(self, content: bytes, header: SegmentHeader) -> Put:
         private_directory(self.directory, parents=True, exist_ok=True)
         path = self.directory / f"{secrets.token_hex(8)}{SUFFIX}"
         partial = path.with_suffix(PARTIAL)

@@ -31,7 +31,7 @@ from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.kept import CURRENT, WEIGHTS, Current
 from tlt_server.samples.excerpt import SampleFiles
-from tlt_server.samples.inbox import DIRECTORY, Inbox, Put
+from tlt_server.samples.inbox import Put
 from tlt_server.speculation.drafters import weights_directory
 
 MAX_NUMBER = 2**63 - 1
@@ -93,8 +93,7 @@ async def add(service: Service, request: Request) -> Response:
             "this server keeps no sequences in files; restart it with --drafter-training idle and "
             "--state-dir"
         )
-    if await asyncio.to_thread(Inbox(files.directory / DIRECTORY).full):
-        raise Unavailable("earlier sequences still wait for the trainer process; send again soon")
+    await asyncio.to_thread(files.inbox.check_room)
     content = await request.body()
     try:
         put = await asyncio.to_thread(_put, files, content)
@@ -141,7 +140,7 @@ async def file(service: Service, request: Request) -> Response:
 
 
 def _put(files: SampleFiles, content: bytes) -> Put:
-    return Inbox(files.directory / DIRECTORY).put(content, files.header())
+    return files.inbox.put(content, files.header())
 
 
 def _live(service: Service) -> tuple[str, Path]:
