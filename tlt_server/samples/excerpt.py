@@ -46,7 +46,7 @@ class _Place(NamedTuple):
 class SampleFiles:
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory, self._model = directory, model
-        self.inbox = Inbox(directory / DIRECTORY)  # of other servers' sequences
+        self.inbox = Inbox(directory / DIRECTORY)  # sequences that other servers recorded
         self._header = b""
 
     def header(self) -> SegmentHeader:
