@@ -24,7 +24,7 @@ class TrainerState(StrEnum):
     PARKED = "parked"  # a half-done step is kept until the engine is idle again
     EVALUATING = "evaluating"  # replays a candidate
     ADOPTING = "adopting"  # a candidate is being pushed
-    PAUSED = "paused"  # until an operator's order
+    PAUSED = "paused"  # until an order
     FAILED = "failed"  # cannot train this drafter
 
 
@@ -49,6 +49,7 @@ class SpotReport(Struct, frozen=True, kw_only=True, tag="spot"):
 
     state: TrainerState = TrainerState.IDLE
     reason: str = ""  # for its state, where that is not obvious
+    held: bool = False  # whether it is paused by the order `hold`
     answered: int = 0  # number of the last order that was carried out
     slept: int = 0  # number of the last sleep for which memory was given back
     trained_on: str = ""  # the target's version
@@ -127,9 +128,14 @@ class Verdict(Struct, frozen=True, kw_only=True, tag="verdict"):
     error: str = ""
 
 
+Do = Literal["train", "pause", "resume", "hold", "release"]
+
+
 class Order(Struct, frozen=True, kw_only=True, tag="order"):
+    """`hold` is a pause that `release` ends, too; other pauses end by `resume` alone."""
+
     number: int
-    do: Literal["train", "pause", "resume"]
+    do: Do
 
 
 FromTrainer = BufferReport | SpotReport | WeightsWanted | Offer | Recompute

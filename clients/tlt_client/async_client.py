@@ -113,8 +113,8 @@ class AsyncClient:
     async def train_drafter(self) -> Mapping[str, Any]:
         return await self._transport.ask(calls.drafter_order("train"))
 
-    async def pause_drafter_training(self) -> Mapping[str, Any]:
-        return await self._transport.ask(calls.drafter_order("pause"))
+    async def pause_drafter_training(self, for_s: float | None = None) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.drafter_order("pause", for_s=for_s))
 
     async def resume_drafter_training(self) -> Mapping[str, Any]:
         return await self._transport.ask(calls.drafter_order("resume"))

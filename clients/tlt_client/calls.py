@@ -214,10 +214,11 @@ def drafter() -> Call[Mapping[str, Any]]:
     return Call("GET", "/drafter", json_object, repeatable=True)
 
 
-def drafter_order(order: str) -> Call[Mapping[str, Any]]:
+def drafter_order(order: str, **fields: float | None) -> Call[Mapping[str, Any]]:
     """`order`: train, pause, resume or rollback."""
     repeatable = order in ("pause", "resume")
-    return _put("POST", f"/drafter/{order}", {}, json_object, repeatable=repeatable)
+    given = {name: value for name, value in fields.items() if value is not None}
+    return _put("POST", f"/drafter/{order}", given, json_object, repeatable=repeatable)
 
 
 def export_drafter(name: str, layout: str) -> Call[Mapping[str, Any]]:

@@ -144,9 +144,11 @@ class Client:
         """Begin a round of training once the server is idle; return the trainer's state."""
         return self._transport.ask(calls.drafter_order("train"))
 
-    def pause_drafter_training(self) -> Mapping[str, Any]:
-        """Train and adopt nothing until `resume_drafter_training`; return the trainer's state."""
-        return self._transport.ask(calls.drafter_order("pause"))
+    def pause_drafter_training(self, for_s: float | None = None) -> Mapping[str, Any]:
+        """Train and adopt nothing until `resume_drafter_training`, or for `for_s` seconds from the
+        last such call, which change no other pause; return the trainer's state.
+        """
+        return self._transport.ask(calls.drafter_order("pause", for_s=for_s))
 
     def resume_drafter_training(self) -> Mapping[str, Any]:
         """Go on after a pause; return the trainer's state."""

@@ -173,6 +173,22 @@ def test_what_cannot_be_a_cursor_or_a_limit_is_refused(
     assert len(reply.text) < 1000
 
 
+@pytest.mark.parametrize(
+    ("for_s", "said"),
+    [
+        ("-1", "for_s"),
+        ("86401", "for_s"),
+        ("1e999", "number"),
+        ("NaN", "JSON"),
+        ('"60"', "for_s"),
+        ("true", "for_s"),
+    ],
+)
+def test_a_pause_for_no_such_time_is_refused(server: LiveServer, for_s: str, said: str) -> None:
+    reply = httpx.post(f"{server.url}/drafter/pause", content=f'{{"for_s": {for_s}}}')
+    assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
+
+
 def test_without_files_there_is_nothing_to_hand_out(recorded_model: Path) -> None:
     with live_server(recorded_model, drafter_training="idle") as server:
         reply = httpx.get(f"{server.url}/drafter/samples")

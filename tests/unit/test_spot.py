@@ -20,6 +20,7 @@ from tlt_server.trainer.spot import (
 )
 from tlt_server.trainer.states import MOST_QUIET_S, NEXT, QuietTime, StateMachine
 from tlt_server.training import (
+    Do,
     FromTrainer,
     HandedOver,
     InForce,
@@ -200,6 +201,38 @@ def test_a_pause_keeps_its_reason_over_the_verdict_of_an_offer() -> None:
     assert report.reason == "an operator has paused it" and not rig.work.adoptions
     rig.spot.take(Order(number=3, do="resume"))
     assert rig.spot.state == S.IDLE
+
+
+def test_a_hold_ends_by_its_release_and_changes_no_other_pause() -> None:
+    rig = Rig()
+    rig.hand_over()
+    rig.run(2)
+
+    numbers = [1]
+
+    def ordered(do: Do) -> tuple[TrainerState, bool]:
+        numbers.append(len(numbers))
+        rig.spot.take(Order(number=numbers[-1], do=do))
+        report = rig.spot.report()
+        assert report is not None
+        return report.state, report.held
+
+    assert ordered("hold") == (S.PAUSED, True)
+    segments = rig.work.segments
+    rig.run(9)
+    assert rig.work.segments == segments
+    rig.spot.take(HandedOver(error="the engine is away"))  # says nothing about the pause
+    assert ordered("hold") == (S.PAUSED, True)
+    assert ordered("release") == (S.PARKED, False)
+    assert ordered("pause") == (S.PAUSED, False)
+    for do in ("hold", "release"):
+        assert ordered(do) == (S.PAUSED, False)
+    assert ordered("resume") == (S.PARKED, False)
+    rig.work.fault = OSError(28, "No space left on device")
+    rig.run(3)
+    for do in ("hold", "release"):
+        assert ordered(do) == (S.PAUSED, False)
+    assert "No space left" in rig.spot.phases.reason
 
 
 def test_a_refused_offer_is_counted_by_its_reason() -> None:

@@ -7,10 +7,12 @@ import contextlib
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tlt_server.errors import Unavailable
 from tlt_server.frontend.link import trainer as links
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.metrics import Metrics
@@ -85,12 +87,27 @@ for line in sys.stdin:
     message = json.loads(line)
     if message["type"] == "verdict":
         verdict = message["refused"] or "adopted"
-    elif message["do"] == "pause":
-        say(type="spot", answered=message["number"], state="paused", reason=verdict)
+    elif message["do"] in ("pause", "hold"):
+        held = message["do"] == "hold"
+        say(type="spot", answered=message["number"], state="paused", reason=verdict, held=held)
+    elif message["do"] == "release":
+        say(type="spot", answered=message["number"], reason="released")
     else:
         say(type="offer", directory="/c", version="d3", target_version="v1")
         say(type="spot", answered=message["number"], reason=verdict)
 """
+
+
+async def stub() -> Process:
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", STUB, stdin=PIPE, stdout=PIPE)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError
 
 
 class SlowWeights:
@@ -111,14 +128,9 @@ class SlowWeights:
 
 
 def test_a_pause_is_answered_after_an_adoption_and_lets_no_other_begin(tmp_path: Path) -> None:
-    async def launch() -> Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-c", STUB, stdin=PIPE, stdout=PIPE
-        )
-
     async def run() -> None:
         weights = SlowWeights()
-        link = TrainerLink(launch, Metrics().samples, None, tmp_path)
+        link = TrainerLink(stub, Metrics().samples, None, tmp_path)
         running = asyncio.create_task(link.run(weights=weights))
         await weights.offered.wait()
         pausing = asyncio.create_task(link.order("pause"))
@@ -168,6 +180,49 @@ def test_memory_is_given_back_once_the_process_says_so_or_is_gone(
         waiting = asyncio.create_task(link.gave_back(2))
         process.kill()
         assert await waiting
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_pause_for_a_time_ends_by_itself_and_an_operators_does_not(tmp_path: Path) -> None:
+    async def run() -> None:
+        weights = SlowWeights()
+        weights.go_on.set()
+        link = TrainerLink(stub, Metrics().samples, None, tmp_path)
+        running = asyncio.create_task(link.run(weights=weights))
+        await weights.offered.wait()
+        assert link.hold_left_s is None
+        assert (await link.hold(3600)).held
+        left_s = link.hold_left_s
+        assert left_s is not None and 3500 < left_s <= 3600
+        await link.order("train")  # here: offer another one, which the pause refuses
+        assert (await link.hold(3600)).reason == "paused"
+        assert (await link.hold(0)).reason == "released" and link.hold_left_s is None
+        await link.hold(3600)
+        await link.hold(0.01)  # the last call counts
+        await until(lambda: link.spot.reason == "released")
+        assert link.hold_left_s is None
+        await link.hold(0.01)
+        await link.order("pause")
+        await asyncio.sleep(0.05)
+        assert link.spot.state == "paused"
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize("for_s", [None, 3600.0])
+def test_a_pause_outlives_the_process(for_s: float | None, tmp_path: Path) -> None:
+    async def run() -> None:
+        link = TrainerLink(stub, Metrics().samples, None, tmp_path)
+        with pytest.raises(Unavailable):  # no process yet
+            await (link.order("pause") if for_s is None else link.hold(for_s))
+        running = asyncio.create_task(link.run(weights=SlowWeights()))
+        await until(lambda: link.spot.state == "paused")
+        assert link.spot.held == (for_s is not None)
         running.cancel()
         await asyncio.wait({running})
 

@@ -40,6 +40,7 @@ ANSWER_S = 120.0  # time after which weights that were asked for are asked for a
 REPORT_S = 1.0
 RETRY_S = 10.0  # time after which weights that were refused are asked for again
 LOOK_S, PATIENCE_S = 0.1, 10.0  # between looks for features, and the wait for one command's
+HELD = "it is paused for a time"
 NO_DATA = "no_data"  # nothing to train on or to judge with: says nothing about the drafter
 
 
@@ -143,6 +144,10 @@ class SpotTrainer:
         assert self._made is not None, "weights are handed over first"
         return self._made
 
+    @property
+    def _held(self) -> bool:
+        return self.state == TrainerState.PAUSED and self.phases.reason == HELD
+
     def took(self, sample: Sample) -> None:
         self.schedule.took(sample)
 
@@ -173,7 +178,8 @@ class SpotTrainer:
 
     def _hand_over(self, handed: HandedOver) -> None:
         if handed.error:
-            self.phases.reason = handed.error
+            if self.state != TrainerState.PAUSED:
+                self.phases.reason = handed.error
             self._asked_s = self._clock() - ANSWER_S + RETRY_S
             return
         self._asked_s = self._handed = None
@@ -212,6 +218,12 @@ class SpotTrainer:
                 self.phases.pause("an operator has paused it")
             case "resume":
                 self.phases.resume()
+            case "hold":
+                if self.state not in (TrainerState.PAUSED, TrainerState.FAILED):
+                    self.phases.pause(HELD)
+            case "release":
+                if self._held:
+                    self.phases.resume()
         self._report_s = self._clock()  # reports at once
 
     # -- work --------------------------------------------------------------------------------------
@@ -342,6 +354,7 @@ class SpotTrainer:
         report = SpotReport(
             state=state,
             reason=self.phases.reason,
+            held=self._held,
             answered=self._answered,
             slept=self._slept,
             trained_on=self._handed.target if self._handed else "",

@@ -42,6 +42,7 @@ from tlt_server.training import TrainerState, trained_for
 
 MAX_NUMBER = 2**63 - 1
 LIMIT, MAX_LIMIT = 256, 4096  # sequences of a reply
+MAX_PAUSE_S = 86400
 SLICE_BYTES = 2**18
 AFTER = Parameter(
     "after",
@@ -73,6 +74,16 @@ class ExportFields(Strict, frozen=True, kw_only=True):
         Literal["eagle3", "sglang", "speculators", "eagle1"],
         Meta(description="as of tlt drafter export"),
     ] = "eagle3"
+
+
+class TrainingPause(Strict, frozen=True, kw_only=True):
+    for_s: Annotated[
+        Annotated[float, Meta(ge=0, le=MAX_PAUSE_S)] | None,
+        Meta(
+            description="seconds after which training goes on by itself, counted from the last "
+            "such call; 0 ends such a pause at once; null: until POST /drafter/resume"
+        ),
+    ] = None
 
 
 @ROUTES.get("/drafter", needs="operate", gives=DrafterState, raises=(Unavailable,))
@@ -174,19 +185,19 @@ async def train(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/drafter/pause",
     needs="operate",
-    takes=NoFields,
+    takes=TrainingPause,
     optional_body=True,
     gives=TrainerStatus,
     raises=(Conflict, Unavailable),
 )
 async def pause(service: Service, request: Request) -> Response:
-    """Train and adopt nothing until POST /drafter/resume; what is half done is kept. A drafter that
-    is being pushed has been taken or refused before the answer comes. A repeated call changes
-    nothing.
+    """Train and adopt nothing until POST /drafter/resume, or for a time; what is half done is kept.
+    A drafter that is being pushed has been taken or refused before the answer comes. With `for_s`
+    nothing changes where the trainer is paused already, by an operator or after a fault.
     """
-    await service.bodies.of(request, NoFields)
+    asked = await service.bodies.of(request, TrainingPause)
     trainer = _trainer(service)
-    await trainer.order("pause")
+    await (trainer.order("pause") if asked.for_s is None else trainer.hold(asked.for_s))
     return json_response(trainer_status(trainer))
 
 

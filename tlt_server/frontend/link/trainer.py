@@ -25,6 +25,7 @@ from tlt_server.metrics.samples import SampleMetrics
 from tlt_server.metrics.training import TrainingMetrics
 from tlt_server.samples.excerpt import Excerpt, SampleFiles
 from tlt_server.training import (
+    Do,
     HandedOver,
     InForce,
     Offer,
@@ -88,6 +89,7 @@ class TrainerLink:
         self._adoption: asyncio.Task[None] | None = None  # the last one
         self._orders = 0
         self._paused = False  # by an operator's order, which outlives the process
+        self._hold: asyncio.TimerHandle | None = None  # ends a pause for a time
         self._reported = asyncio.Event()
 
     async def run(self, engine: EngineClient | None = None, weights: Weights | None = None) -> None:
@@ -132,8 +134,37 @@ class TrainerLink:
         """
         if do != "train":
             self._paused = do == "pause"
+            self._hold_for(0)
+        return await self._carried_out(do)
+
+    async def hold(self, for_s: float) -> SpotReport:
+        """Pause for a time, as by `order`, counted from the last such call; 0 ends such a pause.
+        Nothing changes where the trainer is paused already, by an operator or after a fault.
+        """
+        self._hold_for(for_s)
+        return await self._carried_out("hold" if for_s else "release")
+
+    @property
+    def hold_left_s(self) -> float | None:
+        """Return how long a pause for a time lasts yet; None: the trainer is in no such pause."""
+        if self._hold is None or not self.spot.held:
+            return None
+        return max(0.0, self._hold.when() - asyncio.get_running_loop().time())
+
+    def _hold_for(self, for_s: float) -> None:
+        if self._hold is not None:
+            self._hold.cancel()
+        loop = asyncio.get_running_loop()
+        self._hold = loop.call_later(for_s, self._release) if for_s else None
+
+    def _release(self) -> None:
+        self._hold = None
+        self._give("release")
+
+    async def _carried_out(self, do: Do) -> SpotReport:
         number = self._give(do)
-        if do == "pause" and self._adoption is not None and not self._adoption.done():
+        pauses = do in ("pause", "hold")
+        if pauses and self._adoption is not None and not self._adoption.done():
             await asyncio.wait({self._adoption}, timeout=ANSWER_S)
             if not self._adoption.done():
                 raise Unavailable(
@@ -165,7 +196,7 @@ class TrainerLink:
                 return True
         return False
 
-    def _give(self, do: Literal["train", "pause", "resume"]) -> int:
+    def _give(self, do: Do) -> int:
         """Send an order, and return its number; 0 where no process takes it."""
         self._orders += 1
         return self._orders if self._send(Order(number=self._orders, do=do)) else 0
@@ -181,8 +212,8 @@ class TrainerLink:
         if self._work is not None:
             await asyncio.to_thread(_empty, self._work)
         process = self._process = await self._launch()
-        if self._paused:
-            self._send(Order(number=self._orders, do="pause"))
+        if self._paused or self._hold is not None:
+            self._send(Order(number=self._orders, do="pause" if self._paused else "hold"))
         following = None
         if engine is not None and self._work is not None:
             following = asyncio.create_task(self._follow(engine))
@@ -258,8 +289,8 @@ class TrainerLink:
 
     async def _adopt(self, offer: Offer) -> None:
         assert self._weights is not None
-        if self._paused:
-            error = "an operator has paused the trainer"
+        if self._paused or self._hold is not None:
+            error = "the trainer is paused"
             self._send(Verdict(version=offer.version, refused="paused", error=error))
             return
         try:

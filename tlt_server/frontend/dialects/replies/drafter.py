@@ -119,6 +119,10 @@ class TrainerStatus(Struct, frozen=True, kw_only=True):
         ),
     ]
     reason: Annotated[str, Meta(description="why it is in this state, where that is not obvious")]
+    pause_left_s: Annotated[
+        float | None,
+        Meta(description="seconds that a pause with `for_s` lasts yet; null: it is in none"),
+    ]
     process: Annotated[ProcessPhase, Meta(description="failed: it ended and is started again soon")]
     error: Annotated[
         str,
@@ -203,6 +207,7 @@ def trainer_status(link: TrainerLink) -> TrainerStatus:
     )
     return TrainerStatus(
         state="failed" if link.phase == "failed" else spot.state.value,
+        pause_left_s=link.hold_left_s,
         process=link.phase,
         error=link.error,
         restarts=link.restarts,
