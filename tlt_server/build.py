@@ -328,6 +328,7 @@ async def _launch_trainer(
         feature_staleness=config.feature_staleness,
         activity=str(directory / ACTIVITY) if drafter else "",
         work=str(directory / WORK),
+        memory=(config.drafter_training_mb or 0) * 2**20,
         checkpoints=str((config.state_dir or directory).resolve() / CHECKPOINTS),
     )
     with contextlib.suppress(ConnectionError):

@@ -192,6 +192,18 @@ class SharedSettings:
             "share are refused in this version.",
         ),
     ] = "off"
+    drafter_training_mb: Annotated[
+        int | None,
+        Doc(
+            "MiB",
+            "Memory in which the drafter is trained, set apart at start: of the GPU, or of the "
+            "host where a CPU computes. Less makes packs shorter. auto is what packs of 2,048 "
+            "tokens need, of 512 on a CPU.",
+            1,
+            2**20,
+            auto=True,
+        ),
+    ] = None
 
     # memory and scheduling
     max_model_len: Annotated[

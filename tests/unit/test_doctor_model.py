@@ -164,6 +164,20 @@ def test_memory(
     )
 
 
+def test_the_training_of_the_drafter_is_counted() -> None:
+    given = {"model": TARGET, "drafter": str(DRAFTER), "drafter_training": "idle"}
+    without = found(model.memory, configured(**given))
+    assert "to train the drafter" not in without.found  # nothing is trained without features
+    given["drafter_feature_mb"] = 64
+    assert re.search(r"1\.\d\d GiB to train the", found(model.memory, configured(**given)).found)
+    expect(
+        found(model.memory, configured(**given, drafter_training_mb=1)),
+        "fail",
+        "drafter_training_mb 1 is too little",
+        "set drafter_training_mb to",
+    )
+
+
 def test_kv_that_holds_no_sequence() -> None:
     expect(
         found(model.memory, configured(kv_memory_mb=1)),

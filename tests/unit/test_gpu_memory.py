@@ -20,6 +20,7 @@ from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import (
     BUSY,
     CONTEXT,
+    OFF,
     SMALLER,
     budget,
     check_plan,
@@ -31,6 +32,7 @@ from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
+from tlt_server.models.training_memory import TrainingShape
 from tlt_server.settings import settings as all_settings
 
 CONFIG = ModelConfig(  # as Qwen2.5-7B
@@ -73,7 +75,10 @@ class Drafter(NamedTuple):
 
 
 def needs(given: EngineSettings, drafter: Drafter | None = None) -> Needs:
-    return Needs.of(given, CONFIG, drafter, VALUES)
+    """Return the needs; captured features are those of a drafter that is trained."""
+    if not given.feature_bytes:
+        return Needs.of(given, CONFIG, drafter, VALUES)
+    return Needs.of(given, CONFIG, Drafter(), VALUES, 3 * CONFIG.hidden_size)
 
 
 def plan(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> MemoryPlan:
@@ -273,6 +278,10 @@ def followed(refused: MemoryPlan, remedy: str) -> MemoryPlan:
     free = refused.free
     if remedy == BUSY:
         free = refused.total - refused.needs.weights - CONTEXT
+    elif remedy == OFF:
+        changes["feature_bytes"] = 0
+    elif found := re.fullmatch(r"set drafter_training_mb to (\d+)", remedy):
+        changes["drafter_training_mb"] = int(found[1])
     elif remedy == "set weight_staging to host":
         changes["weight_staging"] = "host"
     else:
@@ -303,6 +312,8 @@ def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
         memory_fraction=draw(st.integers(5, 99)) / 100,
         weight_root=draw(st.sampled_from(["", "/w"])),
         weight_channels=draw(st.sampled_from([None, "ipc,broadcast"])),
+        feature_bytes=draw(st.sampled_from([0, GIB])),
+        drafter_training_mb=draw(st.one_of(st.none(), st.integers(1, 2**16))),
     )
     refused = plan(
         asked, draw(st.integers(0, total - 2 * VALUES)), draw(st.integers(2, 131072)), total
@@ -319,6 +330,23 @@ def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
         assert accepted.pages >= min(accepted.least, accepted.settings.pages or accepted.least), (
             remedy
         )
+
+
+def test_the_trainers_share_is_set_apart() -> None:
+    plain, given = settings(max_running=8), settings(max_running=8, feature_bytes=GIB)
+    share = TrainingShape.of(Drafter().config, 32_000, on_gpu=True).device_bytes(2048)
+    without, with_share = (plan(each, 100 * GIB) for each in (plain, given))
+    assert without.training == 0 and with_share.training == share + GIB // 2
+    assert "to train the drafter" in with_share.describe()
+    asked = replace(given, drafter_training_mb=12 * 1024)
+    assert plan(asked, 100 * GIB).training == 12 * GIB + GIB // 2
+    message = refusal(replace(given, drafter_training_mb=100), 100 * GIB)
+    assert message.startswith("drafter_training_mb 100 is too little to train this drafter; set")
+    least = int(offered(message, "drafter_training_mb"))
+    assert plan(replace(given, drafter_training_mb=least), 100 * GIB).fits
+    assert not plan(replace(given, drafter_training_mb=least - 1), 100 * GIB).fits
+    message = refusal(given, 24 * GIB, total=48 * GIB)
+    assert "20.5 GiB to train the drafter" in message and OFF in message
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:

@@ -16,7 +16,7 @@ from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
-from tlt_server.engine.sizing import kv_pages, served_length
+from tlt_server.engine.sizing import kv_pages, served_length, training_share
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
@@ -144,6 +144,10 @@ def memory(config: Config) -> Finding:
         f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and "
         f"{pages * per_page / GIB:.2f} GiB of KV"
     )
+    directory = weights_directory(config.drafter)
+    if settings.feature_bytes and directory is not None:
+        share = training_share(settings, _network(config, directory)).host
+        need, found = need + share, f"{found}, {share / GIB:.2f} GiB to train the drafter"
     available, total = host_memory()
     found += f"; {available / GIB:.2f} GiB are available"
     remedy = "lower --kv-memory-mb, serve a smaller model, or use a machine with more memory"
@@ -164,7 +168,8 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
         settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes
     )
     check_plan(plan)
-    return ok(plan.describe())
+    trained = training_share(settings, network).describe() if network and plan.training else ""
+    return ok(plan.describe() + trained)
 
 
 def _network(config: Config, directory: Path) -> DrafterNetwork:

@@ -5,12 +5,53 @@ and the memory.
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
+from tlt_server.engine.gpu.memory import MIB, Drafting
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS, TrainingShape
 
 MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
+
+
+class TrainingShare(NamedTuple):
+    """Bytes that the trainer of the drafter takes, with the features it holds."""
+
+    device: int  # GPU memory; 0 where a CPU computes
+    host: int
+
+    def describe(self) -> str:
+        gpu = f"{self.device // MIB} MiB of the GPU and " if self.device else ""
+        return f"; the trainer has {gpu}up to {self.host // MIB} MiB of the host"
+
+
+def training_share(settings: DecidedSettings, drafter: Drafting) -> TrainingShare:
+    """Return what is set apart for training. `StartupError` where the host has less, or where
+    `drafter_training_mb` holds no pack.
+    """
+    on_gpu = settings.device == "cuda"
+    shape = TrainingShape.of(drafter.config, drafter.draft_vocab_size, on_gpu=on_gpu)
+    most = GPU_SLOTS if on_gpu else CPU_SLOTS
+    training = (settings.drafter_training_mb or 0) * MIB or shape.device_bytes(most)
+    if not shape.slots_in(training, most):
+        raise StartupError(
+            f"drafter_training_mb {settings.drafter_training_mb} is too little to train this "
+            f"drafter; set drafter_training_mb to {-(-shape.device_bytes(LEAST_SLOTS) // MIB)}, or "
+            "leave drafter_training off"
+        )
+    features = settings.ring_bytes + settings.feature_bytes * (2 if on_gpu else 1)
+    host = shape.host_bytes + features + (0 if on_gpu else training)
+    total = host_memory().total
+    if host > total:
+        raise StartupError(
+            f"to train the drafter takes {host // MIB} MiB of the host, {features // MIB} of them "
+            f"for features, and it has {total // MIB}; lower drafter_feature_mb, leave "
+            "drafter_training off, or use a machine with more memory"
+        )
+    return TrainingShare(training if on_gpu else 0, host)
 
 
 def served_length(settings: EngineSettings, config: ModelConfig) -> int:

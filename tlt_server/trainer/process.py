@@ -59,6 +59,7 @@ class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     activity: str = ""  # the word that tells of requests; empty: nothing is trained
     work: str = ""  # directory for candidates, of which the engine takes them
     checkpoints: str = ""
+    memory: int = 0  # bytes to train in; 0: what the longest packs need
 
 
 class Keeper:
@@ -187,6 +188,7 @@ class Trained:
                 directory=Path(settings.work),
                 checkpoints=Path(settings.checkpoints),
                 device=device,
+                memory=settings.memory,
             )
             return made
 

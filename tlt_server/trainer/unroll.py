@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from tlt_server.models.training_memory import CHUNK_LOGITS
 from tlt_server.trainer.attend import Trunk, attend, trunk_of
 from tlt_server.trainer.losses import feature_distance, slot_weights, teacher_probabilities
 from tlt_server.trainer.network import Frozen, TrainableDrafter
 from tlt_server.trainer.objectives import Objective
 from tlt_server.trainer.pack import Pack
-
-CHUNK_LOGITS = 1 << 25  # logits of a chunk: 128 MiB in float32, of which about six copies exist
 
 
 class Sums(NamedTuple):

@@ -21,13 +21,16 @@ from pathlib import Path
 import torch
 import xxhash
 
+from tlt_server.errors import StartupError
 from tlt_server.models.draft_layouts import EAGLE1
+from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, TrainingShape
 from tlt_server.samples.segments import Recorded
 from tlt_server.shared_settings import available_processors
 from tlt_server.trainer import sampling
 from tlt_server.trainer.buffer import SampleBuffer
 from tlt_server.trainer.checkpoint import Checkpoints, newest
 from tlt_server.trainer.handed import Handed, read_handed
+from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import RecordedDocuments
@@ -38,7 +41,6 @@ from tlt_server.trainer.trial import FITTED, Trial
 from tlt_server.training import HandedOver, TrainerState
 
 MOST_THREADS = 2
-CPU_SLOTS, GPU_SLOTS = 512, 2048  # in a pack
 STEPS = 24  # the most of a round
 EPOCHS = 3  # passes of a round over its sequences, at most
 SAVED_EVERY = 12  # steps between checkpoints
@@ -58,11 +60,14 @@ def make_work(
     directory: Path,
     checkpoints: Path,
     device: str,
+    memory: int,
 ) -> DrafterWork:
-    """Return the work of this process, which on a CPU leaves most of it to the engine."""
+    """Return the work of this process, which on a CPU leaves most of it to the engine. `memory`:
+    bytes to train in; 0: what the longest packs need.
+    """
     torch.set_num_threads(min(MOST_THREADS, max(1, available_processors() // 2)))
     slots = GPU_SLOTS if device == "cuda" else CPU_SLOTS
-    settings = WorkSettings(model, directory, checkpoints, device, slots)
+    settings = WorkSettings(model, directory, checkpoints, device, slots, memory)
     return DrafterWork(settings, buffer, states)
 
 
@@ -72,7 +77,8 @@ class WorkSettings:
     directory: Path  # for candidates
     checkpoints: Path
     device: str  # cpu or cuda
-    micro_batch: int  # slots of a pack
+    micro_batch: int  # slots of a pack, at most
+    memory: int = 0  # bytes to train in; 0: what such packs need
 
 
 class DrafterWork:
@@ -105,7 +111,22 @@ class DrafterWork:
             self._trainer.frozen = network.frozen(self._handed.embedding_VH, self._handed.head_CH)
         else:
             self._trainer, self._lineage = None, handed.drafter
-            self._handed.trainable(torch.device("cpu"), torch.float32)  # refuses what is not
+            self._bound(self._handed.trainable(torch.device("cpu"), torch.float32))
+
+    def _bound(self, network: TrainableDrafter) -> None:
+        """Choose packs that the memory holds, and let the allocator give no more than that."""
+        given, on_gpu = self._settings, self._settings.device == "cuda"
+        shape = TrainingShape.of(network.config, network.draft_vocab_size, on_gpu=on_gpu)
+        memory = given.memory or shape.device_bytes(given.micro_batch)
+        slots = shape.slots_in(memory, given.micro_batch)
+        if not slots:
+            raise StartupError(f"{memory // 2**20} MiB are too little; raise drafter_training_mb")
+        if not self._halved:
+            self._facts.micro_batch = slots
+        if on_gpu:
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, memory / torch.cuda.get_device_properties(0).total_memory), 0
+            )
 
     def lacking(self) -> Lacking:
         assert self._handed is not None

@@ -16,7 +16,7 @@ from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.engine.sizing import kv_pages
+from tlt_server.engine.sizing import kv_pages, training_share
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
@@ -82,10 +82,15 @@ class CpuDevice:
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         cache = make(pages, scratch=settings.max_draft_rows)
         memory = Memory(pages, cache.reuse, cache.save, cache.restore, cache)
-        if not captures:
+        if not captures or live.drafter is None:
             return memory
+        share = training_share(settings, live.drafter.network)
         each = state_bytes(model.feature_width, model.hidden_size, FLOAT32)
-        return replace(memory, states=CachedStates(cache), detail=describe_states(each, settings))
+        return replace(
+            memory,
+            states=CachedStates(cache),
+            detail=describe_states(each, settings) + share.describe(),
+        )
 
     def equip(
         self,

@@ -49,6 +49,7 @@ from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
 from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.sizing import training_share
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
@@ -177,10 +178,11 @@ class CudaDevice:
             states = make_states(plan, model, self._placement, streams=self._stream is not None)
         kv = GpuKV(plan, slots, cache, draft, self._stream, states)
         memory = Memory(pages, cache.reuse, kv.save, kv.restore, kv)
-        if states is None:
+        if states is None or network is None:
             return memory
         cache.on_reuse.append(states.reuse)
-        return replace(memory, states=states, detail=describe(plan))
+        share = training_share(settings, network)
+        return replace(memory, states=states, detail=describe(plan) + share.describe())
 
     def equip(
         self,

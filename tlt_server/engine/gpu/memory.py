@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from tlt_server.engine.gpu.buckets import MAX_DRAFTED, MAX_VERIFIED, sampled_rows
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.training_memory import CONTEXT, GPU_SLOTS, TrainingShape
 from tlt_server.samples.captured import state_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -38,6 +39,7 @@ class Needs(NamedTuple):
     per_batch_slot: int  # counts of tokens, for penalties
     per_drafted: int  # a drafter's logits of one row
     per_state: int  # captured states of one row; 0: none are captured
+    training: TrainingShape | None = None  # None: no drafter is trained
 
     @classmethod
     def of(
@@ -52,6 +54,7 @@ class Needs(NamedTuple):
         device; `feature_width`: what the drafter reads of a position.
         """
         itemsize = 4 if settings.dtype == "float32" else 2
+        captures = bool(settings.feature_bytes and feature_width)
         per_page = settings.page_size * kv_slot_values(config, config.layers)
         if drafter is not None:
             per_page += (
@@ -64,9 +67,10 @@ class Needs(NamedTuple):
             4 * config.vocab_size,
             4 * config.vocab_size,
             4 * drafter.draft_vocab_size if drafter is not None else 0,
-            state_bytes(feature_width, config.hidden_size, itemsize)
-            if settings.feature_bytes and feature_width
-            else 0,
+            state_bytes(feature_width, config.hidden_size, itemsize) if captures else 0,
+            TrainingShape.of(drafter.config, drafter.draft_vocab_size, on_gpu=True)
+            if drafter is not None and captures
+            else None,
         )
 
 
@@ -117,6 +121,20 @@ class MemoryPlan(NamedTuple):
         )
 
     @property
+    def training(self) -> int:
+        """Return the memory of the process that trains the drafter."""
+        if self.needs.training is None:
+            return 0
+        asked = (self.settings.drafter_training_mb or 0) * MIB
+        return (asked or self.needs.training.device_bytes(GPU_SLOTS)) + CONTEXT
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Tell whether `drafter_training_mb` holds not even the shortest pack."""
+        shape, asked = self.needs.training, self.settings.drafter_training_mb
+        return bool(shape and asked and not shape.slots_in(asked * MIB, GPU_SLOTS))
+
+    @property
     def state_slots(self) -> int:
         """Return the rows of the ring of captured states: those of two steps."""
         if not self.needs.per_state:
@@ -136,7 +154,7 @@ class MemoryPlan(NamedTuple):
     @property
     def room(self) -> int:
         """Return the memory that is left for KV."""
-        return self.free - self.unused - self.staging - self.working - RESERVE
+        return self.free - self.unused - self.staging - self.working - self.training - RESERVE
 
     @property
     def held(self) -> int:
@@ -169,7 +187,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.short <= 0 and not self.too_few
+        return self.short <= 0 and not self.too_few and not self.trains_nothing
 
     @property
     def pages(self) -> int:
@@ -190,8 +208,10 @@ class MemoryPlan(NamedTuple):
 
     def describe(self) -> str:
         staging = f"{size(self.staging)} for pushed weights, " if self.staging else ""
+        training = f"{size(self.training)} to train the drafter, " if self.training else ""
         return (
-            f"{size(self.needs.weights)} of weights, {staging}{size(self.working)} for steps, "
+            f"{size(self.needs.weights)} of weights, {staging}{training}"
+            f"{size(self.working)} for steps, "
             f"{size(RESERVE)} for graphs, {size(self.kv)} of KV: {self.pages} pages"
         )
 

@@ -16,13 +16,17 @@ from tlt_server.engine.gpu.buckets import MAX_VERIFIED
 from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, MemoryPlan, Needs, size
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
+from tlt_server.models.training_memory import CONTEXT as TRAINER
+from tlt_server.models.training_memory import LEAST_SLOTS
 
 MAX_PERCENT = 98  # the largest memory_fraction that is advised
 MIN_LENGTH = 256  # a limit on sequences below it is no help
 CONTEXT = GIB // 2  # bytes that are not free even on a GPU that nothing else uses
 BUSY = "end what else uses this GPU (nvidia-smi lists it)"
 SMALLER = "serve a smaller model or use a GPU with more memory"
+OFF = "leave drafter_training off"
 LOWER, RAISE, SET = "lower {} to {}", "raise {} to {}", "set {} to {}"
+NAMES = {BUSY: "other programs", OFF: "drafter_training"}  # rows without a setting
 
 
 class Row(NamedTuple):
@@ -45,6 +49,9 @@ def budget(plan: MemoryPlan) -> list[Row]:
     used, idle = plan.total - needs.weights - plan.free, plan.total - needs.weights - CONTEXT
     beyond = f"beyond memory_fraction {settings.memory_fraction:g}"
     staged = ["host"] if plan.staging else []
+    shape = plan.needs.training
+    trained_mb = -(-shape.device_bytes(LEAST_SLOTS) // MIB) if shape else 0
+    training_mb = (plan.training - TRAINER) // MIB if shape else 0
     kv = f"for {f'{plan.wanted} KV pages' if plan.named else one}"
     return [
         Row("of weights", needs.weights),
@@ -55,6 +62,14 @@ def budget(plan: MemoryPlan) -> list[Row]:
         Row("", 0, "kv_memory_mb", [one_mb] if plan.too_few else [], RAISE),
         Row(beyond, plan.unused, "memory_fraction", fractions, RAISE),
         Row("for pushed weights", plan.staging, "weight_staging", staged, SET),
+        Row(
+            "to train the drafter",
+            plan.training,
+            "drafter_training_mb",
+            [trained_mb] if plan.trains_nothing else range(trained_mb, training_mb),
+            SET,
+        ),
+        Row("", 0, "needs", [needs._replace(training=None, per_state=0)] if shape else [], OFF),
         Row("for steps", plan.working, "max_rows", range(MAX_VERIFIED, settings.max_rows)),
         Row("", 0, "max_running", range(1, settings.max_running)),
         Row("for graphs", RESERVE),
@@ -73,6 +88,11 @@ def check_plan(plan: MemoryPlan) -> None:
             f"kv_memory_mb {plan.settings.kv_memory_mb} holds {plan.held} pages, one sequence of "
             f"max_model_len {plan.max_model_len} needs {plan.least}"
         )
+    if plan.trains_nothing:
+        found = (
+            f"drafter_training_mb {plan.settings.drafter_training_mb} is too little to train this "
+            "drafter"
+        )
     raise StartupError(f"{found}; {', or '.join(_remedies(plan, rows))}")
 
 
@@ -87,7 +107,7 @@ def _remedies(plan: MemoryPlan, rows: Sequence[Row]) -> list[str]:
         if fitting := bisect_left(row.values, True, key=lacks):
             found.append(row.remedy.format(row.setting, row.values[fitting - 1]))
         smallest = smallest.changed(row.setting, row.values[0])
-        names.append("other programs" if row.remedy is BUSY else row.setting)
+        names.append(NAMES.get(row.remedy, row.setting))
     several = [f"change several of {', '.join(names)}"] if smallest.fits else []
     return found or [*several, SMALLER]
 

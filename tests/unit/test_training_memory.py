@@ -1,0 +1,156 @@
+"""The memory of training: its formula against tensors that a real step keeps; packs in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.unit.test_gpu_memory import CONFIG, Drafter, settings
+from tlt_server.engine import sizing
+from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.sizing import training_share
+from tlt_server.errors import StartupError
+from tlt_server.machine import HostMemory
+from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
+from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS, TrainingShape
+from tlt_server.trainer.attend import trunk_of
+from tlt_server.trainer.network import NETWORKS
+from tlt_server.trainer.objectives import make_objective
+from tlt_server.trainer.pack import Pack
+from tlt_server.trainer.unroll import forward
+from tlt_server.trainer.work import DrafterWork, WorkSettings
+
+GIB = 2**30
+SMALL = replace(  # the proportions of a 7B target
+    CONFIG,
+    vocab_size=640,
+    hidden_size=224,
+    intermediate_size=1184,
+    heads=14,
+    kv_heads=2,
+    head_dim=16,
+)
+DRAFTED = 320
+
+
+def at_7b(architecture: str) -> TrainingShape:
+    return TrainingShape.of(replace(CONFIG, architecture=architecture), 32_000, on_gpu=True)
+
+
+@pytest.mark.parametrize("architecture", [EAGLE3, EAGLE1])
+def test_trained_values_and_steps_are_those_of_the_trainer(architecture: str) -> None:
+    shape = at_7b(architecture)
+    config = replace(CONFIG, architecture=architecture, layers=1)
+    network = NETWORKS[architecture](config, 32_000, device="meta")
+    values = sum(weight.numel() for weight in network.weights.values())
+    assert shape.trained == pytest.approx(values, rel=1e-4)  # but for the norms
+    assert shape.steps == make_objective("eagle" if architecture == EAGLE1 else "eagle3").steps
+
+
+def test_the_peak_is_what_was_measured_at_7b_on_an_h200() -> None:
+    shape = at_7b(EAGLE3)
+    assert 17.2 < shape.device_bytes(GPU_SLOTS) / GIB < 1.2 * 17.2
+
+
+def test_a_budget_holds_the_largest_pack_that_fits() -> None:
+    shape = at_7b(EAGLE3)
+    assert shape.slots_in(shape.device_bytes(GPU_SLOTS), GPU_SLOTS) == GPU_SLOTS
+    assert shape.slots_in(shape.device_bytes(GPU_SLOTS) - 1, GPU_SLOTS) == GPU_SLOTS // 2
+    assert shape.slots_in(shape.device_bytes(LEAST_SLOTS), GPU_SLOTS) == LEAST_SLOTS
+    assert shape.slots_in(shape.device_bytes(LEAST_SLOTS) - 1, GPU_SLOTS) == 0
+
+
+@cache
+def kept_bytes(architecture: str, slots: int, compute: torch.dtype) -> int:
+    """Return the bytes that two unrolled steps keep for their gradients."""
+    config = replace(SMALL, architecture=architecture, layers=1)
+    network = NETWORKS[architecture](config, DRAFTED, compute=compute)
+    for weight in network.weights.values():
+        weight.normal_(0, 0.1).requires_grad_()
+    hidden, features = config.hidden_size, 1 if architecture == EAGLE1 else 3
+    frozen = network.frozen(torch.randn(config.vocab_size, hidden), torch.randn(DRAFTED, hidden))
+    position_N = torch.arange(slots)
+    pack = Pack(
+        token_N=position_N % DRAFTED,
+        position_N=position_N,
+        feature_NF=torch.randn(slots, features * hidden).to(compute),
+        teacher_NH=torch.empty(0),
+        root_N=torch.ones(slots),
+        counted_N=torch.ones(slots, dtype=torch.bool),
+        left_N=position_N.flip(0),
+        bounds=(0, slots),
+        roots=((0, slots),),
+        tokens=slots,
+    )
+    trunk = trunk_of(pack.bounds, network.device, compute)
+    steps = [forward(network, frozen, pack, trunk, [])]
+    kept: dict[int, int] = {}
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        steps.append(forward(network, frozen, pack, trunk, steps))  # alive, so no storage twice
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("architecture", [EAGLE3, EAGLE1])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
+def test_the_formula_is_what_a_slot_keeps(architecture: str, compute: torch.dtype) -> None:
+    few, many = (kept_bytes(architecture, slots, compute) for slots in (64, 128))
+    config = replace(SMALL, architecture=architecture)
+    shape = TrainingShape.of(config, DRAFTED, on_gpu=compute == torch.bfloat16)
+    assert 0.7 * shape.slot_bytes < (many - few) / 64 < 1.2 * shape.slot_bytes
+
+
+DRAFTER = Drafter(replace(CONFIG, architecture=EAGLE3))
+
+
+def decided(device: str, **changes: Any) -> DecidedSettings:
+    given = {**vars(settings(device=device, policy="goodput", attention="", threads=1)), **changes}
+    return DecidedSettings(**given)
+
+
+def test_the_trainers_share_of_gpu_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "host_memory", lambda: HostMemory(0, 64 * GIB))
+    shape, given = at_7b(EAGLE3), {"feature_bytes": 4 * GIB, "ring_bytes": GIB}
+    share = training_share(decided("cuda", **given), DRAFTER)
+    assert share == (shape.device_bytes(GPU_SLOTS), shape.host_bytes + 9 * GIB)
+    asked = decided("cuda", **given, drafter_training_mb=16 * 1024)
+    assert training_share(asked, DRAFTER).device == 16 * GIB
+    on_cpu = TrainingShape.of(DRAFTER.config, DRAFTER.draft_vocab_size, on_gpu=False)
+    whole = on_cpu.device_bytes(CPU_SLOTS) + on_cpu.host_bytes + 5 * GIB
+    assert training_share(decided("cpu", **given), DRAFTER) == (0, whole)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_share_that_is_not_there_is_refused_with_a_remedy(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "host_memory", lambda: HostMemory(0, 20 * GIB))
+    with pytest.raises(StartupError, match="takes .* it has 20480; lower drafter_feature_mb"):
+        training_share(decided(device), DRAFTER)
+    with pytest.raises(StartupError, match="drafter_training_mb 9 is too little.* to ([0-9]+), or"):
+        training_share(decided(device, drafter_training_mb=9), DRAFTER)
+
+
+def test_the_trainers_packs_are_as_long_as_its_memory_holds() -> None:
+    config = replace(SMALL, architecture=EAGLE3)
+    network = NETWORKS[EAGLE3](config, DRAFTED)
+    shape = TrainingShape.of(config, DRAFTED, on_gpu=False)
+    nowhere, nothing = Path(), cast(Any, None)
+    for memory, slots in ((0, CPU_SLOTS), (shape.device_bytes(256), 256)):
+        given = WorkSettings(nowhere, nowhere, nowhere, "cpu", CPU_SLOTS, memory)
+        work = DrafterWork(given, nothing, nothing)
+        work._bound(network)
+        assert work.facts.micro_batch == slots
+    given = WorkSettings(nowhere, nowhere, nowhere, "cpu", CPU_SLOTS, 1)
+    with pytest.raises(StartupError, match="raise drafter_training_mb"):
+        DrafterWork(given, nothing, nothing)._bound(network)

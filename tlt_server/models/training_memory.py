@@ -1,0 +1,77 @@
+"""Memory that training a drafter takes, by its shapes: asked by the engine's memory plan and by
+`tlt doctor`, and the trainer's bound on itself. No tensors.
+
+Trained values are float32 with a gradient and AdamW's two moments. Every unrolled step keeps what
+its gradient needs for each slot of a pack and, in half precision, the layer's weights as it read
+them. Logits exist for one chunk of slots at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_layouts import EAGLE1
+
+CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS = 512, 2048, 128  # slots per pack
+CHUNK_LOGITS = 1 << 25  # logits of a chunk: 128 MiB in float32, of which about six copies exist
+COPIES = 6
+STEPS = {EAGLE1: 1}  # unrolled steps of the objective that a network is trained with
+UNROLLED = 7  # those of every other
+CONTEXT = 512 * 2**20  # a GPU process has this outside torch's allocator
+LIBRARIES = 2**30  # a process with torch has this on the host
+
+
+class TrainingShape(NamedTuple):
+    """Sizes of a drafter's training, in values unless named otherwise."""
+
+    trained: int
+    layer: int  # those that every unrolled step reads
+    frozen: int  # the target's embedding, and the head's rows of the draft vocabulary
+    steps: int  # unrolled
+    draft_vocab: int
+    item: int  # bytes of a number of the matmuls
+    slot_bytes: int  # kept by one slot of one unrolled step, for its gradient
+
+    @classmethod
+    def of(cls, drafter: ModelConfig, draft_vocab: int, *, on_gpu: bool) -> TrainingShape:
+        hidden, inner, item = drafter.hidden_size, drafter.intermediate_size, 2 if on_gpu else 4
+        query, kv = drafter.heads * drafter.head_dim, drafter.kv_heads * drafter.head_dim
+        first = drafter.architecture == EAGLE1
+        inputs, ends = (1, 2 * hidden) if first else (2, 3 * hidden + draft_vocab)
+        layer = hidden * (inputs * (query + 2 * kv) + query + 3 * inner)
+        # float32 residuals and norms, MLP halves and their product, heads before and after rotation
+        kept = 4 * (8 * hidden + 3 * inner + 4 * (query + kv))
+        kept += item * (4 * hidden + inner + 2 * query)  # as the matmuls read them
+        return cls(
+            trained=layer + hidden * ends,
+            layer=layer,
+            frozen=hidden * (drafter.vocab_size + draft_vocab),
+            steps=STEPS.get(drafter.architecture, UNROLLED),
+            draft_vocab=draft_vocab,
+            item=item,
+            slot_bytes=kept,
+        )
+
+    def device_bytes(self, slots: int) -> int:
+        """Return the peak of a step over a pack, with an eighth more for the allocator."""
+        state = 16 * self.trained + self.item * self.frozen
+        casts = self.item * self.layer if self.item < 4 else 0
+        logits = 4 * COPIES * min(CHUNK_LOGITS, slots * self.steps * self.draft_vocab)
+        return (state + self.steps * (casts + slots * self.slot_bytes) + logits) * 9 // 8
+
+    @property
+    def host_bytes(self) -> int:
+        """Return what the process takes of the host next to the above: three copies of the
+        optimizer's state, two drafters that replay, the target's ends, and libraries.
+        """
+        return (3 * 12 + 2 * 4) * self.trained + 6 * self.frozen + LIBRARIES
+
+    def slots_in(self, budget: int, most: int) -> int:
+        """Return the largest pack, at most `most` slots, for which `budget` bytes suffice; 0 if
+        there is none.
+        """
+        slots = most
+        while slots >= LEAST_SLOTS and self.device_bytes(slots) > budget:
+            slots //= 2
+        return slots if slots >= LEAST_SLOTS else 0
