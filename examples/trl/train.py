@@ -4,7 +4,8 @@ weights, and a line shows the progress of each step.
     python -m examples.trl.train --steps 20
 
 Needs `tlt-client[trl]`. On two CPU cores a step takes a few seconds. `--url` names a running server
-of the demo's target that has http among its `--weight-channels`.
+of the demo's target that has http among its `--weight-channels`. With `--adaptive` the server's
+drafter follows the policy.
 """
 
 from __future__ import annotations
@@ -49,9 +50,19 @@ class Progress(TrainerCallback):
             print(
                 f"step {state.global_step:3} of {state.max_steps}  reward {logs['reward']:.3f}  "
                 f"{logs['completions/mean_length']:6.1f} tokens  {logs['step_time']:5.1f} s  "
-                f"sampled from {self._client.weights()['target']}",
+                f"sampled from {self._client.weights()['target']}{self._drafter()}",
                 flush=True,
             )
+
+    def _drafter(self) -> str:
+        """Say what the server's trainer has made of the drafter, where it has one."""
+        drafter = self._client.drafter()
+        if drafter["trainer"] is None:
+            return ""
+        rounds, adopted = drafter["trainer"]["rounds"], drafter["trainer"]["adopted"]
+        accepted = drafter["drafters"][0]["accept_length"]
+        length = f", accept length {accepted:.2f}" if accepted is not None else ""
+        return f"{length}, drafter trained in {rounds} rounds, adopted {adopted} times"
 
 
 def main() -> None:
@@ -62,26 +73,21 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="prompts per step")
     parser.add_argument("--completions", type=int, default=8, help="completions per prompt")
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens per completion")
+    parser.add_argument(
+        "--adaptive",
+        action="store_true",
+        help="the server that the script starts trains its drafter while the policy is updated",
+    )
     parser.add_argument("--url", help="a server's address; without it the script starts one")
     asked = parser.parse_args()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory())
-        url = (
-            asked.url
-            or stack.enter_context(
-                ServerProcess(
-                    "--model",
-                    str(TARGET),
-                    "--drafter",
-                    str(DRAFTER),
-                    "--state-dir",
-                    f"{place}/state",
-                    "--weight-channels",
-                    "http",
-                )
-            ).url
-        )
+        flags = ["--model", str(TARGET), "--drafter", str(DRAFTER), "--weight-channels", "http"]
+        flags += ["--state-dir", f"{place}/state"]
+        if asked.adaptive:
+            flags += ["--drafter-training", "idle", "--drafter-feature-mb", "1024"]
+        url = asked.url or stack.enter_context(ServerProcess(*flags)).url
         client = stack.enter_context(Client(url))
         numbers = TRAIN_SEEDS[: asked.steps * asked.prompts]
         prompts = [[{"role": "user", "content": problem(i).prompt_text}] for i in numbers]
