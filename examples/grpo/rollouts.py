@@ -13,12 +13,14 @@ from random import Random
 
 from tokenizers import Tokenizer
 
+from examples.grpo.larger import larger
 from tlt_client import Client, ServerError
 from tlt_client.wire import Choice
 from tlt_server.demo.chat import render_prompt
 from tlt_server.demo.task import TRAIN_SEEDS, Exercise, problem, reward
 
 KINDS = ("expression", "column", "countdown")
+LARGER = tuple(f"larger-{kind}" for kind in KINDS)
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,16 @@ class Group:
 def draw_prompts(
     tokenizer: Tokenizer, count: int, kinds: Sequence[str], seed: int, step: int
 ) -> list[Prompt]:
-    """Draw a step's training problems of these kinds."""
+    """Draw a step's training problems of these kinds, of `KINDS` and `LARGER`."""
     draw = Random(f"grpo {seed} {step}")
     prompts = []
     while len(prompts) < count:
         number = draw.choice(TRAIN_SEEDS)
         exercise = problem(number)
-        if exercise.kind in kinds:
+        sizes = [prefix for prefix in ("", "larger-") if prefix + exercise.kind in kinds]
+        if sizes:
+            if draw.choice(sizes) if len(sizes) > 1 else sizes[0]:
+                exercise = larger(exercise.kind, number)
             text = render_prompt(exercise.prompt_text)
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             prompts.append(Prompt(number, exercise, ids, draw.getrandbits(63)))

@@ -24,7 +24,7 @@ from examples.arith.target_model import load_target
 from examples.grpo.adapt import ADAPTATIONS, STARTS, KeptDrafters, untrained
 from examples.grpo.policy import Update, optimizer_of, update
 from examples.grpo.record import RunDirectory, accept_length, acceptance_by_depth
-from examples.grpo.rollouts import KINDS, Group, draw_prompts, load_tokenizer, roll_out
+from examples.grpo.rollouts import KINDS, LARGER, Group, draw_prompts, load_tokenizer, roll_out
 from tlt_client import Client
 from tlt_client.channels.http import HttpSender
 from tlt_server.demo.server import ServerProcess
@@ -46,7 +46,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=400, help="tokens per response")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--kinds", default=",".join(KINDS), help="kinds of problem, with commas between"
+        "--kinds",
+        default=",".join(KINDS),
+        help=f"kinds of problem, with commas between: {', '.join(KINDS + LARGER)}",
     )
     parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps per step")
     parser.add_argument("--lr", type=float, default=3e-5, help="learning rate of AdamW")
@@ -101,8 +103,8 @@ def train(asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
     torch.use_deterministic_algorithms(True)
     for kinds in (asked.kinds, asked.drift_kinds):
-        if not set(kinds.split(",")) <= set(KINDS):
-            raise ValueError(f"kinds are {kinds}; the task has {', '.join(KINDS)}")
+        if not set(kinds.split(",")) <= {*KINDS, *LARGER}:
+            raise ValueError(f"kinds are {kinds}; there are {', '.join(KINDS + LARGER)}")
     run = RunDirectory(asked.out, {n: getattr(asked, n) for n in FIXED}, resume=asked.resume)
     policy, tokenizer = load_target(asked.model, "cpu"), load_tokenizer(asked.model)
     for name, parameter in policy.named_parameters():
