@@ -4,8 +4,9 @@ Before anything imports torch: its libraries' environment; then two torch thread
 smallest machine we serve, and without a GPU Triton's CPU interpreter, which must be chosen before a
 kernel is imported. The interpreter multiplies with numpy, where OpenBLAS's code for Haswell makes a
 row's bits depend on its neighbours and its code for Sandy Bridge does not. Hypothesis has no
-deadlines, because machines are shared. Bytecode is always written: without it each server that a
-test starts compiles our sources again, which takes 7 s of CPU instead of 3.
+deadlines, and httpx waits for 60 s instead of 5, because machines are shared. Bytecode is always
+written: without it each server that a test starts compiles our sources again, which takes 7 s of
+CPU instead of 3.
 
 A worker runs whole files, so that each file's fixtures are built once; the tests of kernels share
 nothing and go one by one. The longest files go first, so that the workers finish together.
@@ -20,6 +21,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from xdist.scheduler import LoadScopeScheduling
 
 from tlt_server.models.environment import library_environment
@@ -39,6 +41,7 @@ hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+vars(DEFAULT_TIMEOUT_CONFIG).update(connect=60.0, read=60.0, write=60.0, pool=60.0)
 
 LONGEST = (  # more than 15 s each
     "tests/e2e/test_crashes.py",

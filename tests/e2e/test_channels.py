@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import PAIR
+from tests.e2e.test_lifecycle import until
 from tlt_client import Client, ServerError
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.checkpoint import CALIBRATION
@@ -209,14 +209,6 @@ def test_a_sender_that_is_killed_in_the_middle_changes_nothing_and_the_next_one_
             group="absent",
             tensors=[{"name": "w", "dtype": "float32", "shape": [1]}],
         )
-
-
-def until(condition: Any) -> None:
-    for _ in range(1800):
-        if condition():
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError("not within 90 s")
 
 
 def test_the_command_pushes_shows_and_rolls_back(

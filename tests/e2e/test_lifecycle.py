@@ -42,7 +42,7 @@ def gauge(client: Client, name: str) -> float:
     )
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 240) -> None:
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up

@@ -54,7 +54,7 @@ def test_deadlines_are_kept_in_the_queue_and_in_decoding_and_pages_come_back() -
             )
             items = [{"id": str(i), "messages": QUESTION} for i in range(4)]
             results = client.generate(
-                items, sampling=LONG, timeout_s=3.0, queue_timeout_s=1.0
+                items, sampling=LONG, timeout_s=5.0, queue_timeout_s=2.5
             ).results
             assert (
                 sorted(r.error.code for r in results if r.error is not None)

@@ -149,7 +149,7 @@ def test_it_shows_what_the_choice_of_the_strategy_rests_on(
     finally:
         client.set_strategy("goodput")
     expect(page.locator("#switches li").first).to_contain_text(
-        f"{switch['before']} → eagle:2x1x3 · pin · 1 decoding"
+        f"{switch['before']} → eagle:2x1x3 · pin · {switch['batch']} decoding"
     )
     expect(page.locator("#switches li").first).to_contain_text(re.compile(r"^\d\d:\d\d:\d\d "))
     expect(page.locator("#now-strategy")).to_have_text("eagle:2x1")

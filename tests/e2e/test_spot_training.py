@@ -7,8 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from tests.e2e.test_drafter_training import figures
+from tests.e2e.test_lifecycle import until
 from tests.processes import trainer
 from tlt_client import Client
 from tlt_client.errors import Conflict
@@ -84,13 +84,6 @@ def training(
 def own(training: ServerProcess) -> Iterator[Client]:
     with Client(training.url, timeout_s=60) as client:
         yield client
-
-
-def until(condition: Callable[[], object], timeout_s: float = 240) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
 
 
 def status(client: Client) -> Mapping[str, Any]:

@@ -46,7 +46,7 @@ def server(model: Path) -> Iterator[LiveServer]:
         yield running
 
 
-def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> None:
+def eventually(condition: Callable[[], Any], within_s: float = 120.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "it did not happen"

@@ -41,7 +41,7 @@ async def two_processes(code: str) -> None:
 
     running = asyncio.create_task(TrainerLink(launch, Metrics().samples, None).run())
     second = asyncio.create_task(started[1].wait())
-    await asyncio.wait({running, second}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({running, second}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
     assert second.done() and not running.done()
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
