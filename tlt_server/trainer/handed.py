@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.network import TrainableDrafter, load_trainable
 from tlt_server.trainer.replay import ReplayedDrafter
+from tlt_server.weights.checksums import digest, live_sums
 from tlt_server.weights.handover import DRAFTER, EMBEDDING, HEAD, TARGET
 
 PAGE_SIZE = 16
@@ -33,6 +35,13 @@ class Handed(NamedTuple):
     frame: Decoder  # the target without its layers
     directory: Path  # where the drafter is
     in_force: ReplayedDrafter
+
+    def identity(self) -> dict[str, str]:
+        """Name the drafter in force: another one may have its version, such as `initial`."""
+        network = self.in_force.weights.network
+        sums = live_sums(network.parameters())
+        sums["d2t"] = xxhash.xxh3_64_hexdigest(self.in_force.vocabulary().tobytes())
+        return {"drafter": self.drafter_version, "digest": digest(sums)}
 
     def trainable(self, device: torch.device, compute: torch.dtype) -> TrainableDrafter:
         config = self.frame.config

@@ -86,7 +86,7 @@ class DrafterWork:
         self._facts = Facts(micro_batch=settings.micro_batch)
         self._settings, self._buffer, self._states = settings, buffer, states
         self._handed: Handed | None = None
-        self._lineage = ""  # the version of the drafter that the trained state follows
+        self._lineage: dict[str, str] = {}  # names the drafter that the trained state follows
         self._trainer: Trainer | None = None
         self._checkpoints: Checkpoints | None = None
         self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
@@ -106,11 +106,12 @@ class DrafterWork:
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
         self._handed = read_handed(place, given.model, handed.target, handed.drafter)
-        if self._trainer is not None and handed.drafter == self._lineage:
+        lineage = self._handed.identity()
+        if self._trainer is not None and lineage == self._lineage:
             network = self._trainer.network
             self._trainer.frozen = network.frozen(self._handed.embedding_VH, self._handed.head_CH)
         else:
-            self._trainer, self._lineage = None, handed.drafter
+            self._trainer, self._lineage = None, lineage
             self._bound(self._handed.trainable(torch.device("cpu"), torch.float32))
 
     def _bound(self, network: TrainableDrafter) -> None:
@@ -152,12 +153,13 @@ class DrafterWork:
         self._handed = self._handed._replace(
             drafter_version=version, directory=directory, in_force=self._handed.replayed(directory)
         )
-        self._lineage = version
+        self._lineage = self._handed.identity()
         if self._trainer is not None:
             self._checkpoint_as(self._trainer)
 
     def release(self) -> None:
         if self._checkpoints is not None:
+            self._checkpoints.close()  # one that is being written would let no other begin
             self._checkpoints.begin()
             self._checkpoints.close()
         self._trainer = self._checkpoints = None
@@ -284,7 +286,7 @@ class DrafterWork:
     def _place(self, trainer: Trainer) -> tuple[Path, dict[str, str]]:
         """Return where this run's checkpoints are: those of a drafter in force lie together."""
         identity = {
-            "drafter": self._lineage,
+            **self._lineage,
             "weights": str(len(trainer.state.weight_P)),
             "model": str(self._settings.model),
         }
