@@ -210,12 +210,14 @@ class AbortWeights(Struct, frozen=True, tag="abort_weights"):
 
 class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
     """Make the version before the last commit live again. With `to`, a repeated command finds it
-    live and succeeds.
+    live and succeeds. With `role`, the other one stays, also where its
+    version before has the same name.
     """
 
     id: str
     to: str = ""
     in_flight: InFlight = "continue"
+    role: Role | None = None
 
 
 class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):

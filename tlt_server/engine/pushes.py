@@ -205,7 +205,7 @@ class WeightPushes:
     def _ask_rollback(self, command: RollbackWeights) -> None:
         self._check_no_rollback()
         self.transaction.check_none("roll back")
-        parts = self.transaction.versions.to_roll_back(command.to)
+        parts = self.transaction.versions.to_roll_back(command.to, command.role)
         if not parts.by_role:
             self._reports.report(command.id, "unchanged", version=command.to)
             return

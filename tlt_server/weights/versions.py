@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from tlt_server.commands import Manifest
+from tlt_server.commands import Manifest, Role
 from tlt_server.errors import Conflict
 from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.names import Names
@@ -131,18 +131,16 @@ class Versions:
             self._names.add("target", renamed.by_role["target"])
         return True
 
-    def to_roll_back(self, to: str) -> Changed:
+    def to_roll_back(self, to: str, role: Role | None = None) -> Changed:
         """Return what a rollback makes live: for each role that had version `to` before, that;
-        without `to`, for the roles of the last commit. Empty where `to` is live. `Conflict` where
-        it is neither live nor kept.
+        without `to`, for the roles of the last commit; of `role` only, where it is given. Empty
+        where `to` is live. `Conflict` where it is neither live nor kept.
         """
         of_last = self.last.roles if self.last is not None else ()
-        parts = self.previous.only(
-            [role for role, part in self.previous.by_role.items() if part.version == to]
-            if to
-            else of_last
-        )
-        if parts.by_role or (to and self.live_as(to).by_role):
+        before = self.previous.by_role
+        had = [each for each, part in before.items() if part.version == to] if to else of_last
+        parts = self.previous.only([each for each in had if role in (None, each)])
+        if parts.by_role or (to and any(role in (None, each) for each in self.live_as(to).by_role)):
             return parts
         if to and self.previous.by_role:
             kept = ", ".join(

@@ -83,9 +83,5 @@ class Adoption:
                 "no drafter is kept to go back to: none was adopted or pushed since the start, or "
                 "the last step was a rollback; push the drafter that you want"
             )
-        if state.previous.get("target") == before:
-            raise Conflict(
-                f"the target and the drafter came together as {before!r}; POST /weights/rollback "
-                "takes both back"
-            )
-        return await self._session.ask(RollbackWeights(self._engine.command_id(), before))
+        id = self._engine.command_id()
+        return await self._session.ask(RollbackWeights(id, before, role="drafter"))
