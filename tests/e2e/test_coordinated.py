@@ -17,7 +17,7 @@ from tlt_server.demo.workload import DRAFTER
 from tlt_server.drafter.coordinate import Coordinator
 from tlt_server.drafter.peers import Peers
 
-OPTIONS = argparse.Namespace(min_idle=1, quiet_s=1.0, interval_s=1.0, gather_mb=8)
+OPTIONS = argparse.Namespace(min_idle=1, quiet_s=1.0, interval_s=1.0, gather_mb=8, hold_s=60.0)
 
 
 def test_servers_share_samples_and_a_drafter(tmp_path: Path) -> None:
@@ -44,9 +44,9 @@ def test_servers_share_samples_and_a_drafter(tmp_path: Path) -> None:
         assert any("trains, with 3 sequences of others" in line for line in lines), lines
         until(lambda: first.drafter()["buffer"]["sequences"] == 3)
         assert second.drafter()["trainer"]["state"] == "paused"
-        HttpSender(first).push_directory(DRAFTER, "better", role="drafter")
+        HttpSender(first).push_directory(DRAFTER, "drafter-initial-1-0123abcd", role="drafter")
         coordinator.step()
-        assert second.weights()["drafter"] == "better", lines
+        assert second.weights()["drafter"] == "drafter-initial-1-0123abcd", lines
         assert first.weight_checksums() == second.weight_checksums()
         coordinator.end()
         assert second.drafter()["trainer"]["state"] != "paused"

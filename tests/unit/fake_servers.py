@@ -10,16 +10,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tlt_server.training import trained_for
+
 
 class FakeServer:
     def __init__(self, samples: list[bytes]) -> None:
         self.load, self.state, self.adopted = 0, "idle", 0
+        self.held_s: float | None = None  # time of the pause; None: it has no end
         self.target, self.drafter = "t0", "d0"
         self.file = b"weights of d0"
         self.samples = samples
         self.taken: list[bytes] = []
         self.parts: dict[str, bytes] = {}
-        self.refuses_push = self.gone = False
+        self.refuses_push = self.gone = self.junk = False
+        self.refusal: dict[str, Any] | None = None  # the error of every reply
+        self.delay_s = 0.0
+        self.stopped = threading.Event()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -40,6 +46,7 @@ class FakeServer:
                 if fake.gone:
                     self.close_connection = True
                     return
+                fake.stopped.wait(fake.delay_s)
                 status, reply, headers = fake.answer(method, self.path, body)
                 data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(status)
@@ -53,10 +60,11 @@ class FakeServer:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     def stop(self) -> None:
+        self.stopped.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -64,6 +72,10 @@ class FakeServer:
         parts = urlsplit(path)
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         name = parts.path
+        if self.refusal is not None:
+            return 403, {"error": self.refusal}, {}
+        if self.junk:
+            return 200, {}, {}
         if method == "PUT":
             self.parts[name] = self.parts.get(name, b"") + body
             return 200, {"bytes": len(self.parts[name]), "begins": True}, {}
@@ -75,14 +87,24 @@ class FakeServer:
         if name.startswith("/drafter/files/"):
             return 200, self.file[int(query["start"]) :], {}
         if method == "POST" and name in ("/drafter/train", "/drafter/resume", "/drafter/pause"):
-            self.state = {"train": "training", "resume": "idle", "pause": "paused"}[name[9:]]
-            return 200, {"state": self.state}, {}
+            return self._order(name.removeprefix("/drafter/"), body)
         if (method, name) == ("POST", "/update_weights"):
             return self._update(json.loads(body))
-        trainer = {"state": self.state, "adopted": self.adopted, "refused": {}}
+        trainer = {
+            "state": self.state,
+            "reason": "",
+            "adopted": self.adopted,
+            "refused": {},
+            "pause_left_s": self.held_s,
+        }
         replies: dict[str, Any] = {
             "/load": {"server_load": self.load},
-            "/drafter": {"trainer": trainer},
+            "/drafter": {
+                "trainer": trainer,
+                "drafters": [
+                    {"weight_version": self.drafter, "trained_for": trained_for(self.drafter)}
+                ],
+            },
             "/weights": {"target": self.target, "drafter": self.drafter, "previous": {}},
             "/drafter/files": {
                 "version": self.drafter,
@@ -90,6 +112,18 @@ class FakeServer:
             },
         }
         return 200, replies[name], {}
+
+    def _order(self, order: str, body: bytes) -> tuple[int, Any, dict[str, str]]:
+        for_s = json.loads(body or b"{}").get("for_s")
+        others = self.state == "paused" and self.held_s is None
+        if order == "train" and self.state == "paused":
+            error = {"code": "conflict", "message": "it is paused", "retryable": False}
+            return 409, {"error": error}, {}
+        if order != "pause" or for_s is None or not others:
+            pauses = order == "pause" and for_s != 0
+            self.state = "training" if order == "train" else "paused" if pauses else "idle"
+            self.held_s = for_s if pauses else None
+        return 200, {"state": self.state}, {}
 
     def _samples(self, after: int) -> tuple[int, Any, dict[str, str]]:
         found = self.samples[after : after + 1]

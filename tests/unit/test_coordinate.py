@@ -21,6 +21,9 @@ def safetensors(value: float) -> bytes:
     return struct.pack("<Q", len(head)) + head + struct.pack("<f", value)
 
 
+NEW = "drafter-t0-1-0123abcd"
+
+
 @pytest.fixture
 def fleet() -> Iterator[list[FakeServer]]:
     servers = [FakeServer([b"%d-%d" % (i, j) for j in range(3)]) for i in range(4)]
@@ -35,9 +38,10 @@ class Run:
     def __init__(self, servers: list[FakeServer], **options: object) -> None:
         self.lines: list[str] = []
         self.now_s = 0.0
-        given = {"min_idle": 0, "quiet_s": 5.0, "interval_s": 2.0, "gather_mb": 1, **options}
+        given = {"min_idle": 0, "quiet_s": 5.0, "interval_s": 2.0, "gather_mb": 1}
+        given |= {"hold_s": 60.0, **options}
         clients = {server.url: Client(server.url, timeout_s=5.0) for server in servers}
-        self.peers = Peers(clients, self.lines.append)
+        self.peers = Peers(clients, self.lines.append, look_s=0.2)
         self.coordinator = Coordinator(
             self.peers,
             argparse.Namespace(**given),
@@ -59,17 +63,17 @@ def test_a_round_of_one_idle_server_ends_with_one_drafter_on_all(fleet: list[Fak
 
     def trained() -> None:
         if first.state == "training" and first.taken:
-            first.drafter, first.adopted, first.file = "drafter-t0-1", 1, safetensors(7.0)
+            first.drafter, first.adopted, first.file = NEW, 1, safetensors(7.0)
 
     coordinated.on_round = trained
     assert coordinated.coordinator.run(once=True) == 0
-    assert {server.drafter for server in fleet} == {"drafter-t0-1"}
+    assert {server.drafter for server in fleet} == {NEW}
     assert {server.file for server in fleet} == {safetensors(7.0)}
     others = [sample for server in fleet[1:] for sample in server.samples]
     assert first.taken == others, "each sequence once, none of its own"
     assert [server.state for server in fleet] == ["training", "paused", "paused", "paused"]
     coordinated.coordinator.end()
-    assert {server.state for server in fleet} == {"idle"}
+    assert [server.state for server in fleet] == ["training", "idle", "idle", "idle"]
 
 
 def test_training_is_taken_back_and_a_lost_server_is_named_once(fleet: list[FakeServer]) -> None:
@@ -95,16 +99,74 @@ def test_a_server_that_cannot_adopt_is_named(fleet: list[FakeServer]) -> None:
 
     def trained() -> None:
         if first.state == "training":
-            first.drafter, first.adopted, first.file = "drafter-t0-1", 1, safetensors(7.0)
+            first.drafter, first.adopted, first.file = NEW, 1, safetensors(7.0)
 
     coordinated.on_round = trained
     assert coordinated.coordinator.run(once=True) == 1
     assert fleet[1].drafter == "d0"
-    assert f"{fleet[1].url} cannot adopt drafter-t0-1; it keeps its own" in coordinated.lines
+    assert f"{fleet[1].url} cannot adopt {NEW}; it keeps its own" in coordinated.lines
     assert any("another shape" in line for line in coordinated.lines)
 
 
+def test_pauses_are_renewed_and_an_operators_is_left_alone(fleet: list[FakeServer]) -> None:
+    coordinated = Run(fleet[:3], hold_s=30.0)
+    fleet[0].state, fleet[0].held_s = "paused", None
+    for coordinated.now_s in (0.0, 6.0, 8.0):
+        coordinated.coordinator.step()
+    assert (fleet[0].state, fleet[0].held_s) == ("paused", None)
+    assert fleet[1].state == "training" and fleet[2].held_s == 30.0
+    fleet[2].state, fleet[2].held_s = "idle", None  # its pause has ended, or it has restarted
+    coordinated.coordinator.step()
+    assert (fleet[2].state, fleet[2].held_s) == ("paused", 30.0)
+    assert [line for line in coordinated.lines if fleet[0].url in line] == [
+        f"{fleet[0].url} does not train: its trainer is paused ()"
+    ]
+    fleet[1].state, fleet[1].held_s = "paused", None  # an operator takes it back
+    coordinated.coordinator.step()
+    assert (fleet[1].state, fleet[1].held_s) == ("paused", None)
+    assert fleet[2].state == "training"
+    coordinated.coordinator.end()
+    assert [server.state for server in fleet[:3]] == ["paused", "paused", "training"]
+
+
+def test_a_server_that_answers_slowly_or_forbids_blocks_no_other(fleet: list[FakeServer]) -> None:
+    coordinated = Run(fleet)
+    fleet[0].refusal = {"code": "forbidden", "message": "operate is needed", "retryable": False}
+    fleet[1].delay_s = 1.0
+    fleet[3].junk = True
+    for coordinated.now_s in (0.0, 6.0):
+        coordinated.coordinator.step()
+    assert fleet[2].state == "training" and fleet[1].state == "idle"
+    for server, why in ((0, "operate is needed"), (1, "no answer within 0.2 s"), (3, "KeyError")):
+        [line] = [line for line in coordinated.lines if fleet[server].url in line]
+        assert "left out" in line and why in line
+    coordinated.coordinator.end()
+
+
+def test_a_server_of_another_target_is_named_and_gets_nothing(fleet: list[FakeServer]) -> None:
+    coordinated, first = Run(fleet[:3]), fleet[0]
+    fleet[2].target = "t1"
+
+    def trained() -> None:
+        if first.state == "training":
+            first.drafter, first.adopted, first.file = NEW, 1, safetensors(7.0)
+
+    coordinated.on_round = trained
+    assert coordinated.coordinator.run(once=True) == 0
+    assert [server.drafter for server in fleet[:3]] == [NEW, NEW, "d0"]
+    [line] = [line for line in coordinated.lines if fleet[2].url in line]
+    assert "its target is t1, and most have t0" in line
+    assert fleet[2].state == "idle" and not fleet[2].taken
+    fleet[2].target = "t0"
+    coordinated.coordinator.step()
+    assert fleet[2].drafter == NEW
+    assert f"{fleet[2].url} takes part again" in coordinated.lines
+
+
 def test_what_cannot_be_used_is_said() -> None:
+    short = argparse.Namespace(servers=["http://a"], min_idle=0, hold_s=2.0, interval_s=1.0)
+    with pytest.raises(StartupError, match="longer than two intervals"):
+        run(short)
     twice = argparse.Namespace(servers=["http://a", "http://a/"], min_idle=0)
     with pytest.raises(StartupError, match="twice"):
         run(twice)

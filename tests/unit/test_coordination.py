@@ -36,13 +36,16 @@ class Fleet:
         actions = self.coordination.decide([*self.servers.values()], self.now_s)
         for action in actions:
             if isinstance(action, LetTrain):
-                self.set(action.url, trainer="training")
+                self.set(action.url, trainer="training", held=False)
             elif isinstance(action, StopTraining):
-                self.set(action.url, trainer="paused")
+                self.set(action.url, trainer="paused", held=True)
             elif isinstance(action, ShareDrafter):
                 assert action.version == self.servers[action.source].drafter
                 self.set(action.url, drafter=action.version)
-        return actions
+        return [a for a in actions if not (isinstance(a, StopTraining) and a.again)]
+
+    def adopts(self, url: str, version: str) -> None:
+        self.set(url, drafter=version, trained=True, rounds=self.servers[url].rounds + 1)
 
     def training(self) -> list[str]:
         return [url for url, server in self.servers.items() if server.trainer == "training"]
@@ -55,7 +58,7 @@ def test_the_idle_server_of_four_trains_is_called_back_and_all_get_its_drafter()
     fleet.step()
     actions = fleet.step()
     assert fleet.training() == ["c"] and GiveSamples("c") in actions
-    fleet.set("c", drafter="d1", rounds=1)
+    fleet.adopts("c", "d1")
     assert [action for action in fleet.step() if isinstance(action, ShareDrafter)] == [
         ShareDrafter(url, "c", "d1") for url in "abd"
     ]
@@ -97,7 +100,8 @@ def test_an_adoption_is_not_broken_off() -> None:
     fleet.step()
     fleet.set("a", trainer="adopting", load=1)
     assert fleet.step() == [GiveSamples("a")]
-    fleet.set("a", trainer="training", drafter="d1")
+    fleet.set("a", trainer="training")
+    fleet.adopts("a", "d1")
     assert fleet.step()[0] == StopTraining("a", "1 sequences are open")
     assert fleet.servers["b"].drafter == "d1"
 
@@ -106,7 +110,7 @@ def test_a_server_that_comes_back_is_given_the_shared_drafter() -> None:
     fleet = Fleet(2)
     fleet.step()
     fleet.step()
-    fleet.set("a", drafter="d1")
+    fleet.adopts("a", "d1")
     gone = fleet.servers.pop("b")
     fleet.step()
     fleet.servers["b"] = gone
@@ -120,7 +124,7 @@ def test_no_drafter_is_shared_with_another_target() -> None:
     fleet.step()
     fleet.step()
     [training] = fleet.training()
-    fleet.set(training, drafter="d1")
+    fleet.adopts(training, "d1")
     other = "b" if training != "b" else "c"
     fleet.set(other, target="t1")
     fleet.step()
@@ -144,7 +148,7 @@ def test_a_server_that_refuses_is_asked_a_few_times() -> None:
     servers = [Seen("a", 0, "idle", 0, "t0", "d0"), Seen("b", 0, "", 0, "t0", "d0")]
     coordination.decide(servers, 0.0)
     coordination.decide(servers, 9.0)
-    servers[0] = servers[0]._replace(drafter="d1", trainer="training", rounds=1)
+    servers[0] = servers[0]._replace(drafter="d1", trainer="training", rounds=1, trained=True)
     for _ in range(MAX_REFUSALS):
         assert not coordination.done(servers) or coordination.shared is None
         [share] = [a for a in coordination.decide(servers, 9.0) if isinstance(a, ShareDrafter)]
@@ -161,6 +165,36 @@ def test_a_server_that_refuses_to_train_leaves_it_to_another() -> None:
     fleet.set("a", trainer="paused")
     fleet.step()
     assert fleet.training() == ["b"]
+
+
+def test_a_restarted_server_that_trained_is_given_the_shared_drafter() -> None:
+    fleet = Fleet(2)
+    fleet.step()
+    fleet.step()
+    fleet.adopts("a", "d1")
+    fleet.step()
+    fleet.set("a", drafter="d0", trained=False, rounds=0, trainer="idle")
+    assert ShareDrafter("a", "b", "d1") in fleet.step()
+    assert {server.drafter for server in fleet.servers.values()} == {"d1"}
+
+
+def test_training_moves_to_another_idle_server_and_a_failed_one_is_put_off() -> None:
+    fleet = Fleet(3, min_idle=1)
+    fleet.step()
+    fleet.step()
+    assert fleet.training() == ["a"]
+    fleet.set("a", load=2)
+    assert fleet.step()[0] == StopTraining("a", "2 sequences are open")
+    assert fleet.training() == ["b"] and fleet.servers["a"].held
+    fleet.coordination.put_off("b")
+    fleet.set("b", trainer="idle")
+    fleet.set("a", load=0)
+    fleet.step()
+    assert fleet.training() == ["c"]
+    fleet.set("b", load=1)
+    fleet.set("a", load=1)
+    assert StopTraining("c", "0 others are idle, and --min-idle is 1") in fleet.step()
+    assert fleet.training() == []
 
 
 @pytest.mark.parametrize("state", ["", "failed"])
@@ -182,7 +216,7 @@ def test_at_any_time_at_most_one_trains_and_it_was_idle() -> None:
             for url in fleet.training():
                 if rng.random() < 0.3:
                     adopted += 1
-                    fleet.set(url, drafter=f"d{adopted}")
+                    fleet.adopts(url, f"d{adopted}")
             fleet.step(rng.choice((1.0, 7.0)))
             training = fleet.training()
             assert len(training) <= 1

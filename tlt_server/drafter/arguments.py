@@ -172,8 +172,10 @@ def _coordinate(parser: argparse.ArgumentParser) -> None:
         "Every round reads load and trainer of each server, "
         "lets one idle server train on what all have recorded, "
         "and pushes the drafter that it adopts to all, under one version. A server that does not "
-        "answer is left out until it does. At its end, also by Ctrl-C, each server trains by "
-        "itself again; where this process was killed, POST /drafter/resume does that. Exit status "
+        "answer, may not be asked with this key, or has another version of the target than most "
+        "is named and left out until that changes. What an operator has paused stays paused. At "
+        "the end, also by Ctrl-C, each server trains by itself again; where this process was "
+        "killed, it does after --hold-s. Exit status "
         "of --once: 0 if a round has ended, 1 if no server could train or one refused the drafter."
     )
     parser.add_argument(
@@ -203,6 +205,14 @@ def _coordinate(parser: argparse.ArgumentParser) -> None:
         default=2.0,
         metavar="S",
         help="seconds between two looks at the servers [default 2]",
+    )
+    parser.add_argument(
+        "--hold-s",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="seconds after which a server that must not train does so if it hears nothing "
+        "[default 60]",
     )
     parser.add_argument(
         "--gather-mb",

@@ -1,7 +1,8 @@
 """The command `tlt drafter coordinate`: it looks at servers, decides by `Coordination`, and acts.
 
-Servers serve and train without it. Losing it in the middle loses nothing: a drafter that was not
-pushed everywhere is pushed with the next one.
+Servers serve and train without it. Losing it in the middle loses nothing: the pauses by which it
+holds servers end by themselves, and a drafter that was not pushed everywhere is pushed with the
+next one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,6 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise StartupError(
             f"--min-idle is {arguments.min_idle}, and {len(urls)} servers are named: none could "
             "ever train; make it smaller"
+        )
+    if arguments.hold_s <= 2 * arguments.interval_s:
+        raise StartupError(
+            f"--hold-s is {arguments.hold_s:g} and --interval-s {arguments.interval_s:g}: a pause "
+            "would end before it is renewed; make it longer than two intervals"
         )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -75,6 +81,7 @@ class Coordinator:
         self._clock, self._sleep, self._say = clock, sleep, said
         self._files = TemporaryDirectory(prefix="tlt-drafter-")
         self._fetched = ""  # the version in it
+        self._notes: dict[str, str] = {}
 
     def run(self, *, once: bool = False) -> int:
         """Take rounds for ever, or until one server has trained a round; return the exit status."""
@@ -94,7 +101,9 @@ class Coordinator:
         """Look, decide and act once; return what was seen before."""
         seen = self._peers.look()
         sources = [server.url for server in seen]
-        for action in self.coordination.decide(seen, self._clock()):
+        actions = self.coordination.decide(seen, self._clock())
+        self._tell(self.coordination.notes, sources)
+        for action in actions:
             try:
                 self._act(action, sources)
             except ContentRefused as error:
@@ -102,7 +111,7 @@ class Coordinator:
             except (ConnectionFailed, ServerError) as error:
                 self._peers.trouble(action.url, f"refused: {error}")
                 if isinstance(action, LetTrain):
-                    self.coordination.training = ""
+                    self.coordination.put_off(action.url)
                 if getattr(error, "retryable", True):
                     continue
                 self.refused += 1
@@ -113,6 +122,14 @@ class Coordinator:
                     if self.coordination.gives_up(action):
                         self._say(f"{action.url} cannot adopt {action.version}; it keeps its own")
         return seen
+
+    def _tell(self, notes: Mapping[str, str], answered: Sequence[str]) -> None:
+        """Say of servers that answered what has changed."""
+        for url in answered:
+            note, before = notes.get(url, ""), self._notes.get(url, "")
+            if note != before:
+                self._say(f"{url} {note or 'takes part again'}")
+                self._notes[url] = note
 
     def end(self) -> None:
         """Let the servers train by themselves again."""
@@ -127,8 +144,9 @@ class Coordinator:
             self._peers.train(action.url)
             self._say(f"{action.url} trains, with {moved} sequences of others")
         elif isinstance(action, StopTraining):
-            self._peers.pause(action.url)
-            self._say(f"{action.url} trains no more: {action.reason}")
+            self._peers.hold(action.url, self._options.hold_s)
+            if not action.again:
+                self._say(f"{action.url} trains no more: {action.reason}")
         elif isinstance(action, GiveSamples):
             moved = self._peers.gather(action.url, [*sources], self._options.gather_mb * 2**20)
             if moved:

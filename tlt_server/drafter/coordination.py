@@ -2,8 +2,9 @@
 clock, so a test plays the servers.
 
 At most one server trains. It is idle, and at least `min_idle` others stay idle. It gives training
-back once it is busy or too few others are idle. A drafter that it adopts becomes the one that every
-server with the same target is given, under the same version.
+back once it is busy or too few others are idle; the others are held by pauses that end by
+themselves, so each decision renews them. A drafter that it adopts becomes the one that every server
+is given, under the same version. Servers without the target that most have are left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class Seen(NamedTuple):
     rounds: int  # rounds of training that have ended
     target: str  # weight versions
     drafter: str
+    trained: bool = False  # whether a trainer made this drafter for this target
+    held: bool = False  # whether its trainer is in a pause that ends by itself
+    reason: str = ""  # for the trainer's state
 
 
 class LetTrain(NamedTuple):
@@ -35,10 +39,11 @@ class LetTrain(NamedTuple):
 
 
 class StopTraining(NamedTuple):
-    """Let this server not train."""
+    """Let this server not train, for a while."""
 
     url: str
     reason: str
+    again: bool = False  # it is held already
 
 
 class GiveSamples(NamedTuple):
@@ -72,6 +77,7 @@ class Coordination:
     last: str = ""  # the one that trained last
     shared: SharedDrafter | None = None  # what all are given
     rounds: int = 0  # rounds ended at the training server since it began
+    notes: dict[str, str] = field(default_factory=dict)  # server -> why it takes no part
     _before: Seen | None = None  # the training server as it began, or adopted
     _idle_from: dict[str, float] = field(default_factory=dict)
     _unable: set[str] = field(default_factory=set)
@@ -79,10 +85,14 @@ class Coordination:
 
     def decide(self, seen: Sequence[Seen], now_s: float) -> list[Action]:
         """Return what to ask of the servers that answered, in order."""
+        target = _common_target(seen)
+        self.notes = {server.url: note for server in seen if (note := _note(server, target))}
+        seen = [server for server in seen if server.target == target]
         by_url = {server.url: server for server in seen}
         idle = {server.url for server in seen if not server.load}
         self._idle_from = {url: self._idle_from.get(url, now_s) for url in by_url if url in idle}
-        if self.shared and all(server.target != self.shared.target for server in seen):
+        self._unable &= by_url.keys()  # one that was away may have been mended
+        if self.shared and seen and self.shared.target != target:
             self.shared = None  # it was made for weights that are gone
         actions: list[Action] = []
         if self.training:
@@ -94,8 +104,8 @@ class Coordination:
         for server in seen:
             if server.url == self.training:
                 actions.append(GiveSamples(server.url))
-            elif server.trainer not in (*CANNOT_TRAIN, "paused", "adopting"):
-                pause = StopTraining(server.url, "one server trains at a time")
+            elif server.trainer != "adopting" and not _stands_still(server):
+                pause = StopTraining(server.url, "one server trains at a time", server.held)
                 actions += [] if any(_same(pause, action) for action in actions) else [pause]
         return actions + self._shares(seen)
 
@@ -105,8 +115,13 @@ class Coordination:
 
     def cannot_train(self, url: str) -> None:
         """Do not choose a server again that has refused to train."""
-        self.training = ""
+        self.put_off(url)
         self._unable.add(url)
+
+    def put_off(self, url: str) -> None:
+        """Choose another server before this one, which did not begin to train."""
+        self.training = self.last = ""
+        self._idle_from.pop(url, None)
 
     def gives_up(self, share: ShareDrafter) -> bool:
         return self._refusals[share.url, share.version] >= MAX_REFUSALS
@@ -118,12 +133,12 @@ class Coordination:
     def _look_after(self, server: Seen | None, idle_others: int) -> list[Action]:
         """Notice what the training server adopted, and decide whether it goes on."""
         assert self._before is not None
-        if server is None or server.trainer in CANNOT_TRAIN:
+        if server is None or _stands_still(server) or server.held:
             self.training = ""
             return []
         if server.target != self._before.target:
             self._before = server  # a push to it; the drafter may have come with it
-        elif server.drafter != self._before.drafter:
+        elif server.trained and server.drafter != self._before.drafter:
             self.shared = SharedDrafter(server.url, server.target, server.drafter)
             self._before = self._before._replace(drafter=server.drafter)
         self.rounds = max(0, server.rounds - self._before.rounds)
@@ -148,7 +163,7 @@ class Coordination:
             server
             for server in seen
             if server.url in idle - lacking - self._unable
-            and server.trainer not in CANNOT_TRAIN
+            and not _stands_still(server)
             and now_s - self._idle_from[server.url] >= self.quiet_s
         ]
         return min(
@@ -160,14 +175,38 @@ class Coordination:
     def _shares(self, seen: Sequence[Seen]) -> list[Action]:
         if self.shared is None:
             return []
+        having = [server.url for server in seen if server.drafter == self.shared.version]
+        source = self.shared.source
+        if having and source not in having:
+            source = having[0]
         shares = [
-            ShareDrafter(server.url, self.shared.source, self.shared.version)
+            ShareDrafter(server.url, source, self.shared.version)
             for server in seen
-            if server.url != self.training
-            and server.target == self.shared.target
-            and server.drafter != self.shared.version
+            if server.target == self.shared.target and server.drafter != self.shared.version
         ]
         return [share for share in shares if not self.gives_up(share)]
+
+
+def _common_target(seen: Sequence[Seen]) -> str:
+    """Return the version that most have; of as many, the first one."""
+    counted = Counter(server.target for server in seen)
+    return counted.most_common(1)[0][0] if counted else ""
+
+
+def _stands_still(server: Seen) -> bool:
+    """Tell whether it cannot train, or a pause forbids it that is not the coordinator's."""
+    return server.trainer in CANNOT_TRAIN or (server.trainer == "paused" and not server.held)
+
+
+def _note(server: Seen, target: str) -> str:
+    """Return why a server takes no part; empty where it does."""
+    if server.target != target:
+        return f"is left out: its target is {server.target}, and most have {target}"
+    if not _stands_still(server):
+        return ""
+    if not server.trainer:
+        return "does not train: it records nothing; restart it with --drafter-training idle"
+    return f"does not train: its trainer is {server.trainer} ({server.reason})"
 
 
 def _same(pause: StopTraining, action: Action) -> bool:

@@ -5,6 +5,7 @@ the drafter that move between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,59 @@ from tlt_client.errors import Conflict, InvalidRequest, Unavailable
 from tlt_server.drafter.coordination import Seen
 
 LIMIT = 256  # sequences of one call
+LOOK_S = 5.0  # for all servers to answer
 
 
 class Peers:
     """Servers by their addresses. `say` takes a line of progress."""
 
-    def __init__(self, clients: Mapping[str, Client], say: Callable[[str], None]) -> None:
-        self.clients, self._say = clients, say
+    def __init__(
+        self, clients: Mapping[str, Client], say: Callable[[str], None], look_s: float = LOOK_S
+    ) -> None:
+        self.clients, self._say, self._look_s = clients, say, look_s
         self._said: dict[str, str] = {}  # server -> its trouble that was said last
+        self._lost: dict[str, str] = {}  # server -> why it is left out
+        self._held: set[str] = set()
+        self._pool = ThreadPoolExecutor(2 * len(clients))
+        self._looks: dict[str, Future[Seen]] = {}
         self._after: dict[tuple[str, str], int] = {}  # (source, taker) -> last number moved
 
     def look(self) -> list[Seen]:
-        """Return the servers that answer; the first failure of another one is said."""
+        """Return the servers that answer in time; why another one does not is said once. All are
+        asked at the same time, and one that still thinks about the last look is not asked again.
+        """
+        begun = {
+            url: self._pool.submit(self._look, url)
+            for url in self.clients
+            if url not in self._looks
+        }
+        self._looks |= begun
+        wait(begun.values(), self._look_s)
         found = []
-        for url, client in self.clients.items():
+        for url in self.clients:
+            if not self._looks[url].done():
+                self._leave_out(url, f"no answer within {self._look_s:g} s")
+                continue
             try:
-                found.append(seen_of(url, client.load(), client.drafter(), client.weights()))
-                if self._said.pop(url, ""):
-                    self._say(f"{url} answers again")
+                found.append(self._looks.pop(url).result())
             except (ConnectionFailed, ServerError) as error:
-                self.trouble(url, f"left out: {error}")
+                self._leave_out(url, str(error))
+            except (KeyError, TypeError, ValueError) as error:
+                self._leave_out(url, f"its answer is none of this version of the server: {error!r}")
+            else:
+                if self._lost.pop(url, ""):
+                    self._said.pop(url, None)
+                    self._say(f"{url} answers again")
         return found
+
+    def _look(self, url: str) -> Seen:
+        client = self.clients[url]
+        return seen_of(url, client.load(), client.drafter(), client.weights())
+
+    def _leave_out(self, url: str, why: str) -> None:
+        if self._lost.get(url) != why:
+            self._lost[url] = why
+            self._say(f"{url} left out: {why}")
 
     def trouble(self, url: str, what: str) -> None:
         """Say it, unless it was the last thing said of this server."""
@@ -43,22 +76,29 @@ class Peers:
             self._say(f"{url} {what}")
 
     def train(self, url: str) -> None:
-        self.clients[url].resume_drafter_training()
+        self.clients[url].pause_drafter_training(0)
+        self._held.discard(url)
         try:
             self.clients[url].train_drafter()
         except Conflict as error:  # a round is on already, or nothing is recorded yet
             self._say(f"{url} begins no round now: {error.message}")
 
-    def pause(self, url: str) -> None:
-        self.clients[url].pause_drafter_training()
+    def hold(self, url: str, for_s: float) -> None:
+        self.clients[url].pause_drafter_training(for_s)
+        self._held.add(url)
 
     def release(self) -> None:
-        """Let every server train by itself again."""
-        for url, client in self.clients.items():
+        """Let every server that is held train by itself again."""
+        ends = {url: self._pool.submit(self._let_go, url) for url in self._held}
+        for url, end in ends.items():
             try:
-                client.resume_drafter_training()
+                end.result()
             except (ConnectionFailed, ServerError) as error:
-                self._say(f"{url} is not resumed ({error}); POST /drafter/resume does that")
+                self._say(f"{url} trains again once its pause ends, not now: {error}")
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _let_go(self, url: str) -> None:
+        self.clients[url].pause_drafter_training(0)
 
     def gather(self, taker: str, sources: list[str], most_bytes: int) -> int:
         """Move sequences to `taker` that it was not given yet, and return their number."""
@@ -113,6 +153,7 @@ class Peers:
 def seen_of(url: str, load: int, drafter: Mapping[str, Any], weights: Mapping[str, Any]) -> Seen:
     """Return what replies of `GET /load`, `/drafter` and `/weights` say together."""
     trainer = drafter["trainer"]
+    made_for = {served["weight_version"]: served["trained_for"] for served in drafter["drafters"]}
     return Seen(
         url,
         load,
@@ -120,4 +161,7 @@ def seen_of(url: str, load: int, drafter: Mapping[str, Any], weights: Mapping[st
         trainer["adopted"] + sum(trainer["refused"].values()) if trainer else 0,
         weights["target"],
         weights["drafter"],
+        trained=made_for.get(weights["drafter"]) == weights["target"][:64],
+        held=bool(trainer) and trainer["pause_left_s"] is not None,
+        reason=trainer["reason"] if trainer else "",
     )
