@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from examples.grpo.gap import arguments as gap_arguments
+from examples.grpo.oracle import ReplayedStep, compare, joined
 from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.rollouts import KINDS, LARGER, draw_prompts, load_tokenizer
 from examples.grpo.train import arguments, train
@@ -22,7 +24,8 @@ from tlt_client import Client
 from tlt_server.demo.expressions import evaluate, parse
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import reward, solution
-from tlt_server.demo.workload import TARGET
+from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.trainer.figures import ByResponse, gap_recovered
 
 SIZE = ["--prompts", "2", "--group", "4", "--max-tokens", "48", "--lr", "1e-3"]
 TRAINING = ("--drafter-training", "idle", "--drafter-feature-mb", "64")
@@ -64,6 +67,11 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) ->
         load_file(off / "weights" / step / "model.safetensors") for step in ("00000", "00002")
     ]
     assert moved(*weights) > 1e-4
+    compare(gap_arguments().parse_args([str(adapted), "--oracle", str(DRAFTER)]))
+    replayed = json.loads((adapted / "gap.json").read_text())["steps"]
+    assert [line["step"] for line in replayed] == ["0", "1", "all"]
+    assert all(5 < line["frozen"] == line["oracle"] < 8 for line in replayed)
+    assert replayed[0]["adaptive"] == replayed[0]["frozen"]
     samples = load_samples(off, 1)
     assert len(samples) == 8 and {sample.version for sample in samples} == {"off-1"}
 
@@ -90,6 +98,25 @@ def test_larger_problems_are_beyond_those_of_the_pair_and_can_be_solved() -> Non
             assert max(numbers) > 99 and str(evaluate(parse(task.body))) == task.answer
             assert reward(task, f"answer: {task.answer}") == 1
     assert draw_prompts(tokenizer, 9, (*KINDS, *LARGER), 3, 0) != prompts[:9]
+
+
+def test_steps_are_joined_with_prompts_of_their_own() -> None:
+    def cycles(first: int, *each: int) -> ByResponse:
+        ones = np.arange(first, first + len(each))
+        return ByResponse(ones, np.array(each), 60 + 0 * ones, np.nan * ones)
+
+    steps = [
+        ReplayedStep([cycles(0, 30, 30), cycles(0, 20, 20), cycles(0, 10, 10)], group_N([0, 0])),
+        ReplayedStep([cycles(1, 30), cycles(1, 30), cycles(1, 20)], group_N([0, 1])),
+    ]
+    found = joined(steps)
+    assert found.group_N.tolist() == [0, 0, 1, 2]  # the third response had no cycle
+    assert found.drafters[1].response_N.tolist() == [0, 1, 3]
+    assert gap_recovered(*found.drafters, found.group_N).value == pytest.approx(20 / 50)
+
+
+def group_N(groups: list[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(groups, np.int32)
 
 
 def test_a_run_is_never_mixed_with_another(tmp_path: Path) -> None:
