@@ -4,9 +4,10 @@ Before anything imports torch: its libraries' environment; then two torch thread
 smallest machine we serve, and without a GPU Triton's CPU interpreter, which must be chosen before a
 kernel is imported. The interpreter multiplies with numpy, where OpenBLAS's code for Haswell makes a
 row's bits depend on its neighbours and its code for Sandy Bridge does not. Hypothesis has no
-deadlines, and httpx waits for 60 s instead of 5, because machines are shared. Bytecode is always
-written: without it each server that a test starts compiles our sources again, which takes 7 s of
-CPU instead of 3.
+deadlines, and httpx waits for 60 s instead of 5, because machines are shared; and it draws the same
+examples in every run, so that a commit passes or fails for everybody. Bytecode is always written:
+without it each server that a test starts compiles our sources again, which takes 7 s of CPU instead
+of 3.
 
 A worker runs whole files, so that each file's fixtures are built once; the tests of kernels share
 nothing and go one by one. The longest files go first, so that the workers finish together.
@@ -37,7 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch  # noqa: E402
 
 torch.set_num_threads(2)
-hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.register_profile("shared machine", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("shared machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -150,7 +150,7 @@ def mutants(draw: st.DrawFn) -> tuple[Any, bytes]:
     value = json.dumps(draw(JSON), indent=draw(st.sampled_from([None, 1]))).encode()
     body = bytearray(place.before + value + place.after)
     for _ in range(draw(st.integers(0, 2))):
-        at = draw(st.integers(0, len(body) - 1))
+        at = draw(st.integers(0, len(body)))
         body[at : at + draw(st.integers(0, 2))] = draw(
             st.sampled_from(
                 [b"", b",", b'"', b"]", b"}", b"{", b"[", b"\\", b"\xff", b"\x00", b"-"]
