@@ -346,7 +346,7 @@ def test_the_trainers_share_is_set_apart() -> None:
     assert plan(replace(given, drafter_training_mb=least), 100 * GIB).fits
     assert not plan(replace(given, drafter_training_mb=least - 1), 100 * GIB).fits
     message = refusal(given, 24 * GIB, total=48 * GIB)
-    assert "20.5 GiB to train the drafter" in message and OFF in message
+    assert "16.0 GiB to train the drafter" in message and OFF in message
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:

@@ -52,9 +52,9 @@ def test_trained_values_and_steps_are_those_of_the_trainer(architecture: str) ->
     assert shape.steps == make_objective("eagle" if architecture == EAGLE1 else "eagle3").steps
 
 
-def test_the_peak_is_what_was_measured_at_7b_on_an_h200() -> None:
-    shape = at_7b(EAGLE3)
-    assert 17.2 < shape.device_bytes(GPU_SLOTS) / GIB < 1.2 * 17.2
+def test_a_7b_models_drafter_is_trained_in_16_gib() -> None:
+    assert at_7b(EAGLE1).device_bytes(GPU_SLOTS) < at_7b(EAGLE3).device_bytes(GPU_SLOTS)
+    assert 14 < at_7b(EAGLE3).device_bytes(GPU_SLOTS) / GIB < 16
 
 
 def test_a_budget_holds_the_largest_pack_that_fits() -> None:
@@ -107,7 +107,7 @@ def test_the_formula_is_what_a_slot_keeps(architecture: str, compute: torch.dtyp
     few, many = (kept_bytes(architecture, slots, compute) for slots in (64, 128))
     config = replace(SMALL, architecture=architecture)
     shape = TrainingShape.of(config, DRAFTED, on_gpu=compute == torch.bfloat16)
-    assert 0.7 * shape.slot_bytes < (many - few) / 64 < 1.2 * shape.slot_bytes
+    assert 0.65 * shape.slot_bytes < (many - few) / 64 <= shape.slot_bytes
 
 
 DRAFTER = Drafter(replace(CONFIG, architecture=EAGLE3))
@@ -123,8 +123,8 @@ def test_the_trainers_share_of_gpu_and_host(monkeypatch: pytest.MonkeyPatch) -> 
     shape, given = at_7b(EAGLE3), {"feature_bytes": 4 * GIB, "ring_bytes": GIB}
     share = training_share(decided("cuda", **given), DRAFTER)
     assert share == (shape.device_bytes(GPU_SLOTS), shape.host_bytes + 9 * GIB)
-    asked = decided("cuda", **given, drafter_training_mb=16 * 1024)
-    assert training_share(asked, DRAFTER).device == 16 * GIB
+    asked = decided("cuda", **given, drafter_training_mb=12 * 1024)
+    assert training_share(asked, DRAFTER).device == 12 * GIB
     on_cpu = TrainingShape.of(DRAFTER.config, DRAFTER.draft_vocab_size, on_gpu=False)
     whole = on_cpu.device_bytes(CPU_SLOTS) + on_cpu.host_bytes + 5 * GIB
     assert training_share(decided("cpu", **given), DRAFTER) == (0, whole)

@@ -1,9 +1,9 @@
 """Memory that training a drafter takes, by its shapes: asked by the engine's memory plan and by
 `tlt doctor`, and the trainer's bound on itself. No tensors.
 
-Trained values are float32 with a gradient and AdamW's two moments. Every unrolled step keeps what
-its gradient needs for each slot of a pack and, in half precision, the layer's weights as it read
-them. Logits exist for one chunk of slots at a time.
+Trained values are float32 with a gradient and AdamW's two moments, and in half precision a copy
+that matmuls read. Every unrolled step keeps what its gradient needs for each slot of a pack. Logits
+exist for one chunk of slots at a time, gradients within the MLP for one step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tlt_server.models.draft_layouts import EAGLE1
 CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS = 512, 2048, 128  # slots per pack
 CHUNK_LOGITS = 1 << 25  # logits of a chunk: 128 MiB in float32, of which about six copies exist
 COPIES = 6
+GRADIENTS = 5  # float32, of the MLP's inner width, at once
 STEPS = {EAGLE1: 1}  # unrolled steps of the objective that a network is trained with
 UNROLLED = 7  # those of every other
 CONTEXT = 512 * 2**20  # a GPU process has this outside torch's allocator
@@ -26,11 +27,11 @@ class TrainingShape(NamedTuple):
     """Sizes of a drafter's training, in values unless named otherwise."""
 
     trained: int
-    layer: int  # those that every unrolled step reads
     frozen: int  # the target's embedding, and the head's rows of the draft vocabulary
     steps: int  # unrolled
     draft_vocab: int
     item: int  # bytes of a number of the matmuls
+    inner: int  # width of the MLP
     slot_bytes: int  # kept by one slot of one unrolled step, for its gradient
 
     @classmethod
@@ -40,25 +41,26 @@ class TrainingShape(NamedTuple):
         first = drafter.architecture == EAGLE1
         inputs, ends = (1, 2 * hidden) if first else (2, 3 * hidden + draft_vocab)
         layer = hidden * (inputs * (query + 2 * kv) + query + 3 * inner)
-        # float32 residuals and norms, MLP halves and their product, heads before and after rotation
-        kept = 4 * (8 * hidden + 3 * inner + 4 * (query + kv))
-        kept += item * (4 * hidden + inner + 2 * query)  # as the matmuls read them
+        # float32 residuals and norms, and heads before and after rotation
+        kept = 4 * (7 * hidden + 4 * (query + kv))
+        kept += item * (4 * hidden + 3 * inner + 2 * query)  # as the matmuls read them
         return cls(
             trained=layer + hidden * ends,
-            layer=layer,
             frozen=hidden * (drafter.vocab_size + draft_vocab),
             steps=STEPS.get(drafter.architecture, UNROLLED),
             draft_vocab=draft_vocab,
             item=item,
+            inner=inner,
             slot_bytes=kept,
         )
 
     def device_bytes(self, slots: int) -> int:
         """Return the peak of a step over a pack, with an eighth more for the allocator."""
         state = 16 * self.trained + self.item * self.frozen
-        casts = self.item * self.layer if self.item < 4 else 0
+        copy = self.item * self.trained if self.item < 4 else 0
+        kept = slots * (self.steps * self.slot_bytes + 4 * GRADIENTS * self.inner)
         logits = 4 * COPIES * min(CHUNK_LOGITS, slots * self.steps * self.draft_vocab)
-        return (state + self.steps * (casts + slots * self.slot_bytes) + logits) * 9 // 8
+        return (state + copy + kept + logits) * 9 // 8
 
     @property
     def host_bytes(self) -> int:
