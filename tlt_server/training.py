@@ -128,6 +128,7 @@ class Verdict(Struct, frozen=True, kw_only=True, tag="verdict"):
     error: str = ""
 
 
+NO_DATA = "no_data"  # a round had nothing to train on or to judge with
 Do = Literal["train", "pause", "resume", "hold", "release"]
 
 

@@ -57,7 +57,8 @@ def test_the_idle_server_of_four_trains_is_called_back_and_all_get_its_drafter()
         fleet.set(url, load=3)
     fleet.step()
     actions = fleet.step()
-    assert fleet.training() == ["c"] and GiveSamples("c") in actions
+    assert fleet.training() == ["c"] and LetTrain("c") in actions
+    assert fleet.step() == [GiveSamples("c")]
     fleet.adopts("c", "d1")
     assert [action for action in fleet.step() if isinstance(action, ShareDrafter)] == [
         ShareDrafter(url, "c", "d1") for url in "abd"
@@ -176,6 +177,17 @@ def test_a_restarted_server_that_trained_is_given_the_shared_drafter() -> None:
     fleet.set("a", drafter="d0", trained=False, rounds=0, trainer="idle")
     assert ShareDrafter("a", "b", "d1") in fleet.step()
     assert {server.drafter for server in fleet.servers.values()} == {"d1"}
+
+
+def test_a_server_that_had_nothing_to_train_on_is_asked_again() -> None:
+    fleet = Fleet(1)
+    fleet.step()
+    assert fleet.step() == [LetTrain("a")]
+    fleet.set("a", trainer="idle")
+    assert fleet.step() == [LetTrain("a", again=True)]
+    fleet.adopts("a", "d1")
+    fleet.set("a", trainer="idle")
+    assert fleet.step() == [GiveSamples("a")]
 
 
 def test_training_moves_to_another_idle_server_and_a_failed_one_is_put_off() -> None:

@@ -142,7 +142,8 @@ class Coordinator:
         if isinstance(action, LetTrain):
             moved = self._peers.gather(action.url, [*sources], self._options.gather_mb * 2**20)
             self._peers.train(action.url)
-            self._say(f"{action.url} trains, with {moved} sequences of others")
+            if not action.again:
+                self._say(f"{action.url} trains, with {moved} sequences of others")
         elif isinstance(action, StopTraining):
             self._peers.hold(action.url, self._options.hold_s)
             if not action.again:

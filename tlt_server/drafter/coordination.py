@@ -24,7 +24,7 @@ class Seen(NamedTuple):
     url: str
     load: int  # open sequences
     trainer: str  # its state; empty: it records nothing
-    rounds: int  # rounds of training that have ended
+    rounds: int  # rounds of training that have ended and had something to train on
     target: str  # weight versions
     drafter: str
     trained: bool = False  # whether a trainer made this drafter for this target
@@ -33,9 +33,10 @@ class Seen(NamedTuple):
 
 
 class LetTrain(NamedTuple):
-    """Let this server train."""
+    """Let this server train on what all have recorded."""
 
     url: str
+    again: bool = False  # it was let, but has begun nothing yet
 
 
 class StopTraining(NamedTuple):
@@ -97,13 +98,17 @@ class Coordination:
         actions: list[Action] = []
         if self.training:
             actions += self._look_after(by_url.get(self.training), len(idle - {self.training}))
-        if not self.training and (chosen := self._chosen(seen, idle, now_s)):
+        chosen = None if self.training else self._chosen(seen, idle, now_s)
+        if chosen is not None:
             self.training = self.last = chosen.url
             self._before, self.rounds = chosen, 0
             actions.append(LetTrain(chosen.url))
         for server in seen:
             if server.url == self.training:
-                actions.append(GiveSamples(server.url))
+                idles = server is not chosen and server.trainer == "idle" and not self.rounds
+                again = LetTrain(server.url, again=True)
+                given = again if idles else GiveSamples(server.url)
+                actions += [] if server is chosen else [given]
             elif server.trainer != "adopting" and not _stands_still(server):
                 pause = StopTraining(server.url, "one server trains at a time", server.held)
                 actions += [] if any(_same(pause, action) for action in actions) else [pause]

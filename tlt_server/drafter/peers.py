@@ -13,6 +13,7 @@ from tlt_client import Client, ConnectionFailed, ServerError
 from tlt_client.channels.http import HttpSender
 from tlt_client.errors import Conflict, InvalidRequest, Unavailable
 from tlt_server.drafter.coordination import Seen
+from tlt_server.training import NO_DATA
 
 LIMIT = 256  # sequences of one call
 LOOK_S = 5.0  # for all servers to answer
@@ -80,8 +81,8 @@ class Peers:
         self._held.discard(url)
         try:
             self.clients[url].train_drafter()
-        except Conflict as error:  # a round is on already, or nothing is recorded yet
-            self._say(f"{url} begins no round now: {error.message}")
+        except Conflict as error:  # a round is on already, or it was paused meanwhile
+            self.trouble(url, f"begins no round now: {error.message}")
 
     def hold(self, url: str, for_s: float) -> None:
         self.clients[url].pause_drafter_training(for_s)
@@ -150,6 +151,10 @@ class Peers:
         HttpSender(self.clients[url]).push_directory(directory, version, role="drafter")
 
 
+def _judged(refused: Mapping[str, int]) -> int:
+    return sum(count for why, count in refused.items() if why != NO_DATA)
+
+
 def seen_of(url: str, load: int, drafter: Mapping[str, Any], weights: Mapping[str, Any]) -> Seen:
     """Return what replies of `GET /load`, `/drafter` and `/weights` say together."""
     trainer = drafter["trainer"]
@@ -158,7 +163,7 @@ def seen_of(url: str, load: int, drafter: Mapping[str, Any], weights: Mapping[st
         url,
         load,
         trainer["state"] if trainer else "",
-        trainer["adopted"] + sum(trainer["refused"].values()) if trainer else 0,
+        trainer["adopted"] + _judged(trainer["refused"]) if trainer else 0,
         weights["target"],
         weights["drafter"],
         trained=made_for.get(weights["drafter"]) == weights["target"][:64],

@@ -23,6 +23,7 @@ from tlt_server.samples.sample import Sample
 from tlt_server.trainer.schedule import Schedule
 from tlt_server.trainer.states import StateMachine
 from tlt_server.training import (
+    NO_DATA,
     FromTrainer,
     HandedOver,
     InForce,
@@ -41,7 +42,6 @@ REPORT_S = 1.0
 RETRY_S = 10.0  # time after which weights that were refused are asked for again
 LOOK_S, PATIENCE_S = 0.1, 10.0  # between looks for features, and the wait for one command's
 HELD = "it is paused for a time"
-NO_DATA = "no_data"  # nothing to train on or to judge with: says nothing about the drafter
 
 
 @dataclass

@@ -34,11 +34,11 @@ from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import RecordedDocuments
-from tlt_server.trainer.spot import NO_DATA, Facts, Lacking, Round, RoundEnd
+from tlt_server.trainer.spot import Facts, Lacking, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
 from tlt_server.trainer.trial import FITTED, Trial
-from tlt_server.training import HandedOver, TrainerState
+from tlt_server.training import NO_DATA, HandedOver, TrainerState
 
 MOST_THREADS = 2
 STEPS = 24  # the most of a round
