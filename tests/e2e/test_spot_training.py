@@ -39,7 +39,11 @@ FLAGS = ("--drafter-training", "idle", "--drafter-feature-mb", "256", "--kv-memo
 @pytest.fixture(scope="module")
 def weak_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped drafter with noise in some of its matrices."""
-    directory = tmp_path_factory.mktemp("weak") / "drafter"
+    return weakened(tmp_path_factory.mktemp("weak") / "drafter")
+
+
+def weakened(directory: Path) -> Path:
+    """Write the shipped drafter with noise."""
     shutil.copytree(TARGET.parent / "drafter", directory)
     tensors, random = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(0)
     for name in SPOILT:
