@@ -216,6 +216,7 @@ def training_state() -> DrafterState:
     trainer = TrainerStatus(
         state="paused",
         reason="the disk is full",
+        pause_left_s=None,
         process="running",
         error="",
         restarts=0,
