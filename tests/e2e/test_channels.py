@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import until
 from tlt_client import Client, ServerError
 from tlt_client.channels.broadcast import BroadcastSender
@@ -73,7 +73,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(root: Path) -> Iterator[ServerProcess]:
     with ServerProcess(
-        *PAIR,
+        *DRAFTING,
         "--weight-root",
         str(root / "weights"),
         "--state-dir",

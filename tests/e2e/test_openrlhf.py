@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import HOST, LIMIT, free_port, sums
 from tests.e2e.test_lifecycle import until
 from tests.e2e.trainers import Calls
@@ -116,7 +116,7 @@ class Executor:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with ServerProcess(
-        *PAIR, "--weight-channels", "broadcast", "--weight-timeout-s", "60"
+        *DRAFTING, "--weight-channels", "broadcast", "--weight-timeout-s", "60"
     ) as server:
         yield server
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import DRAFTING, PAIR
+from tests.e2e.conftest import DRAFTING
 from tlt_client import Client
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
@@ -72,7 +72,7 @@ def weight_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def limited(weight_root: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(*PAIR, *LIMITS, "--weight-root", str(weight_root)) as running:
+    with ServerProcess(*DRAFTING, *LIMITS, "--weight-root", str(weight_root)) as running:
         yield running
 
 

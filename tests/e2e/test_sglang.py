@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import until
 from tests.e2e.trainers import Calls, Rollout, check, rolling
 from tlt_server.demo.push import perturbed_copy
@@ -27,7 +27,7 @@ def pushable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
     root = tmp_path_factory.mktemp("weights")
     for step in range(1, 5):
         perturbed_copy(TARGET, root / f"iter_{step}", step)
-    with ServerProcess(*PAIR, "--weight-root", str(root)) as server:
+    with ServerProcess(*DRAFTING, "--weight-root", str(root)) as server:
         yield server
 
 

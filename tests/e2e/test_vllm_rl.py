@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.trainers import Calls, Rollout, check, rolling
 from tlt_client import Client
 from tlt_server.demo.push import perturbed_copy
@@ -37,7 +37,7 @@ def pushable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerP
         "--sd-strategy",
         "eagle:4x2x8",
     )
-    with ServerProcess(*PAIR, *flags) as server:
+    with ServerProcess(*DRAFTING, *flags) as server:
         yield server, root
 
 
