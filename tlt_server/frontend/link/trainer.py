@@ -220,7 +220,7 @@ class TrainerLink:
         try:
             assert process.stdout is not None
             try:
-                while line := await asyncio.wait_for(process.stdout.readline(), SILENT_S):
+                while line := await _line(process.stdout):
                     self._heard_s = asyncio.get_running_loop().time()
                     self._take(line)
             except TimeoutError:
@@ -307,11 +307,20 @@ def _empty(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+async def _line(stdout: asyncio.StreamReader) -> bytes:
+    """Return the next line; empty: the last one was read. `TimeoutError` where none comes. This is
+    not `wait_for`, which in Python 3.11 loses a cancellation that comes with the line.
+    """
+    async with asyncio.timeout(SILENT_S):
+        return await stdout.readline()
+
+
 async def _end(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), END_S)
+            async with asyncio.timeout(END_S):
+                await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()
