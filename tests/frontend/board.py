@@ -44,6 +44,17 @@ def board_expressions() -> dict[str, str]:
     }
 
 
+def titles_in(row: str) -> set[str]:
+    """Return the titles of a row's panels."""
+    found: dict[str, set[str]] = {}
+    titles = found.setdefault("", set())
+    for panel in BOARD["panels"]:
+        if panel["type"] == "row":
+            titles = found.setdefault(panel["title"], set())
+        titles.add(panel["title"])
+    return found[row] - {row}
+
+
 def asked(expression: str) -> Asked:
     metrics: dict[str, set[str]] = {}
     labels: set[str] = set()

@@ -41,9 +41,8 @@ from tlt_server.training import (
 END_S = 5.0  # time for a process to keep what the ring still has
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 60.0
 STEADY_S = 60.0  # a process that lived this long was well
-SILENT_S = (
-    120.0  # time without a report after which a process is taken for hung; a segment is short
-)
+# Time without a report after which a process is taken for hung; a segment is short.
+SILENT_S = 120.0
 ANSWER_S = 30.0  # time for an order to be carried out: a segment may run
 RELEASE_S = 30.0  # time for memory to be given back: a segment ends, a checkpoint is written
 REFUSALS = 16  # the last ones that are kept
