@@ -28,7 +28,7 @@ def _cap_rows(batch_slot_B, max_rows_Q, survival_BC, C, CP: tl.constexpr):
     c_C = tl.arange(0, CP)
     key_C = priority(tl.load(survival_BC + b * C + c_C, mask=c_C < C, other=-1.0), c_C)
     if tl.sum((key_C >= 0).to(tl.int32)) > most:
-        low, high = -1, 0x7FFFFFFF
+        low, high = 0, 0x7FFFFFFF  # their difference is an int32
         while high - low > 1:  # the least key that leaves no more than the limit
             middle = low + (high - low) // 2
             above = tl.sum((key_C >= middle).to(tl.int32))

@@ -135,7 +135,7 @@ def _find_floors(
     middle = tl.where(
         restricted,
         top - tl.min(tl.where(top_G > -float("inf"), top_G, top)),
-        log((G * GROUP).to(tl.float32) / leftover) + 1e-2,
+        log(GROUP * (G / leftover)) + 1e-2,  # G is a plain 1 where there is one group
     )
     near, far, depth = tl.zeros_like(middle), middle, tl.full((), float("inf"), tl.float32)
     for _ in range(REFINEMENTS):
