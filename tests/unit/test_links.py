@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_WORDS = 20_000  # as wc -w counts; top pages and docs/, without the changelog
+MAX_WORDS = 18_000  # as wc -w counts; top pages and docs/, without the changelog
 PAGES = sorted(
     page
     for page in ROOT.rglob("*.md")
@@ -75,7 +75,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
 def test_all_docs_together_stay_short_enough_to_read() -> None:
     counted = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")]
     words = {page.name: len(page.read_text().split()) for page in counted}
-    words.pop("CHANGELOG.md")
+    for grows_with_the_project in ("CHANGELOG.md", "performance.md"):  # a list, generated tables
+        words.pop(grows_with_the_project)
     assert sum(words.values()) <= MAX_WORDS, sorted(words.items(), key=lambda item: -item[1])
 
 
