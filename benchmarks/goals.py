@@ -72,15 +72,31 @@ def answer(goal: Mapping[str, Any], found: Iterable[Result]) -> Found | None:
     answers = [
         Found(_taken(goal, values) * goal.get("scale", 1), result.name, result.entry["commit"])
         for result in found
-        if result.bench == goal["bench"] and (values := list(_values(goal, result.figures)))
+        if result.bench == goal["bench"]
+        and matches(_whole(result.figures), goal.get("run", {}))
+        and (values := list(_values(goal, result.figures)))
     ]
     return answers[-1] if answers else None
 
 
+def _whole(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run's own fields and those of its first row, which is timed again at the end."""
+    rows = figures.get("rows") or [{}]
+    return {**rows[0], **figures}
+
+
 def _values(goal: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterator[float]:
-    for row in figures.get(goal["of"], ()) if "of" in goal else (figures,):
+    for row in rows_of(figures, goal["of"]) if "of" in goal else (figures,):
         if matches(row, goal.get("where", {})) and goal["field"] in row:
             yield row[goal["field"]]
+
+
+def rows_of(figures: Mapping[str, Any], of: str) -> list[Mapping[str, Any]]:
+    """Return a table's rows; those of a table by name get their `name` as a field."""
+    rows = figures.get(of, ())
+    if isinstance(rows, Mapping):
+        return [{"name": name, **row} for name, row in rows.items()]
+    return list(rows)
 
 
 def _taken(goal: Mapping[str, Any], values: list[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.sections import engine, figures, rollouts, service, weights
+from benchmarks.sections import engine, figures, rollouts, service, training, weights
 from benchmarks.sections.figures import Figures
 
 SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
@@ -18,6 +18,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "rollout": ("Rollouts with a long tail", rollouts.rollout),
     "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),
     "replay": ("Regret of the policies", rollouts.replay),
+    "training": ("Training the drafter", training.training),
     "overload": ("Overload", service.overload),
     "hostile": ("Hostile clients", service.hostile),
     "soak": ("Long tests", service.soak),

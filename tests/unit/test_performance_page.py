@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import record_tests
 from benchmarks.first_screen import BULLETS, with_figures
-from benchmarks.goals import Result, answer, comparable, goals, results, verdict
+from benchmarks.goals import Result, answer, comparable, goals, results, rows_of, verdict
 from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import RUNS, figures
@@ -253,6 +253,7 @@ EXAMPLES = [
         "rollout-http-h200.json",
         bench="rollout-http",
         seeds=[1, 2],
+        penalties=False,
         first_s=2.1,
         later_s=2.0,
         first_over_later=1.05,
@@ -264,6 +265,27 @@ EXAMPLES = [
             },
             "demo",
         ),
+        **COMMON,
+    ),
+    result(
+        "training-h200.json",
+        bench="training",
+        budget=2048,
+        objectives={
+            name: {
+                "step_ms": 40.0,
+                "tokens_per_s": 51200,
+                "longest_segment_ms": 5.7,
+                "peak_gib": peak_gib,
+            }
+            for name, peak_gib in (("eagle", 9.5), ("eagle3", 12.5))
+        },
+        layouts={
+            "packed": {"documents_per_s": 100.0, "filled": 0.96},
+            "padded": {"documents_per_s": 50.0, "filled": 0.38},
+        },
+        checkpoint={"bytes": 4800000000, "plain_ms": 5000.0, "stall_ms": 0.5},
+        checkpoint_stall_ms=0.5,
         **COMMON,
     ),
     result("trees.json", bench="trees", rows=[{"requests": 1, "walk_us": 3.5}]),
@@ -317,6 +339,8 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
         "512 requests, % of the time|5 / 2|[4.30](",
         "|goodput|3.90|18811|5.40|9|4.3%|2.1%|",
         "1 rows, in the file only.",
+        "memory of the drafter's training, GiB|16 / 12|[12.50](",
+        "|padded|50.0|38%|2.00x|",
         "server 5 / 0 / 0",
     ):
         assert line in text, line
@@ -337,6 +361,20 @@ def test_the_newest_full_run_on_the_goals_machine_counts() -> None:
     ]
     answered = answer(goal("plain decode, batch 1"), comparable(found, goals()))
     assert answered is not None and (answered.value, answered.name) == (4.0, "new.json")
+
+
+def test_a_goal_names_the_run_it_is_about() -> None:
+    def rollout(name: str, **said: Any) -> Result:
+        rows = rollout_figures({("512", "goodput"): [rollout_run(2.0)]}, "demo")
+        return result(name, bench="rollout-http", **{**rows, **COMMON, "penalties": False, **said})
+
+    found = [
+        rollout("first.json", first_over_later=1.02),
+        rollout("penalties.json", first_over_later=1.5, penalties=True),
+    ]
+    first = goal("first rollout after the start, against the same again at the end")
+    answered = answer(first, found)
+    assert answered is not None and (answered.value, answered.name) == (1.02, "first.json")
 
 
 def test_of_pushes_the_median_counts_and_of_pauses_the_longest() -> None:
@@ -386,12 +424,15 @@ def test_rollouts_are_compared_seed_by_seed() -> None:
     assert "|512|off|7.00|8750|1.00x||" in said
 
 
+TABLES = ("rows", "price", "objectives")
+
+
 def test_goals_ask_for_fields_that_benches_write() -> None:
     asked = {(g["bench"], g["field"]) for g in goals()["goals"]}
     written = {
         (r.bench, field)
         for r in EXAMPLES
-        for part in (r.figures, *r.figures.get("rows", ()), *r.figures.get("price", ()))
+        for part in (r.figures, *(row for of in TABLES for row in rows_of(r.figures, of)))
         for field in part
     }
     assert asked <= written

@@ -39,9 +39,9 @@ from tlt_server.trainer.pack import (
 )
 from tlt_server.trainer.step import Trainer
 
-SHAPES = {  # hidden, MLP, heads, KV heads, vocabulary, draft vocabulary
-    "7b": (3584, 18944, 28, 4, 152064, 32000),
-    "demo": (256, 768, 2, 1, 512, 256),
+SHAPES = {  # the target's layers, then of both: hidden, MLP, heads, KV heads, vocabulary, draft's
+    "7b": (28, 3584, 18944, 28, 4, 152064, 32000),
+    "demo": (4, 256, 768, 2, 1, 512, 256),
 }
 PROMPT, LONGEST, BATCH = 40, 2000, 8
 CLASSES = (64, 128, 256, 512, 1024, 2048)
@@ -68,7 +68,8 @@ class RandomDocuments:
 
 class TrainingBench:
     def __init__(self, args: argparse.Namespace) -> None:
-        hidden, inner, heads, kv_heads, vocab, self.draft_vocab = SHAPES[args.shape]
+        layers, hidden, inner, heads, kv_heads, vocab, self.draft_vocab = SHAPES[args.shape]
+        self.shape = {"name": args.shape, "layers": layers, "hidden": hidden}
         self.device = torch.device(args.device)
         self.budget = args.budget
         self.config = ModelConfig(
@@ -247,6 +248,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:>14}: {figures}", flush=True)
     found["checkpoint"] = bench.checkpoints()
     print(f"checkpoint: {found['checkpoint']}", flush=True)
-    record = {"bench": "training", "shape": args.shape, "budget": args.budget, **found}
+    record = {"bench": "training", "shape": bench.shape, "budget": args.budget, **found}
+    record["checkpoint_stall_ms"] = found["checkpoint"]["stall_ms"]
     finish(args, record, on_gpu=args.device == "cuda")
     return 0

@@ -1,0 +1,50 @@
+"""The section about what the drafter's training costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.markdown import number, table
+from benchmarks.sections.figures import Figures
+
+
+def training(figures: Figures) -> Iterator[str]:
+    yield (
+        f"Random weights and features, lengths with a long tail, {figures['budget']} tokens a "
+        "step. `segment`: what runs between two points where training can be parked."
+    )
+    yield table(
+        ("objective", "ms per step", "tokens/s", "longest segment, ms", "peak, GiB"),
+        (
+            (
+                name,
+                f"{r['step_ms']:.1f}",
+                number(r["tokens_per_s"]),
+                f"{r['longest_segment_ms']:.1f}",
+                f"{r['peak_gib']:.1f}" if "peak_gib" in r else "",
+            )
+            for name, r in figures["objectives"].items()
+        ),
+    )
+    packed = figures["layouts"]["packed"]["documents_per_s"]
+    yield (
+        "Layouts of a batch. `padded_losses`: padded batches with losses in the padding, too, as "
+        "other trainers do."
+    )
+    yield table(
+        ("layout", "documents/s", "filled", "packed is faster by"),
+        (
+            (
+                name,
+                f"{r['documents_per_s']:.1f}",
+                f"{r['filled']:.0%}",
+                f"{packed / r['documents_per_s']:.2f}x",
+            )
+            for name, r in figures["layouts"].items()
+        ),
+    )
+    saved = figures["checkpoint"]
+    yield (
+        f"A checkpoint of {saved['bytes'] / 1e9:.1f} GB holds training up for "
+        f"{saved['stall_ms']:.2f} ms; a plain save takes {number(saved['plain_ms'])} ms."
+    )
