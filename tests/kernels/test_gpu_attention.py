@@ -253,7 +253,7 @@ BIG = [
 
 
 @gpu
-@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
 @pytest.mark.parametrize("shape", [(28, 4, 128), (32, 8, 64), (4, 2, 32), (32, 4, 128)])
 def test_on_the_gpu_attention_matches_its_twin_and_itself(shape, tile):
     step = a_step(shape, BIG, dtype=torch.bfloat16)
