@@ -109,11 +109,11 @@ class FlashPaged:
             GATHERED // (2 * kv_heads * head_dim * dtype.itemsize),
         )
 
-    def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> Planned:
+    def planned(self, rows: int, *, requests: int = 1, prompt_rows: int = 0) -> Planned:
         if prompt_rows <= LARGE:
-            return self._triton.planned(rows, tiles=tiles)
+            return self._triton.planned(rows, requests=requests, prompt_rows=prompt_rows)
         others = rows - prompt_rows
-        planned = self._triton.planned(others, tiles=tiles) if others else None
+        planned = self._triton.planned(others, requests=requests) if others else None
         return FlashPlanned(planned, others, self._function, self._scale, self._max_keys)
 
 

@@ -38,9 +38,9 @@ class Planned(Protocol):
 class GpuAttention(Protocol):
     capturable: bool
 
-    def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> Planned:
-        """Return the attention of `rows` rows, the last `prompt_rows` of which are of prompts;
-        without `tiles` no two rows belong to one request.
+    def planned(self, rows: int, *, requests: int = 1, prompt_rows: int = 0) -> Planned:
+        """Return the attention of `rows` rows, the last `prompt_rows` of which are of prompts.
+        They belong to `requests` requests or more, and all to different ones where that is `rows`.
         """
 
 
@@ -89,10 +89,12 @@ class TritonPaged:
             "device": device,
         }
         self._scale, self._strict = head_dim**-0.5, numerics == "strict"
+        self._group = heads // kv_heads
         self._workspace: kernels.AttentionPlan | None = None
 
-    def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> TritonPlanned:
-        plan = kernels.allocate(rows=rows, tiles=tiles, **self._shape)  # type: ignore[arg-type]
+    def planned(self, rows: int, *, requests: int = 1, prompt_rows: int = 0) -> TritonPlanned:
+        tile = kernels.tile_of(rows if prompt_rows else -(-rows // requests), self._group)
+        plan = kernels.allocate(rows=rows, tiles=rows > requests, tile=tile, **self._shape)  # type: ignore[arg-type]
         if self._workspace is None or len(self._workspace.top_WN) < len(plan.top_WN):
             self._workspace = plan  # passes made before keep the one they have
         shared, states = self._workspace, len(plan.top_WN)
@@ -147,7 +149,7 @@ class TorchGathered:
     ) -> None:
         self._scale = head_dim**-0.5
 
-    def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> TorchPlanned:
+    def planned(self, rows: int, *, requests: int = 1, prompt_rows: int = 0) -> TorchPlanned:
         return TorchPlanned(self._scale)
 
 

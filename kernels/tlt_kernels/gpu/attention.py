@@ -35,13 +35,21 @@ from tlt_kernels.gpu.attention_algebra import (
     row_kv_slots,
     starts_split,
 )
-from tlt_kernels.gpu.attention_plan import FIELDS, AttentionPlan, PagedRows, allocate
+from tlt_kernels.gpu.attention_plan import FIELDS, AttentionPlan, PagedRows, allocate, tile_of
 from tlt_kernels.gpu.attention_planner import fill_plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 
-__all__ = ["AttentionPlan", "PagedRows", "allocate", "attend", "attend_into", "fill_plan"]
+__all__ = [
+    "AttentionPlan",
+    "PagedRows",
+    "allocate",
+    "attend",
+    "attend_into",
+    "fill_plan",
+    "tile_of",
+]
 
 _M = 16
 _WARPS = 4

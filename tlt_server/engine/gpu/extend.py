@@ -78,7 +78,7 @@ class Extend:
             dtype=torch.int32,
             device=state.upload_U.device,
         )
-        self.attend = attention.planned(rows, tiles=rows > key.batch, prompt_rows=key.prompt_rows)
+        self.attend = attention.planned(rows, requests=key.batch, prompt_rows=key.prompt_rows)
 
     def select(self, nodes: Nodes | None, own_columns: int | None = None) -> None:
         """Lay out the decode rows: every live root and the nodes most likely to be accepted.

@@ -121,7 +121,7 @@ class EaglePass:
         self._match_BJW = drafts.branches.workspace(key)
         self._attend = [
             drafts.attention.planned(
-                Draft.level(key.batch, key.width, level)[1], tiles=level > 0 and key.width > 1
+                Draft.level(key.batch, key.width, level)[1], requests=key.batch
             )
             for level in range(key.depth)
         ]
