@@ -11,6 +11,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "decode": ("Plain decoding", engine.decode),
     "prefill": ("Prefill against the libraries", engine.prefill),
     "cycle": ("Cycles of speculation", engine.cycle),
+    "capture": ("Capturing states for a trainer", training.capture),
     "padded": ("What padding and rounding change", engine.padded),
     "graphs": ("Graphs and start-up", engine.graphs),
     "starts": ("Starts of a server", engine.starts),

@@ -8,6 +8,24 @@ from benchmarks.markdown import number, table
 from benchmarks.sections.figures import Figures
 
 
+def capture(figures: Figures) -> Iterator[str]:
+    yield "Cycles of requests whose states a trainer gets, against cycles without capture."
+    yield table(
+        ("strategy", "batch", "prompt", "ms", "slower by"),
+        (
+            (
+                r["strategy"],
+                r["batch"],
+                r["prompt"],
+                f"{r['step_ms']:.3f}",
+                f"{r['slowdown_percent']:.2f} %",
+            )
+            for r in figures["rows"]
+            if r["captured"]
+        ),
+    )
+
+
 def training(figures: Figures) -> Iterator[str]:
     yield (
         f"Random weights and features, lengths with a long tail, {figures['budget']} tokens a "

@@ -139,6 +139,21 @@ EXAMPLES = [
         ],
     ),
     result(
+        "capture-h200.json",
+        bench="capture",
+        rows=[
+            {
+                **STEP,
+                "prompt": 128,
+                "batch": 1,
+                "strategy": "eagle:7x4x32",
+                "step_ms": 5.6,
+                "captured": True,
+                "slowdown_percent": 0.61,
+            }
+        ],
+    ),
+    result(
         "graphs-h200.json",
         bench="graphs",
         default=True,
@@ -339,6 +354,7 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
         "512 requests, % of the time|5 / 2|[4.30](",
         "|goodput|3.90|18811|5.40|9|4.3%|2.1%|",
         "1 rows, in the file only.",
+        "|eagle:7x4x32|1|128|5.600|0.61 %|",
         "memory of the drafter's training, GiB|16 / 12|[12.50](",
         "|padded|50.0|38%|2.00x|",
         "server 5 / 0 / 0",

@@ -85,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
                 on_part=lambda name: progress.update(task, advance=1, description=name),
             )
         ]
-    figures = {"bench": "cycle", "quick": bool(args.quick), **described(settings), "rows": rows}
+    if args.capture:
+        add_slowdown(rows)
+    bench = "capture" if args.capture else "cycle"
+    figures = {"bench": bench, "quick": bool(args.quick), **described(settings), "rows": rows}
     report(console, rows)
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
@@ -101,6 +104,15 @@ def capturing(settings: EngineSettings, directory: Path) -> EngineSettings:
     return replace(
         settings, sample_ring=samples, feature_ring=features, feature_bytes=FEATURE_BYTES
     )
+
+
+def add_slowdown(rows: list[dict[str, Any]]) -> None:
+    """Add to the rows with capture how much longer their cycles take than without."""
+    plain = {(r["batch"], r["strategy"], r["prompt"]): r for r in rows if not r["captured"]}
+    for row in rows:
+        if row["captured"]:
+            before_ms = plain[row["batch"], row["strategy"], row["prompt"]]["step_ms"]
+            row["slowdown_percent"] = round(100 * (row["step_ms"] / before_ms - 1), 2)
 
 
 def cases_of(batches: tuple[int, ...], context: int | None) -> list[CycleCase]:
