@@ -9,7 +9,7 @@ from tests.trainer.tiny import Documents, document, frozen, network
 from tlt_server.errors import InvalidRequest
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer, assemble, fit, padded, windows
-from tlt_server.trainer.unroll import Sums, accumulate, weights_of
+from tlt_server.trainer.unroll import Sums, accumulate, chunks, weights_of
 
 
 @given(length=st.integers(0, 400), budget=st.integers(16, 64), steps=st.integers(1, 7))
@@ -128,3 +128,16 @@ def test_an_epoch_follows_from_seed_and_number_alone():
 def test_documents_without_a_root_are_refused():
     with pytest.raises(InvalidRequest, match="none of 2 documents"):
         Packer(Documents(document(2, 0, 1), document(1, 0, 2)), 32, 3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=8), st.integers(1, 12))
+def test_chunks_hold_every_slot_of_the_spans_once_and_in_order(lengths, size):
+    spans, at = [], 0
+    for length, gap in lengths:
+        spans.append((at, at + length))
+        at += length + gap
+    found = list(chunks(spans, size))
+    slots = [slot for chunk in found for span in chunk for slot in range(*span)]
+    assert slots == [slot for span in spans for slot in range(*span)]
+    counts = [sum(stop - start for start, stop in chunk) for chunk in found]
+    assert counts[:-1] == [size] * (len(counts) - 1) and all(0 < n <= size for n in counts[-1:])

@@ -2,7 +2,8 @@
 shipped pair's.
 
 Weights and features are random, lengths long-tailed (median 72 tokens, one in ten above 270). Per
-objective: trained tokens per second, the longest segment between two parking points, and memory.
+objective, on an EAGLE-3 network and `eagle1` on one of EAGLE-1, whose head is the target's whole
+one: trained tokens per second, the longest segment between two parking points, and memory.
 Packing against batches padded to their longest document (with losses where tokens are, or
 everywhere) and against length classes, in documents per second. A checkpoint's stall against a
 plain save of the same state.
@@ -23,9 +24,9 @@ import torch
 
 from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig, Rope
-from tlt_server.models.draft_layouts import EAGLE3
+from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
 from tlt_server.trainer import checkpoint
-from tlt_server.trainer.network import TrainableEagle3
+from tlt_server.trainer.network import NETWORKS
 from tlt_server.trainer.objectives import OBJECTIVES, make_objective
 from tlt_server.trainer.pack import (
     DocumentPart,
@@ -44,6 +45,7 @@ SHAPES = {  # the target's layers, then of both: hidden, MLP, heads, KV heads, v
     "demo": (4, 256, 768, 2, 1, 512, 256),
 }
 PROMPT, LONGEST, BATCH = 40, 2000, 8
+RUNS = {**{name: (name, EAGLE3) for name in OBJECTIVES}, "eagle1": ("eagle", EAGLE1)}
 CLASSES = (64, 128, 256, 512, 1024, 2048)
 REPEATS = 5
 
@@ -93,11 +95,11 @@ class TrainingBench:
         drawn = PROMPT + np.exp(random.normal(np.log(72), 1.03, args.documents)).astype(int)
         self.source = RandomDocuments(np.clip(drawn, PROMPT + 3, LONGEST).tolist(), self.config)
 
-    def trainer(self, objective: str) -> Trainer:
-        on_gpu = self.device.type == "cuda"
-        network = TrainableEagle3(
-            self.config,
-            self.draft_vocab,
+    def trainer(self, objective: str, architecture: str = EAGLE3) -> Trainer:
+        on_gpu, vocab = self.device.type == "cuda", self.config.vocab_size
+        network = NETWORKS[architecture](
+            replace(self.config, architecture=architecture),
+            vocab if architecture == EAGLE1 else self.draft_vocab,
             compute=torch.bfloat16 if on_gpu else torch.float32,
             device=self.device,
         )
@@ -106,8 +108,8 @@ class TrainingBench:
             weight.normal_(0.0, weight.shape[-1] ** -0.5, generator=generator)
         hidden = self.config.hidden_size
         frozen = network.frozen(
-            torch.randn(self.config.vocab_size, hidden, dtype=torch.bfloat16),
-            torch.randn(self.draft_vocab, hidden, dtype=torch.bfloat16) * 0.02,
+            torch.randn(vocab, hidden, dtype=torch.bfloat16),
+            torch.randn(network.draft_vocab_size, hidden, dtype=torch.bfloat16) * 0.02,
         )
         return Trainer(network, frozen, make_objective(objective))
 
@@ -120,6 +122,8 @@ class TrainingBench:
 
     def pack(self, trainer: Trainer, placed: Sequence[Placed], slots: int) -> Pack:
         made = assemble(self.source, placed, slots)
+        if trainer.network.config.architecture == EAGLE1:  # it reads one layer's feature
+            made = replace(made, feature_NF=made.feature_NF[:, : self.config.hidden_size])
         return made.to(self.device, trainer.network.compute)
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -130,10 +134,10 @@ class TrainingBench:
         self._wait()
         return time.perf_counter() - began
 
-    def objective(self, name: str) -> dict[str, Any]:
+    def objective(self, name: str, architecture: str) -> dict[str, Any]:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        trainer = self.trainer(name)
+        trainer = self.trainer(name, architecture)
         placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
         pack = self.pack(trainer, placed, self.budget)
         for _ in range(2):
@@ -240,8 +244,8 @@ def _in_classes(pieces: Sequence[Window], budget: int) -> list[tuple[list[Placed
 def run(args: argparse.Namespace) -> int:
     bench = TrainingBench(args)
     found: dict[str, Any] = {"objectives": {}}
-    for name in OBJECTIVES:
-        found["objectives"][name] = bench.objective(name)
+    for name, (objective, architecture) in RUNS.items():
+        found["objectives"][name] = bench.objective(objective, architecture)
         print(f"{name:>8}: {found['objectives'][name]}", flush=True)
     found["layouts"] = bench.layouts()
     for name, figures in found["layouts"].items():

@@ -12,7 +12,7 @@ steps, M slots of a chunk, L = S x M.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,14 +101,31 @@ def accumulate(
         steps.append(forward(network, frozen, pack, trunk, steps))
         yield "forward"
     size = max(16, CHUNK_LOGITS // (network.draft_vocab_size * len(steps)))
-    for start, stop in pack.roots:
-        for at in range(start, stop, size):
-            rows = slice(at, min(at + size, stop))
-            _chunk(network, frozen, objective, pack, steps, rows, weight_SN, factor_S, sums)
-            yield "loss"
+    for spans in chunks(pack.roots, size):
+        _chunk(network, frozen, objective, pack, steps, spans, weight_SN, factor_S, sums)
+        yield "loss"
     while steps:
         _backward(steps)
         yield "backward"
+
+
+def chunks(spans: Sequence[tuple[int, int]], size: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut spans of slots into chunks of `size` slots. Each chunk costs the gradient of the whole
+    head, so short documents share one.
+    """
+    chunk: list[tuple[int, int]] = []
+    room = size
+    for start, stop in spans:
+        while start < stop:
+            end = min(stop, start + room)
+            chunk.append((start, end))
+            room -= end - start
+            start = end
+            if not room:
+                yield chunk
+                chunk, room = [], size
+    if chunk:
+        yield chunk
 
 
 def _chunk(
@@ -117,17 +134,23 @@ def _chunk(
     objective: Objective,
     pack: Pack,
     steps: list[Unrolled],
-    rows: slice,
+    spans: Sequence[tuple[int, int]],
     weight_SN: Tensor,
     factor_S: Tensor,
     sums: Sums,
 ) -> None:
-    """Loss of some slots over all steps, and its gradient with respect to each step's output. The
-    steps share one matmul with the head, whose gradient is added up once.
+    """Loss of some spans of slots over all steps, and its gradient with respect to each step's
+    output. The steps share one matmul with the head, whose gradient is added up once.
     """
-    count, ahead = rows.stop - rows.start, torch.arange(len(steps), device=network.device)
-    index = torch.arange(rows.start, rows.stop + len(steps), device=network.device) % len(pack)
-    at_SM = ahead[:, None] + torch.arange(count, device=network.device)  # within `index`
+    # The teacher says what follows a slot's last step, too: a span reads that many slots more.
+    read = [torch.arange(start, stop + len(steps)) for start, stop in spans]
+    first = torch.tensor([0, *(len(part) for part in read[:-1])]).cumsum(0).tolist()
+    at_M = torch.cat(
+        [at + torch.arange(stop - start) for at, (start, stop) in zip(first, spans, strict=True)]
+    )
+    index, at_M = (torch.cat(read) % len(pack)).to(network.device), at_M.to(network.device)
+    at_SM = torch.arange(len(steps), device=network.device)[:, None] + at_M  # within `index`
+    rows = index[at_M]
     weight_SM = weight_SN[:, rows]
     with torch.no_grad():
         teacher_MC = teacher_probabilities(pack.teacher_NH[index], frozen.head_CH)
