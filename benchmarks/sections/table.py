@@ -20,6 +20,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),
     "replay": ("Regret of the policies", rollouts.replay),
     "training": ("Training the drafter", training.training),
+    "interrupt": ("Interrupting the drafter's training", training.interrupt),
     "overload": ("Overload", service.overload),
     "hostile": ("Hostile clients", service.hostile),
     "soak": ("Long tests", service.soak),

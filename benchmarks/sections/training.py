@@ -26,6 +26,26 @@ def capture(figures: Figures) -> Iterator[str]:
     )
 
 
+def interrupt(figures: Figures) -> Iterator[str]:
+    states = ", ".join(f"{count} {name}" for name, count in figures["states"].items())
+    yield (
+        f"{figures['requests']} requests for one token at random moments of a trainer's work "
+        f"({states}), which parked {figures['parkings']} times. Plain decoding, batch 1, with a "
+        f"parked trainer took {figures['parked_slowdown_percent']:.2f} % more time than before it "
+        "began."
+    )
+    yield table(
+        ("ms", *figures["delay_ms"]),
+        (
+            (name, *(f"{ms:.1f}" for ms in figures[field].values()))
+            for name, field in (
+                ("first token, trainer paused", "idle_ms"),
+                ("delay by an interrupted trainer", "delay_ms"),
+            )
+        ),
+    )
+
+
 def training(figures: Figures) -> Iterator[str]:
     yield (
         f"Random weights and features, lengths with a long tail, {figures['budget']} tokens a "

@@ -382,5 +382,9 @@ BENCHES = {
     "trees": Bench("time trees, rows, walks and KV copies of a cycle, on a GPU", add_json),
     "padded": Bench("compare a padded pair's logits with the small pair's, on a GPU", _padded),
     "training": Bench("time the drafter's training, packed and padded", _training),
+    "interrupt": Bench(
+        "time requests that interrupt the drafter's training, and decoding while it is parked",
+        _engine,
+    ),
     "pad": Bench("write a small trained pair in the shapes of a large model", _pad),
 }

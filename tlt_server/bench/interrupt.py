@@ -1,0 +1,163 @@
+"""`tlt bench interrupt`: what requests feel of the spot trainer on the same device.
+
+A real server records rollouts and trains its drafter. Requests for one token arrive at random
+moments of training and evaluation; their delay is the time to that token, less the median time of
+the same requests while the trainer is paused. Plain decoding is timed before the trainer has begun
+and while it is paused within a step, with all its memory taken: what a parked trainer costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import cycle
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import uvloop
+
+from tlt_client import Client
+from tlt_client.errors import Conflict
+from tlt_server.bench.goodput import percentile
+from tlt_server.bench.load import Connections
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.settings import described, settings_of
+from tlt_server.demo.server import ServerProcess
+from tlt_server.errors import StartupError
+from tlt_server.records import GenerateRequest
+
+REQUESTS, IDLE_REQUESTS, TIMED = 500, 100, 10
+QUICK = 10  # requests of each kind
+PROBLEMS, GROUP, ANSWER = 256, 2, 200  # rollouts to train on
+DECODED = 128  # tokens of a request that times decoding
+WORKING = ("training", "evaluating")
+WAIT_S = (0.2, 0.35)  # from the start of a stretch of work to the request
+BEGIN_S, POLL_S = 180.0, 0.01
+FEATURE_MB = 8192
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the figures as one line of JSON."""
+    from tlt_server.demo.workload import problems_as_requests
+
+    settings, console = settings_of(args), wide_console()
+    problems = PROBLEMS // 4 if args.quick else PROBLEMS
+    requests = problems_as_requests(
+        settings.model, problems * GROUP, group=GROUP, seed=args.seed, max_tokens=ANSWER
+    )
+    asked, idle, timed = (QUICK,) * 3 if args.quick else (REQUESTS, IDLE_REQUESTS, TIMED)
+    with TemporaryDirectory(prefix="tlt-interrupt-") as state:
+        flags = ["--model", str(settings.model), "--drafter", settings.drafter]
+        flags += ["--device", args.device, "--dtype", str(settings.dtype)]
+        flags += ["--threads", str(settings.threads), "--max-model-len", "1024"]
+        flags += ["--max-running", "64", "--state-dir", state, "--log-level", "warning"]
+        flags += ["--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)]
+        with (
+            ServerProcess(*flags, on_line=lambda line: console.print(line, markup=False)) as server,
+            Client(server.url, timeout_s=60) as client,
+            progress_bar(console) as progress,
+        ):
+            task = progress.add_task("decode", total=2 * timed + idle + asked)
+
+            def count(name: str) -> None:
+                progress.update(task, advance=1, description=name)
+
+            probe = Probe(server.url, requests, args.seed)
+            with plain(client):
+                before_s = [(probe.seconds(DECODED), count("decode"))[0] for _ in range(timed)]
+            client.generate([probe.body(r, ANSWER) for r in requests])
+            until_working(client)
+            client.pause_drafter_training()
+            idle_s = [(probe.seconds(1), count("paused"))[0] for _ in range(idle)]
+            with plain(client):
+                parked_s = [(probe.seconds(DECODED), count("parked"))[0] for _ in range(timed)]
+            client.resume_drafter_training()
+            states, delays_s = [], []
+            for _ in range(asked):
+                states.append(until_working(client))
+                time.sleep(probe.draw.uniform(*WAIT_S))
+                delays_s.append(probe.seconds(1) - statistics.median(idle_s))
+                count(states[-1])
+            trainer = client.drafter()["trainer"]
+            probe.close()
+    figures = {
+        "bench": "interrupt",
+        "quick": bool(args.quick),
+        **described(settings),
+        "requests": asked,
+        "states": {name: states.count(name) for name in WORKING},
+        "idle_ms": _milliseconds(idle_s),
+        "delay_ms": _milliseconds(delays_s),
+        "delay_p99_ms": round(1e3 * percentile(delays_s, 99), 2),
+        "parkings": trainer["parkings"],
+        "trained_steps": trainer["steps"],
+        "before_s": round(statistics.median(before_s), 4),
+        "parked_s": round(statistics.median(parked_s), 4),
+        "parked_slowdown_percent": round(
+            100 * (statistics.median(parked_s) / statistics.median(before_s) - 1), 2
+        ),
+    }
+    finish(args, figures, on_gpu=args.device == "cuda")
+    return 0
+
+
+class Probe:
+    """Sends one request at a time, each with another prompt."""
+
+    def __init__(self, url: str, requests: list[GenerateRequest], seed: int) -> None:
+        self.draw, self._requests = Random(seed), cycle(requests)
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._connections = Connections(url)
+
+    def body(self, request: GenerateRequest, tokens: int) -> dict[str, Any]:
+        sampling = {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": tokens == DECODED}
+        return {"token_ids": request.token_ids, "seed": request.seed, "sampling": sampling}
+
+    def seconds(self, tokens: int) -> float:
+        """Return the time of a whole answer of `tokens` tokens."""
+        content = msgspec.json.encode({"requests": [self.body(next(self._requests), tokens)]})
+        answer = self._runner.run(self._connections.post("/generate", content, time.perf_counter()))
+        if answer.status != 200:
+            raise StartupError(f"/generate answers {answer.status}: {answer.body[:300]!r}")
+        return answer.seconds
+
+    def close(self) -> None:
+        self._connections.close()
+        self._runner.close()
+
+
+@contextmanager
+def plain(client: Client) -> Iterator[None]:
+    """Decode without speculation, so that every request takes as many steps."""
+    client.set_strategy("off")
+    yield
+    client.set_strategy("goodput")
+
+
+def until_working(client: Client) -> str:
+    """Wait until the trainer works, ordering a round where there is none; return its state.
+    `StartupError` where it does not begin.
+    """
+    until_s = time.monotonic() + BEGIN_S
+    while time.monotonic() < until_s:
+        trainer = client.drafter()["trainer"]
+        if trainer["state"] in WORKING:
+            return str(trainer["state"])
+        if trainer["state"] in ("paused", "failed"):
+            raise StartupError(f"the trainer is {trainer['state']}: {trainer['reason']}")
+        if trainer["state"] == "idle":
+            with suppress(Conflict):  # it has begun meanwhile
+                client.train_drafter()
+        time.sleep(POLL_S)
+    raise StartupError(f"the trainer did not begin within {BEGIN_S:g} s; it says: {trainer}")
+
+
+def _milliseconds(seconds: list[float]) -> dict[str, float]:
+    parts = (50, 90, 99, 100)
+    return {f"p{part}": round(1e3 * percentile(seconds, part), 2) for part in parts}
