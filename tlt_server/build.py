@@ -329,6 +329,7 @@ async def _launch_trainer(
         activity=str(directory / ACTIVITY) if drafter else "",
         work=str(directory / WORK),
         memory=(config.drafter_training_mb or 0) * 2**20,
+        numerics=config.numerics,
         checkpoints=str((config.state_dir or directory).resolve() / CHECKPOINTS),
     )
     with contextlib.suppress(ConnectionError):

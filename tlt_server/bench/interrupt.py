@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     requests = problems_as_requests(
         settings.model, problems * GROUP, group=GROUP, seed=args.seed, max_tokens=ANSWER
     )
-    asked, idle, timed = (QUICK,) * 3 if args.quick else (REQUESTS, IDLE_REQUESTS, TIMED)
+    asked, idle, each = (QUICK,) * 3 if args.quick else (REQUESTS, IDLE_REQUESTS, TIMED)
     with TemporaryDirectory(prefix="tlt-interrupt-") as state:
         flags = ["--model", str(settings.model), "--drafter", settings.drafter]
         flags += ["--device", args.device, "--dtype", str(settings.dtype)]
@@ -63,27 +63,30 @@ def run(args: argparse.Namespace) -> int:
             Client(server.url, timeout_s=60) as client,
             progress_bar(console) as progress,
         ):
-            task = progress.add_task("decode", total=2 * timed + idle + asked)
-
-            def count(name: str) -> None:
-                progress.update(task, advance=1, description=name)
+            task = progress.add_task("decode", total=2 * each + idle + asked)
 
             probe = Probe(server.url, requests, args.seed)
+
+            def timed(name: str, tokens: int) -> float:
+                seconds = probe.seconds(tokens)
+                progress.update(task, advance=1, description=name)
+                return seconds
+
             with plain(client):
-                before_s = [(probe.seconds(DECODED), count("decode"))[0] for _ in range(timed)]
+                before_s = [timed("decode", DECODED) for _ in range(each)]
             client.generate([probe.body(r, ANSWER) for r in requests])
             until_working(client)
             client.pause_drafter_training()
-            idle_s = [(probe.seconds(1), count("paused"))[0] for _ in range(idle)]
+            idle_s = [timed("paused", 1) for _ in range(idle)]
             with plain(client):
-                parked_s = [(probe.seconds(DECODED), count("parked"))[0] for _ in range(timed)]
+                parked_s = [timed("parked", DECODED) for _ in range(each)]
             client.resume_drafter_training()
-            states, delays_s = [], []
+            states: list[str] = []
+            delays_s: list[float] = []
             for _ in range(asked):
                 states.append(until_working(client))
                 time.sleep(probe.draw.uniform(*WAIT_S))
-                delays_s.append(probe.seconds(1) - statistics.median(idle_s))
-                count(states[-1])
+                delays_s.append(timed(states[-1], 1) - statistics.median(idle_s))
             trainer = client.drafter()["trainer"]
             probe.close()
     figures = {

@@ -20,13 +20,8 @@ from numpy.typing import NDArray
 from tlt_server.samples.samples import Responses
 from tlt_server.trainer.features import FeatureSource
 from tlt_server.trainer.plans import RootPlan
-from tlt_server.trainer.replay import (
-    MAX_ROOTS,
-    DraftReplay,
-    ReplayedDrafter,
-    Roots,
-    StagedResponses,
-)
+from tlt_server.trainer.replay import MAX_ROOTS, DraftReplay, ReplayedDrafter
+from tlt_server.trainer.staged import Roots, StagedResponses
 
 STAGED_TOKENS = 1 << 15  # tokens whose features are in memory at once, unless a response has more
 

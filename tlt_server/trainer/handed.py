@@ -1,11 +1,14 @@
 """Weights in force as a trainer has them: a directory that the engine writes, and what is made of
-it. The target is there with its embedding and the head's rows of the draft vocabulary only.
+it. The target is there with its embedding and the head's rows of the draft vocabulary only; on a
+GPU the trainer, and drafters that are replayed, share them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -13,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.decoder import Decoder
-from tlt_server.models.draft_checkpoint import feature_layers
+from tlt_server.models.draft_checkpoint import Served, feature_layers
+from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.network import TrainableDrafter, load_trainable
@@ -25,6 +29,29 @@ from tlt_server.weights.handover import DRAFTER, EMBEDDING, HEAD, TARGET
 PAGE_SIZE = 16
 
 
+class Frame(Served, Protocol):
+    """The target without its layers."""
+
+    @property
+    def feature_width(self) -> int: ...
+
+
+@dataclass
+class GpuFrame:
+    """The parts of a `models.gpu.decoder.GpuDecoder` that its drafter reads."""
+
+    config: ModelConfig
+    feature_layers: tuple[int, ...]
+    placement: Placement
+    embedding_VH: Tensor
+    head_VH: Tensor  # rows of the draft vocabulary: all of them where a drafter has no head
+
+    def __post_init__(self) -> None:
+        self.hidden_size, self.vocab_size = self.config.hidden_size, self.config.vocab_size
+        self.max_position = self.config.max_position
+        self.feature_width = len(self.feature_layers) * self.hidden_size
+
+
 class Handed(NamedTuple):
     """One target version with the drafter in force."""
 
@@ -32,7 +59,7 @@ class Handed(NamedTuple):
     drafter_version: str
     embedding_VH: Tensor
     head_CH: Tensor
-    frame: Decoder  # the target without its layers
+    frame: Frame
     directory: Path  # where the drafter is
     in_force: ReplayedDrafter
 
@@ -48,26 +75,18 @@ class Handed(NamedTuple):
         return load_trainable(self.directory, config, compute=compute, device=device)
 
     def replayed(self, directory: Path) -> ReplayedDrafter:
-        return ReplayedDrafter.load(directory, self.frame)
+        return ReplayedDrafter.load(directory, self.frame, device=self.in_force.device)
 
 
-def read_handed(directory: Path, model: Path, target_version: str, drafter_version: str) -> Handed:
-    """Read what the engine has handed over. `model`: the directory that is served. `ModelError`
-    where the drafter does not fit.
+def read_handed(
+    directory: Path, model: Path, target_version: str, drafter_version: str, device: str = "cpu"
+) -> Handed:
+    """Read what the engine has handed over, to be replayed on a device of `FRAMES`. `model`: the
+    directory that is served. `ModelError` where the drafter does not fit.
     """
     own = directory / DRAFTER
-    tensors = load_file(directory / TARGET)
-    config = ModelConfig.read(model)
-    with torch.device("meta"):
-        frame = empty_target(
-            model,
-            config=config,
-            numerics=Numerics("strict"),
-            page_size=PAGE_SIZE,
-            feature_layers=feature_layers(own, config),
-        )
-    frame.embedding_VH = tensors[EMBEDDING].float()
-    frame.head_HV = tensors[HEAD].float().t().contiguous()
+    tensors = load_file(directory / TARGET, device=device)
+    frame = FRAMES[device](model, own, tensors[EMBEDDING], tensors[HEAD])
     return Handed(
         target_version,
         drafter_version,
@@ -75,5 +94,33 @@ def read_handed(directory: Path, model: Path, target_version: str, drafter_versi
         tensors[HEAD],
         frame,
         own,
-        ReplayedDrafter.load(own, frame, drafter_version),
+        ReplayedDrafter.load(own, frame, drafter_version, device),
     )
+
+
+def cpu_frame(model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor) -> Frame:
+    config = ModelConfig.read(model)
+    with torch.device("meta"):
+        frame = empty_target(
+            model,
+            config=config,
+            numerics=Numerics("strict"),
+            page_size=PAGE_SIZE,
+            feature_layers=feature_layers(drafter, config),
+        )
+    frame.embedding_VH = embedding_VH.float()
+    frame.head_HV = head_CH.float().t().contiguous()
+    return frame
+
+
+def gpu_frame(model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor) -> Frame:
+    config = ModelConfig.read(model)
+    placement = Placement(embedding_VH.device, embedding_VH.dtype, StrictMatmuls())
+    layers = feature_layers(drafter, config)
+    return GpuFrame(config, layers, placement, embedding_VH, head_CH)
+
+
+FRAMES: dict[str, Callable[[Path, Path, Tensor, Tensor], Frame]] = {
+    "cpu": cpu_frame,
+    "cuda": gpu_frame,
+}

@@ -60,6 +60,7 @@ class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     work: str = ""  # directory for candidates, of which the engine takes them
     checkpoints: str = ""
     memory: int = 0  # bytes to train in; 0: what the longest packs need
+    numerics: str = "strict"  # the engine's
 
 
 class Keeper:
@@ -189,6 +190,7 @@ class Trained:
                 checkpoints=Path(settings.checkpoints),
                 device=device,
                 memory=settings.memory,
+                numerics=settings.numerics,
             )
             return made
 

@@ -2,35 +2,33 @@
 
 A response is fixed by target, prompt and seed, with any drafter. So what a drafter would have had
 accepted at a root is known without the target: the longest path of its tree that the response
-follows. The drafter, its tree builder and the noise are the CPU engine's own, and the calibration
-is frozen. Each root takes its own best nodes, so no count depends on what is drafted along with it.
+follows. The drafter, its tree builder and the noise are those of the engine on the drafter's
+device, and the calibration is frozen. Each root takes its own best nodes, so no count depends on
+what is drafted along with it.
 
-Legend: N staged responses, T tokens, B roots of a batch, D depths, M chosen nodes, F features.
+Legend: B roots of a batch, D depths, N nodes, M chosen nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from tlt_server.attention.rows import KVCache
-from tlt_server.models.decoder import Decoder
+from tlt_server.models.draft_checkpoint import Served
 from tlt_server.records import Strategy
 from tlt_server.registry import load_object
-from tlt_server.samples.samples import Responses
 from tlt_server.speculation.accept import accept
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters import DRAFTERS, drafter_in
-from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights
+from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.tree import Selection, select
-from tlt_server.trainer.prefill import TextPages
+from tlt_server.trainer.staged import Roots, StagedResponses
 
 MAX_ROOTS = 256  # roots drafted from at once
 DRAFT_ROWS = 8192  # draft rows of one proposal
@@ -44,15 +42,18 @@ class ReplayedDrafter:
     label: str  # in figures
     kind: str  # in `DRAFTERS`
     weights: DraftWeights
+    device: str = "cpu"  # in `TREES`
 
     @classmethod
-    def load(cls, directory: Path, target: Decoder, label: str = "") -> ReplayedDrafter:
-        """`ModelError` when it does not fit the target."""
-        loader = find_loader(directory, "cpu")
+    def load(
+        cls, directory: Path, target: Served, label: str = "", device: str = "cpu"
+    ) -> ReplayedDrafter:
+        """`target`: of the same device. `ModelError` when it does not fit the target."""
+        loader = find_loader(directory, device)
         network = loader.empty(directory, target)
         loader.fill(network, directory)
-        weights = DraftWeights(network, loader.calibration(directory))
-        return cls(label or str(directory), drafter_in(directory), weights)
+        weights = DraftWeights(network, loader.calibration(directory))  # type: ignore[arg-type]
+        return cls(label or str(directory), drafter_in(directory), weights, device)
 
     def vocabulary(self) -> NDArray[np.int64]:
         """Return the target's ids of all tokens that it can draft."""
@@ -60,75 +61,31 @@ class ReplayedDrafter:
         return ids
 
 
-class Roots(NamedTuple):
-    """Positions to draft from. The last token known is the one at the root."""
+class ReplayedTrees(Protocol):
+    """The part of a `drafters.cpu.CpuDrafter` that a replay needs, on any device."""
 
-    response_B: NDArray[np.int64]  # index into the staged responses
-    position_B: NDArray[np.int64]
-    rows_B: NDArray[np.int32]  # rows to verify, the root included
+    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates: ...
 
-    def part(self, chosen: slice | NDArray[np.int64]) -> Roots:
-        return Roots(self.response_B[chosen], self.position_B[chosen], self.rows_B[chosen])
+    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None: ...
 
 
-class StagedResponses:
-    """Recorded responses as drafters read them: tokens, pages, and features in a cache that all of
-    them share.
-    """
+def _on_cpu(drafter: ReplayedDrafter, staged: StagedResponses) -> ReplayedTrees:
+    setup = DraftSetup(staged.cache, drafter.weights, max_requests=MAX_ROOTS, max_rows=DRAFT_ROWS)
+    made: ReplayedTrees = load_object(DRAFTERS[drafter.kind].cpu.implementation).make(setup)
+    return made
 
-    def __init__(self, width: int, pages: int, page_size: int) -> None:
-        """`width`: F."""
-        self.cache = KVCache(
-            layers=0,
-            pages=pages,
-            page_size=page_size,
-            scratch=0,
-            kv_heads=1,
-            head_dim=1,
-            features=width,
-        )
 
-    def stage(self, responses: Responses, chosen: Sequence[int], features_TF: Tensor) -> None:
-        """Take these responses instead of those before."""
-        chosen_N = np.array(chosen, np.int64)
-        texts = [responses.tokens(n) for n in chosen]
-        self.texts = texts
-        self.length_N = np.array([len(text) for text in texts], np.int64)
-        self.start_N = np.cumsum(self.length_N) - self.length_N
-        self.token_T = np.concatenate(texts).astype(np.int32)
-        self.prompt_len_N = responses.prompt_len_N[chosen_N]
-        self.seed_N = responses.seed_N[chosen_N]
-        self.temperature_N = responses.temperature_N[chosen_N]
-        self.last_N = self.prompt_len_N + responses.max_tokens_N[chosen_N].astype(np.int64)
-        pages = TextPages(self.length_N.tolist(), self.cache.page_size)
-        assert pages.count <= self.cache.pages, "the cache was made for fewer tokens"
-        self.table_NP = pages.table_NP
-        self.cache.reuse(range(self.cache.pages))
-        self.cache.features_SF.numpy()[pages.kv_slots()] = features_TF.numpy()
+def _on_gpu(drafter: ReplayedDrafter, staged: StagedResponses) -> ReplayedTrees:
+    made: ReplayedTrees = load_object("tlt_server.trainer.gpu_trees:GpuTrees")(
+        staged, drafter.weights, max_requests=MAX_ROOTS, max_rows=DRAFT_ROWS
+    )
+    return made
 
-    def batch(self, roots: Roots) -> DraftBatch:
-        """Return what a drafter sees."""
-        n_B, position_B = roots.response_B, roots.position_B
-        pairs = zip(n_B.tolist(), position_B.tolist(), strict=True)
-        names = [str(n) for n in n_B.tolist()]
-        return DraftBatch(
-            ids=names,
-            group_ids=names,
-            tokens=[self.texts[n][: position + 1] for n, position in pairs],
-            prompt_len_B=self.prompt_len_N[n_B],
-            page_table_BP=self.table_NP[n_B],
-            seed_B=self.seed_N[n_B],
-            temperature_B=self.temperature_N[n_B],
-            # As in serving: the last token that max_tokens permits is never a draft.
-            max_depth_B=np.maximum(0, self.last_N[n_B] - position_B - 2).astype(np.int32),
-        )
 
-    def follow(self, roots: Roots, depth: int) -> NDArray[np.int32]:
-        """Return the responses' tokens after the roots, [B, depth + 1], -1 after the last one."""
-        place_BD = roots.position_B[:, None] + 1 + np.arange(depth + 1)
-        inside_BD = place_BD < self.length_N[roots.response_B][:, None]
-        at_BD = np.where(inside_BD, self.start_N[roots.response_B][:, None] + place_BD, 0)
-        return np.where(inside_BD, self.token_T[at_BD], np.int32(-1))
+TREES: dict[str, Callable[[ReplayedDrafter, StagedResponses], ReplayedTrees]] = {
+    "cpu": _on_cpu,
+    "cuda": _on_gpu,
+}
 
 
 class DraftReplay:
@@ -136,11 +93,7 @@ class DraftReplay:
 
     def __init__(self, drafter: ReplayedDrafter, staged: StagedResponses) -> None:
         self.drafter, self.staged = drafter, staged
-        setup = DraftSetup(
-            staged.cache, drafter.weights, max_requests=MAX_ROOTS, max_rows=DRAFT_ROWS
-        )
-        made: CpuDrafter = load_object(DRAFTERS[drafter.kind].cpu.implementation).make(setup)
-        self._drafts = made
+        self._drafts = TREES[drafter.device](drafter, staged)
 
     def accepted(
         self, roots: Roots, depth: int, width: int, *, floored: bool = True

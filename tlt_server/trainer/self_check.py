@@ -22,7 +22,8 @@ from tlt_server.samples.samples import SampleSet
 from tlt_server.trainer.evaluate import staged
 from tlt_server.trainer.features import FeatureSource
 from tlt_server.trainer.plans import own_rows
-from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter, Roots
+from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter
+from tlt_server.trainer.staged import Roots
 
 SHOWN = 100  # differences that are kept
 

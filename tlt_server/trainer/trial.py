@@ -32,9 +32,10 @@ from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
 from tlt_server.trainer.handed import PAGE_SIZE, Handed
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.plans import PinnedPlan
-from tlt_server.trainer.replay import ReplayedDrafter, Roots
+from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import self_check
 from tlt_server.trainer.spot import Facts, Round, RoundEnd
+from tlt_server.trainer.staged import Roots
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.training import Judged, Offer, TrainerState, version_of
 
@@ -65,8 +66,7 @@ class Trial:
         checked: Facts | None,
     ) -> None:
         """`number`: of the candidate, from 1 on. `states`: those of all sequences of the trial.
-        `checked`: where the self-check counts; None: recorded on a GPU, which rounds otherwise than
-        this replay.
+        `checked`: where the self-check counts; None: the engine rounds otherwise than this replay.
         """
         self._handed, self._directory, self._number = handed, directory, number
         self._vocab_size, self._checked = vocab_size, checked

@@ -61,13 +61,15 @@ def make_work(
     checkpoints: Path,
     device: str,
     memory: int,
+    numerics: str,
 ) -> DrafterWork:
     """Return the work of this process, which on a CPU leaves most of it to the engine. `memory`:
-    bytes to train in; 0: what the longest packs need.
+    bytes to train in; 0: what the longest packs need. `numerics`: the engine's.
     """
     torch.set_num_threads(min(MOST_THREADS, max(1, available_processors() // 2)))
     slots = GPU_SLOTS if device == "cuda" else CPU_SLOTS
-    settings = WorkSettings(model, directory, checkpoints, device, slots, memory)
+    repeats = device == "cpu" or numerics == "strict"
+    settings = WorkSettings(model, directory, checkpoints, device, slots, memory, repeats)
     return DrafterWork(settings, buffer, states)
 
 
@@ -79,6 +81,7 @@ class WorkSettings:
     device: str  # cpu or cuda
     micro_batch: int  # slots of a pack, at most
     memory: int = 0  # bytes to train in; 0: what such packs need
+    repeats: bool = True  # a replay rounds as the engine does, so its counts are the engine's
 
 
 class DrafterWork:
@@ -105,7 +108,7 @@ class DrafterWork:
         for other in given.directory.iterdir():  # what was handed over before, and candidates
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
-        self._handed = read_handed(place, given.model, handed.target, handed.drafter)
+        self._handed = read_handed(place, given.model, handed.target, handed.drafter, given.device)
         lineage = self._handed.identity()
         if self._trainer is not None and lineage == self._lineage:
             network = self._trainer.network
@@ -355,7 +358,7 @@ class DrafterWork:
             self._candidates,
             self._states.only(handed.target_version, kept),
             self._buffer.header.vocab_size,
-            self._facts if self._settings.device == "cpu" else None,
+            self._facts if self._settings.repeats else None,
         )
         trial.write(trainer.network)
         outcome = yield from trial.run(drawn[:FITTED], groups)

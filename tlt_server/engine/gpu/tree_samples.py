@@ -13,9 +13,8 @@ import torch
 
 from tlt_kernels.gpu.tensors import Nodes
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
-from tlt_server.speculation.batch import Candidates
-from tlt_server.speculation.branches import RANK
 from tlt_server.speculation.knowledge import Drafted
+from tlt_server.speculation.node_table import candidates_of
 
 EVERY = 8  # the trees of one in 8 steps with drafts are copied
 MAX_NODES = 4096  # limit of one copy, which has the first requests of a larger batch
@@ -79,29 +78,8 @@ def read(sample: TreeSample, verified: int) -> Drafted:
     size = 5 * count if sample.detailed else 3 * count
     parent_N, depth_N, bits_N, *details = sample.buffer.array[:size].reshape(-1, count)
     survival_N = bits_N.view(np.float32)
-    live = np.flatnonzero(survival_N >= 0)
-    request_N = (live // sample.columns).astype(np.int32)
-    index_N = np.full(count, -1, np.int32)
-    index_N[live] = np.arange(len(live), dtype=np.int32)
-    above = parent_N[live]
-    parent = np.where(above >= 0, index_N[request_N * sample.columns + above], -1)
-    survival = survival_N[live].copy()
-    token, cell = [part[live] for part in details] or [parent * 0, np.zeros(0, np.int32)]
-    own_N = live % sample.columns < sample.own_columns
-    ranks = np.full(len(live), RANK, np.int32)
-    ranks[own_N] = _ranks(request_N[own_N], parent[own_N])
-    candidates = Candidates(request_N, parent, token, depth_N[live].copy(), ranks, survival, cell)
-    best = np.sort(survival)[::-1][:verified]
+    candidates = candidates_of(
+        sample.columns, sample.own_columns, parent_N, depth_N, survival_N, *details
+    )
+    best = np.sort(candidates.survival_N)[::-1][:verified]
     return Drafted(candidates, sample.requests, float(best.sum()) if sample.whole else 0.0)
-
-
-def _ranks(request_N: np.ndarray, parent_N: np.ndarray) -> np.ndarray:
-    """Return the place of each node among its siblings, which stand in order of rank."""
-    family_N = np.where(parent_N >= 0, parent_N + request_N.max(initial=0) + 1, request_N)
-    order = np.argsort(family_N, kind="stable")
-    ordered = family_N[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-    first = np.repeat(starts, np.diff(np.append(starts, len(ordered))))
-    rank_N = np.empty(len(parent_N), np.int32)
-    rank_N[order] = np.arange(len(ordered)) - first
-    return rank_N

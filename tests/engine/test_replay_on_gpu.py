@@ -1,0 +1,145 @@
+"""Sequences of a GPU's engine, replayed by its kernels from the states that it captured: the counts
+of every cycle are the server's own. On Triton's interpreter, and on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.capturing import Capturing
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import checkpoints, drafting, request
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.models.config import ModelConfig
+from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.samples.captured import Captured, key_of
+from tlt_server.samples.identity import Identity
+from tlt_server.samples.ring import RingConsumer
+from tlt_server.samples.sample import Sample, decode_sample, sample_set
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.trainer.captured import CapturedFeatures
+from tlt_server.trainer.evaluate import Task, evaluate
+from tlt_server.trainer.handed import gpu_frame
+from tlt_server.trainer.plans import PinnedPlan
+from tlt_server.trainer.replay import ReplayedDrafter
+from tlt_server.trainer.self_check import SelfCheck, self_check
+from tlt_server.trainer.state_store import StateStore
+from tlt_server.trainer.trial import NoFeatures
+
+PAGE_SIZE = 16
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Recorded:
+    """Sequences of an engine, with the states that a trainer gets of them."""
+
+    def __init__(self, settings: EngineSettings, directory: Path, *asked: GenerateRequest) -> None:
+        engine = Capturing(settings, directory, ring=2**28)
+        engine.run(*(msgspec.structs.replace(each, train=True) for each in asked))
+        ring = RingConsumer(directory / "samples")
+        self.samples: list[Sample] = [decode_sample(c) for c in iter(ring.take, None)]
+        self.states: dict[bytes, Captured] = engine.taken()
+        texts = {key_of(text): text for s in self.samples for text in [_text(s)]}
+        lacking = [text for key, text in texts.items() if key not in self.states]
+        for at in range(0, len(lacking), 16):
+            self.states |= engine.recomputed(lacking[at : at + 16])
+        held = [s for s in self.samples if key_of(_text(s)) in self.states]
+        assert len(held) > 0.9 * len(self.samples)
+        self.samples = held
+        self.vocab_size = engine.info.vocab_size
+        self.device = "cuda" if settings.device == "cuda" else "cpu"
+        self.target, self.drafter = Path(settings.model), Path(settings.drafter)
+
+    def replayed(self) -> ReplayedDrafter:
+        """Return the drafter in force, as a trainer on this device loads it."""
+        tensors = load_file(self.target / "model.safetensors")
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        embedding_VH = tensors["model.embed_tokens.weight"].to(self.device, dtype)
+        frame = gpu_frame(self.target, self.drafter, embedding_VH, embedding_VH)
+        return ReplayedDrafter.load(self.drafter, frame, device="cuda")
+
+    def source(self) -> CapturedFeatures:
+        store = StateStore(2**30, 0)
+        for captured in self.states.values():
+            store.add(captured)
+        config = ModelConfig.read(self.target)
+        layers = find_loader(self.drafter, "cpu").feature_layers(self.drafter, config)
+        return CapturedFeatures(store, "initial", NoFeatures(len(layers) * config.hidden_size))
+
+    def checked(self, drafter: ReplayedDrafter) -> SelfCheck:
+        found = sample_set(self.samples, Identity("", ""), self.vocab_size)
+        return self_check(found, drafter, self.source(), page_size=PAGE_SIZE, version="initial")
+
+
+def _text(sample: Sample) -> bytes:
+    return np.asarray(sample.token_T, "<i4").tobytes()
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    root = tmp_path_factory.mktemp("replay")
+    with patched_once():
+        settings = drafting(checkpoints(root / "smallest"), "eagle", 4, 1, 5)
+        asked = [request(i, 6 + 5 * i, max_tokens=14) for i in range(3)]
+        yield Recorded(settings, root / "rings", *asked)
+
+
+def test_a_replay_by_the_gpus_kernels_accepts_what_the_engine_accepted(
+    interpreted: Recorded,
+) -> None:
+    drafter = interpreted.replayed()
+    found = interpreted.checked(drafter)
+    found.require_equal()
+    assert found.compared > 10 and not found.unknown
+    assert sum(sum(s.own_accepted) for s in interpreted.samples) > 0
+
+
+def test_another_drafter_is_noticed(interpreted: Recorded) -> None:
+    drafter = interpreted.replayed()
+    drafter.weights.network.target_ids_C.copy_(drafter.weights.network.target_ids_C.roll(1))
+    assert interpreted.checked(drafter).different > 0
+
+
+@pytest.mark.parametrize("where", [pytest.param("gpu", marks=gpu)])
+def test_on_a_gpu_every_cycle_is_repeated(where: str, tmp_path: Path) -> None:
+    settings = EngineSettings(
+        model=str(TARGET),
+        drafter=str(DRAFTER),
+        policy="fixed",
+        sd_strategy="eagle:7x1x8",
+        device="cuda",
+        dtype="bfloat16",
+        attention="triton",
+        max_model_len=512,
+        max_running=64,
+        max_rows=512,
+    )
+    asked = problems_as_requests(TARGET, 256, group=4, seed=3, max_tokens=256)
+    recorded = Recorded(settings, tmp_path / "rings", *asked)
+    drafter = recorded.replayed()
+    found = recorded.checked(drafter)
+    found.require_equal()
+    print(f"{found.compared} cycles compared, {found.different} differ")
+    assert found.compared > 3000
+    plan = PinnedPlan(Strategy("eagle", 7, 4, 16))
+    samples = sample_set(recorded.samples, Identity("", ""), recorded.vocab_size)
+    (walked,) = evaluate(
+        samples.responses,
+        range(len(samples)),
+        [Task(drafter, plan)],
+        recorded.source(),
+        page_size=PAGE_SIZE,
+    )
+    tokens = int(samples.responses.output_len_N.sum())
+    assert tokens / len(walked) > 5.5, "the shipped drafter's trees accept 6 and more"
