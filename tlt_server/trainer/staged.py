@@ -36,7 +36,7 @@ class StagedResponses:
 
     def __init__(self, width: int, pages: int, page_size: int) -> None:
         """`width`: F."""
-        self.number = 0  # of the responses that are staged, counted from 1
+        self.number = 0  # how many times responses were staged
         self.cache = KVCache(
             layers=0,
             pages=pages,
