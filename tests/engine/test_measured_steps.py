@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.assembly import assemble
@@ -57,3 +59,21 @@ def test_steps_are_measured_once_a_policy_needs_it(tmp_path: Path) -> None:
     assert engine.knowledge.cost.trained and not engine.use_idle_time()
     assert {*engine.knowledge.cost.record().draft} == {"eagle", "history"}
     assert (tmp_path / NAME).exists()
+
+
+@pytest.mark.parametrize("longest", [2, 64])
+def test_an_engine_of_short_sequences_measures_its_steps_too(longest: int) -> None:
+    engine, info = assemble(
+        EngineSettings(
+            model=TARGET,
+            drafter=str(DRAFTER),
+            device="cpu",
+            kv_memory_mb=64,
+            max_running=8,
+            max_model_len=longest,
+            policy="goodput",
+        )
+    )
+    assert info.max_model_len == longest
+    assert engine.idle
+    assert engine.knowledge.cost.profiled == (longest > 2)  # of 2 tokens none is decoded

@@ -30,7 +30,7 @@ BATCHES = ((1, 256), (8, 8), (8, 256), (24, 8), (64, 8), (256, 8))
 PER_DRAFTER = 6  # strategies of a drafter that are measured with one batch
 STRIDE = 5  # between the shapes of trees that follow each other
 MEASURED = 2  # steps of each kind, after one that does not count
-LONGEST = 96  # tokens that a request may generate meanwhile
+LONGEST = 96  # tokens that a request generates at most
 
 
 class StepProfile:
@@ -38,6 +38,7 @@ class StepProfile:
 
     def __init__(self, engine: Engine, vocab_size: int, max_model_len: int, seconds: float) -> None:
         self._engine, self._vocab_size, self._left_s = engine, vocab_size, seconds
+        self._generated = _generated(max_model_len)
         self._batches = _batches(engine, max_model_len)
         self.measured: list[Measured] = []
 
@@ -50,7 +51,9 @@ class StepProfile:
         size, context = self._batches.pop(0)
         strategies = _some(engine.policy.strategies(size, prompts=False))
         with nothing_learnt(engine):
-            self.measured += _measure(engine, strategies, size, context, self._vocab_size, until)
+            self.measured += _measure(
+                engine, strategies, size, context, self._vocab_size, self._generated, until
+            )
         self._left_s -= time.perf_counter() - started_s
         if self._batches:
             return True
@@ -94,12 +97,14 @@ def _batches(engine: Engine, max_model_len: int) -> list[tuple[int, int]]:
     running = engine.scheduler.running
     most = min(running.max_running, running.pool.pages * running.pool.page_size // max_model_len)
     fit = min(running.max_running, running.pool.available // 40)
-    within = [
-        (min(size, max(1, most, fit)), context)
-        for size, context in BATCHES
-        if context + LONGEST <= max_model_len
-    ]
+    longest = max_model_len - _generated(max_model_len)
+    within = [(min(size, max(1, most, fit)), min(context, longest)) for size, context in BATCHES]
     return list(dict.fromkeys(within))
+
+
+def _generated(max_model_len: int) -> int:
+    """Return the tokens that each request generates. Short sequences are half prompt."""
+    return min(LONGEST, max_model_len // 2)
 
 
 def _measure(
@@ -108,10 +113,11 @@ def _measure(
     size: int,
     context: int,
     vocab_size: int,
+    generated: int,
     until: float,
 ) -> Iterator[Measured]:
     """Run one batch under each strategy in turn."""
-    sampling = Sampling(max_tokens=LONGEST, ignore_eos=True)
+    sampling = Sampling(max_tokens=generated, ignore_eos=True)
     engine.policy = Fixed(OFF)
     engine.send(
         Submit(
