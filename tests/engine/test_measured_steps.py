@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tlt_server.commands import SetPolicy
+from tlt_server.commands import SetPolicy, Submit
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.knowledge_file import NAME
+from tlt_server.engine.loop import Engine
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import Cycle, GenerateRequest, Sampling, StepContext, Strategy
 from tlt_server.speculation.cost import StepLoad
 
 
@@ -77,3 +79,40 @@ def test_an_engine_of_short_sequences_measures_its_steps_too(longest: int) -> No
     assert info.max_model_len == longest
     assert engine.idle
     assert engine.knowledge.cost.profiled == (longest > 2)  # of 2 tokens none is decoded
+
+
+def cached_tokens(engine: Engine, prompt: list[int]) -> int:
+    sampling = Sampling(max_tokens=2)
+    engine.send(Submit([GenerateRequest(id="a", token_ids=prompt, sampling=sampling, seed=0)]))
+    outputs = engine.step()
+    while not engine.idle:
+        outputs += engine.step()
+    return max(output.cached_tokens for output in outputs)
+
+
+def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -> None:
+    settings = EngineSettings(
+        model=TARGET,
+        drafter=str(DRAFTER),
+        device="cpu",
+        kv_memory_mb=64,
+        max_running=8,
+        policy="off",
+    )
+    engine, prompt = assemble(settings)[0], [*range(3, 67)]
+    assert cached_tokens(engine, prompt) == 0
+    cached = engine.scheduler.pool.cached
+    context = StepContext(decoding=8, prefill_rows=0, mean_context=9.0, speculable=8)
+    chain = Strategy("eagle", 7, 1, 8)
+    cycle = Cycle(context=context, strategy=chain, rows=64, accepted=(7,) * 8, drafted=56)
+    for _ in range(100):  # before weights change, each first draft is accepted
+        engine.canary.observe(cycle)
+    engine.canary.renewed()
+    engine.send(SetPolicy("goodput"))
+    engine.step()
+    while engine.use_idle_time():
+        pass
+    assert engine.knowledge.cost.profiled
+    assert engine.canary.gauges()["drafters_resting"] == 0, "judged by meaningless prompts"
+    engine.scheduler.pool.check()
+    assert engine.scheduler.pool.cached == cached and cached_tokens(engine, prompt) == 48

@@ -72,7 +72,7 @@ class Engine:
         self.pushes, self.halt = pushes, halt
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
-        self._canary, self._make_policy, self._record = canary, make_policy, record
+        self.canary, self._make_policy, self._record = canary, make_policy, record
         self._recorder, self._recomputing = recorder, None
         if recorder and recorder.capture:
             self._recomputing = Recomputing(scheduler, recorder.capture, make_sequence)
@@ -94,7 +94,7 @@ class Engine:
         batch = self.scheduler.next_batch()  # None when nothing can run
         if batch:
             # No speculation is an ordinary strategy.
-            strategy = self._canary.permitted(self.policy.choose(batch.context))
+            strategy = self.canary.permitted(self.policy.choose(batch.context))
             self.switches.chose(batch.context, strategy)
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
             self.scheduler.launched(batch, strategy.depth)
@@ -115,7 +115,7 @@ class Engine:
         predicted_s = self.knowledge.observe(cycle, finished.drafted)
         self.last_cycle = msgspec.structs.replace(cycle, predicted_s=predicted_s)
         self.policy.observe(self.last_cycle)
-        if news := self._canary.observe(self.last_cycle):
+        if news := self.canary.observe(self.last_cycle):
             print(f"tlt: {news}", file=sys.stderr)
         return outputs
 
@@ -161,7 +161,7 @@ class Engine:
             **self.scheduler.gauges(),
             **self.policy.gauges(),
             **self.knowledge.gauges(),
-            **self._canary.gauges(),
+            **self.canary.gauges(),
             **self.runner.gauges(),
             **(self._recorder.gauges() if self._recorder else {}),
             **(self._recomputing.gauges() if self._recomputing else {}),

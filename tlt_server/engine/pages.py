@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 PageKey = bytes
 
@@ -110,12 +110,19 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def clear_index(self) -> None:
-        """Forget every cached prefix (held pages stay held)."""
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._index.clear()
-        self._key.clear()
+    @property
+    def indexed(self) -> frozenset[PageKey]:
+        """The keys of all pages that a sequence could find."""
+        return frozenset(self._index)
+
+    def clear_index(self, kept: Set[PageKey] = frozenset()) -> None:
+        """Forget every cached prefix but the `kept` keys (held pages stay held)."""
+        for key in self._index.keys() - kept:
+            page = self._index.pop(key)
+            del self._key[page]
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
 
     def check(self, holders: Iterable[Iterable[int]] | None = None) -> None:
         """Assert every invariant; with `holders`, also that counts are exactly what they hold."""

@@ -20,6 +20,7 @@ import numpy as np
 from tlt_server.commands import Submit
 from tlt_server.engine.loop import Engine
 from tlt_server.records import OFF, GenerateRequest, Sampling, Strategy
+from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.cost import Measured, load_of
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies.fixed import Fixed
@@ -64,15 +65,19 @@ class StepProfile:
 
 @contextmanager
 def nothing_learnt(engine: Engine) -> Iterator[None]:
-    """Run steps of meaningless prompts, under any policy, without consequences."""
+    """Run steps of meaningless prompts, under any policy, without consequences. Prefixes that were
+    cached before stay, unless their pages are needed.
+    """
     policy, knowledge, switches = engine.policy, engine.knowledge, engine.switches
-    engine.knowledge, engine.switches, engine.runner.learns = Knowledge(()), SwitchLog(), False
+    canary, prefixes = engine.canary, engine.scheduler.pool.indexed
+    engine.knowledge, engine.switches, engine.canary = Knowledge(()), SwitchLog(), Canary((), 0.0)
+    engine.runner.learns = False
     try:
         yield
     finally:
         engine.policy, engine.knowledge, engine.switches = policy, knowledge, switches
-        engine.runner.learns = True
-        engine.scheduler.pool.clear_index()
+        engine.canary, engine.runner.learns = canary, True
+        engine.scheduler.pool.clear_index(prefixes)
 
 
 def _some(strategies: Iterable[Strategy]) -> list[Strategy]:
