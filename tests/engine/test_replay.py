@@ -22,6 +22,7 @@ from tlt_server.bench.replaying.simulated import Replay
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.speculation.cost import KNOTS, CostRecord
 from tlt_server.speculation.recorded import DraftedTrees, RolloutRecord
 
 CHAIN, SHORT, TREE = "fixed:eagle:7x1x8", "fixed:eagle:3x1x3", "fixed:eagle:4x2x6"
@@ -165,6 +166,52 @@ def test_a_damaged_record_is_named(
     assert old in data and len(old) == len(new)
     file.write_bytes(data.replace(old, new, 1))
     with pytest.raises(StartupError, match=r"record\.safetensors .* record the rollout again"):
+        RolloutRecord.load(file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pages": 1},
+        {"pages": 2**28},
+        {"max_running": 2**28},
+        {"max_model_len": 2**40},
+        {"max_draft_rows": 2**40},
+        {"cost": CostRecord([1.0], {}, {}, [0.0] * 3)},
+        {"cost": CostRecord([-1.0] * len(KNOTS), {}, {}, [0.0] * 3)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_record_of_impossible_sizes_or_times_is_named(
+    change: dict[str, object], record: RolloutRecord, tmp_path: Path
+) -> None:
+    file = tmp_path / "record.safetensors"
+    replace(record, header=msgspec.structs.replace(record.header, **change)).save(file)
+    with pytest.raises(StartupError, match=r"record\.safetensors .* record the rollout again"):
+        RolloutRecord.load(file)
+
+
+def test_a_record_whose_arrays_do_not_fit_is_named(record: RolloutRecord, tmp_path: Path) -> None:
+    file = tmp_path / "record.safetensors"
+    trees = record.trees["eagle-1"]
+    none = replace(trees, own_PD=np.zeros_like(trees.own_PD))  # nodes of trees that have none
+    replace(record, trees={**record.trees, "eagle-1": none}).save(file)
+    with pytest.raises(StartupError, match="eagle-1 does not fit the rest"):
+        RolloutRecord.load(file)
+    record.save(file)
+    file.write_bytes(file.read_bytes().replace(b'"dtype":"U16"', b'"dtype":"F16"', 1))
+    with pytest.raises(StartupError, match="is float16, not uint16"):
+        RolloutRecord.load(file)
+
+
+def test_a_record_of_types_that_numpy_lacks_is_named(record: RolloutRecord, tmp_path: Path) -> None:
+    file = tmp_path / "record.safetensors"
+    record.save(file)
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end].replace(b'"dtype":"U16"', b'"dtype":"BF16"', 1)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
+    with pytest.raises(StartupError, match="is no safetensors file .*BF16"):
         RolloutRecord.load(file)
 
 

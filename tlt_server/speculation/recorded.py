@@ -30,7 +30,7 @@ from safetensors.numpy import load, save
 from tlt_server.errors import StartupError
 from tlt_server.samples.columns import expect, parsed, same_length, tensors_of, within
 from tlt_server.samples.samples import Legend, Responses, SampleSet, Verifications
-from tlt_server.speculation.cost import CostRecord
+from tlt_server.speculation.cost import CostModel, CostRecord
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.knowledge import KnowledgeRecord
 
@@ -39,6 +39,16 @@ MAX_BYTES = 2**31  # limit of a file's size
 MAX_HEADER = 2**20  # bytes
 DEVICES = ("cpu", "cuda", "interpreter")
 MAX_COLUMNS = 1024  # nodes of a tree
+# Limits on the recorded engine, as a replay makes tables of these sizes.
+MAX_SIZES = {
+    "page_size": 2**10,
+    "pages": 2**24,
+    "max_model_len": 2**22,
+    "max_running": 2**12,
+    "max_rows": 2**16,
+    "max_draft_rows": 2**16,
+}
+MAX_TABLE = 2**26  # pages of sequences that run at once
 NONE = 2**16 - 1  # no node
 REMEDY = "record the rollout again with `tlt bench record`"
 
@@ -171,7 +181,7 @@ class RolloutRecord:
             raise StartupError(
                 f"{path}: {error.strerror}; name a file of `tlt bench record`"
             ) from error
-        except SafetensorError as error:
+        except (SafetensorError, KeyError) as error:  # KeyError: a type that numpy lacks
             raise StartupError(f"{path} is no safetensors file ({error}); {REMEDY}") from error
         try:
             record = cls(
@@ -189,6 +199,7 @@ class RolloutRecord:
 
     def check(self) -> None:
         """`ValueError` unless all arrays fit each other."""
+        CostModel().restore(self.header.cost)
         self.samples.check()
         self._check_ends()
         cycles, header = self.cycles, self.header
@@ -206,7 +217,8 @@ class RolloutRecord:
             expect(drafted.name, trees.own_PD.shape == (positions, drafted.depth))
             expect(drafted.name, trees.count_P.shape == (positions,))
             within(drafted.name, trees.count_P, drafted.columns + 1)
-            expect(drafted.name, _before(trees.parent_PM) and _before(trees.own_PD, shape[1]))
+            expect(drafted.name, _before(trees.parent_PM))
+            expect(drafted.name, _before(trees.own_PD, trees.count_P[:, None]))
             within(drafted.name, trees.cell_PM, len(table.survival_K))
             good = (table.survival_K >= 0) & (table.survival_K <= 1)
             expect(drafted.drafter, bool(good.all() and (np.diff(table.gap_edges) > 0).all()))
@@ -262,9 +274,11 @@ def _header(data: bytes, path: Path) -> RecordHeader:
             f"{path} is of another version: device {parsed.device[:80]!r}, drafters "
             f"{', '.join(parsed.drafters)[:80] or 'none'}; {REMEDY}"
         )
-    sizes = (parsed.page_size, parsed.pages, parsed.max_running, parsed.max_rows)
-    if min(*sizes, parsed.max_draft_rows, parsed.max_model_len) < 1 or max(sizes) > 2**28:
+    if not all(1 <= getattr(parsed, name) <= most for name, most in MAX_SIZES.items()):
         raise StartupError(f"{path} is damaged: sizes of the engine; {REMEDY}")
+    longest_pages = -(-parsed.max_model_len // parsed.page_size)
+    if longest_pages > parsed.pages or longest_pages * parsed.max_running > MAX_TABLE:
+        raise StartupError(f"{path} is damaged: pages of its sequences; {REMEDY}")
     return parsed
 
 
@@ -272,7 +286,7 @@ def _drafters(header: RecordHeader) -> set[str]:
     return {trees.drafter for trees in header.trees}
 
 
-def _before(node_PM: NDArray[np.uint16], limit: int | None = None) -> bool:
+def _before(node_PM: NDArray[np.uint16], limit: NDArray[np.uint16] | None = None) -> bool:
     """Tell whether each is NONE or an earlier node (than its own place, or than `limit`)."""
     bound_M = np.arange(node_PM.shape[1]) if limit is None else limit
     return bool(((node_PM == NONE) | (node_PM < bound_M)).all())
