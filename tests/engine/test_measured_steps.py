@@ -11,6 +11,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.knowledge_file import NAME
 from tlt_server.engine.loop import Engine
+from tlt_server.engine.profiling import StepProfile
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import Cycle, GenerateRequest, Sampling, StepContext, Strategy
 from tlt_server.speculation.cost import StepLoad
@@ -116,3 +117,23 @@ def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -
     assert engine.canary.gauges()["drafters_resting"] == 0, "judged by meaningless prompts"
     engine.scheduler.pool.check()
     assert engine.scheduler.pool.cached == cached and cached_tokens(engine, prompt) == 48
+
+
+def test_a_slow_machine_still_measures_every_batch_and_steps_of_many_rows() -> None:
+    """Without them the profile may tell that more rows cost nothing, which no small step mends."""
+    settings = EngineSettings(
+        model=TARGET,
+        drafter=str(DRAFTER),
+        device="cpu",
+        kv_memory_mb=256,
+        max_running=24,
+        policy="off",
+    )
+    engine = assemble(settings)[0]
+    profile = StepProfile(engine, 512, 1024, seconds=0.0)
+    while profile.advance():
+        pass
+    loads = [step.load for step in profile.measured]
+    plain = {load.batch for load in loads if not load.prompt_rows}
+    assert {1, 8, 24} <= plain and max(load.read for load in loads) >= 256
+    assert engine.knowledge.cost.profiled and engine.idle

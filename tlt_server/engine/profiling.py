@@ -4,8 +4,9 @@ is set that needs it.
 The engine itself runs them: batches of a few sizes and contexts, each without drafts and with
 every number of decode rows that the policy may choose, in turns with short, long and wide trees of
 every drafter. Each batch gets its share of the time, so a slow machine measures fewer strategies of
-each, not fewer batches. Nothing is learnt of the drafts, which follow meaningless prompts. What is
-missing is interpolated, and corrected by the steps that serve.
+each, not fewer batches. Where prompts alone take longer, their steps stand for those of many rows
+with drafts. Nothing is learnt of the drafts, which follow meaningless prompts. What is missing is
+interpolated, and corrected by the steps that serve.
 """
 
 from __future__ import annotations
@@ -139,11 +140,13 @@ def _measure(
     )
     engine.step()
     while not engine.idle and (cycle := engine.last_cycle) and cycle.context.decoding < size:
+        if time.perf_counter() >= until:
+            yield Measured(load_of(cycle), cycle.step_s)
         engine.step()
-    for strategy in strategies:
+    for i, strategy in enumerate(strategies):
         engine.policy = Fixed(strategy)
         seen = 0
-        while seen <= MEASURED and not engine.idle and time.perf_counter() < until:
+        while seen <= MEASURED and not engine.idle and (not i or time.perf_counter() < until):
             engine.step()  # on a GPU, the first result is of the strategy before
             cycle = engine.last_cycle
             if cycle is not None and cycle.strategy == strategy:
