@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.demo.workload import DRAFTER, TARGET
@@ -37,6 +39,9 @@ def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: P
         assert engine.knowledge.cost.trained and engine.idle and not engine.scheduler.holds_kv
         assert all(known.ratio == 1.0 for known in engine.knowledge.outlooks.values())
     assert details[0].endswith(" steps") and details[1] == f"known from {tmp_path / NAME}"
+    made_by = json.loads((tmp_path / NAME).read_text())["made_by"]
+    assert made_by["model"] == "8 layers, hidden 256, MLP 512, heads 2/1, vocab 512"
+    assert made_by["kernels"] and made_by["torch"] == torch.__version__
 
 
 def test_steps_are_measured_once_a_policy_needs_it(tmp_path: Path) -> None:
@@ -79,7 +84,8 @@ def test_an_engine_of_short_sequences_measures_its_steps_too(longest: int) -> No
     )
     assert info.max_model_len == longest
     assert engine.idle
-    assert engine.knowledge.cost.profiled == (longest > 2)  # of 2 tokens none is decoded
+    # A sequence of 2 tokens has none that is decoded.
+    assert engine.knowledge.cost.profiled == (longest > 2)
 
 
 def cached_tokens(engine: Engine, prompt: list[int]) -> int:
@@ -120,7 +126,7 @@ def test_measuring_while_serving_keeps_cached_prefixes_and_judges_no_drafter() -
 
 
 def test_a_slow_machine_still_measures_every_batch_and_steps_of_many_rows() -> None:
-    """Without them the profile may tell that more rows cost nothing, which no small step mends."""
+    """A profile of few rows may tell that more rows cost nothing, which no small step mends."""
     settings = EngineSettings(
         model=TARGET,
         drafter=str(DRAFTER),

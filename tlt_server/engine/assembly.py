@@ -15,13 +15,12 @@ from pathlib import Path
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
-from tlt_server import __version__
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
-from tlt_server.engine.knowledge_file import KnowledgeFile
+from tlt_server.engine.knowledge_file import KnowledgeFile, code
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.profiling import StepProfile, nothing_learnt
@@ -262,12 +261,11 @@ def _versions(live: Live) -> str:
 
 def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) -> dict[str, str]:
     """Return all that the times of steps depend on, in the words of a message."""
-    config = live.target.network.config
     return {
-        "version": __version__,
+        **code(),
         "processor": gpu.description if device.name == "cuda" else processor(),
         "threads": str(settings.threads),
-        "model": f"{config.layers} layers, hidden {config.hidden_size}, vocab {config.vocab_size}",
+        "model": live.target.network.config.shape,
         "dtype": settings.dtype,
         "numerics": device.numerics,
         "attention": settings.attention,

@@ -12,11 +12,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from tlt_server import __version__
+from tlt_server.engine.gpu.kernel_records import sources
 from tlt_server.private import private_file
 from tlt_server.speculation.knowledge import Knowledge, KnowledgeRecord
 
@@ -83,6 +86,11 @@ class KnowledgeFile:
     def save_now_and_then(self, knowledge: Knowledge) -> None:
         if self._clock() - self._written_s >= EVERY_S:
             self.save(knowledge)
+
+
+def code() -> dict[str, str]:
+    """Return the versions of what computes steps."""
+    return {"version": __version__, "kernels": sources("tlt_kernels"), "torch": version("torch")}
 
 
 def profile_in(directory: Path | None) -> str:

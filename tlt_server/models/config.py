@@ -51,6 +51,14 @@ class ModelConfig:
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def shape(self) -> str:
+        """All that the time of a step depends on, in the words of a message."""
+        return (
+            f"{self.layers} layers, hidden {self.hidden_size}, MLP {self.intermediate_size}, "
+            f"heads {self.heads}/{self.kv_heads}, vocab {self.vocab_size}"
+        )
+
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
         return cls.parse(read_json(directory / "config.json"), str(directory / "config.json"))
