@@ -4,10 +4,13 @@ simulated worlds whose truth is known.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,6 +19,7 @@ from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.cost import (
     LEAST_S,
     CostModel,
+    CostRecord,
     Measured,
     StepLoad,
     load_of,
@@ -28,6 +32,7 @@ from tlt_server.speculation.sizes import POINTS
 from tlt_server.speculation.tree import select
 
 CONTEXT = 300.0
+MEASURED = Path(__file__).with_name("measured_cycles.json")
 
 
 def gpu_seconds(load: StepLoad) -> float:
@@ -463,3 +468,32 @@ def test_a_choice_takes_little_time() -> None:
     for _ in range(200):
         policy.choose(context)
     assert (time.thread_time() - began) / 200 < 5e-4  # the promise is 1e-4 on a quiet machine
+
+
+def test_no_more_rows_are_asked_for_than_trees_have_nodes() -> None:
+    """No step would show that their price is wrong, as it computes fewer rows."""
+    simulated = World(gpu_seconds)
+    cost = simulated.knowledge.cost
+    cost.profile(Measured(load, 4e-3) for load in PROFILED)
+    for _ in range(200):
+        cost.observe(StepLoad("eagle", 10, 1, 16, 176, 0, CONTEXT), 1.2e-2)
+    chosen = Goodput(simulated.knowledge).choose(StepContext(16, 0, CONTEXT, 16))
+    assert chosen.drafter and chosen.draft_rows(16) <= 16 * 2 * chosen.depth
+
+
+def test_recorded_cycles_of_a_gpu_take_as_long_as_its_profile_predicts() -> None:
+    """Of all cycles, and of plain, drafting and mixed ones by themselves."""
+    record = json.loads(MEASURED.read_text())
+    cost = CostModel()
+    cost.restore(msgspec.convert(record["cost"], CostRecord))
+    ratios: dict[str, list[float]] = {}
+    for *load, measured_ms in record["cycles"]:
+        step = StepLoad(*load)
+        kind = "mixed" if step.prompt_rows else "drafting" if step.drafter else "plain"
+        ratio = measured_ms / (1e3 * cost.predict(step))
+        for name in (kind, "all"):
+            ratios.setdefault(name, []).append(ratio)
+    assert {name: len(each) > 25 for name, each in ratios.items()} == dict.fromkeys(ratios, True)
+    for name, each in ratios.items():
+        median, error = np.median(each), np.median(np.abs(np.array(each) - 1))
+        assert abs(median - 1) < 0.05 and error < 0.08, (name, float(median), float(error))

@@ -198,6 +198,9 @@ class Goodput:
         sensible_DW = _sensible(outlook, decode_V) & self._allowed[d]
         sensible_DW &= ((depth_D == 1) | (depth_D <= context.deepest))[:, None]
         rate_DWV[~sensible_DW] = 0.0
+        # Rows beyond all nodes are not computed on a CPU, so no step would correct their price.
+        nodes_DW = requests * _nodes(depth_D[:, None], width_W)
+        rate_DWV[:, :, 1:][drafts_V[:-1] >= nodes_DW[..., None]] = 0.0
         return rate_DWV, np.broadcast_to(seconds_DWV, rate_DWV.shape)
 
     def _seconds(
@@ -231,6 +234,12 @@ def _allowed(drafter: str, outlook: Outlook, arms: Arms | None) -> NDArray[np.bo
         for depth in outlook.depths
     ]
     return np.array(permitted)
+
+
+def _nodes(depth: NDArray[np.int64], width: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the nodes of a request's tree with its branch, at most."""
+    found: NDArray[np.int64] = width + (depth - 1) * width**2 + depth
+    return found
 
 
 def _sensible(outlook: Outlook, decode_V: NDArray[np.int64]) -> NDArray[np.bool_]:
