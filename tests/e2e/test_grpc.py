@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ from tlt_server.demo.workload import TARGET
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpc_trainer.py"
 LONG = GenerateRequest(
     requests=[Item(prompt="2+2=", n=2, seed=7)],
-    sampling=SamplingFields(max_tokens=1500, ignore_eos=True),
+    sampling=SamplingFields(max_tokens=700, ignore_eos=True),
 )
 
 
@@ -103,7 +104,7 @@ def test_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
         )
         told = list(stream)
         assert [event.WhichOneof("event") for event in told[-2:]] == ["result", "done"]
-        assert [len(choice.token_ids) for choice in told[-2].result.choices] == [1500, 1500]
+        assert [len(choice.token_ids) for choice in told[-2].result.choices] == [700, 700]
         assert server.process.wait(60) == 0
 
 
@@ -123,13 +124,14 @@ def test_an_engine_that_dies_is_told_of_and_comes_back() -> None:
         states = iter(event.state for event in events)
         assert "restarted" in next(state for state in states if not state.ready).reason
         assert next(state for state in states if state.ready).engine_pid not in (0, pid)
-        assert stub.GenerateBatch(LONG).results[0].choices
+        short = GenerateRequest(requests=LONG.requests, sampling=SamplingFields(max_tokens=4))
+        assert stub.GenerateBatch(short).results[0].choices
         events.cancel()
 
 
 def test_a_port_that_is_taken_is_said_at_once() -> None:
-    with ServerProcess(*FAST_START, "--grpc-port", "0") as server:
-        port = server.grpc_address.rpartition(":")[2]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
         done = subprocess.run(
             [
                 sys.executable,

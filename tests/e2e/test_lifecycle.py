@@ -29,7 +29,7 @@ from tlt_server.errors import StartupError
 
 QUESTION = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
 LONG = {"max_tokens": 3000, "ignore_eos": True}
-SHORTER = {**LONG, "max_tokens": 1500}
+SHORTER = {**LONG, "max_tokens": 700}
 FAST_START = ("--model", str(TARGET), "--drafter", "none", "--kv-memory-mb", "64")
 
 
@@ -131,7 +131,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
         assert running.is_alive()
         running.join(60)
         assert [(c.finish_reason, len(c.token_ids)) for c in replies[0].results[0].choices] == [
-            ("length", 1500)
+            ("length", 700)
         ] * 2
         assert server.process.wait(60) == 0
 
@@ -145,19 +145,9 @@ def _truncated(model: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4096])
 
 
-def _mis_shaped(model: Path) -> None:
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
-    save_file(tensors, model / "model.safetensors")
-
-
 BROKEN: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no config": (_without_config, ("there is no", "config.json", "model must name a directory")),
     "truncated": (_truncated, ("model.safetensors", "truncated or damaged", "download it again")),
-    "mis-shaped": (
-        _mis_shaped,
-        ("model.norm.weight", "[255], expected [256]", "do not belong together"),
-    ),
 }
 
 
@@ -187,7 +177,9 @@ def test_a_drafter_of_the_wrong_kind_is_named_at_start(tmp_path: Path) -> None:
     tensors = load_file(drafter / "model.safetensors")
     tensors["fc.weight"] = tensors["fc.weight"][:, :-8].clone()
     save_file(tensors, drafter / "model.safetensors")
-    assert "fc.weight" in starting_fails("--model", str(TARGET), "--drafter", str(drafter))
+    message = starting_fails("--model", str(TARGET), "--drafter", str(drafter))
+    for part in ("fc.weight", "], expected [", "do not belong together"):
+        assert part in message
 
 
 def test_the_shipped_pair_is_what_the_fixture_serves(client: Client) -> None:

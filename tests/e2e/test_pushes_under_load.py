@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import sums
 from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
@@ -33,7 +33,7 @@ from tlt_client.channels.http import HttpSender
 from tlt_client.wire import Choice, Done, ItemResult, Token
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import problem
-from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.demo.workload import TARGET
 
 PUSHES, ITEMS, N, TOKENS = 12, 2, 2, 100  # pushes: three channels, four ways in flight
 IN_FLIGHT = ("continue", "recompute", "abort", "drain")
@@ -244,15 +244,11 @@ def test_twelve_pushes_land_while_batches_run(tmp_path: Path) -> None:
         str(tmp_path / "state"),
         "--weight-channels",
         "disk,http,broadcast",
-        "--policy",
-        "fixed",
-        "--sd-strategy",
-        "eagle:4x2x8",
     )
     (tmp_path / "root").mkdir()
     base = load_file(TARGET / "model.safetensors")
     versions, modes = ["initial"], [""]
-    with ServerProcess(*PAIR, *flags) as server, Client(server.url, timeout_s=60) as trainer:
+    with ServerProcess(*DRAFTING, *flags) as server, Client(server.url, timeout_s=60) as trainer:
         senders = [
             DiskSender(trainer, tmp_path / "root"),
             HttpSender(trainer),
@@ -288,7 +284,7 @@ def test_twelve_pushes_land_while_batches_run(tmp_path: Path) -> None:
     shutil.copytree(TARGET, fresh)
     save_file(dict(sent), fresh / "model.safetensors")
     with (
-        ServerProcess("--model", str(fresh), "--drafter", str(DRAFTER)) as server,
+        ServerProcess("--model", str(fresh), *DRAFTING[2:]) as server,
         Client(server.url, timeout_s=60) as client,
     ):
         assert scored(client) == last, "the same tokens, and the same bits of their log-probs"

@@ -20,7 +20,7 @@ from tlt_client import Client, Reply, Rollout
 from tlt_client.wire import ItemResult
 from tlt_server.demo.server import ServerProcess
 
-LONG = {"max_tokens": 500, "ignore_eos": True}
+LONG = {"max_tokens": 320, "ignore_eos": True}
 ITEMS: list[dict[str, Any]] = [
     {"id": "group", "messages": QUESTION, "n": 3, "seed": 11},
     {
@@ -111,7 +111,7 @@ def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Repl
             target=lambda: keyed.append(client.generate(ITEMS, sampling=LONG, idempotency_key="k"))
         )
         waiting.start()
-        for least in (200, 1000):
+        for least in (200, 800):
             await_tokens(detached[0], least)
             pid = engine(server.process.pid)
             os.kill(pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(
 
     flags = (*FAST_START, "--state-dir", str(tmp_path))
     ids: list[str] = []
-    for least in (300, 1000):
+    for least in (300, 800):
         with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
             ids = ids or [start(client, key) for key in ("step-1", "step-2")]
             await_tokens(client.rollout(ids[0]), least)

@@ -101,7 +101,8 @@ PUSHES = [
 
 
 def rollout_run(seconds: float) -> RolloutRun:
-    return RolloutRun(seconds, 60_000, 9_000.0, b"same", 900, 700, {"eagle chain": seconds})
+    counted = {"step_s": {"eagle chain": seconds}}
+    return RolloutRun(seconds, 60_000, 9_000.0, b"same", 900, 700, counted)
 
 
 EXAMPLES = [

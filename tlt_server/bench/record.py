@@ -66,6 +66,13 @@ def finish(
     machine whose rollout the figures are of, if it is not this one.
     """
     print(msgspec.json.encode(figures).decode(), flush=True)
+    save(args, figures, on_gpu=on_gpu, recorded_on=recorded_on)
+
+
+def save(
+    args: argparse.Namespace, figures: Mapping[str, Any], *, on_gpu: bool, recorded_on: str = ""
+) -> None:
+    """Write the file of `--json`, if it is asked for; a long bench does so before it has ended."""
     if args.json:
         command = f"tlt {shlex.join(without_folder(argument) for argument in sys.argv[1:])}"
         entry = entry_of(figures, command, on_gpu=on_gpu, commit=args.commit)

@@ -4,10 +4,10 @@ fixed strategies.
 A workload is either a whole rollout, sent as one batch (`512`: the time until the last response is
 there), or a number of requests that is kept running all the time (`full 64`: each one that ends is
 followed by the next, all of one length). Every seed is one run of every arm; the arms take turns,
-and the first rollout of all is repeated as the last, which tells what a start leaves to be done.
-Ratios are medians over the seeds of one arm's time over another's with the same seed. The server's
-caches are flushed between runs, and every response is compared with that of the first arm, tokens
-and bits of log-probs.
+and the file of `--json` is written after each seed. The first rollout of all is repeated as the
+last, which tells what a start leaves to be done. Ratios are medians over the seeds of one arm's
+time over another's with the same seed. The server's caches are flushed between runs, and every
+response is compared with that of the first arm, tokens and bits of log-probs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tlt_client import Client
 from tlt_client.errors import InvalidRequest
 from tlt_client.wire import Reply
 from tlt_server.bench.load import Connections
-from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.record import finish, progress_bar, save, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout import shortened
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
@@ -48,6 +48,12 @@ FIXED = {
 WORKLOADS = {"cpu": ("64",), "cuda": ("64", "256", "512", "full 64", "full 256")}
 SEEDS = (21, 22, 23, 24, 25)  # not those that anything was tuned on
 DEFAULT = "goodput"
+COUNTERS = {  # metric and label, by figure of a row
+    "step_s": ("tlt_measured_step_seconds_total", "kind"),
+    "predicted_s": ("tlt_predicted_step_seconds_total", "kind"),
+    "decodes": ("tlt_decodes_total", "strategy"),
+    "accepted": ("tlt_sd_accepted_tokens_total", "strategy"),
+}
 FULL = 4  # times the requests of a full batch that are sent, one after the other
 FULL_TOKENS = 192
 
@@ -72,7 +78,7 @@ class RolloutRun(NamedTuple):
     digest: bytes  # SHA-256 of tokens and log-probs
     drafted_tokens: int
     accepted_tokens: int
-    step_s: dict[str, float]  # kind of strategy -> seconds
+    counted: dict[str, dict[str, float]]  # COUNTERS' figure -> kind or strategy -> sum
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,6 +100,15 @@ def run(args: argparse.Namespace) -> int:
     arms = {policy_name(command): command for command in commands}
     console = wide_console()
     flags = _flags(args, at_most_what_it_takes(settings.model, most + 256))
+    said: dict[str, Any] = {
+        "bench": "rollout-http",
+        "quick": bool(args.quick),
+        "seeds": [],
+        "max_tokens": most,
+        "penalties": bool(args.penalties),
+        **described(settings),
+        "max_running": args.max_running,
+    }
     seen: dict[tuple[str, str], list[RolloutRun]] = {}
     with (
         ServerProcess(
@@ -120,19 +135,16 @@ def run(args: argparse.Namespace) -> int:
 
         names = [*arms]
         first = play(workloads[0], seeds[0], names[0])
-        for workload, (turn, seed) in itertools.product(workloads, enumerate(seeds)):
+        for (turn, seed), workload in itertools.product(enumerate(seeds), workloads):
             at = turn % len(names)  # another arm begins each turn
             for arm in names[at:] + names[:at]:
                 seen.setdefault((workload.name, arm), []).append(play(workload, seed, arm))
+            if workload is workloads[-1]:
+                said["seeds"] = list(seeds[: turn + 1])
+                save(args, {**said, **figures(seen, args.pair)}, on_gpu=args.device == "cuda")
         later = play(workloads[0], seeds[0], names[0])
     summary = {
-        "bench": "rollout-http",
-        "quick": bool(args.quick),
-        "seeds": list(seeds),
-        "max_tokens": most,
-        "penalties": bool(args.penalties),
-        **described(settings),
-        "max_running": args.max_running,
+        **said,
         "first_s": round(first.seconds, 3),
         "later_s": round(later.seconds, 3),
         "first_over_later": round(first.seconds / later.seconds, 3),
@@ -178,10 +190,7 @@ def figures(seen: dict[tuple[str, str], list[RolloutRun]], pair: str) -> dict[st
             "accepted_share": round(sum(r.accepted_tokens for r in runs) / drafted, 3)
             if drafted
             else None,
-            "step_s": {
-                kind: round(statistics.mean(r.step_s.get(kind, 0.0) for r in runs), 3)
-                for kind in sorted({kind for r in runs for kind in r.step_s})
-            },
+            **{figure: _mean([r.counted.get(figure, {}) for r in runs]) for figure in COUNTERS},
         }
         if (plain := seen.get((workload, "off"))) is not None:
             row["against_off"] = _ratio(plain, runs)
@@ -199,6 +208,15 @@ def figures(seen: dict[tuple[str, str], list[RolloutRun]], pair: str) -> dict[st
                 seen[row["workload"], best["arm"]], seen[row["workload"], DEFAULT]
             )
     return {"rows": rows, "responses_differing": differing}
+
+
+def _mean(counted: list[dict[str, float]]) -> dict[str, float]:
+    """Return the means of what is not zero in all runs."""
+    labels = sorted({label for each in counted for label, value in each.items() if value})
+    return {
+        label: round(statistics.mean(each.get(label, 0.0) for each in counted), 3)
+        for label in labels
+    }
 
 
 def _ratio(slower: list[RolloutRun], faster: list[RolloutRun]) -> float:
@@ -225,10 +243,10 @@ def _rollout(
     running: int,
     penalties: bool,
 ) -> RolloutRun:
-    before = _step_seconds(client)
+    before = _counted(client)
     bodies = [_body([r], penalties) for r in requests] if running else [_body(requests, penalties)]
     seconds, contents = uvloop.run(_sent(server.url, bodies, running or 1))
-    after = _step_seconds(client)
+    after = _counted(client)
     results = [r for content in contents for r in msgspec.json.decode(content, type=Reply).results]
     digest, nats, tokens, drafted, accepted = hashlib.sha256(), 0.0, 0, 0, 0
     for result in results:
@@ -240,8 +258,11 @@ def _rollout(
             tokens += len(choice.token_ids)
             drafted += choice.sd.drafted
             accepted += choice.sd.accepted
-    step_s = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
-    return RolloutRun(seconds, tokens, nats, digest.digest(), drafted, accepted, step_s)
+    counted = {
+        figure: {label: sums[label] - before[figure].get(label, 0.0) for label in sums}
+        for figure, sums in after.items()
+    }
+    return RolloutRun(seconds, tokens, nats, digest.digest(), drafted, accepted, counted)
 
 
 def _body(requests: list[GenerateRequest], penalties: bool) -> bytes:
@@ -283,14 +304,16 @@ async def _sent(url: str, bodies: list[bytes], at_once: int) -> tuple[float, lis
     return seconds, replies
 
 
-def _step_seconds(client: Client) -> dict[str, float]:
-    """Return the seconds of the steps whose time was predicted, by kind of strategy."""
-    return {
-        sample.labels["kind"]: sample.value
-        for family in text_string_to_metric_families(client.metrics())
-        for sample in family.samples
-        if sample.name == "tlt_measured_step_seconds_total"
-    }
+def _counted(client: Client) -> dict[str, dict[str, float]]:
+    """Return the server's `COUNTERS` so far."""
+    figures = {metric: (figure, label) for figure, (metric, label) in COUNTERS.items()}
+    sums: dict[str, dict[str, float]] = {figure: {} for figure in COUNTERS}
+    for family in text_string_to_metric_families(client.metrics()):
+        for sample in family.samples:
+            if sample.name in figures:
+                figure, label = figures[sample.name]
+                sums[figure][sample.labels[label]] = sample.value
+    return sums
 
 
 def _print(console: Console, summary: dict[str, Any]) -> None:
