@@ -482,7 +482,7 @@ def test_no_more_rows_are_asked_for_than_trees_have_nodes() -> None:
 
 
 def test_recorded_cycles_of_a_gpu_take_as_long_as_its_profile_predicts() -> None:
-    """Of all cycles, and of plain, drafting and mixed ones by themselves."""
+    """Compare medians over all cycles, and over plain, drafting and mixed ones alone."""
     record = json.loads(MEASURED.read_text())
     cost = CostModel()
     cost.restore(msgspec.convert(record["cost"], CostRecord))
