@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -39,6 +40,21 @@ class OutlookSettings:
     every: int = 8  # steps of which the trees of one are looked at
     fade: float = 0.02  # share of the ratio that a step replaces
     doubt: int = 256  # steps without a tree after which half of what was seen is doubted
+
+
+class CurvePoints(NamedTuple):
+    """Places between the points of a curve."""
+
+    above: NDArray[np.int64]  # the next point
+    share: NDArray[np.float64]  # its weight
+
+    @classmethod
+    def of(cls, nodes: NDArray[np.float64]) -> CurvePoints:
+        """Return the places of these draft rows per request."""
+        nodes = np.minimum(nodes, POINTS[-1])
+        above = np.clip(np.searchsorted(_POINT_X, nodes), 1, len(POINTS) - 1)
+        below_X = _POINT_X[above - 1]
+        return cls(above, (nodes - below_X) / (_POINT_X[above] - below_X))
 
 
 class OutlookRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,13 +87,14 @@ class Outlook:
         """Return the expected accepted draft tokens per request, [D, W, len(nodes)], by draft rows
         per request.
         """
-        nodes = np.minimum(nodes, POINTS[-1])
-        above = np.clip(np.searchsorted(_POINT_X, nodes), 1, len(POINTS) - 1)
-        share = (nodes - _POINT_X[above - 1]) / (_POINT_X[above] - _POINT_X[above - 1])
-        curve_DWX = self.curve_DWX
-        return self.ratio * (
-            curve_DWX[..., above - 1] * (1 - share) + curve_DWX[..., above] * share
-        )
+        return self.gains_at(CurvePoints.of(nodes))
+
+    def gains_at(self, points: CurvePoints) -> NDArray[np.float64]:
+        curve_DWX, above, share = self.curve_DWX, points.above, points.share
+        found: NDArray[np.float64] = curve_DWX[..., above - 1] * (1 - share)
+        found += curve_DWX[..., above] * share
+        found *= self.ratio
+        return found
 
     def gain(self, depth: int, width: int, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the same of one depth and width, or of the next smaller ones that there are."""

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from tlt_server.records import OFF, Arms, Cycle, StepContext, Strategy
 from tlt_server.speculation.knowledge import Knowledge
-from tlt_server.speculation.outlook import Outlook
+from tlt_server.speculation.outlook import CurvePoints, Outlook
 from tlt_server.speculation.policies import Setup
 from tlt_server.speculation.sizes import AnySize, Recordings, Sizes
 
 # Levels that a path may have for every draft row that a step may verify: deeper ones are wasted.
 DEEPEST = 2
+KEPT_SHAPES = 1024  # kinds of steps
 BROADEST = 4  # a tree is wide only where the widest level is at most this part of those rows
 
 
@@ -52,6 +53,40 @@ class Weighed(NamedTuple):
     rows: int  # decode rows
 
 
+class StepShapes(NamedTuple):
+    """The strategies of one drafter that are weighed for steps of one kind."""
+
+    points_V: CurvePoints  # draft rows per request
+    depth_D11: NDArray[np.int64]
+    width_1W1: NDArray[np.int64]
+    useful_DWV: NDArray[np.float64]  # 1, or 0 where a strategy cannot be chosen
+
+    @classmethod
+    def of(
+        cls,
+        outlook: Outlook,
+        context: StepContext,
+        requests: int,
+        decode_V: NDArray[np.int64],
+        allowed_DW: NDArray[np.bool_],
+    ) -> StepShapes:
+        """`requests`: those that take drafts of this drafter."""
+        drafts_V = np.minimum(decode_V[1:] - context.decoding, context.most_drafts)
+        depth_D, width_W = np.array(outlook.depths), np.array(outlook.widths)
+        sensible_DW = _sensible(outlook, decode_V) & allowed_DW
+        sensible_DW &= ((depth_D == 1) | (depth_D <= context.deepest))[:, None]
+        # Rows beyond all nodes are not computed on a CPU, so no step would correct their price.
+        nodes_DW = requests * _nodes(depth_D[:, None], width_W)
+        fewer_V = np.concatenate(([-1], drafts_V[:-1]))
+        useful_DWV = sensible_DW[..., None] & (fewer_V < nodes_DW[..., None])
+        return cls(
+            CurvePoints.of(drafts_V / requests),
+            depth_D[:, None, None],
+            width_W[None, :, None],
+            useful_DWV.astype(np.float64),
+        )
+
+
 NONE = Weighed(0.0, 0.0, None, 0)
 NOTHING_111 = np.zeros((1, 1, 1), np.int64)
 
@@ -71,6 +106,7 @@ class Goodput:
         self._names, self._outlooks = list(knowledge.outlooks), list(knowledge.outlooks.values())
         self._allowed = [_allowed(name, known, arms) for name, known in knowledge.outlooks.items()]
         self._recordings = recordings
+        self._shapes: dict[tuple[int, ...], StepShapes] = {}
         self._current: TreeShape | None = None
         self._expected = self._switches = 0.0
 
@@ -188,20 +224,37 @@ class Goodput:
         all numbers of decode rows but the first.
         """
         requests = context.taking(self._names[d])
-        drafts_V = np.minimum(decode_V[1:] - context.decoding, context.most_drafts)
-        gain_DWV = outlook.gains(drafts_V / requests)
-        depth_D, width_W = np.array(outlook.depths), np.array(outlook.widths)
+        shapes = self._shapes_of(d, outlook, context, requests, decode_V)
         seconds_DWV = self._seconds(
-            context, computed_V[1:], self._names[d], depth_D[:, None, None], width_W[None, :, None]
+            context, computed_V[1:], self._names[d], shapes.depth_D11, shapes.width_1W1
         )
-        rate_DWV = (context.decoding + requests * gain_DWV) / seconds_DWV
-        sensible_DW = _sensible(outlook, decode_V) & self._allowed[d]
-        sensible_DW &= ((depth_D == 1) | (depth_D <= context.deepest))[:, None]
-        rate_DWV[~sensible_DW] = 0.0
-        # Rows beyond all nodes are not computed on a CPU, so no step would correct their price.
-        nodes_DW = requests * _nodes(depth_D[:, None], width_W)
-        rate_DWV[:, :, 1:][drafts_V[:-1] >= nodes_DW[..., None]] = 0.0
+        rate_DWV = outlook.gains_at(shapes.points_V)
+        rate_DWV *= requests
+        rate_DWV += context.decoding
+        rate_DWV *= shapes.useful_DWV
+        rate_DWV /= seconds_DWV
         return rate_DWV, np.broadcast_to(seconds_DWV, rate_DWV.shape)
+
+    def _shapes_of(
+        self,
+        d: int,
+        outlook: Outlook,
+        context: StepContext,
+        requests: int,
+        decode_V: NDArray[np.int64],
+    ) -> StepShapes:
+        """Return what does not depend on anything that is learnt; many steps are of one kind."""
+        key = (
+            *(d, requests, context.decoding, context.prefill_rows > 0),
+            *(context.most_drafts, context.deepest),
+        )
+        found = self._shapes.get(key)
+        if found is None:
+            if len(self._shapes) >= KEPT_SHAPES:
+                self._shapes.clear()
+            found = StepShapes.of(outlook, context, requests, decode_V, self._allowed[d])
+            self._shapes[key] = found
+        return found
 
     def _seconds(
         self,
