@@ -53,4 +53,6 @@ def test_a_mask_that_leaks_is_noticed():
     q, k, v = random(8, A, D, seed=1), random(8, K, D, seed=2), random(8, K, D, seed=3)
     apart = attend(Blocks((0, 4, 8)), torch.float32, q, k, v)
     leaking = attend(Blocks((0, 8)), torch.float32, q, k, v)
-    assert torch.equal(apart[:4], leaking[:4]) and (apart[4:] - leaking[4:]).abs().max() > 0.1
+    # Matmuls of other sizes may round otherwise.
+    torch.testing.assert_close(apart[:4], leaking[:4], atol=2e-6, rtol=1e-4)
+    assert (apart[4:] - leaking[4:]).abs().max() > 0.1
