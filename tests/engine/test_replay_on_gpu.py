@@ -25,12 +25,14 @@ from tlt_server.samples.identity import Identity
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import Sample, decode_sample, sample_set
 from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.trainer import replay
 from tlt_server.trainer.captured import CapturedFeatures
-from tlt_server.trainer.evaluate import Task, evaluate
+from tlt_server.trainer.evaluate import Task, evaluate, staged
 from tlt_server.trainer.handed import gpu_frame
 from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import SelfCheck, self_check
+from tlt_server.trainer.staged import Roots
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.trainer.trial import NoFeatures
 
@@ -109,6 +111,31 @@ def test_another_drafter_is_noticed(interpreted: Recorded) -> None:
     drafter = interpreted.replayed()
     drafter.weights.network.target_ids_C.copy_(drafter.weights.network.target_ids_C.roll(1))
     assert interpreted.checked(drafter).different > 0
+
+
+def test_roots_are_drafted_from_in_parts_that_have_room(
+    interpreted: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No padding to a usual number of requests goes beyond the room for draft rows."""
+    plan = PinnedPlan(Strategy("eagle", 4, 2, 6))
+    samples = sample_set(interpreted.samples, Identity("", ""), interpreted.vocab_size)
+    found = []
+    for roots, rows in ((replay.MAX_ROOTS, replay.DRAFT_ROWS), (8, 3 * 2 * 3)):
+        monkeypatch.setattr(replay, "MAX_ROOTS", roots)
+        monkeypatch.setattr(replay, "DRAFT_ROWS", rows)
+        drafter = interpreted.replayed()
+        source, chosen = interpreted.source(), range(len(samples))
+        (walked,) = evaluate(
+            samples.responses, chosen, [Task(drafter, plan)], source, page_size=PAGE_SIZE
+        )
+        for part, (replayed,) in staged(
+            samples.responses, chosen, [drafter], source, page_size=PAGE_SIZE
+        ):
+            n_B = np.repeat(np.arange(len(part)), 4)
+            position_B = np.tile(np.arange(1, 5), len(part))
+            replayed.calibrate(Roots(n_B, position_B, np.full(len(n_B), 6, np.int32)), 4, 2)
+        found.append((walked.accepted_C.tolist(), drafter.weights.calibration.trials_K.sum()))
+    assert found[0] == found[1] and found[0][1] > 12
 
 
 @pytest.mark.parametrize("where", [pytest.param("gpu", marks=gpu)])

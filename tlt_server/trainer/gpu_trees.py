@@ -46,11 +46,12 @@ class GpuTrees:
         self._device = placement.device
         pages = staged.cache.pages
         self._trash = pages * PAGE_SIZE
+        self._max_requests, self._max_rows = max_requests, max_rows
         self._cache = KVCache(
             layers=1,
             pages=pages,
             page_size=PAGE_SIZE,
-            scratch=1 + max_requests + max_rows,
+            scratch=1 + max_rows,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             dtype=placement.dtype,
@@ -92,7 +93,10 @@ class GpuTrees:
 
     def _drafted(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
         slots, requests = self._slots, len(batch)
-        size = 1 << (requests - 1).bit_length()
+        level_rows = strategy.width * (strategy.depth - 1)
+        room = min(self._max_requests, self._max_rows // max(1, level_rows))
+        assert requests <= room, f"{requests} requests of {strategy.name}, {room} have room"
+        size = min(1 << (requests - 1).bit_length(), room)  # few sizes, so that buffers are kept
         position_B = np.array([len(tokens) - 1 for tokens in batch.tokens], np.int64)
         last_B = np.array([tokens[-1] for tokens in batch.tokens], np.int32)
         table_BP = batch.page_table_BP.astype(np.int64)
@@ -128,7 +132,7 @@ class GpuTrees:
             drafter=0,
             trash=self._trash,
             first_kv_slot=self._trash + 1,
-            floor=growth.FLOOR if strategy.budget else 0.0,
+            floor=growth.FLOOR if strategy.draft_rows(requests) else 0.0,
         )
         nodes = trees.nodes.head(requests)
         parts = nodes.parent_BC, nodes.depth_BC, nodes.survival_BC, nodes.token_BC, nodes.cell_BC

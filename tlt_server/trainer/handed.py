@@ -21,7 +21,7 @@ from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.trainer.network import TrainableDrafter, load_trainable
+from tlt_server.trainer.network import TargetShape, TrainableDrafter, load_trainable
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.weights.checksums import digest, live_sums
 from tlt_server.weights.handover import DRAFTER, EMBEDDING, HEAD, TARGET
@@ -37,19 +37,16 @@ class Frame(Served, Protocol):
 
 
 @dataclass
-class GpuFrame:
+class GpuFrame(TargetShape):
     """The parts of a `models.gpu.decoder.GpuDecoder` that its drafter reads."""
 
-    config: ModelConfig
-    feature_layers: tuple[int, ...]
     placement: Placement
     embedding_VH: Tensor
     head_VH: Tensor  # rows of the draft vocabulary: all of them where a drafter has no head
 
-    def __post_init__(self) -> None:
-        self.hidden_size, self.vocab_size = self.config.hidden_size, self.config.vocab_size
-        self.max_position = self.config.max_position
-        self.feature_width = len(self.feature_layers) * self.hidden_size
+    @property
+    def feature_width(self) -> int:
+        return len(self.feature_layers) * self.hidden_size
 
 
 class Handed(NamedTuple):

@@ -11,7 +11,7 @@ Legend: B roots of a batch, D depths, N nodes, M chosen nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -103,17 +103,17 @@ class DraftReplay:
         `floored`: leave out what serving does not expand, as it hardly survives. False gives the
         whole tree, which has the chain of any recorded number of rows.
         """
-        most = max(1, min(MAX_ROOTS, DRAFT_ROWS // max(1, width * (depth - 1))))
-        parts = [slice(i, i + most) for i in range(0, len(roots.position_B), most)]
-        found = [self._accepted(roots.part(part), depth, width, floored) for part in parts]
+        parts = _at_once(roots, depth, width)
+        found = [self._accepted(part, depth, width, floored) for part in parts]
         return np.concatenate(found) if found else np.zeros(0, np.int32)
 
     def calibrate(self, roots: Roots, depth: int, width: int) -> None:
         """Correct the drafter's calibration table by whole trees from these roots."""
-        batch = self.staged.batch(roots)
-        candidates = self._drafts.propose(batch, Strategy(self.drafter.kind, depth, width, 1))
-        follow_BD = self.staged.follow(roots, depth)
-        self._drafts.observe(batch, candidates, on_path(candidates, follow_BD))
+        for part in _at_once(roots, depth, width):
+            batch = self.staged.batch(part)
+            candidates = self._drafts.propose(batch, Strategy(self.drafter.kind, depth, width, 1))
+            follow_BD = self.staged.follow(part, depth)
+            self._drafts.observe(batch, candidates, on_path(candidates, follow_BD))
 
     def _accepted(self, roots: Roots, depth: int, width: int, floored: bool) -> NDArray[np.int32]:
         batch = self.staged.batch(roots)
@@ -121,6 +121,13 @@ class DraftReplay:
         candidates = self._drafts.propose(batch, shape)
         chosen = select(candidates, len(batch), len(candidates), roots.rows_B - 1)
         return followed(candidates, chosen, self.staged.follow(roots, depth))
+
+
+def _at_once(roots: Roots, depth: int, width: int) -> Iterator[Roots]:
+    """Cut roots into parts that one proposal of such trees has room for."""
+    most = max(1, min(MAX_ROOTS, DRAFT_ROWS // max(1, width * (depth - 1))))
+    for first in range(0, len(roots.position_B), most):
+        yield roots.part(slice(first, first + most))
 
 
 def on_path(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.int8]:
