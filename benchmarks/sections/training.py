@@ -1,4 +1,4 @@
-"""The section about what the drafter's training costs."""
+"""The sections about what the drafter's training costs."""
 
 from __future__ import annotations
 

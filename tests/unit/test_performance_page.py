@@ -311,7 +311,7 @@ EXAMPLES = [
         states={"training": 480, "evaluating": 20},
         idle_ms={"p50": 7.0, "p99": 9.0},
         delay_ms={"p50": 4.0, "p99": 18.5},
-        delay_p99_ms=18.5,
+        training_delay_p99_ms=18.5,
         parkings=501,
         parked_slowdown_percent=0.04,
         **COMMON,
