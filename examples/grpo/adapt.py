@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from examples.grpo.pushes import Pushes
 from examples.grpo.record import RunDirectory
 from tlt_client import Client
-from tlt_client.channels.http import HttpSender
 from tlt_server.drafter.peers import Peers
 
 STARTS = ("given", "none")
@@ -61,12 +61,9 @@ class KeptDrafters:
     def newest(self) -> Path:
         return drafter_of(self._run.path, self._run.steps)
 
-    def push(self, client: Client, directory: Path) -> float:
+    def push(self, pushes: Pushes, directory: Path) -> float:
         """Push one of them and return the seconds."""
-        started_s = time.perf_counter()
-        version = f"{self._run.path.name}-drafter-{int(directory.name)}"
-        HttpSender(client).push_directory(directory, version, role="drafter")
-        return time.perf_counter() - started_s
+        return pushes.drafter(directory, f"{self._run.path.name}-drafter-{int(directory.name)}")
 
 
 def drafter_of(run: Path, step: int) -> Path:
@@ -79,9 +76,15 @@ class FixedDrafter:
     """A drafter that stays as it is."""
 
     def __init__(
-        self, run: RunDirectory, asked: argparse.Namespace, kept: KeptDrafters, client: Client
+        self,
+        run: RunDirectory,
+        asked: argparse.Namespace,
+        kept: KeptDrafters,
+        client: Client,
+        pushes: Pushes,
     ) -> None:
         self._run, self._asked, self._kept, self._client = run, asked, kept, client
+        self._pushes = pushes
         self._begin(client.drafter()["training"])
 
     def _begin(self, training: str) -> None:
@@ -120,7 +123,7 @@ class AdaptiveDrafter(FixedDrafter):
         command += ["--steps", str(asked.drafter_steps), "--lr", str(asked.drafter_lr)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         directory = self._kept.keep(run.steps + 1)
-        return time.perf_counter() - started_s, self._kept.push(self._client, directory)
+        return time.perf_counter() - started_s, self._kept.push(self._pushes, directory)
 
 
 class SpotDrafter(FixedDrafter):

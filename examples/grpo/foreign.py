@@ -41,7 +41,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def make(asked: argparse.Namespace) -> None:
-    asked.model, asked.speculation = TARGET, "frozen"
+    asked.model, asked.padded, asked.speculation = TARGET, None, "frozen"
     run = RunDirectory(asked.out, {"kind": asked.kind, "seed": asked.seed}, resume=False)
     tokenizer = load_tokenizer(TARGET)
     with ExitStack() as stack:

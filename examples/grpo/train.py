@@ -23,14 +23,15 @@ import torch
 from examples.arith.target_model import load_target
 from examples.grpo.adapt import ADAPTATIONS, STARTS, KeptDrafters, untrained
 from examples.grpo.policy import Update, optimizer_of, update
+from examples.grpo.pushes import PaddedPushes, Pushes
 from examples.grpo.record import RunDirectory, accept_length, acceptance_by_depth
 from examples.grpo.rollouts import KINDS, LARGER, Group, draw_prompts, load_tokenizer, roll_out
 from tlt_client import Client
-from tlt_client.channels.http import HttpSender
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
 FEATURE_MB = 1024  # for the features that the server trains on
+PADDED_FRACTION = "0.72"  # memory_fraction: the padded policy lies on the same GPU
 FIXED = ("seed", "prompts", "group", "max_tokens", "minibatches", "lr", "clip", "threads", "train")
 
 
@@ -71,6 +72,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=TARGET, help="directory of the first policy")
     parser.add_argument("--drafter", type=Path, default=DRAFTER, help="directory of the drafter")
     parser.add_argument(
+        "--padded",
+        type=Path,
+        help="directory of `tlt bench pad`: the server runs the pair in its shapes, at their cost",
+    )
+    parser.add_argument(
         "--start",
         choices=STARTS,
         default="given",
@@ -105,6 +111,11 @@ def train(asked: argparse.Namespace) -> None:
     for kinds in (asked.kinds, asked.drift_kinds):
         if not set(kinds.split(",")) <= {*KINDS, *LARGER}:
             raise ValueError(f"kinds are {kinds}; there are {', '.join(KINDS + LARGER)}")
+    if asked.padded and asked.speculation == "spot":
+        raise ValueError(
+            "a server trains the drafter that it has, and here its padding, too; with --padded "
+            "use --speculation adaptive"
+        )
     run = RunDirectory(asked.out, {n: getattr(asked, n) for n in FIXED}, resume=asked.resume)
     policy, tokenizer = load_target(asked.model, "cpu"), load_tokenizer(asked.model)
     for name, parameter in policy.named_parameters():
@@ -118,15 +129,17 @@ def train(asked: argparse.Namespace) -> None:
         url = asked.url or started(stack, asked, kept.newest())
         client = stack.enter_context(Client(url))
         set_speculation(client, asked.speculation, asked.strategy)
-        if asked.url and asked.speculation != "off":
-            kept.push(client, kept.newest())
-        drafter = ADAPTATIONS[asked.speculation](run, asked, kept, client)
+        pushes = (PaddedPushes if asked.padded else Pushes)(run, asked, client)
+        if (asked.url or asked.padded) and asked.speculation != "off":
+            kept.push(pushes, kept.newest())
+        drafter = ADAPTATIONS[asked.speculation](run, asked, kept, client, pushes)
         if not run.steps:
             run.keep_weights(policy, asked.model)
         while run.steps < asked.steps:
-            version, marks = f"{asked.out.name}-{run.steps}", [time.perf_counter()]
-            HttpSender(client).push(dict(policy.named_parameters()), version)
-            marks.append(time.perf_counter())
+            version = f"{asked.out.name}-{run.steps}"
+            pushes.taken()
+            push_s = pushes.target(policy, version)
+            marks = [time.perf_counter()]
             drifted = asked.drift_at and run.steps >= asked.drift_at
             kinds = (asked.drift_kinds if drifted else asked.kinds).split(",")
             drafted_with = client.weights()["drafter"]
@@ -143,8 +156,10 @@ def train(asked: argparse.Namespace) -> None:
                 "version": version,
                 "drafter_version": drafted_with,
                 "speculation": asked.speculation,
-                **dict(zip(("push_s", "rollout_s", "policy_s"), seconds(marks), strict=True)),
+                "push_s": round(push_s, 4),
+                **dict(zip(("rollout_s", "policy_s"), seconds(marks), strict=True)),
                 **dict(zip(("drafter_s", "drafter_push_s"), trained, strict=True)),
+                "padding_s": round(pushes.taken(), 4),
                 **figures(groups, done),
                 **drafter.figures(),
             }
@@ -159,8 +174,13 @@ def started(stack: ExitStack, asked: argparse.Namespace, drafter: Path) -> str:
     pushes its weights again when it goes on.
     """
     state = stack.enter_context(TemporaryDirectory(prefix="grpo-"))
-    flags = ["--model", str(asked.model), "--drafter", str(drafter), "--state-dir", state]
-    flags += ["--weight-channels", "http", "--log-level", "warning"]
+    pair = (asked.padded / "target", asked.padded / "drafter") if asked.padded else None
+    model, first = pair or (asked.model, drafter)
+    flags = ["--model", str(model), "--drafter", str(first), "--state-dir", state]
+    channel = (PaddedPushes if asked.padded else Pushes).channel
+    flags += ["--weight-channels", channel, "--log-level", "warning"]
+    if asked.padded:
+        flags += ["--memory-fraction", PADDED_FRACTION]
     if asked.speculation == "spot":
         flags += ["--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)]
     return stack.enter_context(ServerProcess(*flags)).url

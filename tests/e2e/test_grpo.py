@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from examples.grpo.gap import arguments as gap_arguments
@@ -21,6 +23,9 @@ from examples.grpo.rollouts import KINDS, LARGER, draw_prompts, load_tokenizer
 from examples.grpo.train import arguments, train
 from tests.e2e.conftest import PAIR
 from tlt_client import Client
+from tlt_server.bench.padding.checkpoint import write
+from tlt_server.bench.padding.recipe import pad
+from tlt_server.bench.padding.shapes import SHAPES, Shape
 from tlt_server.demo.expressions import evaluate, parse
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import reward, solution
@@ -74,6 +79,20 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) ->
     assert replayed[0]["adaptive"] == replayed[0]["frozen"]
     samples = load_samples(off, 1)
     assert len(samples) == 8 and {sample.version for sample in samples} == {"off-1"}
+
+
+def test_a_policy_is_pushed_inside_the_shapes_of_a_larger_one(tmp_path: Path) -> None:
+    shape = replace(SHAPES["mid"], layers=8)
+    write(pad(TARGET, DRAFTER, shape, torch.float32), tmp_path / "padded")
+    assert Shape.read(tmp_path / "padded") == shape
+    flags = [*SIZE, "--padded", str(tmp_path / "padded"), "--out", str(tmp_path / "run")]
+    with pytest.raises(ValueError, match="--speculation adaptive"):
+        train(arguments().parse_args([*flags, "--speculation", "spot"]))
+    flags += ["--speculation", "adaptive", "--drafter-steps", "1", "--steps", "1"]
+    train(arguments().parse_args(flags))
+    (line,) = map(json.loads, (tmp_path / "run" / "steps.jsonl").read_text().splitlines())
+    assert line["logprob_difference"] < 1e-3 and line["accept_length"] > 2
+    assert 0 < line["padding_s"] and 0 < line["push_s"] and 0 < line["drafter_push_s"]
 
 
 def test_a_changed_bit_is_found(tmp_path: Path) -> None:

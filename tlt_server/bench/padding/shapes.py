@@ -9,10 +9,11 @@ frequencies must be, and cost nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from tlt_server.errors import ModelError
-from tlt_server.models.config import ModelConfig
+from tlt_server.models.config import ModelConfig, read_json
 from tlt_server.models.draft_layouts import EAGLE3
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -47,6 +48,23 @@ class Shape:
     draft_vocab: int
     max_position: int
     head_dim: int = 128
+
+    @classmethod
+    def read(cls, pair: Path) -> Shape:
+        """Return the shape of a padded pair's directory."""
+        target, drafter = (read_json(pair / part / "config.json") for part in ("target", "drafter"))
+        return cls(
+            target["model_type"],
+            target["hidden_size"],
+            target["intermediate_size"],
+            target["num_hidden_layers"],
+            target["num_attention_heads"],
+            target["num_key_value_heads"],
+            target["vocab_size"],
+            drafter["draft_vocab_size"],
+            target["max_position_embeddings"],
+            target["head_dim"],
+        )
 
 
 SHAPES = {
