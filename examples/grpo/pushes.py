@@ -73,12 +73,18 @@ class PaddedPushes(Pushes):
 
     def target(self, policy: nn.Module, version: str) -> float:
         self._run.write_model(policy, self._asked.model, self._small)
-        tensors = self._padded(self._asked.drafter, "target")
-        return self._send(IpcSender(self._client), tensors, version)
+        return self._pushed(self._asked.drafter, version, "target")
 
     def drafter(self, directory: Path, version: str) -> float:
-        tensors = self._padded(directory, "drafter")
-        return self._send(IpcSender(self._client), tensors, version, role="drafter")
+        return self._pushed(directory, version, "drafter")
+
+    def _pushed(self, drafter: Path, version: str, role: str) -> float:
+        tensors = self._padded(drafter, role)
+        seconds = self._send(IpcSender(self._client), tensors, version, role=role)
+        del tensors
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return seconds
 
     def _padded(self, drafter: Path, role: str) -> dict[str, Tensor]:
         """Return one model of the pair of the policy that was written last and a drafter."""

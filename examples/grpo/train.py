@@ -171,19 +171,23 @@ def train(asked: argparse.Namespace) -> None:
 
 def started(stack: ExitStack, asked: argparse.Namespace, drafter: Path) -> str:
     """Start a server and return its address. What it keeps of pushes ends with the run, which
-    pushes its weights again when it goes on.
+    pushes its weights again when it goes on; of padded ones it keeps nothing.
     """
-    state = stack.enter_context(TemporaryDirectory(prefix="grpo-"))
-    pair = (asked.padded / "target", asked.padded / "drafter") if asked.padded else None
-    model, first = pair or (asked.model, drafter)
-    flags = ["--model", str(model), "--drafter", str(first), "--state-dir", state]
-    channel = (PaddedPushes if asked.padded else Pushes).channel
-    flags += ["--weight-channels", channel, "--log-level", "warning"]
     if asked.padded:
-        flags += ["--memory-fraction", PADDED_FRACTION]
+        flags = [
+            "--model",
+            str(asked.padded / "target"),
+            "--drafter",
+            str(asked.padded / "drafter"),
+        ]
+        flags += ["--weight-channels", PaddedPushes.channel, "--memory-fraction", PADDED_FRACTION]
+    else:
+        state = stack.enter_context(TemporaryDirectory(prefix="grpo-"))
+        flags = ["--model", str(asked.model), "--drafter", str(drafter), "--state-dir", state]
+        flags += ["--weight-channels", Pushes.channel]
     if asked.speculation == "spot":
         flags += ["--drafter-training", "idle", "--drafter-feature-mb", str(FEATURE_MB)]
-    return stack.enter_context(ServerProcess(*flags)).url
+    return stack.enter_context(ServerProcess(*flags, "--log-level", "warning")).url
 
 
 def set_speculation(client: Client, speculation: str, strategy: str | None) -> None:
