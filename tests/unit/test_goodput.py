@@ -512,6 +512,25 @@ def test_a_choice_takes_little_time() -> None:
     assert (time.thread_time() - began) / 200 < 5e-4  # the promise is 1e-4 on a quiet machine
 
 
+def test_the_mean_time_of_recent_choices_is_told() -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += taken_s  # between any two calls
+        return now[0]
+
+    policy = Goodput(World(gpu_seconds).knowledge, clock=clock)
+    for context in (StepContext(8, 0, CONTEXT, 8), StepContext(8, 0, CONTEXT, 0)):
+        taken_s = 3e-5 if context.speculable else 1.0
+        for _ in range(3):
+            policy.choose(context)
+        assert policy.gauges()["goodput_choice_us"] == pytest.approx(30.0)
+    taken_s = 4e-5
+    for _ in range(400):
+        policy.choose(StepContext(8, 0, CONTEXT, 8))
+    assert policy.gauges()["goodput_choice_us"] == pytest.approx(40.0, rel=0.01)
+
+
 def test_no_more_rows_are_asked_for_than_trees_have_nodes() -> None:
     """No step would show that their price is wrong, as it computes fewer rows."""
     simulated = World(gpu_seconds)
