@@ -10,6 +10,7 @@ import numpy as np
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights, Sleeper
+from tlt_server.speculation.survival import OnlineTable
 
 
 class Oracle:
@@ -26,6 +27,10 @@ class Oracle:
     @property
     def caches(self) -> Sequence[Sleeper]:
         return ()
+
+    @property
+    def tables(self) -> Mapping[str, OnlineTable]:
+        return {}
 
     def install(self, weights: DraftWeights | None) -> None:
         """Know the answers of the weights before."""

@@ -18,6 +18,7 @@ from tlt_server.models.loader import check_files, fill
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights, Sleeper
+from tlt_server.speculation.survival import OnlineTable
 
 ARCHITECTURE = "SuccessorTable"
 
@@ -96,6 +97,10 @@ class Successors:
     @property
     def caches(self) -> Sequence[Sleeper]:
         return ()
+
+    @property
+    def tables(self) -> Mapping[str, OnlineTable]:
+        return {}
 
     def install(self, weights: DraftWeights | None) -> None:
         assert weights is not None

@@ -17,10 +17,12 @@ from tlt_server.engine.profiling import StepProfile
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import Cycle, GenerateRequest, Sampling, StepContext, Strategy
 from tlt_server.speculation.cost import StepLoad
+from tlt_server.speculation.knowledge import LearntRecord
 
 
 def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: Path) -> None:
-    details = []
+    details: list[str] = []
+    learnt: list[list[LearntRecord]] = []
     for _ in range(2):
         phases: dict[str, str] = {}
         engine, _ = assemble(
@@ -37,7 +39,18 @@ def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: P
         )
         details.append(phases["measure steps"])
         assert engine.knowledge.cost.trained and engine.idle and not engine.scheduler.holds_kv
-        assert all(known.ratio == 1.0 for known in engine.knowledge.outlooks.values())
+        if not learnt:
+            assert all(known.ratio == 1.0 for known in engine.knowledge.outlooks.values())
+            sampling = Sampling(max_tokens=40, ignore_eos=True)
+            prompt = [*range(9), *range(9)]
+            request = GenerateRequest(id="r", token_ids=prompt, sampling=sampling, seed=1)
+            engine.send(Submit([request]))
+            engine.step()
+            while not engine.idle:
+                engine.step()
+            engine.knowledge_file.save(engine.knowledge)
+        learnt.append(engine.knowledge.record().learnt)
+    assert learnt[0] == learnt[1] and any(learnt[0][0].tables["eagle"].trials)
     assert details[0].endswith(" steps") and details[1] == f"known from {tmp_path / NAME}"
     made_by = json.loads((tmp_path / NAME).read_text())["made_by"]
     assert made_by["model"] == "8 layers, hidden 256, MLP 512, heads 2/1, vocab 512"

@@ -14,18 +14,38 @@ import pytest
 
 from tests.unit.test_goodput import PROFILED, cpu_seconds, trees
 from tlt_server.engine.knowledge_file import MAX_BYTES, NAME, KnowledgeFile, profile_in
+from tlt_server.speculation.branches import prior as trust
 from tlt_server.speculation.cost import KNOTS, Measured
-from tlt_server.speculation.knowledge import Knowledge
+from tlt_server.speculation.drafters.history import prior
+from tlt_server.speculation.knowledge import KEPT_WEIGHTS, Knowledge, WeightNames
+from tlt_server.speculation.learnt import DOUBT
+from tlt_server.speculation.survival import BUCKETS, PHASES, RANKS, Calibration, OnlineTable
 
 MADE_BY = {"processor": "one", "model": "two layers"}
 
 
+def fresh(weights: WeightNames, drafters: tuple[str, ...] = ("eagle",)) -> Knowledge:
+    """Return what an engine knows as it starts with these weights."""
+    knowledge = Knowledge(drafters)
+    knowledge.weights, knowledge.tables = weights, {"eagle": Calibration()}
+    return knowledge
+
+
 def learnt() -> Knowledge:
-    knowledge = Knowledge(("eagle",))
+    knowledge = fresh(WeightNames("t", "d"))
     knowledge.cost.profile(Measured(load, cpu_seconds(load)) for load in PROFILED)
     knowledge.outlooks["eagle"].see(trees(np.random.default_rng(1), 64, 7, 0.5), 64)
     knowledge.outlooks["eagle"].verified(4.0, 2.0)
+    teach(knowledge, 8, hits=6)
     return knowledge
+
+
+def teach(knowledge: Knowledge, nodes: int, hits: int) -> None:
+    """Let the tables observe nodes of one cell, some of them accepted."""
+    table = knowledge.tables["eagle"]
+    assert isinstance(table, Calibration)
+    accepted_N = (np.arange(nodes) < hits).astype(np.int8)
+    table.observe(np.full(nodes, 3, np.int32), np.full(nodes, -1, np.int32), accepted_N)
 
 
 def kept(folder: Path) -> Path:
@@ -34,7 +54,8 @@ def kept(folder: Path) -> Path:
 
 
 def test_a_restarted_engine_knows_what_it_knew(tmp_path: Path) -> None:
-    path, found, before = kept(tmp_path), Knowledge(("eagle", "history")), learnt()
+    path, before = kept(tmp_path), learnt()
+    found = fresh(WeightNames("t", "d"), ("eagle", "history"))
     assert path.stat().st_mode & 0o777 == 0o600
     assert KnowledgeFile(tmp_path, MADE_BY).load(found) == str(path)
     assert found.cost.trained
@@ -42,6 +63,64 @@ def test_a_restarted_engine_knows_what_it_knew(tmp_path: Path) -> None:
     nodes = np.array([0.5, 3.0, 7.0])
     eagle = found.outlooks["eagle"].gain(7, 1, nodes)
     np.testing.assert_array_equal(eagle, before.outlooks["eagle"].gain(7, 1, nodes))
+
+
+def test_what_was_learnt_under_earlier_weights_is_known_after_a_restart(tmp_path: Path) -> None:
+    before, file = learnt(), KnowledgeFile(tmp_path, MADE_BY)
+    first = before.record().learnt[-1]
+    before.renew(WeightNames("t", "worse"))
+    before.outlooks["eagle"].verified(4.0, 0.0)
+    teach(before, 40, hits=0)
+    second = before.record().learnt[-1]
+    file.save(before)
+
+    for weights, expected in ((WeightNames("t", "worse"), second), (WeightNames("t", "d"), first)):
+        found = fresh(weights)
+        assert file.load(found) and found.record().learnt[-1] == expected
+    for earlier, expected in (("d", first), ("worse", second)):
+        found.renew(WeightNames("t", earlier))
+        assert found.record().learnt[-1] == expected
+
+    found = fresh(WeightNames("new", "d"))
+    assert file.load(found)
+    doubted = found.record().learnt[-1]
+    assert doubted.tables["eagle"].trials[3] == 8 // DOUBT, "of this drafter, and another target"
+    assert doubted.outlooks["eagle"].requests == first.outlooks["eagle"].requests / DOUBT
+
+    found = fresh(WeightNames("new", "new"))
+    assert file.load(found)
+    doubted = found.record().learnt[-1]
+    assert not any(doubted.tables["eagle"].trials), "another drafter has its own calibration"
+    assert doubted.outlooks["eagle"].requests == second.outlooks["eagle"].requests / DOUBT
+
+
+def test_counts_that_correct_another_calibration_are_not_taken_up(tmp_path: Path) -> None:
+    kept(tmp_path)
+    found = fresh(WeightNames("t", "d"))
+    found.tables = {"eagle": Calibration(np.full((PHASES, RANKS, BUCKETS), 0.5, np.float32))}
+    assert KnowledgeFile(tmp_path, MADE_BY).load(found)
+    assert not any(found.tables["eagle"].record().trials)
+
+
+def test_the_file_of_many_weights_and_large_tables_is_bounded(tmp_path: Path) -> None:
+    """The numbers have as many digits as they can have."""
+    knowledge = Knowledge(("eagle", "history"), "cuda")
+    knowledge.cost.profile(Measured(load, cpu_seconds(load)) for load in PROFILED)
+    rng = np.random.default_rng(1)
+    tables = {"eagle": Calibration(), "history": OnlineTable(prior()), "both": OnlineTable(trust())}
+    knowledge.tables = tables
+    for version in range(3 * KEPT_WEIGHTS):
+        knowledge.renew(WeightNames("t" * 200, f"{version:0200}"))
+        for outlook in knowledge.outlooks.values():
+            outlook.see(trees(rng, 64, 7, 0.5), 64)
+        for table in tables.values():
+            trials_K = rng.uniform(0, 4096, len(table.prior_K))
+            table.count(trials_K / 3, trials_K)
+    file = KnowledgeFile(tmp_path, MADE_BY)
+    file.save(knowledge)
+    assert len(knowledge.record().learnt) == KEPT_WEIGHTS + 1
+    assert (tmp_path / NAME).stat().st_size < MAX_BYTES
+    assert file.load(Knowledge(("eagle", "history"), "cuda"))
 
 
 def test_the_profile_in_use_is_told_with_what_made_it(tmp_path: Path) -> None:
@@ -66,6 +145,12 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def _as_before(content: dict[str, Any]) -> None:
+    """Turn the content into that of earlier versions, which kept nothing of earlier weights."""
+    knowledge = content["knowledge"]
+    knowledge["outlooks"] = knowledge.pop("learnt")[0]["outlooks"]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -74,9 +159,15 @@ def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("knowledge", "cost", "extend", value=[1.0]), "numbers of seconds"),
         (_set("knowledge", "cost", "extend", value=[0.0] * len(KNOTS)), "take 0 seconds"),
         (_set("knowledge", "cost", "linear", value=[-1.0, 0.0, 0.0]), "numbers of seconds"),
-        (_set("knowledge", "outlooks", "eagle", "curves", value=[]), "outlook"),
-        (_set("knowledge", "outlooks", "eagle", "depths", value=[9]), "outlook"),
-        (_set("knowledge", "outlooks", "eagle", "ratio", value="a"), "float"),
+        (_set("knowledge", "learnt", value=[]), "length >= 1"),
+        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "curves", value=[]), "outlook"),
+        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "depths", value=[9]), "outlook"),
+        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "ratio", value="a"), "float"),
+        (_set("knowledge", "learnt", 0, "tables", "eagle", "hits", value=[1]), "counts of a table"),
+        (_set("knowledge", "learnt", 0, "tables", "eagle", "hits", 3, value=9), "counts of a tabl"),
+        (_set("knowledge", "learnt", 0, "tables", "eagle", "trials", 3, value=1e9), "counts of a "),
+        (_set("knowledge", "learnt", 0, "tables", "eagle", "trials", 3, value=None), "float"),
+        (_as_before, "unknown field `outlooks`"),
         (_set("other", value=1), "unknown field"),
     ],
 )
@@ -86,14 +177,14 @@ def test_a_file_that_does_not_fit_is_named_and_not_used(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, found = kept(tmp_path), Knowledge(("eagle",))
+    path, found = kept(tmp_path), fresh(WeightNames("t", "d"))
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
     assert KnowledgeFile(tmp_path, MADE_BY).load(found) == "" and not found.cost.trained
     said = capsys.readouterr().err
     assert str(path) in said and says in said and "made again" in said
-    assert found.outlooks["eagle"].record() == Knowledge(("eagle",)).outlooks["eagle"].record()
+    assert found.record().learnt == fresh(WeightNames("t", "d")).record().learnt
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff" * 100, b" " * (MAX_BYTES + 10)])

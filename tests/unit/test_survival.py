@@ -8,6 +8,7 @@ import pytest
 from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_kernels.cpu.drafting import calibration_cell
 from tlt_server.errors import ModelError
+from tlt_server.speculation.learnt import DOUBT
 from tlt_server.speculation.survival import (
     BUCKETS,
     DEFAULT_EDGES,
@@ -111,3 +112,39 @@ def test_a_stale_table_heals_and_forgets_again():
             abs(calibration.survival_K[5] - truth) < 0.12
         )  # prior of 64 of at least 320 trials, and 3 sigma of 256 samples
     assert calibration.gauges()["calibration_observed_nodes"] == 9000
+
+
+def taught(calibration=None):
+    calibration = calibration or Calibration()
+    cells, parents = np.full(40, 5, np.int32), np.full(40, -1, np.int32)
+    calibration.observe(cells, parents, (np.arange(40) < 10).astype(np.int8))
+    return calibration
+
+
+def test_a_table_goes_on_from_a_record_of_the_same_calibration():
+    before, found = taught(), Calibration()
+    found.check(before.record())
+    found.restore(before.record())
+    assert np.array_equal(found.survival, before.survival)
+    assert found.record() == before.record()
+    for other in (Calibration(CHANCES), Calibration(gap_edges=np.array(EDGES) * 2)):
+        untouched = other.survival.copy()
+        other.restore(before.record())
+        assert np.array_equal(other.survival, untouched), "of another table, or other buckets"
+
+
+def test_a_table_that_is_doubted_is_nearer_to_its_prior_and_learns_faster():
+    calibration = taught()
+    before = calibration.drift
+    calibration.forget()
+    assert 0 < calibration.drift < before
+    assert (calibration.hits_K[5], calibration.trials_K[5]) == (10 // DOUBT, 40 // DOUBT)
+
+
+def test_a_table_that_becomes_another_has_seen_nothing():
+    calibration, other = taught(), Calibration(CHANCES, np.array(EDGES) * 2)
+    calibration.adopt(other)
+    assert np.array_equal(calibration.survival, other.survival) and calibration.drift == 0
+    assert calibration.record() == other.record()
+    taught(calibration)
+    assert np.array_equal(other.survival.reshape(-1), other.prior_K), "it is a table of its own"

@@ -1,4 +1,8 @@
-"""The top-R cut against a sort, and its promises for any candidates of a drafter."""
+"""The top-R cut against a sort and against all choices there are, and its promises for any
+candidates of a drafter.
+"""
+
+from itertools import combinations, product
 
 import numpy as np
 from hypothesis import given, settings
@@ -93,3 +97,55 @@ def test_select_reads_nan_as_zero():
 
 def test_select_of_nothing():
     assert select(Candidates.empty(), 3, 10).count_B.tolist() == [0, 0, 0]
+
+
+def small_forest(rng, requests):
+    """Return trees of at most six nodes each, in any shape."""
+    request, parent, survival = [], [], []
+    for b in range(requests):
+        first = len(request)
+        for n in range(first, first + rng.integers(0, 7)):
+            above = int(rng.integers(first - 1, n))
+            parent.append(above if above >= first else -1)
+            survival.append(rng.random() * (survival[above] if above >= first else 1.0))
+            request.append(b)
+    depth = []
+    for above in parent:
+        depth.append(1 if above < 0 else depth[above] + 1)
+    columns = (np.array(values, np.int32) for values in (request, parent, parent, depth, parent))
+    return Candidates(*columns, np.array(survival, np.float32))
+
+
+def best_sums(candidates, request, most):
+    """Return the largest sum of survivals by number of nodes, over all subtrees of a request."""
+    nodes = np.flatnonzero(candidates.request_N == request).tolist()
+    return [
+        max(
+            candidates.survival_N[list(some)].sum(dtype=np.float64)
+            for some in combinations(nodes, size)
+            if all(candidates.parent_N[n] in (-1, *some) for n in some)
+        )
+        for size in range(min(len(nodes), most) + 1)
+    ]
+
+
+def test_no_choice_of_subtrees_survives_better_than_the_chosen_one():
+    rng = np.random.default_rng(3)
+    for case in range(60):
+        requests = int(rng.integers(2, 5))
+        candidates = small_forest(rng, requests)
+        most_B = rng.integers(0, 5, requests).astype(np.int32) if case % 2 else None
+        limits = [6] * requests if most_B is None else most_B.tolist()
+        sums = [best_sums(candidates, b, limits[b]) for b in range(requests)]
+        shared = [*product(*(range(len(by_size)) for by_size in sums))]
+        for rows in range(1, 9):
+            best = max(
+                sum(by_size[size] for by_size, size in zip(sums, sizes, strict=True))
+                for sizes in shared
+                if sum(sizes) <= rows
+            )
+            chosen = select(candidates, requests, rows, most_B)
+            found = candidates.survival_N[chosen.node_M].sum(dtype=np.float64)
+            assert abs(found - best) < 1e-6, (case, rows)
+            assert len(chosen.node_M) == min(rows, max(map(sum, shared)))
+            assert all(n in (-1, *chosen.node_M) for n in candidates.parent_N[chosen.node_M])

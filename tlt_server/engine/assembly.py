@@ -40,7 +40,7 @@ from tlt_server.models.loader import own_dtype
 from tlt_server.records import Arms, GenerateRequest, Sampling, Strategy
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.knowledge import Knowledge
+from tlt_server.speculation.knowledge import Knowledge, WeightNames
 from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.fixed import Fixed
@@ -223,19 +223,21 @@ def _connect(
     )
     canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
     switches = SwitchLog()
-    knowledge.weights = _versions(live)
+    knowledge.weights, knowledge.tables = _versions(live), equipped.tables
 
     def install(live: Live, changed: Changed) -> None:
-        equipped.install(live, changed)
+        knowledge.renew(_versions(live), partial(equipped.install, live, changed))
         canary.renewed()
-        knowledge.renewed(_versions(live))
         switches.weights_changed()
         if recorder:
             recorder.installed(live.drafter_version)
 
+    def renamed(live: Live) -> None:
+        knowledge.weights = _versions(live)
+
     in_flight = partial(settle, scheduler, equipped.runner)
     transaction = Transaction(live, options, parse_calibration)
-    pushes = WeightPushes(gate, transaction, scheduler, install, in_flight)
+    pushes = WeightPushes(gate, transaction, scheduler, install, renamed, in_flight)
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     return Engine(
         gate,
@@ -255,8 +257,8 @@ def _connect(
     )
 
 
-def _versions(live: Live) -> str:
-    return f"{live.target.version}\n{live.drafter.version if live.drafter else ''}"
+def _versions(live: Live) -> WeightNames:
+    return WeightNames(live.target.version, live.drafter_version)
 
 
 def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) -> dict[str, str]:

@@ -28,9 +28,10 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.records import MAX_ROWS, OFF, Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates
-from tlt_server.speculation.branches import Proposing, branching, with_branches
+from tlt_server.speculation.branches import Proposing, branches_of, branching, with_branches
 from tlt_server.speculation.drafters.cpu import CpuDrafter
 from tlt_server.speculation.knowledge import Drafted
+from tlt_server.speculation.survival import OnlineTable
 from tlt_server.speculation.tree import select
 
 NOT_FINITE = (
@@ -65,6 +66,16 @@ class CpuRunner:
         self._finished: Finished | None = None
 
     @property
+    def tables(self) -> dict[str, OnlineTable]:
+        """Return the tables of drafters, and those of the branches in their trees."""
+        found: dict[str, OnlineTable] = {}
+        for drafter in self._drafters.values():
+            found |= drafter.tables
+        for name, drafts in branching(self._drafts).items():
+            found[branches_of(name)] = drafts.table
+        return found
+
+    @property
     def in_flight(self) -> int:
         return int(self._finished is not None)
 
@@ -77,7 +88,7 @@ class CpuRunner:
         found: dict[str, float] = {}
         for drafter in self._drafters.values():
             found |= drafter.gauges()
-        for drafts in branching(self._drafts):
+        for drafts in branching(self._drafts).values():
             found |= drafts.gauges()
         return found
 

@@ -104,8 +104,13 @@ def with_branches(drafters: Mapping[str, D]) -> dict[str, D | Branching]:
     }
 
 
-def branching(drafters: Mapping[str, Proposing]) -> list[Branching]:
-    return [drafter for drafter in drafters.values() if isinstance(drafter, Branching)]
+def branching(drafters: Mapping[str, Proposing]) -> dict[str, Branching]:
+    return {name: each for name, each in drafters.items() if isinstance(each, Branching)}
+
+
+def branches_of(drafter: str) -> str:
+    """Return the name of the table of a drafter's branches."""
+    return f"{drafter}+{SOURCE}"
 
 
 def grafted_onto(

@@ -8,7 +8,8 @@ belong to similar sizes are expected to be wrong by similar factors. One more fa
 steps, takes up what passes, such as a busy machine; it fades, so what stays is learnt of the sizes
 that were measured, and others keep their time.
 
-Errors are cut before they count: steps are sometimes stalled, and never hurried.
+Errors are cut before they count: steps are sometimes stalled, and never hurried. Corrected numbers
+that are known to ascend are made to (`ascending`), the uncertain ones giving way.
 
 No torch. Legend: N numbers, the common factor first.
 """
@@ -48,6 +49,11 @@ class FactorFilter:
         """The factor of all steps."""
         return float(np.exp(self.log_N[0]))
 
+    @property
+    def variance_N(self) -> NDArray[np.float64]:
+        """Return how unsure each logarithm is."""
+        return self._covariance_NN.diagonal()
+
     def add(self, sizes_M: NDArray[np.float64]) -> slice:
         """Add the factors of numbers of one kind; return where they are. Sizes are in octaves."""
         first, settings = len(self.log_N), self._settings
@@ -78,6 +84,23 @@ class FactorFilter:
         kept_N = np.full(len(self.log_N), (1 - self._settings.doubt) ** 0.5)
         kept_N[0] = 1 - self._settings.fade
         return 1 - np.outer(kept_N, kept_N)
+
+
+def ascending(values: list[float], weights: list[float]) -> list[float]:
+    """Return the nearest numbers that never descend, by weighted least squares: neighbours that do
+    are pooled to their mean (Ayer et al., 1955).
+    """
+    if values == sorted(values):
+        return values
+    pools: list[tuple[float, float, int]] = []  # mean, weight, numbers
+    for mean, weight in zip(values, weights, strict=True):
+        count = 1
+        while pools and pools[-1][0] > mean:
+            other, heavy, many = pools.pop()
+            mean = (heavy * other + weight * mean) / (heavy + weight)
+            weight, count = heavy + weight, many + count
+        pools.append((mean, weight, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
 
 
 def _beside(a_NN: NDArray[np.float64], b_MM: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -9,8 +9,8 @@ R: rows that the target computes (roots, drafts and prompt rows, with what pads 
 that sample, the KV of which is read once; M: rows of one level of the draft pass (requests times
 children). Start and draft are of a drafter: it first takes in the tokens that were accepted, then
 drafts level by level. The values at the knots are the model's
-parameters. A profile fits them by least squares, where more rows never take less time, and every
-step corrects the ones that it depends on (`correction`). `speed` is what slows all steps alike,
+parameters. A profile fits them by least squares, and every step corrects the ones that it depends
+on (`correction`); either way more rows never take less time. `speed` is what slows all steps alike,
 such as a busy machine, so a moment of load does not make the strategy in use look worse than those
 that are not in use.
 
@@ -29,7 +29,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from tlt_server.records import Cycle
-from tlt_server.speculation.correction import FactorFilter
+from tlt_server.speculation.correction import FactorFilter, ascending
 
 KNOTS = (
     *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),
@@ -235,23 +235,22 @@ class CostModel:
         self._extend_K = np.maximum(self._extend_K, LEAST_S)
         self._linear_3 = np.maximum(self._linear_3, LEAST_SHARE * self._extend_K[0])
         self._correction = FactorFilter()
-        self._corrected = [
-            (self._correction.add(self._octave_K), self._extend_K),
-            (self._correction.add(APART_3), self._linear_3),
-        ]
+        self._linear = self._correction.add(APART_3)
+        self._curves = [(self._correction.add(self._octave_K), self._extend_K)]
         for name in self._draft_K:
             self._correct_drafter(name)
 
     def _correct_drafter(self, name: str) -> None:
         for values_by in (self._start_K, self._draft_K):
             values_by[name] = np.maximum(values_by[name], LEAST_SHARE * self._extend_K)
-            self._corrected.append((self._correction.add(self._octave_K), values_by[name]))
+            self._curves.append((self._correction.add(self._octave_K), values_by[name]))
 
     def _correct(self, load: StepLoad, error: float) -> None:
         """Move the parameters of this shape by an error, the logarithm of a ratio of times."""
         correction, parts = self._correction, self._parts(load)
         share_N = np.zeros(len(correction.log_N))
-        places = {id(values): place.start for place, values in self._corrected}
+        places = {id(values): place.start for place, values in self._curves}
+        places[id(self._linear_3)] = self._linear.start
         for values, knots, scale in parts:
             for at, weight in knots:
                 share_N[places[id(values)] + at] = scale * weight * values[at]
@@ -260,8 +259,14 @@ class CostModel:
         factor_N = np.exp(-correction.log_N)
         correction.observe(share_N, error)
         factor_N *= np.exp(correction.log_N)
-        for place, values in self._corrected:
-            values *= factor_N[place]
+        self._linear_3 *= factor_N[self._linear]
+        by_curve = -1, len(KNOTS)
+        factor_CK = factor_N[self._linear.stop :].reshape(by_curve)
+        weight_CK = 1 / correction.variance_N[self._linear.stop :].reshape(by_curve)
+        log_CK = np.log(np.array([values_K for _, values_K in self._curves]) * factor_CK)
+        log_CK[:] = [*map(ascending, log_CK.tolist(), weight_CK.tolist())]
+        for (_, values_K), new_K in zip(self._curves, np.exp(log_CK), strict=True):
+            values_K[:] = new_K
 
     def _parts(self, load: StepLoad) -> list[Part]:
         """Return the functions that the time of a step is the sum of."""

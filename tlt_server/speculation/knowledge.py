@@ -6,20 +6,22 @@ it, whichever policy chose that step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tlt_server.records import Cycle
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.cost import CostModel, CostRecord, load_of
 from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.learnt import Learnt, Record
 from tlt_server.speculation.outlook import Outlook, OutlookRecord
+from tlt_server.speculation.survival import TableRecord
 
 EVERY = 16  # steps of which one is asked what was expected of it
-KEPT_WEIGHTS = 8  # earlier weights of which it is kept what drafts were worth
+KEPT_WEIGHTS = 8  # earlier weights under which it is kept what drafts were worth
 RETURN = 3  # steps within which a drafter that comes back has little to catch up with
 
 
@@ -31,11 +33,31 @@ class Drafted(NamedTuple):
     predicted: float  # sum of the survivals of the nodes that were verified
 
 
+class WeightNames(NamedTuple):
+    """Names of the versions in use."""
+
+    target: str
+    drafter: str  # empty without a drafter
+
+
+class LearntRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    """The worth of drafts, as learnt under some weights."""
+
+    target: str
+    drafter: str
+    outlooks: dict[str, OutlookRecord]
+    tables: dict[str, TableRecord]
+
+    @property
+    def weights(self) -> WeightNames:
+        return WeightNames(self.target, self.drafter)
+
+
 class KnowledgeRecord(Struct, frozen=True, forbid_unknown_fields=True):
     """Knowledge as a file keeps it."""
 
     cost: CostRecord
-    outlooks: dict[str, OutlookRecord]
+    learnt: Annotated[list[LearntRecord], Meta(min_length=1)]  # last: under the weights in use
 
 
 class Knowledge:
@@ -47,8 +69,10 @@ class Knowledge:
             for half in (DRAFTERS[name].half(device),)
         }
         self.expected_rate = 0.0  # tokens per second of steps like the last ones
-        self.weights = ""  # names of the versions of target and drafter
-        self._known: dict[str, dict[str, OutlookRecord]] = {}  # by earlier weights, newest last
+        # The survivals by which drafters build their trees: the device's, once it has made them.
+        self.tables: Mapping[str, Learnt[TableRecord]] = {}
+        self.weights = WeightNames("", "")
+        self._known: list[LearntRecord] = []  # under earlier weights, newest last
         self._step = 0
         self._last_used: dict[str, int] = {}  # the step that last used a drafter
 
@@ -84,25 +108,39 @@ class Knowledge:
         gain = outlook.gain(strategy.depth, strategy.width, rows)[0]
         return context.decoding + context.speculable * float(gain)
 
-    def renewed(self, weights: str) -> None:
-        """Take up what was known of the drafters under these weights, or doubt what is known, as
-        the weights are new.
+    def renew(self, weights: WeightNames, install: Callable[[], None] = lambda: None) -> None:
+        """Let `install` bring new weights into use, between two steps: put by what is known under
+        those before, and take up what is known of the new ones.
         """
-        self._known[self.weights] = {name: known.record() for name, known in self.outlooks.items()}
-        found = self._known.pop(weights, None)
-        while len(self._known) > KEPT_WEIGHTS:
-            del self._known[next(iter(self._known))]
+        self._known = self._learnt()[-KEPT_WEIGHTS:]
+        install()
+        self._take_up(weights)
+
+    def _take_up(self, weights: WeightNames) -> None:
+        """Take up what was learnt under these weights. Where that is nothing, take what was learnt
+        of the drafter under another target, or go on from what there is, and doubt it.
+        """
         self.weights = weights
-        for name, outlook in self.outlooks.items():
-            if found is None:
-                outlook.forget()
-            else:
-                outlook.restore(found[name])
+        same = [each for each in self._known if each.weights == weights]
+        of_drafter = [each for each in self._known if each.drafter == weights.drafter]
+        for found in (same or of_drafter)[-1:]:
+            _restore(self.outlooks, found.outlooks)
+            _restore(self.tables, found.tables)
+        held: list[Learnt[Any]] = [*self.outlooks.values(), *self.tables.values()]
+        for learnt in () if same else held:
+            learnt.forget()
+
+    def _learnt(self) -> list[LearntRecord]:
+        """Return what is known, by weights; last: under those in use."""
+        now = LearntRecord(
+            *self.weights,
+            {name: known.record() for name, known in self.outlooks.items()},
+            {name: known.record() for name, known in self.tables.items()},
+        )
+        return [*(each for each in self._known if each.weights != self.weights), now]
 
     def record(self) -> KnowledgeRecord:
-        return KnowledgeRecord(
-            self.cost.record(), {name: known.record() for name, known in self.outlooks.items()}
-        )
+        return KnowledgeRecord(self.cost.record(), self._learnt()[-KEPT_WEIGHTS - 1 :])
 
     def restore(self, record: KnowledgeRecord) -> None:
         """Take over what another engine has learnt, of the drafters that both have. `ValueError`
@@ -110,12 +148,12 @@ class Knowledge:
         """
         cost = CostModel()
         cost.restore(record.cost)
-        both = [name for name in self.outlooks if name in record.outlooks]
-        for name in both:
-            self.outlooks[name].check(record.outlooks[name])
-        self.cost = cost
-        for name in both:
-            self.outlooks[name].restore(record.outlooks[name])
+        for each in record.learnt:
+            _check(self.outlooks, each.outlooks)
+            _check(self.tables, each.tables)
+        self.cost, self._known = cost, record.learnt[-KEPT_WEIGHTS:]
+        _restore(self.outlooks, record.learnt[-1].outlooks)
+        self._take_up(self.weights)
 
     def gauges(self) -> Mapping[str, float]:
         return {
@@ -124,3 +162,13 @@ class Knowledge:
             "expected_rate": self.expected_rate,
             **{f"outlook_ratio_{name}": known.ratio for name, known in self.outlooks.items()},
         }
+
+
+def _check(learnt: Mapping[str, Learnt[Record]], records: Mapping[str, Record]) -> None:
+    for name in learnt.keys() & records.keys():
+        learnt[name].check(records[name])
+
+
+def _restore(learnt: Mapping[str, Learnt[Record]], records: Mapping[str, Record]) -> None:
+    for name in learnt.keys() & records.keys():
+        learnt[name].restore(records[name])

@@ -27,6 +27,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.learnt import DOUBT
 from tlt_server.speculation.sizes import POINTS
 
 _POINT_X = np.array(POINTS, np.float64)
@@ -135,7 +136,7 @@ class Outlook:
 
     def forget(self) -> None:
         """Doubt what was seen, as weights have changed; the next trees count for more."""
-        self._requests, self.ratio = self._requests / 8, 1.0
+        self._requests, self.ratio = self._requests / DOUBT, 1.0
 
     def record(self) -> OutlookRecord:
         return OutlookRecord(

@@ -3,15 +3,16 @@ its parent is on the path.
 
 A neural drafter ranks children by z = log q / T + G with the target's own noise; how often rank r
 is right depends on how far it lies from the best: gap = z1 - z2 for rank 0, z1 - z_{r+1} for rank
-r. The table is measured when the drafter is trained (`calibration.json` in its directory)
-and corrected online from what verification accepts, so a stale table heals. Survival of a node =
-product of the table along its path.
+r. The table is measured when the drafter is trained (`calibration.json` in its directory), which is
+its prior, and corrected online from what verification accepts, so a stale table heals. `knowledge`
+holds the counts per weight version. Survival of a node = product of the table along its path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_kernels.cpu.counts import tally
 from tlt_server.errors import ModelError
+from tlt_server.speculation.learnt import DOUBT
 
 PHASES, RANKS, BUCKETS = 2, 8, 16  # phase 0: children of the root (true target features); 1: later
 CELLS = PHASES * RANKS * BUCKETS
@@ -71,6 +73,12 @@ def default_survival() -> NDArray[np.float32]:
     )
 
 
+class TableRecord(Struct, frozen=True, forbid_unknown_fields=True):
+    prior: str  # digest of the prior, and of what its cells stand for
+    hits: list[float]
+    trials: list[float]
+
+
 class OnlineTable:
     """Probabilities of K cells: a prior, corrected by what verification accepts; bounded memory, so
     it follows changes.
@@ -103,6 +111,36 @@ class OnlineTable:
             self.trials_K,
             self.survival_K,
         )
+
+    def record(self) -> TableRecord:
+        return TableRecord(self._digest(), self.hits_K.tolist(), self.trials_K.tolist())
+
+    def check(self, record: TableRecord) -> None:
+        """`ValueError` unless it is of this table's form."""
+        counts = [*zip(record.hits, record.trials, strict=False)]
+        if not (
+            len(record.hits) == len(record.trials) == len(self.prior_K)
+            and all(0 <= hits <= trials <= self.settings.limit for hits, trials in counts)
+        ):
+            raise ValueError("the counts of a table are not of the form that this version has")
+
+    def restore(self, record: TableRecord) -> None:
+        """Take up the counts, unless they correct another prior: they say nothing about this."""
+        if record.prior == self._digest():
+            self.count(np.array(record.hits), np.array(record.trials))
+
+    def forget(self) -> None:
+        """Let the prior count for more against what was observed, as weights have changed."""
+        self.count(self.hits_K // DOUBT, self.trials_K // DOUBT)
+
+    def count(self, hits_K: NDArray[Any], trials_K: NDArray[Any]) -> None:
+        """Put these counts in place of those there are."""
+        weight = self.settings.prior_weight
+        self.hits_K[:], self.trials_K[:] = hits_K, trials_K
+        self.survival_K[:] = (weight * self.prior_K + hits_K) / (weight + trials_K)
+
+    def _digest(self, meaning: bytes = b"") -> str:
+        return blake2b(self.prior_K.tobytes() + meaning, digest_size=8).hexdigest()
 
     @property
     def drift(self) -> float:
@@ -199,6 +237,14 @@ class Calibration(OnlineTable):
         """Write the table in force, online correction included."""
         table = CalibrationFile(_shortest(self.gap_edges), _shortest(self.survival))
         (Path(directory) / CALIBRATION).write_bytes(msgspec.json.encode(table) + b"\n")
+
+    def adopt(self, other: Calibration) -> None:
+        """Become another table, of which nothing is observed yet."""
+        self.prior_K, self.gap_edges, self.source = other.prior_K, other.gap_edges, other.source
+        self.count(np.zeros(CELLS), np.zeros(CELLS))
+
+    def _digest(self, meaning: bytes = b"") -> str:
+        return super()._digest(self.gap_edges.tobytes() + meaning)
 
     def cell(self, phase: int, rank: int, gap: float) -> int:
         """Index of a child's cell in the flattened table."""

@@ -7,7 +7,7 @@ names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,9 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
+from tlt_server.speculation.learnt import Learnt
 from tlt_server.speculation.sizes import Reach, Recordings, Sizes
+from tlt_server.speculation.survival import TableRecord
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.storage import Free
 
@@ -51,6 +53,7 @@ class Equipped(NamedTuple):
     # Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room.
     reclaim: Callable[[], None]
     forget: Callable[[], None]  # drop the text of requests that have ended
+    tables: Mapping[str, Learnt[TableRecord]]  # what drafts survived, for `knowledge` to hold
     detail: str = ""  # for the start-up report
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
     # (decoding sequences, max rows) -> prompt rows that a step may read with them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -123,6 +124,7 @@ class CpuDevice:
             equipment.free,
             equipment.reclaim,
             equipment.forget,
+            runner.tables,
         )
 
     def free(self) -> Free:
@@ -171,9 +173,11 @@ class CpuEquipment:
 
 
 def _draft_weights(live: Live) -> DraftWeights | None:
-    """Return the drafter's weights, which follow the target that is live."""
+    """Return the drafter's weights, which follow the target that is live. Drafts correct a copy of
+    the table.
+    """
     if live.drafter is None:
         return None
     assert isinstance(live.drafter.network, Following)
     live.drafter.network.follow(live.target.network)
-    return DraftWeights(live.drafter.network, live.drafter.calibration)
+    return DraftWeights(live.drafter.network, deepcopy(live.drafter.calibration))

@@ -196,8 +196,7 @@ class CudaDevice:
         assert isinstance(live.target.network, GpuDecoder) and isinstance(memory.kv, GpuKV)
         settings, model, kv = self._settings, live.target.network, memory.kv
         with self._memory("buffers and graphs", kv.plan):
-            shapes = self.sizes
-            state = self._state(model, kv, shapes, page_table_SP.shape[1])
+            state = self._state(model, kv, self.sizes, page_table_SP.shape[1])
             attention = self._backend(model.config)
             storage = self._network_storage(live, kv)
             drafters = {
@@ -211,13 +210,13 @@ class CudaDevice:
                 drafters,
                 GraphPool(self._stream if captures else None, quiet=quiet),
                 Texts.of(state.batch_slots, kept=bool(drafters)),
-                shapes=shapes,
+                shapes=self.sizes,
                 stream=self._stream,
                 page_hint_PH=kv.page_hint_PH,
                 states=kv.states,
             )
             self._synchronize()  # what the runner's stream will read was written on another
-            self._prepare(runner, live, shapes.at_start(settings.max_rows, reach), on_progress)
+            self._prepare(runner, live, self.sizes.at_start(settings.max_rows, reach), on_progress)
         graphs = runner.graphs
         self.recordings.follow(graphs)
         buffers = state.logits_SV, state.batch_slots.count_QV
@@ -241,9 +240,10 @@ class CudaDevice:
             equipment.free,
             equipment.reclaim,
             runner.forget,
+            runner.tables,
             f"{taken}{ahead}" if captures else "launched kernel by kernel",
             matmuls,
-            shapes.room,
+            self.sizes.room,
             IdleRecorder(runner, self.recordings),
         )
 

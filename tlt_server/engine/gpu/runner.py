@@ -27,6 +27,7 @@ from tlt_server.engine.gpu.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.capture import CapturedStep, StateCapture
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, Follower, GpuDrafter, drafters_of
+from tlt_server.engine.gpu.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.page_states import PageStates
@@ -106,6 +107,14 @@ class GpuRunner:
         self._drafts: dict[DraftKey, DraftPass] = {}
         self._writing: Writing | None = None  # what the device has not been told yet
         self._last_batch: tuple[list[int], list[tuple[int, int, int]]] | None = None
+
+    @property
+    def tables(self) -> dict[str, DeviceTable]:
+        """Return the tables of drafters, and those of the branches in their trees."""
+        found: dict[str, DeviceTable] = {}
+        for drafter in self._drafters.values():
+            found |= drafter.tables(self.stream)
+        return found
 
     @property
     def in_flight(self) -> int:

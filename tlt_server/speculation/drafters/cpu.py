@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.survival import OnlineTable
 
 
 class DraftWeights(NamedTuple):
@@ -55,8 +56,14 @@ class CpuDrafter(Protocol):
     def caches(self) -> Sequence[Sleeper]:
         """Return the drafter's own KV, which sleeps and wakes with the target's."""
 
+    @property
+    def tables(self) -> Mapping[str, OnlineTable]:
+        """Return its tables of survivals, by name. They stay the same objects."""
+
     def install(self, weights: DraftWeights | None) -> None:
-        """Draft for new weights of the target, of the drafter (`weights`), or of both."""
+        """Draft for new weights of the target, of the drafter (`weights`), or of both. `knowledge`
+        sees to what was learnt for them.
+        """
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
         """Return candidate trees no deeper than `strategy.depth` (nor `max_depth_B`), with at most

@@ -167,14 +167,18 @@ class Eagle:
     def caches(self) -> Sequence[KVCache]:
         return (self.cache,)
 
+    @property
+    def tables(self) -> Mapping[str, Calibration]:
+        return {"eagle": self.calibration}
+
     def install(self, weights: DraftWeights | None) -> None:
         """Drop all drafter KV, which new weights of target or drafter make stale: it is caught up
         lazily.
         """
         assert weights is not None, "a push replaces the drafter's weights, it never removes them"
-        if weights.network is not self.network or weights.calibration is not self.calibration:
-            self.network, self.calibration = weights
-            self.target_ids = self._vocabulary()
+        self.network = weights.network
+        self.calibration.adopt(weights.calibration)
+        self.target_ids = self._vocabulary()
         self.pages_freed(range(len(self.full_P)))
 
     @torch.inference_mode()

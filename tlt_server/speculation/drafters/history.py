@@ -95,6 +95,10 @@ class History:
     def caches(self) -> Sequence[Sleeper]:
         return ()
 
+    @property
+    def tables(self) -> Mapping[str, OnlineTable]:
+        return {"history": self.table}
+
     def install(self, weights: DraftWeights | None) -> None:
         """Keep everything: drafts come from text, with any weights."""
 

@@ -11,7 +11,8 @@ takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from tlt_server.speculation.sizes import AnySize, Recordings, Sizes
 # Levels that a path may have for every draft row that a step may verify: deeper ones are wasted.
 DEEPEST = 2
 KEPT_SHAPES = 1024  # kinds of steps
+RECENT = 64  # choices that the mean time of one is about
 BROADEST = 4  # a tree is wide only where the widest level is at most this part of those rows
 
 
@@ -101,6 +103,7 @@ class Goodput:
         sizes: Sizes | None = None,
         arms: Arms | None = None,
         recordings: Recordings | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._knowledge, self._settings, self._sizes = knowledge, settings, sizes or AnySize()
         self._names, self._outlooks = list(knowledge.outlooks), list(knowledge.outlooks.values())
@@ -109,6 +112,7 @@ class Goodput:
         self._shapes: dict[tuple[int, ...], StepShapes] = {}
         self._current: TreeShape | None = None
         self._expected = self._switches = 0.0
+        self._clock, self._choices, self._choice_us = clock, 0, 0.0
 
     @classmethod
     def make(cls, setup: Setup) -> Goodput:
@@ -117,6 +121,14 @@ class Goodput:
     def choose(self, context: StepContext) -> Strategy:
         if not context.speculable or not self._knowledge.cost.trained:
             return OFF
+        began_s = self._clock()
+        strategy = self._best_for(context)
+        self._choices += 1
+        taken_us = 1e6 * (self._clock() - began_s)
+        self._choice_us += (taken_us - self._choice_us) / min(self._choices, RECENT)
+        return strategy
+
+    def _best_for(self, context: StepContext) -> Strategy:
         ready, held, waiting = self._weigh(context)
         best = max(ready, key=lambda choice: choice.rate, default=NONE)
         late = max(waiting, key=lambda choice: choice.rate, default=NONE)
@@ -205,7 +217,11 @@ class Goodput:
                     yield self._of_rows(tree, int(rows), requests, prompts=prompts)
 
     def gauges(self) -> Mapping[str, float]:
-        return {"goodput_expected": self._expected, "goodput_switches": self._switches}
+        return {
+            "goodput_expected": self._expected,
+            "goodput_switches": self._switches,
+            "goodput_choice_us": self._choice_us,
+        }
 
     def _hurdle(self, pick: TreeShape | None) -> float:
         now = self._current

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
+from tlt_server.engine.gpu.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.records import DraftLimits
@@ -73,8 +75,13 @@ class GpuDrafter(Follower, Protocol):
     @classmethod
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
 
+    def tables(self, stream: torch.cuda.Stream | None) -> Mapping[str, DeviceTable]:
+        """Return its tables of survivals, by name. `stream`: that of the passes."""
+
     def install(self, changed: Drafter) -> None:
-        """Draft with another network's values and table from the next step on."""
+        """Draft with another network's values from the next step on, and with its table, of which
+        nothing is observed yet.
+        """
 
     def draft_pass(self, key: DraftKey) -> DraftPass: ...
 

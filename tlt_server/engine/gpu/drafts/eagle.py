@@ -20,12 +20,14 @@ from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable,
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage, index_of
 from tlt_server.engine.gpu.drafts.branches import Branches
 from tlt_server.engine.gpu.drafts.drift import Drift
+from tlt_server.engine.gpu.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.models.gpu.draft_tree import DraftTrees
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.gpu.layers import RowTensors
+from tlt_server.speculation.branches import branches_of
 from tlt_server.speculation.survival import Calibration as OnlineTable
 from tlt_server.weights.parts import Drafter
 
@@ -50,10 +52,14 @@ class EagleDrafts:
         assert storage is not None, "a ladder names eagle only where a network was loaded"
         return cls(state, storage)
 
+    def tables(self, stream: torch.cuda.Stream | None) -> dict[str, DeviceTable]:
+        return {
+            "eagle": DeviceTable(self.calibration, stream, self.gap_edge_G),
+            branches_of("eagle"): DeviceTable(self.branches.calibration, stream),
+        }
+
     def install(self, changed: Drafter) -> None:
-        """The values change places with those in use; of the table, over buckets of its own,
-        nothing is observed yet. Branches are trusted as before.
-        """
+        """Exchange the values with those in use. The table has buckets of its own."""
         network, table = _of(changed)
         exchange(self.network, network)
         self.network = network

@@ -13,6 +13,7 @@ from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable, Trees
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage, index_of
 from tlt_server.engine.gpu.drafts.drift import Drift
+from tlt_server.engine.gpu.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.speculation.drafters.history import prior
@@ -30,6 +31,9 @@ class HistoryDrafts:
     @classmethod
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> HistoryDrafts:
         return cls(state)
+
+    def tables(self, stream: torch.cuda.Stream | None) -> dict[str, DeviceTable]:
+        return {"history": DeviceTable(self.calibration, stream)}
 
     def install(self, changed: Drafter) -> None:
         """Do nothing: this drafter has no network."""

@@ -1,0 +1,128 @@
+"""The tables by which drafters build their trees, over pushes and rollbacks, on the CPU and on the
+interpreter: each version begins with its own calibration and goes on with what was learnt for it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import checkpoints, drafting, on_cpu, request
+from tests.engine.pushing import Pushable
+from tests.engine.tiny import SMALLEST, write_eagle
+from tlt_server.commands import NameWeights
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.speculation.learnt import DOUBT
+from tlt_server.speculation.survival import (
+    BUCKETS,
+    PHASES,
+    RANKS,
+    Calibration,
+    TableRecord,
+    default_survival,
+)
+
+SHIPPED = default_survival().reshape(-1)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    root = tmp_path_factory.mktemp("smallest")
+    with patched_once():
+        settings = checkpoints(root)
+        write_eagle(root / "new-drafter", seed=5, shape=SMALLEST, draft_vocab=40)
+        shutil.copytree(root / "new-drafter", root / "calibrated")
+        Calibration(pushed_table()).save(root / "calibrated")
+        yield settings
+
+
+@pytest.fixture(params=["cpu", "interpreter"])
+def engine(request: pytest.FixtureRequest, settings: EngineSettings) -> Pushable:
+    return taught(on_cpu(settings) if request.param == "cpu" else settings)
+
+
+def taught(settings: EngineSettings) -> Pushable:
+    engine = Pushable(drafting(settings, "eagle", 2, 2, 4))
+    learn(engine, 0)
+    return engine
+
+
+def pushed_table() -> NDArray[np.float32]:
+    return np.random.default_rng(1).random((PHASES, RANKS, BUCKETS)).astype(np.float32)
+
+
+def learn(engine: Pushable, seed: int) -> None:
+    engine.run(*(request(10 * seed + i, 4 + i, max_tokens=8) for i in range(2)))
+
+
+def learnt(engine: Pushable) -> dict[str, TableRecord]:
+    return {name: table.record() for name, table in engine.engine.knowledge.tables.items()}
+
+
+def survival(engine: Pushable) -> NDArray[np.float32]:
+    """Return the table that trees are built by."""
+    table = engine.engine.runner._drafters["eagle"].calibration
+    if isinstance(table, Calibration):
+        return table.survival_K.copy()
+    return table.survival_Z.numpy().copy()
+
+
+def trials(record: TableRecord) -> float:
+    return sum(record.trials)
+
+
+def doubted(record: TableRecord) -> tuple[list[float], list[float]]:
+    return [hits // DOUBT for hits in record.hits], [each // DOUBT for each in record.trials]
+
+
+def test_a_pushed_drafter_begins_with_its_own_table_and_each_goes_back_to_what_it_had(
+    engine: Pushable, settings: EngineSettings
+) -> None:
+    root, first = Path(settings.weight_root or ""), learnt(engine)
+    first_survival = survival(engine)
+    assert trials(first["eagle"]) > 0 and not np.array_equal(first_survival, SHIPPED)
+    assert engine.push(root / "calibrated", "d1", role="drafter").result == "committed"
+    assert np.array_equal(survival(engine), pushed_table().reshape(-1))
+    assert trials(learnt(engine)["eagle"]) == 0
+
+    learn(engine, 1)
+    second, second_survival = learnt(engine), survival(engine)
+    assert engine.push(root / "new", "v1").result == "committed"
+    for name, table in learnt(engine).items():
+        assert (table.hits, table.trials) == doubted(second[name])
+    assert np.abs(survival(engine) - pushed_table().reshape(-1)).max() < 0.3
+
+    learn(engine, 2)
+    assert engine.roll_back().result == "rolled_back"
+    assert learnt(engine) == second, "of this target and this drafter"
+    np.testing.assert_allclose(survival(engine), second_survival, rtol=1e-6)
+    assert engine.roll_back("initial", role="drafter").result == "rolled_back"
+    assert learnt(engine) == first
+    np.testing.assert_allclose(survival(engine), first_survival, rtol=1e-6)
+
+
+def test_a_drafter_without_a_calibration_begins_with_the_one_that_was_shipped(
+    engine: Pushable, settings: EngineSettings
+) -> None:
+    root = Path(settings.weight_root or "")
+    assert engine.push(root / "new-drafter", "d1", role="drafter").result == "committed"
+    assert np.array_equal(survival(engine), SHIPPED)
+
+
+def test_a_target_that_was_given_another_name_goes_back_to_what_it_had(
+    settings: EngineSettings,
+) -> None:
+    engine = taught(on_cpu(settings))
+    first = learnt(engine)
+    engine.engine.send(NameWeights("named", "v0"))
+    assert engine.report("named").result == "named"
+    assert engine.push(Path(settings.weight_root or "") / "new", "v1").result == "committed"
+    assert learnt(engine) != first
+    assert engine.roll_back("v0").result == "rolled_back"
+    assert learnt(engine) == first
