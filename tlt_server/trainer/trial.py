@@ -151,8 +151,11 @@ class Trial:
     def _outcome(self, refused: str) -> RoundEnd:
         before, after = (Walked.joined([both[i] for both in self._walked]) for i in range(2))
         handed, gain = self._handed, self._test.gain
+        digest = xxhash.xxh3_64_hexdigest((self._directory / SINGLE).read_bytes())[:8]
+        version = version_of(handed.target_version, self._number, digest)
         judged = Judged(
             candidate=self._number,
+            version=version,
             target_version=handed.target_version,
             drafter_version=handed.drafter_version,
             outcome=refused or "offered",
@@ -166,10 +169,9 @@ class Trial:
         )
         if refused:
             return RoundEnd(refused, judged)
-        of = handed.target_version
-        digest = xxhash.xxh3_64_hexdigest((self._directory / SINGLE).read_bytes())[:8]
-        version = version_of(of, self._number, digest)
-        offer = Offer(directory=str(self._directory), version=version, target_version=of)
+        offer = Offer(
+            directory=str(self._directory), version=version, target_version=handed.target_version
+        )
         return RoundEnd("", judged, offer)
 
     def _samples(self, entries: Sequence[Recorded]) -> SampleSet:
