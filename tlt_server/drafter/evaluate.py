@@ -26,7 +26,7 @@ from tlt_server.records import Strategy
 from tlt_server.shared_settings import available_processors
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import figures
-from tlt_server.trainer.evaluate import Task, Walked, evaluate
+from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan, RootPlan, own_rows
 from tlt_server.trainer.replay import ReplayedDrafter
@@ -130,8 +130,7 @@ def _self_checked(
     return self_check(
         record.head(args.responses),
         drafter,
-        source,
-        page_size=PAGE_SIZE,
+        ReplayStage(source, PAGE_SIZE),
         version=version,
         on_response=tick,
     )
@@ -154,7 +153,11 @@ def _evaluated(
         source, drafters = loaded(args, record, [args.drafter[place] for place in same])
         tasks = [Task(drafter, _plan(args, record, drafter.kind)) for drafter in drafters]
         walks = evaluate(
-            record.samples.responses, chosen, tasks, source, page_size=PAGE_SIZE, on_response=tick
+            record.samples.responses,
+            chosen,
+            tasks,
+            ReplayStage(source, PAGE_SIZE),
+            on_response=tick,
         )
         for place, task, walked in zip(same, tasks, walks, strict=True):
             found[place] = Evaluated(task.drafter, task.plan, walked)

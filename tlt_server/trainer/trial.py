@@ -28,7 +28,7 @@ from tlt_server.samples.segments import Recorded
 from tlt_server.trainer import figures
 from tlt_server.trainer.adoption_test import AdoptionTest
 from tlt_server.trainer.captured import CapturedFeatures
-from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
+from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.handed import PAGE_SIZE, Handed
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.plans import PinnedPlan
@@ -71,7 +71,8 @@ class Trial:
         self._handed, self._directory, self._number = handed, directory, number
         self._vocab_size, self._checked = vocab_size, checked
         rest = NoFeatures(handed.frame.feature_width)
-        self._source = CapturedFeatures(states, handed.target_version, rest)
+        source = CapturedFeatures(states, handed.target_version, rest)
+        self._stage = ReplayStage(source, PAGE_SIZE)
         self._test = AdoptionTest(number - 1)
         self._walked: list[list[Walked]] = []  # both drafters, by part
 
@@ -85,10 +86,17 @@ class Trial:
 
     def run(self, fitted: Sequence[Recorded], groups: Sequence[Sequence[Recorded]]) -> Round:
         """Fit the calibration to sequences, then judge on prompt groups until it is decided."""
-        yield from self._fit(fitted)
+        parts = [
+            [entry for group in groups[at : at + PART] for entry in group]
+            for at in range(0, len(groups), PART)
+        ]
+        for together in (*([entry] for entry in fitted), *parts):
+            lengths = [len(entry.sample.tokens) // 4 for entry in together]
+            self._stage.reserve(np.array(lengths, np.int64))
         candidate = self._handed.replayed(self._directory)
-        for at in range(0, len(groups), PART):
-            samples = self._samples([e for group in groups[at : at + PART] for e in group])
+        yield from self._fit(candidate, fitted)
+        for part in parts:
+            samples = self._samples(part)
             if not self._as_served(samples):
                 return self._outcome("self_check")
             self._observe(candidate, samples)
@@ -99,13 +107,13 @@ class Trial:
                 return self._outcome("worse")
         return self._outcome("no_gain")
 
-    def _fit(self, entries: Sequence[Recorded]) -> Generator[TrainerState, None, None]:
-        candidate = self._handed.replayed(self._directory)
+    def _fit(
+        self, candidate: ReplayedDrafter, entries: Sequence[Recorded]
+    ) -> Generator[TrainerState, None, None]:
+        """Fit the candidate's calibration and write it, every number as it is in force."""
         for entry in entries:
             responses = self._samples([entry]).responses
-            for _, (replay,) in staged(
-                responses, [0], [candidate], self._source, page_size=PAGE_SIZE
-            ):
+            for _, (replay,) in self._stage.parts(responses, [0], [candidate]):
                 last = int(replay.staged.length_N[0]) - 1
                 position_B = np.arange(entry.sample.prompt_len, last, STRIDE, dtype=np.int64)
                 rows_B = np.full(len(position_B), ROWS, np.int32)
@@ -122,8 +130,7 @@ class Trial:
         check = self_check(
             samples,
             handed.in_force,
-            self._source,
-            page_size=PAGE_SIZE,
+            self._stage,
             version=handed.target_version,
             drafter_version=handed.drafter_version,
         )
@@ -137,8 +144,7 @@ class Trial:
             samples.responses,
             range(len(samples)),
             [Task(self._handed.in_force, plan), Task(candidate, plan)],
-            self._source,
-            page_size=PAGE_SIZE,
+            self._stage,
         )
         before, after = (figures.by_response(walked) for walked in both)
         self._test.observe(
