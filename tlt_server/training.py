@@ -42,6 +42,10 @@ class Judged(Struct, frozen=True, kw_only=True):
     gain_high: float = 1.0
     accept_length: float = 0.0  # the candidate's, in tokens per cycle
     accept_length_before: float = 0.0
+    ms_per_cycle: float | None = None  # for a sequence alone; None: not known
+    ms_per_cycle_before: float | None = None
+    ms_per_token: float | None = None
+    ms_per_token_before: float | None = None
     accepted_at_depth: list[float] = []  # share of cycles, from depth 1 on
 
 

@@ -131,6 +131,9 @@ def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
     candidate = found["candidate"]
     assert candidate["outcome"] == "adopted" and candidate["interval"][0] > 0
     assert candidate["accept_length"] > 1.2 * candidate["accept_length_before"]
+    assert 0 < candidate["ms_per_token"] < candidate["ms_per_token_before"]
+    per_token = candidate["ms_per_cycle"] / candidate["accept_length"]
+    assert candidate["ms_per_token"] == pytest.approx(per_token)
     assert found["compared_cycles"] > 0 and found["different_cycles"] == 0
     served = client.drafter()["drafters"][0]
     assert served["weight_version"].startswith("drafter-initial-")

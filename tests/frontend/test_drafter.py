@@ -326,6 +326,8 @@ def judged(number: int, outcome: str) -> Judged:
         drafter_version="d0",
         outcome=outcome,
         gain=0.1,
+        ms_per_token=1.5,
+        ms_per_token_before=1.8,
     )
 
 
@@ -356,6 +358,19 @@ def test_a_candidate_is_handed_out_with_its_trial(
                 client.drafter_file(listed["version"], name, of="candidate")
         with pytest.raises(InvalidRequest, match="of is 'all'; it must be one of live, candidate"):
             client.drafter_files("all")  # type: ignore[arg-type]
+
+
+def test_the_command_prints_a_candidates_gain_in_milliseconds(
+    candidate: tuple[LiveServer, Callable[[Judged], Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, report = candidate
+    report(judged(1, "no_gain"))
+    assert main(["drafter", "status", "--url", server.url]) == 0
+    said = [line.strip(" │") for line in capsys.readouterr().out.splitlines()]
+    (token,) = [line for line in said if line.startswith("replayed ms per token")]
+    assert token.endswith("1.500, of the drafter in force 1.800")
+    (cycle,) = [line for line in said if line.startswith("replayed ms per cycle")]
+    assert cycle.endswith("not known")
 
 
 def test_a_candidate_that_was_replaced_is_said_to_be(

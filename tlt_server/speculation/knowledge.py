@@ -99,6 +99,10 @@ class Knowledge:
             else:
                 outlook.restore(found[name])
 
+    def costs(self) -> CostRecord | None:
+        """Return the time of steps; None where no profile has measured it."""
+        return self.cost.record() if self.cost.profiled else None
+
     def record(self) -> KnowledgeRecord:
         return KnowledgeRecord(
             self.cost.record(), {name: known.record() for name, known in self.outlooks.items()}

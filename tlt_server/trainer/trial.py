@@ -70,6 +70,7 @@ class Trial:
         """
         self._handed, self._directory, self._number = handed, directory, number
         self._vocab_size, self._checked = vocab_size, checked
+        self._strategy = Strategy(handed.in_force.kind, DEPTH, WIDTH, ROWS)
         rest = NoFeatures(handed.frame.feature_width)
         source = CapturedFeatures(states, handed.target_version, rest)
         self._stage = ReplayStage(source, PAGE_SIZE)
@@ -139,7 +140,7 @@ class Trial:
         return not check.different
 
     def _observe(self, candidate: ReplayedDrafter, samples: SampleSet) -> None:
-        plan = PinnedPlan(Strategy(candidate.kind, DEPTH, WIDTH, ROWS))
+        plan = PinnedPlan(self._strategy)
         both = evaluate(
             samples.responses,
             range(len(samples)),
@@ -157,6 +158,7 @@ class Trial:
     def _outcome(self, refused: str) -> RoundEnd:
         before, after = (Walked.joined([both[i] for both in self._walked]) for i in range(2))
         handed, gain = self._handed, self._test.gain
+        ms_before, ms = self._mean_ms(before), self._mean_ms(after)
         digest = xxhash.xxh3_64_hexdigest((self._directory / SINGLE).read_bytes())[:8]
         version = version_of(handed.target_version, self._number, digest)
         judged = Judged(
@@ -171,6 +173,10 @@ class Trial:
             gain_high=float(gain.high),
             accept_length=figures.accept_length(after),
             accept_length_before=figures.accept_length(before),
+            ms_per_cycle=ms.per_cycle,
+            ms_per_cycle_before=ms_before.per_cycle,
+            ms_per_token=ms.per_token,
+            ms_per_token_before=ms_before.per_token,
             accepted_at_depth=figures.by_depth(after, DEPTH),
         )
         if refused:
@@ -179,6 +185,12 @@ class Trial:
             directory=str(self._directory), version=version, target_version=handed.target_version
         )
         return RoundEnd("", judged, offer)
+
+    def _mean_ms(self, walked: Walked) -> figures.MeanMs:
+        """Return the time of the cycles for a sequence that runs alone."""
+        cost = self._handed.cost
+        ms_C = figures.cycle_ms(walked, [self._strategy], cost, 1) if cost is not None else None
+        return figures.mean_ms(walked, ms_C)
 
     def _samples(self, entries: Sequence[Recorded]) -> SampleSet:
         return sample_set([entry.sample for entry in entries], Identity("", ""), self._vocab_size)

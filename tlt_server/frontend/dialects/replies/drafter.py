@@ -103,6 +103,20 @@ class CandidateState(Struct, frozen=True, kw_only=True):
     ]
     accept_length: Annotated[float, Meta(description="replayed tokens per cycle")]
     accept_length_before: Annotated[float, Meta(description="the same of the drafter in force")]
+    ms_per_cycle: Annotated[
+        float | None,
+        Meta(
+            description="milliseconds of a replayed cycle, for a sequence that runs alone, by the "
+            "step times that the engine has measured; null: it has measured none"
+        ),
+    ]
+    ms_per_cycle_before: Annotated[
+        float | None, Meta(description="the same of the drafter in force")
+    ]
+    ms_per_token: Annotated[float | None, Meta(description="milliseconds of a token, likewise")]
+    ms_per_token_before: Annotated[
+        float | None, Meta(description="the same of the drafter in force")
+    ]
     accepted_at_depth: Annotated[
         list[float], Meta(description="share of its cycles that accept 1, 2, ... drafts")
     ]
