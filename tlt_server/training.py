@@ -32,6 +32,7 @@ class Judged(Struct, frozen=True, kw_only=True):
     """The replay of one candidate against the drafter in force."""
 
     candidate: int  # counted from 1 over the run
+    version: str = ""  # under which it is pushed
     target_version: str
     drafter_version: str  # the drafter in force
     outcome: str  # adopted, offered, or why not
@@ -41,6 +42,10 @@ class Judged(Struct, frozen=True, kw_only=True):
     gain_high: float = 1.0
     accept_length: float = 0.0  # the candidate's, in tokens per cycle
     accept_length_before: float = 0.0
+    ms_per_cycle: float | None = None  # for a sequence alone; None: not known
+    ms_per_cycle_before: float | None = None
+    ms_per_token: float | None = None
+    ms_per_token_before: float | None = None
     accepted_at_depth: list[float] = []  # share of cycles, from depth 1 on
 
 
@@ -76,6 +81,11 @@ class SpotReport(Struct, frozen=True, kw_only=True, tag="spot"):
     checkpoints: int = 0  # written
     checkpoint_stall_ms: float = 0.0  # in which the last one kept the training waiting
     checkpoint_error: str = ""
+
+
+def candidate_directory(number: int | str) -> str:
+    """Return the name of a candidate's directory, below the trainer's own; "*" stands for all."""
+    return f"candidate-{number}"
 
 
 def version_of(target: str, number: int, digest: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, overload
 
 from tlt_client import calls, exchanges, flows
 from tlt_client.calls import Fields, Items
+from tlt_client.exchanges import Of
 from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import AsyncRollout
 from tlt_client.tls import Tls
@@ -135,13 +136,26 @@ class AsyncClient:
     async def load(self) -> int:
         return await self._transport.ask(calls.load())
 
-    async def drafter_files(self) -> Mapping[str, Any]:
-        """Return version, files and target version of the live drafter."""
-        return await self._transport.ask(exchanges.drafter_files())
+    async def drafter_files(self, of: Of = "live") -> Mapping[str, Any]:
+        """Return version and files of the live drafter, or of the last `candidate` of the server's
+        trainer, with its trial.
+        """
+        return await self._transport.ask(exchanges.drafter_files(of))
 
-    async def drafter_file(self, version: str, name: str, *, start: int = 0) -> bytes:
-        """Return 8 MiB of a file of the live drafter from byte `start` on, or what is left."""
-        return await self._transport.ask(exchanges.drafter_file(version, name, start))
+    async def drafter_file(
+        self, version: str, name: str, *, start: int = 0, of: Of = "live"
+    ) -> bytes:
+        """Return 8 MiB of a file of such a drafter from byte `start` on, or what is left."""
+        return await self._transport.ask(exchanges.drafter_file(version, name, start, of))
+
+    async def fetch_drafter(
+        self, directory: str | PathLike[str], of: Of = "live"
+    ) -> Mapping[str, Any]:
+        """Write these files into a directory, as `HttpSender.push_directory` takes them, and return
+        what `drafter_files` says of them.
+        """
+        flow = exchanges.fetch_drafter(directory, of, self._transport.retries)
+        return await self._transport.run(flow)
 
     async def set_strategy(
         self,

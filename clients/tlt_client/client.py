@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, overload
 
 from tlt_client import calls, exchanges, flows
 from tlt_client.calls import Fields, Items
+from tlt_client.exchanges import Of
 from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import Rollout
 from tlt_client.tls import Tls
@@ -178,13 +179,22 @@ class Client:
         """Return the number of sequences that the server has accepted and not ended."""
         return self._transport.ask(calls.load())
 
-    def drafter_files(self) -> Mapping[str, Any]:
-        """Return version, files and target version of the live drafter."""
-        return self._transport.ask(exchanges.drafter_files())
+    def drafter_files(self, of: Of = "live") -> Mapping[str, Any]:
+        """Return version and files of the live drafter, or of the last `candidate` of the server's
+        trainer, with its trial.
+        """
+        return self._transport.ask(exchanges.drafter_files(of))
 
-    def drafter_file(self, version: str, name: str, *, start: int = 0) -> bytes:
-        """Return 8 MiB of a file of the live drafter from byte `start` on, or what is left."""
-        return self._transport.ask(exchanges.drafter_file(version, name, start))
+    def drafter_file(self, version: str, name: str, *, start: int = 0, of: Of = "live") -> bytes:
+        """Return 8 MiB of a file of such a drafter from byte `start` on, or what is left."""
+        return self._transport.ask(exchanges.drafter_file(version, name, start, of))
+
+    def fetch_drafter(self, directory: str | PathLike[str], of: Of = "live") -> Mapping[str, Any]:
+        """Write these files into a directory, as `HttpSender.push_directory` takes them, and return
+        what `drafter_files` says of them.
+        """
+        flow = exchanges.fetch_drafter(directory, of, self._transport.retries)
+        return self._transport.run(flow)
 
     def set_strategy(
         self,

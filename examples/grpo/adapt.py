@@ -167,6 +167,7 @@ class SpotDrafter(FixedDrafter):
         names = ("state", "rounds", "steps", "tokens", "parkings", "adopted", "refused")
         candidate = found["candidate"] or {}
         judged = ("outcome", "groups", "gain", "interval", "accept_length", "accept_length_before")
+        judged += ("ms_per_token", "ms_per_token_before")
         return {
             "trainer": {name: found[name] for name in names}
             | {"candidate": {name: candidate[name] for name in judged} if candidate else None}

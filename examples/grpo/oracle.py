@@ -28,7 +28,7 @@ from tlt_server.records import Strategy, parse_strategy
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.sample import sample_set
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.trainer.evaluate import Task, evaluate
+from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
 from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.figures import ByResponse, by_response, gap_recovered
 from tlt_server.trainer.plans import PinnedPlan
@@ -105,9 +105,8 @@ def replay(run: Path, step: int, drafters: Sequence[Path], strategy: Strategy) -
     tasks = [
         Task(each, PinnedPlan(structs.replace(strategy, drafter=each.kind))) for each in loaded
     ]
-    walks = evaluate(
-        responses, range(len(responses)), tasks, RecomputedFeatures(target), page_size=PAGE_SIZE
-    )
+    stage = ReplayStage(RecomputedFeatures(target), PAGE_SIZE)
+    walks = evaluate(responses, range(len(responses)), tasks, stage)
     return ReplayedStep([by_response(walked) for walked in walks], responses.group_N)
 
 

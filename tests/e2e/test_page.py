@@ -177,7 +177,7 @@ def test_it_shows_the_training_of_the_drafter(open_page: Open, server: ServerPro
         ("trained-on", "step-8"),
         ("live-length", "4.25"),
         ("candidate", "no_gain, for target step-7: 4.40 against 4.30, gain −1.2 % (−3.0 % to +0.6 "
-         "%) on 12 prompts"),
+         "%) on 12 prompts; 1.50 ms per token against 1.25"),
         ("rounds", "5, 120 steps; next after 300 of 4,096 tokens"),
         ("adopted", "2"),
         ("refused", "no_gain 2, worse 1"),
@@ -203,6 +203,7 @@ def test_it_shows_the_training_of_the_drafter(open_page: Open, server: ServerPro
 
 def training_state() -> DrafterState:
     candidate = CandidateState(
+        version="drafter-step-7-2-0123abcd",
         target_version="step-7",
         drafter_version="drafter-1",
         outcome="no_gain",
@@ -211,6 +212,10 @@ def training_state() -> DrafterState:
         interval=[-0.03, 0.006],
         accept_length=4.4,
         accept_length_before=4.3,
+        ms_per_cycle=6.6,
+        ms_per_cycle_before=5.4,
+        ms_per_token=1.5,
+        ms_per_token_before=1.25,
         accepted_at_depth=[0.95, 0.8],
     )
     trainer = TrainerStatus(

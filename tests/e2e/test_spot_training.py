@@ -24,6 +24,8 @@ from tests.e2e.test_drafter_training import figures
 from tests.e2e.test_lifecycle import until
 from tests.processes import trainer
 from tlt_client import Client
+from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
+from tlt_client.channels.http import HttpSender
 from tlt_client.errors import Conflict
 from tlt_server.demo import chat, task
 from tlt_server.demo.push import perturbed_copy
@@ -79,7 +81,7 @@ def training(
 ) -> Iterator[ServerProcess]:
     state = str(tmp_path_factory.mktemp("state"))
     flags = ("--model", str(TARGET), "--drafter", str(weak_drafter), "--state-dir", state)
-    flags += ("--weight-root", str(weight_root))
+    flags += ("--weight-root", str(weight_root), "--weight-channels", "disk,http")
     with ServerProcess(*flags, *FLAGS) as server:
         yield server
 
@@ -129,6 +131,9 @@ def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
     candidate = found["candidate"]
     assert candidate["outcome"] == "adopted" and candidate["interval"][0] > 0
     assert candidate["accept_length"] > 1.2 * candidate["accept_length_before"]
+    assert 0 < candidate["ms_per_token"] < candidate["ms_per_token_before"]
+    per_token = candidate["ms_per_cycle"] / candidate["accept_length"]
+    assert candidate["ms_per_token"] == pytest.approx(per_token)
     assert found["compared_cycles"] > 0 and found["different_cycles"] == 0
     served = client.drafter()["drafters"][0]
     assert served["weight_version"].startswith("drafter-initial-")
@@ -173,6 +178,32 @@ def test_it_trains_again_after_a_push_of_the_target(own: Client, weight_root: Pa
     assert found["rounds"] > before["rounds"] and found["restarts"] == before["restarts"]
     assert client.sleep("weights").asleep == ["weights"]  # once the trainer has let go, too
     client.wake()
+
+
+def test_a_client_ships_the_candidate_with_its_next_target(
+    own: Client, weight_root: Path, tmp_path: Path
+) -> None:
+    """The trainer is paused, so the candidate of the test before is the last one."""
+    client = own
+    found = client.fetch_drafter(tmp_path / "candidate", of="candidate")
+    assert found["candidate"] == status(client)["candidate"]
+    assert found["candidate"]["target_version"] == found["target_version"] == "step-1"
+    perturbed_copy(TARGET, weight_root / "step-2", 2)
+    pushed = HttpSender(client).push_directory(
+        weight_root / "step-2", "step-2", drafter=tmp_path / "candidate", role="all"
+    )
+    assert pushed["state"] == "committed"
+    weights = client.weights()
+    assert (weights["target"], weights["drafter"]) == ("step-2", "step-2")
+    client.fetch_drafter(tmp_path / "live")
+    candidate = load_file(tmp_path / "candidate" / SINGLE)
+    live = {}
+    for file in (tmp_path / "live").glob("*.safetensors"):
+        live |= load_file(file)
+    assert live.keys() <= candidate.keys(), live.keys() ^ candidate.keys()
+    assert len(live) > 9 and all(torch.equal(candidate[name], live[name]) for name in live)
+    tables = [(tmp_path / name / CALIBRATION).read_bytes() for name in ("candidate", "live")]
+    assert tables[0] == tables[1]
 
 
 def test_a_server_without_a_trainer_says_what_to_do(server: ServerProcess) -> None:

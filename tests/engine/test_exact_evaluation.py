@@ -36,7 +36,7 @@ from tlt_server.samples.segments import recorded as framed
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.speculation.survival import Calibration
-from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
+from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.features import FeatureSource, RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
 from tlt_server.trainer.replay import ReplayedDrafter, Roots
@@ -91,7 +91,7 @@ def checked(
     record: RolloutRecord, drafter: ReplayedDrafter, source: FeatureSource, **given: Any
 ) -> SelfCheck:
     arguments: dict[str, Any] = {"version": "initial", "calibration": ""} | given
-    return self_check(record.samples, drafter, source, page_size=PAGE_SIZE, **arguments)
+    return self_check(record.samples, drafter, ReplayStage(source, PAGE_SIZE), **arguments)
 
 
 def assert_alarm(record: RolloutRecord, drafter: ReplayedDrafter, source: FeatureSource) -> None:
@@ -179,8 +179,7 @@ def test_a_walk_as_recorded_visits_the_recorded_roots(
         record.responses,
         range(len(record.responses)),
         [Task(drafter, RecordedPlan(strategies, mine, "eagle"))],
-        RecomputedFeatures(target),
-        page_size=PAGE_SIZE,
+        ReplayStage(RecomputedFeatures(target), PAGE_SIZE),
     )
     plain = [n for n in range(40) if not branched(mine, n)]
     assert len(plain) > 10
@@ -203,19 +202,30 @@ def test_counts_do_not_depend_on_what_is_drafted_along(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     chosen, strategy = [0, 5, 11, 30], Strategy("eagle", 5, 3, 9)
-    source = RecomputedFeatures(target)
-    (walked,) = evaluate(
-        record.responses, chosen, [Task(drafter, PinnedPlan(strategy))], source, page_size=PAGE_SIZE
-    )
+    stage = ReplayStage(RecomputedFeatures(target), PAGE_SIZE)
+    (walked,) = evaluate(record.responses, chosen, [Task(drafter, PinnedPlan(strategy))], stage)
     assert_covers(walked, record.responses, chosen)
     for n in chosen:
         of_C = walked.response_C == n
         for root, accepted in zip(walked.root_C[of_C], walked.accepted_C[of_C], strict=True):
-            for _, (replay,) in staged(
-                record.responses, [n], [drafter], source, page_size=PAGE_SIZE
-            ):
+            for _, (replay,) in stage.parts(record.responses, [n], [drafter]):
                 alone = Roots(np.zeros(1, np.int64), np.array([root]), np.array([9], np.int32))
                 assert replay.accepted(alone, 5, 3).tolist() == [accepted]
+
+
+def test_one_place_serves_for_all_responses(
+    record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
+) -> None:
+    """A response leaves nothing that changes the counts of those that follow."""
+    source, plan = RecomputedFeatures(target), PinnedPlan(Strategy("eagle", 5, 3, 9))
+    kept = ReplayStage(source, PAGE_SIZE)
+    for chosen in ([30, 5], [0], [11], [5]):
+        walks = [
+            evaluate(record.responses, chosen, [Task(drafter, plan)], stage)[0]
+            for stage in (kept, ReplayStage(source, PAGE_SIZE))
+        ]
+        for name, found_C in vars(walks[0]).items():
+            assert np.array_equal(found_C, getattr(walks[1], name))
 
 
 def assert_covers(walked: Walked, responses: Responses, chosen: Sequence[int]) -> None:

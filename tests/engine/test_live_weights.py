@@ -20,6 +20,8 @@ from tlt_server.commands import CommitWeights, HandOver, NameWeights, ReadWeight
 from tlt_server.engine import weight_reads
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
+from tlt_server.speculation.cost import CostModel, Measured, StepLoad
+from tlt_server.trainer.handed import read_handed
 from tlt_server.weights import handover
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
@@ -164,6 +166,28 @@ def test_weights_are_pushed_while_those_before_are_written_for_the_trainer(
     assert (report.result, report.state.target) == ("looked", "initial"), report
     written = load_file(tmp_path / "out" / handover.TARGET)[handover.EMBEDDING]
     assert torch.equal(written, embedding)
+
+
+def test_the_time_of_steps_is_handed_over_once_it_is_measured(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    engine, cost = Pushable(settings), CostModel()
+
+    def handed(name: str) -> CostModel | None:
+        engine.engine.send(HandOver(name, str(tmp_path / name), str(root / "drafter")))
+        assert engine.report(name).result == "looked"
+        return read_handed(tmp_path / name, root / "base", "initial", "initial").cost
+
+    assert handed("before") is None
+    with_drafts = Measured(StepLoad("eagle", 3, 2, 1, 7, 0, 10.0), 0.01)
+    plain = Measured(StepLoad("", 0, 0, 1, 1, 0, 10.0), 0.004)
+    engine.engine.knowledge.cost = cost
+    cost.profile([plain])
+    assert handed("plain") is None, "nothing is known of drafts"
+    cost.profile([plain, with_drafts])
+    found = handed("after")
+    assert found is not None and found.predict(plain.load) == pytest.approx(0.004, rel=0.1)
+    assert found.predict(with_drafts.load) == pytest.approx(cost.predict(with_drafts.load))
 
 
 def test_weights_that_change_in_place_or_sleep_are_not_read(

@@ -27,12 +27,12 @@ from tlt_server.samples.sample import Sample, decode_sample, sample_set
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import replay
 from tlt_server.trainer.captured import CapturedFeatures
-from tlt_server.trainer.evaluate import Task, evaluate, staged
+from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
 from tlt_server.trainer.handed import gpu_frame
 from tlt_server.trainer.plans import PinnedPlan
-from tlt_server.trainer.replay import ReplayedDrafter
+from tlt_server.trainer.replay import ReplayedDrafter, ReplayedTrees
 from tlt_server.trainer.self_check import SelfCheck, self_check
-from tlt_server.trainer.staged import Roots
+from tlt_server.trainer.staged import Roots, StagedResponses
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.trainer.trial import NoFeatures
 
@@ -79,9 +79,12 @@ class Recorded:
         layers = find_loader(self.drafter, "cpu").feature_layers(self.drafter, config)
         return CapturedFeatures(store, "initial", NoFeatures(len(layers) * config.hidden_size))
 
+    def stage(self) -> ReplayStage:
+        return ReplayStage(self.source(), PAGE_SIZE)
+
     def checked(self, drafter: ReplayedDrafter) -> SelfCheck:
         found = sample_set(self.samples, Identity("", ""), self.vocab_size)
-        return self_check(found, drafter, self.source(), page_size=PAGE_SIZE, version="initial")
+        return self_check(found, drafter, self.stage(), version="initial")
 
 
 def _text(sample: Sample) -> bytes:
@@ -124,18 +127,48 @@ def test_roots_are_drafted_from_in_parts_that_have_room(
         monkeypatch.setattr(replay, "MAX_ROOTS", roots)
         monkeypatch.setattr(replay, "DRAFT_ROWS", rows)
         drafter = interpreted.replayed()
-        source, chosen = interpreted.source(), range(len(samples))
-        (walked,) = evaluate(
-            samples.responses, chosen, [Task(drafter, plan)], source, page_size=PAGE_SIZE
-        )
-        for part, (replayed,) in staged(
-            samples.responses, chosen, [drafter], source, page_size=PAGE_SIZE
-        ):
+        stage, chosen = interpreted.stage(), range(len(samples))
+        (walked,) = evaluate(samples.responses, chosen, [Task(drafter, plan)], stage)
+        for part, (replayed,) in stage.parts(samples.responses, chosen, [drafter]):
             n_B = np.repeat(np.arange(len(part)), 4)
             position_B = np.tile(np.arange(1, 5), len(part))
             replayed.calibrate(Roots(n_B, position_B, np.full(len(n_B), 6, np.int32)), 4, 2)
         found.append((walked.accepted_C.tolist(), drafter.weights.calibration.trials_K.sum()))
     assert found[0] == found[1] and found[0][1] > 12
+
+
+def test_kept_buffers_give_the_counts_of_new_ones(
+    interpreted: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long responses come before short ones, so that what is left of them would be seen."""
+    made: list[int] = []
+
+    def counting(drafter: ReplayedDrafter, staged: StagedResponses) -> ReplayedTrees:
+        made.append(staged.cache.pages)
+        return on_gpu(drafter, staged)
+
+    on_gpu = replay.TREES["cuda"]
+    monkeypatch.setitem(replay.TREES, "cuda", counting)
+    samples = sample_set(interpreted.samples, Identity("", ""), interpreted.vocab_size)
+    responses, drafter = samples.responses, interpreted.replayed()
+    lengths = responses.prompt_len_N + responses.output_len_N
+    task = Task(drafter, PinnedPlan(Strategy("eagle", 4, 2, 6)))
+
+    def counts(stage: ReplayStage, chosen: list[int]) -> list[int]:
+        (walked,) = evaluate(responses, chosen, [task], stage)
+        return [*walked.root_C.tolist(), *walked.accepted_C.tolist()]
+
+    order = sorted(range(len(samples)), key=lambda n: -int(lengths[n]))
+    calls = [[n] for n in order] + [order]
+    fresh = [counts(interpreted.stage(), chosen) for chosen in calls]
+    assert len(made) == len(calls)
+    kept, grown = interpreted.stage(), interpreted.stage()
+    kept.reserve(lengths)
+    made.clear()
+    assert [counts(kept, chosen) for chosen in calls] == fresh
+    assert len(made) == 1
+    assert [counts(grown, chosen) for chosen in calls] == fresh
+    assert len(made) == 3 and made[0] == made[2] > made[1], "once, and once more for all together"
 
 
 @pytest.mark.parametrize("where", [pytest.param("gpu", marks=gpu)])
@@ -162,11 +195,7 @@ def test_on_a_gpu_every_cycle_is_repeated(where: str, tmp_path: Path) -> None:
     plan = PinnedPlan(Strategy("eagle", 7, 4, 16))
     samples = sample_set(recorded.samples, Identity("", ""), recorded.vocab_size)
     (walked,) = evaluate(
-        samples.responses,
-        range(len(samples)),
-        [Task(drafter, plan)],
-        recorded.source(),
-        page_size=PAGE_SIZE,
+        samples.responses, range(len(samples)), [Task(drafter, plan)], recorded.stage()
     )
     tokens = int(samples.responses.output_len_N.sum())
     assert tokens / len(walked) > 5.5, "the shipped drafter's trees accept 6 and more"

@@ -31,6 +31,8 @@ JUDGED = Judged(
     target_version="v1",
     drafter_version="d1",
     outcome="no_gain",
+    ms_per_token=1.5,
+    ms_per_token_before=1.8,
     accepted_at_depth=[0.9],
 )
 TRAINED = SpotReport(candidate=JUDGED, loss_at_depth=[0.5], refused={"no_gain": 1})

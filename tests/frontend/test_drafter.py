@@ -9,7 +9,7 @@ import json
 import shutil
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,9 +20,11 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tests.unit.recorded_samples import VOCAB, sample
 from tlt_client import Client
-from tlt_client.errors import Conflict, InvalidRequest
+from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
+from tlt_client.errors import Conflict, InvalidRequest, NotFound
 from tlt_server.__main__ import main
-from tlt_server.build import RING, SAMPLES
+from tlt_server.build import RING, SAMPLES, WORK
+from tlt_server.demo.workload import TARGET
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.dialects.drafter import accepted_at_depth
 from tlt_server.frontend.link.trainer import TrainerLink
@@ -39,6 +41,7 @@ from tlt_server.samples.segments import (
     read_segment,
     recorded,
 )
+from tlt_server.training import Judged, SpotReport, candidate_directory
 
 
 def cycle(depth: int, accepted: tuple[int, ...], speculable: int | None = None) -> Cycle:
@@ -287,3 +290,113 @@ def test_a_full_inbox_is_said(tmp_path: Path) -> None:
 def test_a_drafter_without_weights_has_no_files(recording: LiveServer) -> None:
     with Client(recording.url) as client, pytest.raises(Conflict, match="no drafter with weights"):
         client.drafter_files()
+
+
+@pytest.fixture
+def candidate(
+    recorded_model: Path, tmp_path: Path
+) -> Iterator[tuple[LiveServer, Callable[[Judged], Path]]]:
+    """A server with a trainer process, and what reports a candidate to it in that one's place."""
+    settings = {"drafter_training": "idle", "drafter_feature_mb": 1, "state_dir": tmp_path}
+    with live_server(
+        recorded_model,
+        engine={"drafter": "eagle"},
+        drafter=str(TARGET.parent / "drafter"),
+        **settings,
+    ) as server:
+        link = server.service.trainer
+        assert link is not None
+        eventually(lambda: link.spot.interval_tokens > 0)  # the process has reported
+
+        def judged(found: Judged) -> Path:
+            server.call(lambda: setattr(link, "spot", SpotReport(candidate=found)))
+            place = server.directory / WORK / candidate_directory(found.candidate)
+            place.mkdir(parents=True)
+            return place
+
+        yield server, judged
+
+
+def judged(number: int, outcome: str) -> Judged:
+    version = f"drafter-v0-{number}-0123abcd"
+    return Judged(
+        candidate=number,
+        version=version,
+        target_version="v0",
+        drafter_version="d0",
+        outcome=outcome,
+        gain=0.1,
+        ms_per_token=1.5,
+        ms_per_token_before=1.8,
+    )
+
+
+def write_candidate(place: Path, tensors: bytes) -> None:
+    (place / SINGLE).write_bytes(tensors)
+    (place / CALIBRATION).write_bytes(b"a table")
+    (place / "config.json").write_bytes(b"{}")
+
+
+def test_a_candidate_is_handed_out_with_its_trial(
+    candidate: tuple[LiveServer, Callable[[Judged], Path]], tmp_path: Path
+) -> None:
+    server, report = candidate
+    with Client(server.url) as client:
+        with pytest.raises(NotFound, match="no candidate since it started; POST /drafter/train"):
+            client.drafter_files("candidate")
+        tensors = bytes(range(256)) * 2**15 + b"more than one slice"
+        write_candidate(report(judged(1, "no_gain")), tensors)
+        listed = client.fetch_drafter(tmp_path / "here", of="candidate")
+        assert listed["version"] == "drafter-v0-1-0123abcd" and listed["target_version"] == "v0"
+        trial = listed["candidate"]
+        assert trial == client.drafter()["trainer"]["candidate"]
+        assert (trial["outcome"], trial["target_version"], trial["gain"]) == ("no_gain", "v0", 0.1)
+        assert (tmp_path / "here" / SINGLE).read_bytes() == tensors
+        assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [CALIBRATION, SINGLE]
+        for name in ("config.json", "../candidate-1/model.safetensors"):
+            with pytest.raises(NotFound):
+                client.drafter_file(listed["version"], name, of="candidate")
+        with pytest.raises(InvalidRequest, match="of is 'all'; it must be one of live, candidate"):
+            client.drafter_files("all")  # type: ignore[arg-type]
+
+
+def test_the_command_prints_a_candidates_gain_in_milliseconds(
+    candidate: tuple[LiveServer, Callable[[Judged], Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server, report = candidate
+    report(judged(1, "no_gain"))
+    assert main(["drafter", "status", "--url", server.url]) == 0
+    said = [line.strip(" │") for line in capsys.readouterr().out.splitlines()]
+    (token,) = [line for line in said if line.startswith("replayed ms per token")]
+    assert token.endswith("1.500, of the drafter in force 1.800")
+    (cycle,) = [line for line in said if line.startswith("replayed ms per cycle")]
+    assert cycle.endswith("not known")
+
+
+def test_a_candidate_that_was_replaced_is_said_to_be(
+    candidate: tuple[LiveServer, Callable[[Judged], Path]],
+) -> None:
+    server, report = candidate
+    with Client(server.url) as client:
+        before = report(judged(1, "worse"))
+        write_candidate(before, b"one")
+        version = client.drafter_files("candidate")["version"]
+        (before / CALIBRATION).unlink()  # as the next one is about to be written
+        for ask in (
+            lambda: client.drafter_files("candidate"),
+            lambda: client.drafter_file(version, SINGLE, of="candidate"),
+        ):
+            with pytest.raises(Conflict, match="are removed, as the next one is being judged"):
+                ask()
+        write_candidate(report(judged(2, "adopted")), b"two")
+        with pytest.raises(Conflict, match="is not the last candidate any more"):
+            client.drafter_file(version, SINGLE, of="candidate")
+        with pytest.raises(Conflict, match="is not live any more"):
+            client.drafter_file(version, SINGLE)
+
+
+def test_without_a_trainer_there_is_no_candidate(recording: LiveServer, client: Client) -> None:
+    with pytest.raises(Conflict, match="drafter_training is off"):
+        client.drafter_files("candidate")
+    with Client(recording.url) as other, pytest.raises(Conflict, match="without a network"):
+        other.drafter_files("candidate")

@@ -348,6 +348,8 @@ def test_the_training_of_the_drafter() -> None:
         gain_high=0.02,
         accept_length=4.5,
         accept_length_before=4.6,
+        ms_per_token=1.5,
+        ms_per_token_before=1.25,
         accepted_at_depth=[0.9, 0.5],
     )
     first = SpotReport(
@@ -375,6 +377,7 @@ def test_the_training_of_the_drafter() -> None:
     assert sum(found["tlt_trainer_state"].values()) == 1
     assert found["tlt_trainer_loss_at_depth"] == {("1",): 0.5, ("2",): 1.0}
     assert found["tlt_trainer_accept_length"] == {("candidate",): 4.5, ("in_force",): 4.6}
+    assert found["tlt_trainer_token_seconds"] == {("candidate",): 0.0015, ("in_force",): 0.00125}
     assert found["tlt_trainer_candidate_accepted_share"] == {("1",): 0.9, ("2",): 0.5}
     bounds = {("gain",): -0.01, ("gain_low",): -0.03, ("gain_high",): 0.02}
     assert found["tlt_trainer_candidate_gain"] == bounds

@@ -49,6 +49,13 @@ def test_the_time_of_a_cycle_is_that_of_its_batch() -> None:
     assert found == pytest.approx([8 + 0.2 + 0.3], rel=1e-2)  # a request's own time is above 0
 
 
+def test_mean_times_are_known_only_where_those_of_cycles_are() -> None:
+    found = walked((0, 3, 2, 3), (0, 6, 3, 4))
+    assert figures.mean_ms(found, np.array([6.0, 8.0])) == (7.0, 2.0)
+    assert figures.mean_ms(found, None) == (None, None)
+    assert figures.mean_ms(Walked.joined([]), np.zeros(0)) == (None, None)
+
+
 def sums(cycles: list[int], tokens: list[int]) -> ByResponse:
     counts = np.array(cycles)
     return ByResponse(np.arange(len(cycles)), counts, np.array(tokens), 2.0 * counts)

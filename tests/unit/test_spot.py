@@ -188,6 +188,9 @@ def test_a_verdict_about_a_dropped_offer_changes_nothing() -> None:
     rig.spot.take(InForce("v2", "d1"))
     rig.spot.take(Verdict(version=OFFER.version))
     assert rig.spot.state == S.IDLE and not rig.work.adoptions
+    report = rig.spot.report()
+    assert report is not None and report.candidate is not None
+    assert report.candidate.outcome == "weights_changed"
 
 
 def test_a_pause_keeps_its_reason_over_the_verdict_of_an_offer() -> None:

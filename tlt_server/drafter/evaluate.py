@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
@@ -26,7 +25,7 @@ from tlt_server.records import Strategy
 from tlt_server.shared_settings import available_processors
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import figures
-from tlt_server.trainer.evaluate import Task, Walked, evaluate
+from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan, RootPlan, own_rows
 from tlt_server.trainer.replay import ReplayedDrafter
@@ -130,8 +129,7 @@ def _self_checked(
     return self_check(
         record.head(args.responses),
         drafter,
-        source,
-        page_size=PAGE_SIZE,
+        ReplayStage(source, PAGE_SIZE),
         version=version,
         on_response=tick,
     )
@@ -154,7 +152,11 @@ def _evaluated(
         source, drafters = loaded(args, record, [args.drafter[place] for place in same])
         tasks = [Task(drafter, _plan(args, record, drafter.kind)) for drafter in drafters]
         walks = evaluate(
-            record.samples.responses, chosen, tasks, source, page_size=PAGE_SIZE, on_response=tick
+            record.samples.responses,
+            chosen,
+            tasks,
+            ReplayStage(source, PAGE_SIZE),
+            on_response=tick,
         )
         for place, task, walked in zip(same, tasks, walks, strict=True):
             found[place] = Evaluated(task.drafter, task.plan, walked)
@@ -188,19 +190,20 @@ def _rows(
         if record.cost is not None:
             ms_C = figures.cycle_ms(walked, plan.strategies, record.cost, batch)
         sums.append(figures.by_response(walked, ms_C))
-        tokens = int(walked.emitted_C.sum())
         depth = max(strategy.depth for strategy in plan.strategies)
         row: dict[str, Any] = {
             "drafter": drafter.label,
             "cycles": len(walked),
-            "tokens": tokens,
+            "tokens": int(walked.emitted_C.sum()),
             "accept_length": round(figures.accept_length(walked), 4),
             "accepted_at_depth": [round(x, 4) for x in figures.by_depth(walked, depth)],
             "by_length": [(n, round(x, 4)) for n, x in figures.by_length(walked, responses)],
             "coverage": round(figures.coverage(responses, chosen, drafter.vocabulary()), 5),
             "batch": batch,
-            "ms_per_cycle": _rounded(ms_C, len(walked)),
-            "ms_per_token": _rounded(ms_C, tokens),
+            **{
+                f"ms_{name}": None if ms is None else round(ms, 4)
+                for name, ms in figures.mean_ms(walked, ms_C)._asdict().items()
+            },
         }
         if kinds is not None:
             by_kind = figures.by_kind(walked, kinds)
@@ -229,10 +232,6 @@ def _kinds(args: argparse.Namespace, record: EvaluatedRecord) -> list[str]:
         names = (name for name, pattern in args.kind if re.search(pattern, text))
         kinds.append(next(names, "other"))
     return kinds
-
-
-def _rounded(ms_C: NDArray[np.float64] | None, per: int) -> float | None:
-    return round(float(ms_C.sum()) / per, 4) if ms_C is not None and per else None
 
 
 def _check_figures(check: SelfCheck) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tlt_server.drafter.out import new_directory
 from tlt_server.drafter.records import PAGE_SIZE, load_record
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy
-from tlt_server.trainer.evaluate import Task, evaluate
+from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
 from tlt_server.trainer.export import export
 from tlt_server.trainer.figures import accept_length
 from tlt_server.trainer.model_card import Card
@@ -57,8 +57,7 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
         responses,
         range(len(responses)),
         [Task(each, PinnedPlan(REPLAYED)) for each in drafters],
-        source,
-        page_size=PAGE_SIZE,
+        ReplayStage(source, PAGE_SIZE),
     )
     for name, found_C in vars(mine).items():
         if not np.array_equal(found_C, getattr(written, name)):

@@ -134,18 +134,10 @@ class Peers:
 
     def fetch(self, url: str, version: str, directory: Path) -> None:
         """Write the files of a server's live drafter. `Conflict`: it is another version by now."""
-        client = self.clients[url]
-        listed = client.drafter_files()
-        for file in listed["files"]:
-            name = str(file["name"])
-            if Path(name).name != name:
-                raise Conflict("conflict", f"{url} names the file {name!r}", status=409)
-            with open(directory / name, "wb") as out:
-                while out.tell() < file["bytes"]:
-                    data = client.drafter_file(version, name, start=out.tell())
-                    if not data:
-                        raise Conflict("conflict", f"{name} of {url} became shorter", status=409)
-                    out.write(data)
+        found = self.clients[url].fetch_drafter(directory)["version"]
+        if found != version:
+            said = f"{url} has the drafter {found!r} by now, not {version!r}"
+            raise Conflict("conflict", said, status=409)
 
     def push(self, url: str, directory: Path, version: str) -> None:
         HttpSender(self.clients[url]).push_directory(directory, version, role="drafter")

@@ -77,6 +77,11 @@ def _trainer(trainer: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "its gain", f"{last['gain']:.3f} ({low:.3f} to {high:.3f})"
         before, after = last["accept_length_before"], last["accept_length"]
         yield "replayed accept length", f"{after:.3f}, of the drafter in force {before:.3f}"
+        for per in ("cycle", "token"):
+            ms, ms_before = last[f"ms_per_{per}"], last[f"ms_per_{per}_before"]
+            known = ms is not None and ms_before is not None
+            said = f"{ms:.3f}, of the drafter in force {ms_before:.3f}" if known else "not known"
+            yield f"replayed ms per {per}", said
     yield "memory", f"{trainer['memory_bytes'] / MIB:,.1f} MiB"
     yield "checkpoints", trainer["checkpoint_error"] or f"{trainer['checkpoints']:,}"
 

@@ -237,7 +237,9 @@ def _connect(
 
     in_flight = partial(settle, scheduler, equipped.runner)
     transaction = Transaction(live, options, parse_calibration)
-    pushes = WeightPushes(gate, transaction, scheduler, install, renamed, in_flight)
+    pushes = WeightPushes(
+        gate, transaction, scheduler, install, renamed, in_flight, knowledge.costs
+    )
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     return Engine(
         gate,

@@ -35,6 +35,7 @@ from tlt_server.engine.weight_reports import WeightReports
 from tlt_server.errors import Conflict, TltError, Unavailable
 from tlt_server.events import WeightReport, WeightState
 from tlt_server.records import StepOutput
+from tlt_server.speculation.cost import CostRecord
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.push import FailedPush, Gathering, Push, Staged, Unchanged, Waiting
 from tlt_server.weights.staging import Staging
@@ -58,15 +59,16 @@ class WeightPushes:
         install: Callable[[Live, Changed], None],
         renamed: Callable[[Live], None],
         settle: Callable[[], list[StepOutput]],
+        costs: Callable[[], CostRecord | None] = lambda: None,
     ) -> None:
         """`install(live, changed)` makes runner and drafters use `live`, in which the roles of
         `changed` are new. `renamed(live)` is told that the same weights have another name.
-        `settle` commits the steps in flight.
+        `settle` commits the steps in flight. `costs` returns the time of steps.
         """
         self._gate, self.transaction, self._scheduler = gate, transaction, scheduler
         self._install, self._renamed, self._settle = install, renamed, settle
         self._reports = WeightReports(transaction)
-        self._reads = WeightReads(transaction.versions, self._reports)
+        self._reads = WeightReads(transaction.versions, self._reports, costs)
         self._joins = GroupJoins(transaction, self._reports)
         self._rollback: _Rollback | None = None
         self._ended: list[StepOutput] = []

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_server.commands import HandOver, LookAtWeights, ReadWeights
 from tlt_server.engine.weight_reports import WeightReports
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, TltError, Unavailable
+from tlt_server.speculation.cost import CostRecord
 from tlt_server.threads import Crew
 from tlt_server.weights.handover import hand_over
 from tlt_server.weights.versions import Versions
@@ -26,8 +28,11 @@ Answer = Callable[[], dict[str, Any]]  # the fields of a report, which may take 
 
 
 class WeightReads:
-    def __init__(self, versions: Versions, reports: WeightReports) -> None:
-        self._versions, self._reports = versions, reports
+    def __init__(
+        self, versions: Versions, reports: WeightReports, costs: Callable[[], CostRecord | None]
+    ) -> None:
+        """`costs` returns the time of steps; None: it is not known."""
+        self._versions, self._reports, self._costs = versions, reports, costs
         self._readers = Crew("read weights", MAX_READERS)
         self._waiting: list[str] = []  # ids of commands that came during a change
         self._reading: set[str] = set()  # ids of commands that read the live storage now
@@ -71,10 +76,11 @@ class WeightReads:
         if self._versions.quarantined:
             raise Conflict("the weights in use are in doubt; push a version first")
         self._readers.check_room(len(self._waiting))
-        live, state = self._versions.live, self._reports.state()
+        live, state, costs = self._versions.live, self._reports.state(), self._costs()
+        known = msgspec.json.encode(costs) if costs is not None else b""
 
         def read() -> Answer:
-            write = hand_over(live, Path(command.drafter))
+            write = hand_over(live, Path(command.drafter), known)
 
             def answer() -> dict[str, Any]:
                 write(Path(command.directory))

@@ -10,7 +10,7 @@ import structlog
 
 from tlt_server.commands import InFlight, Memory
 from tlt_server.config import ResolvedConfig
-from tlt_server.errors import Cancelled, Forbidden, TltError, Unavailable
+from tlt_server.errors import Cancelled, Conflict, Forbidden, TltError, Unavailable
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.pieces import Pieces
@@ -89,6 +89,26 @@ class Service:
     @cached_property
     def checker(self) -> WeightChecker:
         return WeightChecker(self.session)
+
+    def spot_trainer(self) -> TrainerLink:
+        """Return the link to a process that trains. `Conflict` without one."""
+        trainer = self.trainer
+        if trainer is None:
+            raise Conflict(
+                "drafter_training is off; restart the server with --drafter-training idle and "
+                "--state-dir"
+            )
+        if not trainer.trains:
+            raise Conflict(
+                "this server drafts without a network, so nothing can be trained; restart it with "
+                "--drafter DIR, which tlt drafter init can write"
+            )
+        if not self.config.drafter_feature_mb:
+            raise Conflict(
+                "drafter_feature_mb is 0, so no features are kept to train on; restart the server "
+                "with --drafter-feature-mb"
+            )
+        return trainer
 
     async def sleep(self, memory: Collection[Memory], in_flight: InFlight = "recompute") -> None:
         """Give memory back; with the weights', the trainer's too. `Unavailable` where the trainer

@@ -44,6 +44,12 @@ class TrainingMetrics:
             "Replayed tokens per cycle of the last candidate and of the drafter then in force.",
             "drafter",
         )
+        self._token_s = kinds.gauge(
+            "tlt_trainer_token_seconds",
+            "Replayed time per token of a sequence that runs alone, with the last candidate and "
+            "the drafter then in force, by step times that the engine has measured.",
+            "drafter",
+        )
         self._accepted = kinds.gauge(
             "tlt_trainer_candidate_accepted_share",
             "Share of the last candidate's replayed cycles that accept as many drafts.",
@@ -105,6 +111,12 @@ class TrainingMetrics:
             self._gain.labels(bound).set(getattr(candidate, bound))
         self._accept_length.labels("candidate").set(candidate.accept_length)
         self._accept_length.labels("in_force").set(candidate.accept_length_before)
+        for drafter, ms in (
+            ("candidate", candidate.ms_per_token),
+            ("in_force", candidate.ms_per_token_before),
+        ):
+            if ms is not None:
+                self._token_s.labels(drafter).set(ms / 1e3)
         _by_depth(self._accepted, candidate.accepted_at_depth)
 
 

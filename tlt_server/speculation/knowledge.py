@@ -139,6 +139,10 @@ class Knowledge:
         )
         return [*(each for each in self._known if each.weights != self.weights), now]
 
+    def costs(self) -> CostRecord | None:
+        """Return the time of steps; None where no profile has measured it."""
+        return self.cost.record() if self.cost.profiled else None
+
     def record(self) -> KnowledgeRecord:
         return KnowledgeRecord(self.cost.record(), self._learnt()[-KEPT_WEIGHTS - 1 :])
 

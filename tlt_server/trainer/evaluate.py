@@ -65,41 +65,62 @@ def evaluate(
     responses: Responses,
     chosen: Sequence[int],
     tasks: Sequence[Task],
-    source: FeatureSource,
+    stage: ReplayStage,
     *,
-    page_size: int,
     on_response: Callable[[int], None] = lambda count: None,
 ) -> list[Walked]:
     """Return the cycles of each task over these responses. `on_response` gets how many responses of
     a task are done.
     """
     found: list[list[Walked]] = [[] for _ in tasks]
-    for part, replays in staged(
-        responses, chosen, [task.drafter for task in tasks], source, page_size=page_size
-    ):
+    for part, replays in stage.parts(responses, chosen, [task.drafter for task in tasks]):
         for task, replay, walked in zip(tasks, replays, found, strict=True):
             walked.append(walk(replay, part, task.plan))
             on_response(len(part))
     return [Walked.joined(parts) for parts in found]
 
 
-def staged(
-    responses: Responses,
-    chosen: Sequence[int],
-    drafters: Sequence[ReplayedDrafter],
-    source: FeatureSource,
-    *,
-    page_size: int,
-) -> Iterator[tuple[list[int], list[DraftReplay]]]:
-    """Yield parts of the responses, staged, and a replay of each drafter on them."""
-    lengths = responses.prompt_len_N + responses.output_len_N
-    parts = list(_parts(sorted(chosen, key=lambda n: int(lengths[n])), lengths, page_size))
-    pages = max((sum(-(-int(lengths[n]) // page_size) for n in part) for part in parts), default=0)
-    stage = StagedResponses(source.width, pages, page_size)
-    replays = [DraftReplay(drafter, stage) for drafter in drafters]
-    for part in parts:
-        stage.stage(responses, part, source.features(responses, part))
-        yield part, replays
+class ReplayStage:
+    """A place for some responses at a time, and a replay of each drafter on them. Its buffers are
+    kept from call to call; they are made again where responses need more pages than ever before.
+    """
+
+    def __init__(self, source: FeatureSource, page_size: int) -> None:
+        self._source, self._page_size = source, page_size
+        self._pages = 0  # needed by the largest part
+        self._staged: StagedResponses | None = None
+        self._replays: dict[int, DraftReplay] = {}  # by id of the drafter
+
+    def reserve(self, lengths: NDArray[np.int64]) -> None:
+        """Let the next buffers have room for responses of these lengths, given in one call."""
+        self._cut(range(len(lengths)), lengths)
+
+    def parts(
+        self, responses: Responses, chosen: Sequence[int], drafters: Sequence[ReplayedDrafter]
+    ) -> Iterator[tuple[list[int], list[DraftReplay]]]:
+        """Yield parts of the responses, staged, and a replay of each drafter on them."""
+        parts = self._cut(chosen, responses.prompt_len_N + responses.output_len_N)
+        if self._staged is None or self._staged.cache.pages < self._pages:
+            self._replays.clear()  # before others are made: they are large
+            self._staged = StagedResponses(self._source.width, self._pages, self._page_size)
+        staged = self._staged
+        replays = [self._replay(drafter, staged) for drafter in drafters]
+        for part in parts:
+            staged.stage(responses, part, self._source.features(responses, part))
+            yield part, replays
+
+    def _replay(self, drafter: ReplayedDrafter, staged: StagedResponses) -> DraftReplay:
+        # A replay holds its drafter, so no other one has this id.
+        if id(drafter) not in self._replays:
+            self._replays[id(drafter)] = DraftReplay(drafter, staged)
+        return self._replays[id(drafter)]
+
+    def _cut(self, chosen: Sequence[int], lengths: NDArray[np.int64]) -> list[list[int]]:
+        size = self._page_size
+        parts = [*_parts(sorted(chosen, key=lambda n: int(lengths[n])), lengths, size)]
+        for part in parts:
+            self._pages = max(self._pages, sum(-(-int(lengths[n]) // size) for n in part))
+        return parts
 
 
 def _parts(

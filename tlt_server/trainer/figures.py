@@ -109,6 +109,20 @@ def cycle_ms(
     return ms_C
 
 
+class MeanMs(NamedTuple):
+    """Mean milliseconds; None where the cost of a cycle is not known."""
+
+    per_cycle: float | None
+    per_token: float | None
+
+
+def mean_ms(walked: Walked, ms_C: NDArray[np.float64] | None) -> MeanMs:
+    tokens = int(walked.emitted_C.sum())
+    if ms_C is None or not tokens:
+        return MeanMs(None, None)
+    return MeanMs(float(ms_C.mean()), float(ms_C.sum()) / tokens)
+
+
 class Paired(NamedTuple):
     """The gain of `other` over `base`, on the responses that both have walked."""
 

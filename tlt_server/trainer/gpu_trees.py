@@ -30,6 +30,7 @@ from tlt_server.trainer.staged import StagedResponses
 
 CHUNK = 2048  # tokens whose keys and values are computed at once
 EVERY_DRAFTER = 2**31 - 1  # bits of `BatchSlots.drafters_Q`
+SHAPES = 32  # kept buffers: nine sizes of some strategies, 2 MB each at most
 
 
 class GpuTrees:
@@ -140,18 +141,15 @@ class GpuTrees:
         return candidates_of(columns, columns, *(part.flatten().cpu().numpy() for part in parts))
 
     def _of(self, requests: int, depth: int, width: int) -> DraftTrees:
-        """Return the buffers of a shape, those of the last few being kept."""
+        """Return the buffers of a shape; those that were used last are kept."""
         key = requests, depth, width
-        if key not in self._trees:
-            while len(self._trees) >= 4:
-                del self._trees[next(iter(self._trees))]
-            self._trees[key] = DraftTrees(
-                self._attention,
-                *key,
-                columns=growth.columns(depth, width),
-                device=self._device.type,
-            )
-        return self._trees[key]
+        trees = self._trees.pop(key, None) or DraftTrees(
+            self._attention, *key, columns=growth.columns(depth, width), device=self._device.type
+        )
+        self._trees[key] = trees
+        if len(self._trees) > SHAPES:
+            del self._trees[next(iter(self._trees))]
+        return trees
 
     def _catch_up(self) -> None:
         """Compute hints, keys and values of all staged tokens."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
 import torch
 import xxhash
 from safetensors.torch import load_file
@@ -21,10 +22,11 @@ from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
+from tlt_server.speculation.cost import CostModel, CostRecord
 from tlt_server.trainer.network import TargetShape, TrainableDrafter, load_trainable
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.weights.checksums import digest, live_sums
-from tlt_server.weights.handover import DRAFTER, EMBEDDING, HEAD, TARGET
+from tlt_server.weights.handover import COSTS, DRAFTER, EMBEDDING, HEAD, TARGET
 
 PAGE_SIZE = 16
 
@@ -59,6 +61,7 @@ class Handed(NamedTuple):
     frame: Frame
     directory: Path  # where the drafter is
     in_force: ReplayedDrafter
+    cost: CostModel | None = None  # the engine's; None: it has not measured its steps
 
     def identity(self) -> dict[str, str]:
         """Name the drafter in force: another one may have its version, such as `initial`."""
@@ -84,6 +87,7 @@ def read_handed(
     own = directory / DRAFTER
     tensors = load_file(directory / TARGET, device=device)
     frame = FRAMES[device](model, own, tensors[EMBEDDING], tensors[HEAD])
+    in_force = ReplayedDrafter.load(own, frame, drafter_version, device)
     return Handed(
         target_version,
         drafter_version,
@@ -91,8 +95,20 @@ def read_handed(
         tensors[HEAD],
         frame,
         own,
-        ReplayedDrafter.load(own, frame, drafter_version, device),
+        in_force,
+        _cost(directory / COSTS, in_force.kind),
     )
+
+
+def _cost(file: Path, drafter: str) -> CostModel | None:
+    """Return the time of steps; None where it is not known with this drafter."""
+    cost = CostModel()
+    try:
+        record = msgspec.json.decode(file.read_bytes(), type=CostRecord)
+        cost.restore(record)
+    except (OSError, ValueError):
+        return None
+    return cost if drafter in record.draft else None
 
 
 def cpu_frame(model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor) -> Frame:

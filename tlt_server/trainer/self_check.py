@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_server.errors import Conflict
 from tlt_server.samples.samples import SampleSet
-from tlt_server.trainer.evaluate import staged
-from tlt_server.trainer.features import FeatureSource
+from tlt_server.trainer.evaluate import ReplayStage
 from tlt_server.trainer.plans import own_rows
 from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter
 from tlt_server.trainer.staged import Roots
@@ -79,9 +78,8 @@ class DraftsDiffer(Conflict):
 def self_check(
     samples: SampleSet,
     drafter: ReplayedDrafter,
-    source: FeatureSource,
+    stage: ReplayStage,
     *,
-    page_size: int,
     version: str,
     calibration: str | None = None,
     drafter_version: str | None = None,
@@ -105,7 +103,7 @@ def self_check(
         return SelfCheck(0, 0, [], unknown)
     found: list[Difference] = []
     compared = different = 0
-    for part, (replay,) in staged(responses, chosen, [drafter], source, page_size=page_size):
+    for part, (replay,) in stage.parts(responses, chosen, [drafter]):
         place_N = np.full(len(responses), -1, np.int64)
         place_N[part] = np.arange(len(part))
         here = np.flatnonzero(open_V & (place_N[verified.request_V] >= 0))

@@ -339,6 +339,9 @@ class SpotTrainer:
             if self._round is not None:
                 self._round.close()
                 self.schedule.order()
+            if self._offered is not None:
+                assert self._judged is not None
+                self._judged = msgspec.structs.replace(self._judged, outcome=reason)
             self._round = self._offered = None
         self.phases.drop()
 

@@ -28,7 +28,7 @@ from tlt_server.samples.segments import Recorded
 from tlt_server.trainer import figures
 from tlt_server.trainer.adoption_test import AdoptionTest
 from tlt_server.trainer.captured import CapturedFeatures
-from tlt_server.trainer.evaluate import Task, Walked, evaluate, staged
+from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.handed import PAGE_SIZE, Handed
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.plans import PinnedPlan
@@ -70,8 +70,10 @@ class Trial:
         """
         self._handed, self._directory, self._number = handed, directory, number
         self._vocab_size, self._checked = vocab_size, checked
+        self._strategy = Strategy(handed.in_force.kind, DEPTH, WIDTH, ROWS)
         rest = NoFeatures(handed.frame.feature_width)
-        self._source = CapturedFeatures(states, handed.target_version, rest)
+        source = CapturedFeatures(states, handed.target_version, rest)
+        self._stage = ReplayStage(source, PAGE_SIZE)
         self._test = AdoptionTest(number - 1)
         self._walked: list[list[Walked]] = []  # both drafters, by part
 
@@ -85,10 +87,17 @@ class Trial:
 
     def run(self, fitted: Sequence[Recorded], groups: Sequence[Sequence[Recorded]]) -> Round:
         """Fit the calibration to sequences, then judge on prompt groups until it is decided."""
-        yield from self._fit(fitted)
+        parts = [
+            [entry for group in groups[at : at + PART] for entry in group]
+            for at in range(0, len(groups), PART)
+        ]
+        for together in (*([entry] for entry in fitted), *parts):
+            lengths = [len(entry.sample.tokens) // 4 for entry in together]
+            self._stage.reserve(np.array(lengths, np.int64))
         candidate = self._handed.replayed(self._directory)
-        for at in range(0, len(groups), PART):
-            samples = self._samples([e for group in groups[at : at + PART] for e in group])
+        yield from self._fit(candidate, fitted)
+        for part in parts:
+            samples = self._samples(part)
             if not self._as_served(samples):
                 return self._outcome("self_check")
             self._observe(candidate, samples)
@@ -99,13 +108,13 @@ class Trial:
                 return self._outcome("worse")
         return self._outcome("no_gain")
 
-    def _fit(self, entries: Sequence[Recorded]) -> Generator[TrainerState, None, None]:
-        candidate = self._handed.replayed(self._directory)
+    def _fit(
+        self, candidate: ReplayedDrafter, entries: Sequence[Recorded]
+    ) -> Generator[TrainerState, None, None]:
+        """Fit the candidate's calibration and write it, every number as it is in force."""
         for entry in entries:
             responses = self._samples([entry]).responses
-            for _, (replay,) in staged(
-                responses, [0], [candidate], self._source, page_size=PAGE_SIZE
-            ):
+            for _, (replay,) in self._stage.parts(responses, [0], [candidate]):
                 last = int(replay.staged.length_N[0]) - 1
                 position_B = np.arange(entry.sample.prompt_len, last, STRIDE, dtype=np.int64)
                 rows_B = np.full(len(position_B), ROWS, np.int32)
@@ -122,8 +131,7 @@ class Trial:
         check = self_check(
             samples,
             handed.in_force,
-            self._source,
-            page_size=PAGE_SIZE,
+            self._stage,
             version=handed.target_version,
             drafter_version=handed.drafter_version,
         )
@@ -132,13 +140,12 @@ class Trial:
         return not check.different
 
     def _observe(self, candidate: ReplayedDrafter, samples: SampleSet) -> None:
-        plan = PinnedPlan(Strategy(candidate.kind, DEPTH, WIDTH, ROWS))
+        plan = PinnedPlan(self._strategy)
         both = evaluate(
             samples.responses,
             range(len(samples)),
             [Task(self._handed.in_force, plan), Task(candidate, plan)],
-            self._source,
-            page_size=PAGE_SIZE,
+            self._stage,
         )
         before, after = (figures.by_response(walked) for walked in both)
         self._test.observe(
@@ -151,8 +158,12 @@ class Trial:
     def _outcome(self, refused: str) -> RoundEnd:
         before, after = (Walked.joined([both[i] for both in self._walked]) for i in range(2))
         handed, gain = self._handed, self._test.gain
+        ms_before, ms = self._mean_ms(before), self._mean_ms(after)
+        digest = xxhash.xxh3_64_hexdigest((self._directory / SINGLE).read_bytes())[:8]
+        version = version_of(handed.target_version, self._number, digest)
         judged = Judged(
             candidate=self._number,
+            version=version,
             target_version=handed.target_version,
             drafter_version=handed.drafter_version,
             outcome=refused or "offered",
@@ -162,15 +173,24 @@ class Trial:
             gain_high=float(gain.high),
             accept_length=figures.accept_length(after),
             accept_length_before=figures.accept_length(before),
+            ms_per_cycle=ms.per_cycle,
+            ms_per_cycle_before=ms_before.per_cycle,
+            ms_per_token=ms.per_token,
+            ms_per_token_before=ms_before.per_token,
             accepted_at_depth=figures.by_depth(after, DEPTH),
         )
         if refused:
             return RoundEnd(refused, judged)
-        of = handed.target_version
-        digest = xxhash.xxh3_64_hexdigest((self._directory / SINGLE).read_bytes())[:8]
-        version = version_of(of, self._number, digest)
-        offer = Offer(directory=str(self._directory), version=version, target_version=of)
+        offer = Offer(
+            directory=str(self._directory), version=version, target_version=handed.target_version
+        )
         return RoundEnd("", judged, offer)
+
+    def _mean_ms(self, walked: Walked) -> figures.MeanMs:
+        """Return the time of the cycles for a sequence that runs alone."""
+        cost = self._handed.cost
+        ms_C = figures.cycle_ms(walked, [self._strategy], cost, 1) if cost is not None else None
+        return figures.mean_ms(walked, ms_C)
 
     def _samples(self, entries: Sequence[Recorded]) -> SampleSet:
         return sample_set([entry.sample for entry in entries], Identity("", ""), self._vocab_size)

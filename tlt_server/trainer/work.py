@@ -38,7 +38,7 @@ from tlt_server.trainer.spot import Facts, Lacking, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
 from tlt_server.trainer.trial import FITTED, Trial
-from tlt_server.training import NO_DATA, HandedOver, TrainerState
+from tlt_server.training import NO_DATA, HandedOver, TrainerState, candidate_directory
 
 MOST_THREADS = 2
 STEPS = 24  # the most of a round
@@ -105,9 +105,8 @@ class DrafterWork:
     def install(self, handed: HandedOver) -> None:
         given, place = self._settings, Path(handed.directory)
         self._handed = self._wanted = None
-        for other in given.directory.iterdir():  # what was handed over before, and candidates
-            if other != place:
-                shutil.rmtree(other, ignore_errors=True)
+        # The last candidate stays for clients, until the next one is written.
+        self._clear("*", place, self._candidate_directory)
         self._handed = read_handed(place, given.model, handed.target, handed.drafter, given.device)
         lineage = self._handed.identity()
         if self._trainer is not None and lineage == self._lineage:
@@ -281,7 +280,9 @@ class DrafterWork:
         if found is not None:
             trainer.restore(found.state)
             trainer.good.copy_from(found.state)
-            self._rounds, self._candidates = found.state.cursor[:2]
+            self._rounds, candidates = found.state.cursor[:2]
+            # Each number is given once, as clients may still read the last candidate.
+            self._candidates = max(self._candidates, candidates)
         self._checkpoint_as(trainer)
         self._facts.checkpoint_error = "; ".join(faults)
         return trainer
@@ -336,7 +337,13 @@ class DrafterWork:
 
     @property
     def _candidate_directory(self) -> Path:
-        return self._settings.directory / f"candidate-{self._candidates}"
+        return self._settings.directory / candidate_directory(self._candidates)
+
+    def _clear(self, pattern: str, *kept: Path) -> None:
+        """Remove directories that were handed over or hold candidates, by their names."""
+        for found in self._settings.directory.glob(pattern):
+            if found not in kept:
+                shutil.rmtree(found, ignore_errors=True)
 
     def _judge(
         self, handed: Handed, trainer: Trainer, entries: list[Recorded], drawn: list[Recorded]
@@ -344,12 +351,12 @@ class DrafterWork:
         groups = self._held_out(entries, handed.target_version)
         if len(groups) < LEAST_GROUPS:
             return RoundEnd(NO_DATA)
-        if not bool(torch.isfinite(trainer.state.weight_P).all()):
+        # A value beyond these would be written as Inf.
+        most = torch.finfo(torch.bfloat16).max
+        if not bool(torch.linalg.vector_norm(trainer.state.weight_P, torch.inf) <= most):
             trainer.restore(trainer.good)
             return RoundEnd("not_finite")
-        previous = self._candidate_directory
-        if previous != handed.directory:
-            shutil.rmtree(previous, ignore_errors=True)
+        self._clear(candidate_directory("*"), handed.directory)
         self._candidates += 1
         kept = [*drawn[:FITTED], *(entry for group in groups for entry in group)]
         trial = Trial(

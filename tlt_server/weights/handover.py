@@ -1,5 +1,5 @@
 """Weights in force written for the trainer: the drafter whole, of the target what its drafter's
-training reads (the embedding, and the head's rows of the draft vocabulary).
+training reads (the embedding, and the head's rows of the draft vocabulary), and the time of steps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tlt_server.private import private_directory
 from tlt_server.weights.parts import Live
 
 TARGET, DRAFTER = "target.safetensors", "drafter"  # in the directory
+COSTS = "costs.json"  # the engine's time of steps, where it is known
 EMBEDDING, HEAD = "embedding", "head"  # tensors of TARGET: [V, H], and [C, H] by draft id
 
 
@@ -29,10 +30,10 @@ class Saved(Protocol):
     def save(self, directory: Path) -> None: ...
 
 
-def hand_over(live: Live, drafter: Path) -> Callable[[Path], None]:
+def hand_over(live: Live, drafter: Path, costs: bytes = b"") -> Callable[[Path], None]:
     """Copy the live weights into host memory, and return what writes them into a new directory,
-    for which they are not read again. `drafter` has the live one's config.json. `Conflict` without
-    a drafter.
+    for which they are not read again. `drafter` has the live one's config.json, `costs` the
+    content of COSTS. `Conflict` without a drafter.
     """
     if live.drafter is None:
         raise Conflict("this server drafts without a network, so there is nothing to train")
@@ -51,6 +52,7 @@ def hand_over(live: Live, drafter: Path) -> Callable[[Path], None]:
         _host(own),
         cast(Saved, live.drafter.calibration),
         drafter,
+        costs,
     )
 
 
@@ -59,9 +61,12 @@ def _write(
     own: dict[str, Tensor],
     calibration: Saved,
     drafter: Path,
+    costs: bytes,
     directory: Path,
 ) -> None:
     private_directory(directory)
+    if costs:
+        (directory / COSTS).write_bytes(costs)
     save_file(target, directory / TARGET)
     place = private_directory(directory / DRAFTER)
     save_file(own, place / SINGLE)

@@ -166,7 +166,7 @@ async def train(service: Service, request: Request) -> Response:
     where nothing can be trained.
     """
     await service.bodies.of(request, NoFields)
-    trainer = _trainer(service)
+    trainer = service.spot_trainer()
     state = trainer.spot.state
     if state == TrainerState.PAUSED:
         raise Conflict(
@@ -196,7 +196,7 @@ async def pause(service: Service, request: Request) -> Response:
     nothing changes where the trainer is paused already, by an operator or after a fault.
     """
     asked = await service.bodies.of(request, TrainingPause)
-    trainer = _trainer(service)
+    trainer = service.spot_trainer()
     await (trainer.order("pause") if asked.for_s is None else trainer.hold(asked.for_s))
     return json_response(trainer_status(trainer))
 
@@ -212,7 +212,7 @@ async def pause(service: Service, request: Request) -> Response:
 async def resume(service: Service, request: Request) -> Response:
     """Go on after a pause, an operator's or one after a fault. A repeated call changes nothing."""
     await service.bodies.of(request, NoFields)
-    trainer = _trainer(service)
+    trainer = service.spot_trainer()
     await trainer.order("resume")
     return json_response(trainer_status(trainer))
 
@@ -254,27 +254,6 @@ async def export(service: Service, request: Request) -> Response:
             said=found.said,
         )
     )
-
-
-def _trainer(service: Service) -> TrainerLink:
-    """Return the link to a process that trains. `Conflict` without one."""
-    trainer = service.trainer
-    if trainer is None:
-        raise Conflict(
-            "drafter_training is off; restart the server with --drafter-training idle and "
-            "--state-dir"
-        )
-    if not trainer.trains:
-        raise Conflict(
-            "this server drafts without a network, so nothing can be trained; restart it with "
-            "--drafter DIR, which tlt drafter init can write"
-        )
-    if not service.config.drafter_feature_mb:
-        raise Conflict(
-            "drafter_feature_mb is 0, so no features are kept to train on; restart the server with "
-            "--drafter-feature-mb"
-        )
-    return trainer
 
 
 async def _slices(data: bytes) -> AsyncIterator[bytes]:

@@ -1,5 +1,6 @@
 """Exchange between servers that share a drafter: recorded sequences come in by `POST
-/drafter/samples`, the files of the live drafter go out by `GET /drafter/files`.
+/drafter/samples`, the files of the live drafter go out by `GET /drafter/files`, as do those of the
+trainer's last candidate, which a client may push with its next target.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ import asyncio
 import os
 import stat
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_client.channels.checkpoint import CALIBRATION
+from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
 from tlt_server.errors import (
     Conflict,
     InvalidRequest,
@@ -24,9 +25,10 @@ from tlt_server.errors import (
     StorageFailed,
     Unavailable,
 )
+from tlt_server.frontend.dialects.replies.drafter import CandidateState, candidate_state
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import shown
-from tlt_server.frontend.http.queries import count
+from tlt_server.frontend.http.queries import count, word
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.kept import CURRENT, WEIGHTS, Current
@@ -36,7 +38,13 @@ from tlt_server.speculation.drafters import weights_directory
 
 MAX_NUMBER = 2**63 - 1
 MAX_SLICE = 2**23  # bytes of a reply
-VERSION = Parameter("version", "query", "the live version, as GET /drafter/files says it")
+OF = Parameter(
+    "of",
+    "query",
+    "live: the drafter that is served; candidate: the last one that the trainer has judged",
+    {"type": "string", "enum": ["live", "candidate"], "default": "live"},
+)
+VERSION = Parameter("version", "query", "the drafter's version, as GET /drafter/files says it")
 NAME = Parameter("name", "path", "a name in GET /drafter/files")
 START = Parameter(
     "start",
@@ -66,11 +74,24 @@ class DrafterFile(Struct, frozen=True, kw_only=True):
 
 
 class DrafterFiles(Struct, frozen=True, kw_only=True):
-    """The files of the live drafter, which a push of role `drafter` takes."""
+    """The files of a drafter, which a push of role `drafter` or `all` takes."""
 
     version: Annotated[str, Meta(description="their weight version")]
     target_version: Annotated[str, Meta(description="the target's weight version that is live")]
     files: Annotated[list[DrafterFile], Meta(description="safetensors files and calibration")]
+    candidate: Annotated[
+        CandidateState | None,
+        Meta(description="the trial of the candidate, adopted or not; null: it is the live one"),
+    ]
+
+
+class OfferedFiles(NamedTuple):
+    """A drafter whose files go out."""
+
+    version: str
+    directory: Path
+    files: list[DrafterFile]
+    candidate: CandidateState | None  # None: it is the live one
 
 
 ROUTES = Routes()
@@ -106,34 +127,53 @@ async def add(service: Service, request: Request) -> Response:
     )
 
 
-@ROUTES.get("/drafter/files", needs="operate", gives=DrafterFiles, raises=(Conflict, Unavailable))
+@ROUTES.get(
+    "/drafter/files",
+    needs="operate",
+    parameters=(OF,),
+    gives=DrafterFiles,
+    raises=(InvalidRequest, NotFound, Conflict, Unavailable),
+)
 async def files(service: Service, request: Request) -> Response:
-    """List the files of the live drafter, so that other servers can be given it."""
-    version, directory = await asyncio.to_thread(_live, service)
-    assert service.engine.info is not None
-    found = await asyncio.to_thread(_listed, directory)
-    target = service.engine.info.weight_version
-    return json_response(DrafterFiles(version=version, target_version=target, files=found))
+    """List the files of the live drafter, so that other servers can be given it, or of the
+    trainer's last candidate, so that a client can push it with its next target. A candidate that
+    was not adopted is listed, too, with the reason; its files go when the next one is written.
+    """
+    drafter = await _asked(service, request)
+    info = service.engine.info
+    assert info is not None
+    return json_response(
+        DrafterFiles(
+            version=drafter.version,
+            target_version=info.weight_version,
+            files=drafter.files,
+            candidate=drafter.candidate,
+        )
+    )
 
 
 @ROUTES.get(
     "/drafter/files/{name}",
     needs="operate",
-    parameters=(NAME, VERSION, START),
+    parameters=(NAME, OF, VERSION, START),
     text=OCTETS,
     raises=(InvalidRequest, NotFound, Conflict, Unavailable),
 )
 async def file(service: Service, request: Request) -> Response:
-    """Return 8 MiB of a file of the live drafter, or what is left of it after `start`."""
+    """Return 8 MiB of a file of such a drafter, or what is left of it after `start`."""
     start = count(request, "start", 0, MAX_NUMBER, 0)
-    version, directory = await asyncio.to_thread(_live, service)
-    asked, name = request.query_params.get("version", version), request.path_params["name"]
-    if asked != version:
-        raise Conflict(f"version {shown(asked)} is not live any more; {version!r} is: begin again")
-    if not any(found.name == name for found in await asyncio.to_thread(_listed, directory)):
+    drafter = await _asked(service, request)
+    name = request.path_params["name"]
+    version = request.query_params.get("version", drafter.version)
+    if version != drafter.version:
+        which = "live" if drafter.candidate is None else "the last candidate"
+        raise Conflict(
+            f"version {shown(version)} is not {which} any more; {drafter.version!r} is: begin again"
+        )
+    if not any(found.name == name for found in drafter.files):
         raise NotFound(f"the drafter has no file {shown(name)}; GET /drafter/files lists them")
     try:
-        data = await asyncio.to_thread(_slice, directory / name, start)
+        data = await asyncio.to_thread(_slice, drafter.directory / name, start)
     except OSError as error:
         raise Conflict(f"the file is not there any more ({error.strerror}); begin again") from None
     return Response(data, media_type=OCTETS)
@@ -141,6 +181,28 @@ async def file(service: Service, request: Request) -> Response:
 
 def _put(files: SampleFiles, content: bytes) -> Put:
     return files.inbox.put(content, files.header())
+
+
+async def _asked(service: Service, request: Request) -> OfferedFiles:
+    """Return the drafter that `of` names."""
+    if word(request, "of", ("live", "candidate"), "live") == "live":
+        version, directory = await asyncio.to_thread(_live, service)
+        return OfferedFiles(version, directory, await asyncio.to_thread(_listed, directory), None)
+    service.engine.check_running()
+    last = service.spot_trainer().candidate
+    if last is None:
+        raise NotFound(
+            "the trainer process has judged no candidate since it started; POST /drafter/train, "
+            "then ask again once GET /drafter shows one"
+        )
+    judged, directory = last
+    found = await asyncio.to_thread(_listed, directory)
+    if not {SINGLE, CALIBRATION} <= {file.name for file in found}:
+        raise Conflict(
+            f"the files of candidate {judged.version!r} are removed, as the next one is being "
+            "judged; ask again once GET /drafter shows that one"
+        )
+    return OfferedFiles(judged.version, directory, found, candidate_state(judged))
 
 
 def _live(service: Service) -> tuple[str, Path]:

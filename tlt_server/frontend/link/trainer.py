@@ -28,12 +28,14 @@ from tlt_server.training import (
     Do,
     HandedOver,
     InForce,
+    Judged,
     Offer,
     Order,
     SpotReport,
     ToTrainer,
     Verdict,
     WeightsWanted,
+    candidate_directory,
     line_of,
     read_from_trainer,
 )
@@ -126,6 +128,16 @@ class TrainerLink:
     def trains(self) -> bool:
         """Tell whether the process trains, or only keeps sequences."""
         return self._work is not None
+
+    @property
+    def candidate(self) -> tuple[Judged, Path] | None:
+        """Return the last candidate that was judged, with its directory, which the next one
+        replaces.
+        """
+        judged = self.spot.candidate
+        if judged is None or self._work is None:
+            return None
+        return judged, self._work / candidate_directory(judged.candidate)
 
     async def order(self, do: Literal["train", "pause", "resume"]) -> SpotReport:
         """Return the report that follows an order. `Unavailable` where none does. A pause is

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from tlt_server.frontend.link.trainer import ProcessPhase, TrainerLink
+from tlt_server.training import Judged
 
 
 class ServedDrafter(Struct, frozen=True, kw_only=True):
@@ -82,13 +83,15 @@ class BufferState(Struct, frozen=True, kw_only=True):
 class CandidateState(Struct, frozen=True, kw_only=True):
     """A drafter that was trained, replayed on held-out prompts against the one in force."""
 
+    version: Annotated[str, Meta(description="the weight version under which it is adopted")]
     target_version: Annotated[str, Meta(description="the target's version that it was trained for")]
     drafter_version: Annotated[str, Meta(description="the drafter that was in force")]
     outcome: Annotated[
         str,
         Meta(
             description="adopted, offered (being pushed), no_gain, worse, self_check (a replay did "
-            "not repeat the server's own counts), or the code of the error that ended its push"
+            "not repeat the server's own counts), weights_changed or asleep (before its push), or "
+            "the code of the error that ended its push"
         ),
     ]
     groups: Annotated[int, Meta(description="held-out prompts that it was judged on")]
@@ -100,6 +103,20 @@ class CandidateState(Struct, frozen=True, kw_only=True):
     ]
     accept_length: Annotated[float, Meta(description="replayed tokens per cycle")]
     accept_length_before: Annotated[float, Meta(description="the same of the drafter in force")]
+    ms_per_cycle: Annotated[
+        float | None,
+        Meta(
+            description="milliseconds of a replayed cycle, for a sequence that runs alone, by the "
+            "step times that the engine has measured; null: it has measured none"
+        ),
+    ]
+    ms_per_cycle_before: Annotated[
+        float | None, Meta(description="the same of the drafter in force")
+    ]
+    ms_per_token: Annotated[float | None, Meta(description="milliseconds of a token, likewise")]
+    ms_per_token_before: Annotated[
+        float | None, Meta(description="the same of the drafter in force")
+    ]
     accepted_at_depth: Annotated[
         list[float], Meta(description="share of its cycles that accept 1, 2, ... drafts")
     ]
@@ -197,26 +214,25 @@ class ExportReply(Struct, frozen=True, kw_only=True):
 
 def trainer_status(link: TrainerLink) -> TrainerStatus:
     spot, judged = link.spot, link.spot.candidate
-    candidate = (
-        None
-        if judged is None
-        else CandidateState(
-            interval=[judged.gain_low, judged.gain_high],
-            **{name: getattr(judged, name) for name in _same(CandidateState, judged)},
-        )
-    )
     return TrainerStatus(
         state="failed" if link.phase == "failed" else spot.state.value,
         pause_left_s=link.hold_left_s,
         process=link.phase,
         error=link.error,
         restarts=link.restarts,
-        candidate=candidate,
+        candidate=candidate_state(judged) if judged is not None else None,
         **{
             name: getattr(spot, name)
             for name in _same(TrainerStatus, spot)
             if name not in ("state", "candidate")
         },
+    )
+
+
+def candidate_state(judged: Judged) -> CandidateState:
+    return CandidateState(
+        interval=[judged.gain_low, judged.gain_high],
+        **{name: getattr(judged, name) for name in _same(CandidateState, judged)},
     )
 
 
