@@ -53,13 +53,15 @@ from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.garbage import collect_while_few
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
+from tlt_server.mps import client_environment
 from tlt_server.private import private_directory, write_no_core_files
 from tlt_server.samples.activity import Activity, make_activity
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import WORK, make_ring
 from tlt_server.seeds import SeedSource, choice_seed
-from tlt_server.shared_settings import SharedSettings
+from tlt_server.shared_settings import SharedSettings, available_processors
 from tlt_server.speculation.drafters import weights_directory
+from tlt_server.trainer.modes import MODES
 from tlt_server.trainer.process import MAX_REPORT, TrainerSettings
 
 ENGINE = (sys.executable, "-P", "-m", "tlt_server.engine.process")
@@ -255,7 +257,11 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
         samples, features = _rings(config, directory.parent)
         settings = replace(
-            engine_settings(config), parent=os.getpid(), sample_ring=samples, feature_ring=features
+            engine_settings(config),
+            parent=os.getpid(),
+            sample_ring=samples,
+            feature_ring=features,
+            activity=directory.parent / ACTIVITY if samples else None,
         )
         process.stdin.write(encode_settings(settings))
         await process.stdin.drain()
@@ -297,7 +303,7 @@ def activity_of(config: ResolvedConfig, directory: Path) -> Activity:
     if config.drafter_training == "off":
         return Activity()
     make_activity(directory / ACTIVITY)
-    return Activity(directory / ACTIVITY)
+    return Activity(directory / ACTIVITY, MODES[config.drafter_training].parks_for)
 
 
 def trainer_task(trainer: TrainerLink, service: Service) -> asyncio.Task[None]:
@@ -309,7 +315,9 @@ async def _launch_trainer(
     config: ResolvedConfig, directory: Path, files: SampleFiles | None
 ) -> Process:
     """A trainer process, which reads the ring in `directory`."""
+    mode = MODES[config.drafter_training]
     environment = {**os.environ, **library_environment(config.numerics)}
+    environment |= client_environment(config.drafter_training_percent) if mode.shares else {}
     environment.pop(config.api_key_variable, None)
     process = await asyncio.create_subprocess_exec(
         *TRAINER, stdin=PIPE, stdout=PIPE, env=environment, limit=MAX_REPORT
@@ -330,6 +338,8 @@ async def _launch_trainer(
         work=str(directory / WORK),
         memory=(config.drafter_training_mb or 0) * 2**20,
         numerics=config.numerics,
+        threads=mode.threads(available_processors(), config.threads),
+        shares=mode.shares,
         checkpoints=str((config.state_dir or directory).resolve() / CHECKPOINTS),
     )
     with contextlib.suppress(ConnectionError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -40,11 +41,7 @@ RING_TOKENS = 16_384  # features in a ring, by default
 _TABLE = {setting.name: setting for setting in settings()}
 
 
-REFUSED_TRAINING = {
-    "share": "two processes that run kernels on one GPU halve the engine without MPS, which this "
-    "version does not set up",
-    "device": "this version trains on the engine's own device only",
-}
+TRAINING_DEVICE = re.compile(r"cpu|cuda:\d{1,3}", re.ASCII)
 
 
 def is_loopback(host: str) -> bool:
@@ -168,11 +165,17 @@ class Config(BaseModel, ServerSettings):
             raise StartupError("weight_staging is disk, but there is no state_dir for it; name one")
 
     def _check_speculation(self) -> None:
-        if self.drafter_training in REFUSED_TRAINING:
+        device = self.drafter_training_device
+        if device is not None and not TRAINING_DEVICE.fullmatch(device):
             raise StartupError(
-                f"drafter_training is {self.drafter_training}: "
-                f"{REFUSED_TRAINING[self.drafter_training]}; use idle, which trains only while the "
-                "engine has no work"
+                f"drafter_training_device is {device[:80]!r}; it must be auto, cpu or a GPU such "
+                "as cuda:1"
+            )
+        if device is not None and self.drafter_training != "device":
+            raise StartupError(
+                f"drafter_training_device is {device} and drafter_training {self.drafter_training}"
+                "; it is for drafter_training device, as the other modes train where the engine "
+                "computes"
             )
         if self.policy not in (None, "off") and self.drafter == "none":
             raise StartupError(

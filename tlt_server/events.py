@@ -53,6 +53,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
         dict[str, str],
         Meta(description="setting that was left to what is found here -> its value and why"),
     ] = {}
+    training_device: Annotated[
+        str, Meta(description="where a drafter is trained; cuda: on the GPU that computes")
+    ] = "cpu"
     threads: Annotated[int, Meta(description="that compute")]
     phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
     pid: Annotated[int, Meta(description="of the engine process")] = 0

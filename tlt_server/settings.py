@@ -73,6 +73,15 @@ class ServerSettings(SharedSettings):
             2**20,
         ),
     ] = 0
+    drafter_training_percent: Annotated[
+        int,
+        Doc(
+            "%",
+            "Multiprocessors of the GPU that drafter_training share may use at once, by MPS.",
+            1,
+            100,
+        ),
+    ] = 20
     feature_staleness: Annotated[
         int,
         Doc("versions", "Weight versions before the newest one whose features are held.", 0, 64),

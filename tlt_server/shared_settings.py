@@ -187,18 +187,27 @@ class SharedSettings:
         Literal["off", "idle", "device", "share"],
         Doc(
             "mode",
-            "idle keeps finished sequences, prompts included, in memory and below state_dir, and "
-            "trains the drafter on them while the engine is idle. off keeps nothing. device and "
-            "share are refused in this version.",
+            "All but off keep finished sequences, prompts included, in memory and below state_dir, "
+            "and train the drafter on them: idle while the engine is idle, device on another "
+            "device while requests run, share on the engine's, which on a GPU needs MPS.",
         ),
     ] = "off"
+    drafter_training_device: Annotated[
+        str | None,
+        Doc(
+            "device",
+            "Where drafter_training device trains: cpu where the engine computes on one, else "
+            "another GPU of the engine's kind, such as cuda:1. auto is the first of those.",
+            auto=True,
+        ),
+    ] = None
     drafter_training_mb: Annotated[
         int | None,
         Doc(
             "MiB",
-            "Memory in which the drafter is trained, set apart at start: of the GPU, or of the "
-            "host where a CPU computes. Less makes packs shorter. auto is what packs of 2,048 "
-            "tokens need, of 512 on a CPU.",
+            "Memory in which the drafter is trained: of the GPU that trains, set apart at start "
+            "where the engine computes on it, or of the host where a CPU trains. Less makes packs "
+            "shorter. auto is what packs of 2,048 tokens need, of 512 on a CPU.",
             1,
             2**20,
             auto=True,

@@ -126,7 +126,7 @@ class HandedOver(Struct, frozen=True, kw_only=True, tag="handed_over"):
     directory: str = ""
     target: str = ""
     drafter: str = ""
-    device: str = "cpu"  # the engine's, cpu or cuda
+    device: str = "cpu"  # to train on: cpu, cuda (the engine's GPU), or another one by its number
     error: str = ""
 
 

@@ -142,7 +142,7 @@ class Client:
         return self._transport.ask(calls.drafter())
 
     def train_drafter(self) -> Mapping[str, Any]:
-        """Begin a round of training once the server is idle; return the trainer's state."""
+        """Begin a round of training once the server's mode lets it; return the trainer's state."""
         return self._transport.ask(calls.drafter_order("train"))
 
     def pause_drafter_training(self, for_s: float | None = None) -> Mapping[str, Any]:

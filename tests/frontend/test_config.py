@@ -107,6 +107,16 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
             "dtype is bfloat16, and a CPU computes in float32; use auto or float32",
         ),
         ({"device": "cpu", "dtype": "float16"}, "use auto or float32"),
+        (
+            {"drafter_training": "device", "drafter_training_device": "gpu1"},
+            "drafter_training_device is 'gpu1'; it must be auto, cpu or a GPU such as cuda:1",
+        ),
+        (
+            {"drafter_training": "share", "drafter_training_device": "cuda:1"},
+            "it is for drafter_training device, as the other modes train where the engine",
+        ),
+        ({"drafter_training_percent": "0"}, "it must be from 1 to 100 (%)"),
+        ({"drafter_training": "sometimes"}, "'off', 'idle', 'device' or 'share'"),
         ({"device": "gpu"}, "device is 'gpu' (--device); it must be 'auto', 'cpu' or 'cuda'"),
         ({"graphs": "maybe"}, "graphs is 'maybe' (--graphs); it must be true or false"),
         (

@@ -8,6 +8,7 @@ import pytest
 
 from tlt_server.errors import StartupError
 from tlt_server.samples.activity import Activity, ActivityReader, make_activity
+from tlt_server.trainer.modes import MODES
 
 
 def test_the_trainer_sees_work_as_soon_as_there_is_some(tmp_path: Path) -> None:
@@ -35,3 +36,33 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(bytes(64))
     with pytest.raises(StartupError, match="another file"):
         ActivityReader(tmp_path / "other")
+
+
+def test_only_the_reasons_of_the_mode_stop_the_trainer(tmp_path: Path) -> None:
+    make_activity(tmp_path / "activity")
+    told = Activity(tmp_path / "activity", MODES["device"].parks_for)
+    seen = ActivityReader(tmp_path / "activity")
+    told.set("sequences", 3)
+    assert seen.busy  # the engine is not ready
+    told.set("engine", 0)
+    assert not seen.busy
+    with told.during("requests"):
+        assert not seen.busy
+        with told.during("weights"):
+            assert seen.busy
+    assert not seen.busy
+    told.sleeps(True)
+    assert seen.busy
+
+
+def test_the_engine_sees_whether_the_trainer_runs_until_that_has_ended(tmp_path: Path) -> None:
+    make_activity(tmp_path / "activity")
+    told, trainer, engine = (
+        Activity(tmp_path / "activity"),
+        *(ActivityReader(tmp_path / "activity") for _ in range(2)),
+    )
+    assert not engine.runs
+    trainer.runs = True
+    assert engine.runs
+    told.trainer_ended()
+    assert not engine.runs

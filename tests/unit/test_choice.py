@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose
+from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.loader import own_dtype
@@ -164,10 +165,22 @@ class TestWhatTorchSees:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 9000")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * 2**30, 80 * 2**30))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(choice, "mps_enabled", lambda: False)
         monkeypatch.setattr(choice, "find_spec", lambda name: name)
 
     def test_a_gpu(self) -> None:
         assert choice.look() == CARD
+
+    def test_several_gpus_and_mps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Properties:
+            name, total_memory = "Card 9000", 80 * 2**30
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Properties)
+        monkeypatch.setattr(choice, "mps_enabled", lambda: True)
+        others = tuple(OtherGpu(number, "Card 9000", 80 * 2**30) for number in (1, 2))
+        assert choice.look() == CARD._replace(mps=True, others=others)
 
     def test_a_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", None)

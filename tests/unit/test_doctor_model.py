@@ -16,6 +16,7 @@ from tlt_server import machine
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
+from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.models.numerics import BLOCKS
 
 
@@ -175,6 +176,33 @@ def test_the_training_of_the_drafter_is_counted() -> None:
         "fail",
         "drafter_training_mb 1 is too little",
         "set drafter_training_mb to",
+    )
+
+
+def test_a_trainer_on_a_gpu_is_counted_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = OtherGpu(1, CARD.name, CARD.total_bytes)
+    monkeypatch.setattr(model, "look", lambda: CARD._replace(others=(twin,), mps=True))
+    given = {"model": TARGET, "drafter": str(DRAFTER), "drafter_feature_mb": 64}
+    idle, share, apart = (
+        found(model.memory, configured(**given, drafter_training=mode)).found
+        for mode in ("idle", "share", "device")
+    )
+    assert idle == share and "to train the drafter" in idle and "MiB of the GPU and" in idle
+    assert "to train the drafter" not in apart and "MiB of cuda:1 and" in apart
+    monkeypatch.setattr(
+        model, "look", lambda: CARD._replace(others=(twin._replace(total_bytes=1),))
+    )
+    expect(
+        found(model.memory, configured(**given, drafter_training="device")),
+        "fail",
+        "of cuda:1, which has 0",
+        "leave drafter_training off",
+    )
+    expect(
+        found(model.device, configured(**given, drafter_training="share")),
+        "fail",
+        "MPS is not on",
+        "use drafter_training idle",
     )
 
 

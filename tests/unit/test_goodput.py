@@ -20,6 +20,7 @@ from tlt_server.speculation.correction import ascending
 from tlt_server.speculation.cost import (
     KNOTS,
     LEAST_S,
+    SLOWED,
     CostModel,
     CostRecord,
     Measured,
@@ -211,6 +212,33 @@ def test_a_slower_machine_does_not_change_what_is_better() -> None:
         model.observe(used, 1.5 * gpu_seconds(used))
     assert model.predict(used) == pytest.approx(1.5 * gpu_seconds(used), rel=0.1)
     assert model.predict(used) / model.predict(other) < 1.25 * before
+
+
+@pytest.mark.parametrize("alternates", [True, False])
+def test_steps_next_to_a_trainer_do_not_change_what_is_known_of_others(alternates: bool) -> None:
+    """The slowdown is told, also where the trainer runs for long."""
+    model, noise = CostModel(), random.Random(1)
+    model.profile(Measured(load, gpu_seconds(load)) for load in PROFILED)
+    loads = [StepLoad("", 0, 0, 16, 16, 0, CONTEXT), StepLoad("eagle", 7, 1, 16, 128, 0, CONTEXT)]
+    before = [model.predict(load) for load in loads]
+    for step in range(600):
+        training = step % 60 >= 30 if alternates else step >= 60
+        load = loads[step // 7 % 2]
+        slower = noise.uniform(0.97, 1.03) * (1.4 if training else 1.0)
+        model.observe(load, gpu_seconds(load) * slower, training=training)
+    assert model.slowdown == pytest.approx(1.4, rel=0.04 if alternates else 0.12)
+    rel = 0.04 if alternates else 0.12
+    assert [model.predict(load) for load in loads] == pytest.approx(before, rel=rel)
+
+
+def test_a_slowdown_by_a_trainer_is_told_once_enough_steps_show_it() -> None:
+    model, load = CostModel(), StepLoad("", 0, 0, 16, 16, 0, CONTEXT)
+    for _ in range(100):
+        model.observe(load, 0.004)
+    for _ in range(SLOWED):
+        assert model.slowdown is None
+        model.observe(load, 0.005, training=True)
+    assert model.slowdown == pytest.approx(1.25, rel=0.05)
 
 
 def test_small_and_large_steps_are_corrected_apart() -> None:

@@ -345,6 +345,10 @@ def test_the_trainers_share_is_set_apart() -> None:
     least = int(offered(message, "drafter_training_mb"))
     assert plan(replace(given, drafter_training_mb=least), 100 * GIB).fits
     assert not plan(replace(given, drafter_training_mb=least - 1), 100 * GIB).fits
+    assert plan(replace(given, drafter_training="share"), 100 * GIB) == with_share._replace(
+        settings=replace(given, drafter_training="share")
+    )
+    assert plan(replace(given, drafter_training="device"), 100 * GIB).training == 0
     message = refusal(given, 24 * GIB, total=48 * GIB)
     assert "16.0 GiB to train the drafter" in message and OFF in message
 

@@ -125,6 +125,11 @@ def test_the_trainers_share_of_gpu_and_host(monkeypatch: pytest.MonkeyPatch) -> 
     assert share == (shape.device_bytes(GPU_SLOTS), shape.host_bytes + 9 * GIB)
     asked = decided("cuda", **given, drafter_training_mb=12 * 1024)
     assert training_share(asked, DRAFTER).device == 12 * GIB
+    apart = decided("cuda", **given, drafter_training_device="cuda:1")
+    assert training_share(apart, DRAFTER, 80 * GIB) == share
+    assert "15851 MiB of cuda:1 and up to 30916" in share.describe("cuda:1")
+    with pytest.raises(StartupError, match="of cuda:1, which has 12288; set .*_mb to 11776 at"):
+        training_share(apart, DRAFTER, 12 * GIB)
     on_cpu = TrainingShape.of(DRAFTER.config, DRAFTER.draft_vocab_size, on_gpu=False)
     whole = on_cpu.device_bytes(CPU_SLOTS) + on_cpu.host_bytes + 5 * GIB
     assert training_share(decided("cpu", **given), DRAFTER) == (0, whole)

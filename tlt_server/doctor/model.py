@@ -168,8 +168,12 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
         settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes
     )
     check_plan(plan)
-    trained = training_share(settings, network).describe() if network and plan.training else ""
-    return ok(plan.describe() + trained)
+    if network is None or not needs.per_state:
+        return ok(plan.describe())
+    rooms = {other.device: other.total_bytes for other in gpu.others}
+    device = settings.drafter_training_device
+    share = training_share(settings, network, rooms.get(device))
+    return ok(plan.describe() + share.describe(device))
 
 
 def _network(config: Config, directory: Path) -> DrafterNetwork:

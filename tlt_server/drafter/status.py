@@ -59,6 +59,10 @@ def _recording(state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 def _trainer(trainer: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "state", f"{trainer['state']} {trainer['reason']}".strip()
+    if trainer["device"]:
+        yield "device", trainer["device"]
+    if (slowdown := trainer["slowdown"]) is not None:
+        yield "steps while it runs", f"{slowdown:.2f} times as long"
     if trainer["error"]:
         yield "restarts", f"{trainer['restarts']}; the last one: {trainer['error']}"
     yield "steps, rounds", f"{trainer['steps']:,}, {trainer['rounds']:,}"

@@ -38,6 +38,7 @@ from tlt_server.machine import processor
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import own_dtype
 from tlt_server.records import Arms, GenerateRequest, Sampling, Strategy
+from tlt_server.samples.activity import ActivityReader
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.knowledge import Knowledge, WeightNames
@@ -125,11 +126,8 @@ def assemble(
             lambda: not options.intake.groups.hold_gpu,
         )
         matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""
-        described = (
-            f"drafters: {', '.join(settings.drafters) or 'none'}",
-            matmuls,
-            equipped.detail,
-        )
+        drafters = f"drafters: {', '.join(settings.drafters) or 'none'}"
+        described = (drafters, matmuls, equipped.detail)
         detail.append("; ".join(part for part in described if part))
     engine = _connect(
         settings,
@@ -236,6 +234,7 @@ def _connect(
         knowledge.weights = _versions(live)
 
     in_flight = partial(settle, scheduler, equipped.runner)
+    activity = ActivityReader(settings.activity) if settings.activity else None
     transaction = Transaction(live, options, parse_calibration)
     pushes = WeightPushes(
         gate, transaction, scheduler, install, renamed, in_flight, knowledge.costs
@@ -256,6 +255,7 @@ def _connect(
         Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
         equipped.record,
         recorder,
+        lambda: activity is not None and activity.runs,
     )
 
 
@@ -314,6 +314,7 @@ def _describe(
         threads=settings.threads,
         phases=phases,
         pid=os.getpid(),
+        training_device=settings.drafter_training_device,
         spooled=bool(settings.state_dir),
         lost=lost,
     )

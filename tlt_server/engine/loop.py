@@ -66,13 +66,17 @@ class Engine:
         halt: Halt,
         record: Callable[[Reach], bool],
         recorder: Recorder | None,
+        training: Callable[[], bool],
     ) -> None:
-        """`record`: see `devices.Equipped`. `recorder`: where sequences are kept for training."""
+        """`record`: see `devices.Equipped`. `recorder`: where sequences are kept for training.
+        `training`: whether a drafter is being trained now.
+        """
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
         self.pushes, self.halt = pushes, halt
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
         self.canary, self._make_policy, self._record = canary, make_policy, record
+        self._training = training
         self._recorder, self._recomputing = recorder, None
         if recorder and recorder.capture:
             self._recomputing = Recomputing(scheduler, recorder.capture, make_sequence)
@@ -112,7 +116,8 @@ class Engine:
             finished.cycle, emitted=emitted, step_s=self._last_end - started
         )
         self.scheduler.observe(finished.batch, 1e3 * cycle.step_s)
-        predicted_s = self.knowledge.observe(cycle, finished.drafted)
+        training = self._training()
+        predicted_s = self.knowledge.observe(cycle, finished.drafted, training=training)
         self.last_cycle = msgspec.structs.replace(cycle, predicted_s=predicted_s)
         self.policy.observe(self.last_cycle)
         if news := self.canary.observe(self.last_cycle):

@@ -28,6 +28,7 @@ class EngineSettings(SharedSettings):
     feature_ring: Path | None = None  # their features go there, see `samples.captured`
     feature_bytes: int = 0  # host memory for features on their way there; 0: none are captured
     ring_bytes: int = 0  # size of `feature_ring`
+    activity: Path | None = None  # says when the trainer runs, see `samples.activity`
     parent: int = 0  # process that started this one; the engine ends with it
 
     @property
@@ -44,6 +45,11 @@ class EngineSettings(SharedSettings):
     def trained(self) -> Path | None:
         """Return where the server's own trainer leaves drafters; None without a trainer."""
         return Path(self.sample_ring).parent / WORK if self.sample_ring else None
+
+    @property
+    def trains_apart(self) -> bool:
+        """Tell whether the drafter is trained on `drafter_training_device`."""
+        return self.drafter_training == "device"
 
     @property
     def drafter_directory(self) -> Path | None:
@@ -69,6 +75,7 @@ class DecidedSettings(EngineSettings):
     policy: PolicyName
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16", "float16"]
+    drafter_training_device: str  # as torch names it; cuda: the engine's own GPU
     attention: str
     threads: int
     max_running: int

@@ -12,7 +12,13 @@ from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS, TrainingShape
+from tlt_server.models.training_memory import (
+    CONTEXT,
+    CPU_SLOTS,
+    GPU_SLOTS,
+    LEAST_SLOTS,
+    TrainingShape,
+)
 
 MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
 
@@ -23,14 +29,19 @@ class TrainingShare(NamedTuple):
     device: int  # GPU memory; 0 where a CPU computes
     host: int
 
-    def describe(self) -> str:
-        gpu = f"{self.device // MIB} MiB of the GPU and " if self.device else ""
+    def describe(self, device: str) -> str:
+        """`device`: the one that trains, as torch names it."""
+        where = "the GPU" if device == "cuda" else device
+        gpu = f"{self.device // MIB} MiB of {where} and " if self.device else ""
         return f"; the trainer has {gpu}up to {self.host // MIB} MiB of the host"
 
 
-def training_share(settings: DecidedSettings, drafter: Drafting) -> TrainingShare:
+def training_share(
+    settings: DecidedSettings, drafter: Drafting, room: int | None = None
+) -> TrainingShare:
     """Return what is set apart for training. `StartupError` where the host has less, or where
-    `drafter_training_mb` holds no pack.
+    `drafter_training_mb` holds no pack. `room`: memory of a GPU that the engine does not use and
+    whose plan this is; None: the engine's plan counts the trainer, or a CPU trains.
     """
     on_gpu = settings.device == "cuda"
     shape = TrainingShape.of(drafter.config, drafter.draft_vocab_size, on_gpu=on_gpu)
@@ -41,6 +52,13 @@ def training_share(settings: DecidedSettings, drafter: Drafting) -> TrainingShar
             f"drafter_training_mb {settings.drafter_training_mb} is too little to train this "
             f"drafter; set drafter_training_mb to {-(-shape.device_bytes(LEAST_SLOTS) // MIB)}, or "
             "leave drafter_training off"
+        )
+    if room is not None and training + CONTEXT > room:
+        raise StartupError(
+            f"to train the drafter takes {(training + CONTEXT) // MIB} MiB of "
+            f"{settings.drafter_training_device}, which has {room // MIB}; set "
+            f"drafter_training_mb to {max(0, room - CONTEXT) // MIB} at most, or leave "
+            "drafter_training off"
         )
     features = settings.ring_bytes + settings.feature_bytes * (2 if on_gpu else 1)
     host = shape.host_bytes + features + (0 if on_gpu else training)

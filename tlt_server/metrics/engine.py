@@ -34,6 +34,10 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
         "tlt_expected_tokens_per_second",
         "Tokens per second that are expected of steps like the last ones.",
     ),
+    "training_slowdown": (
+        "tlt_trainer_slowdown",
+        "Time of a step while the trainer runs, over its time without.",
+    ),
     "pages_cached": (
         "tlt_pages_cached",
         "KV pages without a user that the prefix index could still serve.",

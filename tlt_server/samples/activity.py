@@ -1,9 +1,11 @@
-"""A word of shared memory that tells the trainer whether the engine has, or soon has, work.
+"""Words of shared memory between engine and trainer: whether the trainer must stop, and whether it
+runs.
 
-The frontend writes it when a request is received, before it is read or admitted; the trainer looks
-at it between two segments. Layout: WORDS little-endian uint64 (magic, reasons to be busy, time at
-which the first of them came in nanoseconds of the monotonic clock, number of the sleep that
-holds; 0: memory is awake).
+The frontend writes when a request is received, before it is read or admitted; the trainer looks
+between two segments, and writes whether it runs, which the engine reads after a step. Layout: WORDS
+little-endian uint64 (magic, reasons to be busy, time at which the first of them came in nanoseconds
+of the monotonic clock, number of the sleep that holds; 0: memory is awake, 1 while the trainer
+runs).
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import mmap
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +26,18 @@ from tlt_server.errors import StartupError
 from tlt_server.private import private_file
 
 MAGIC = int.from_bytes(b"tltbusy1", "little")
-WORDS = 4
-_BUSY, _SINCE, _ASLEEP = range(1, WORDS)
+WORDS = 5
+_BUSY, _SINCE, _ASLEEP, _RUNS = range(1, WORDS)
 
 Reason = Literal["requests", "sequences", "weights", "engine"]
+REASONS: frozenset[Reason] = frozenset(get_args(Reason))
 
 
 def make_activity(path: Path) -> None:
     """Make the file of an engine that is not ready yet."""
     descriptor = private_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        os.write(descriptor, np.array([MAGIC, 1, time.monotonic_ns(), 0], "<u8").tobytes())
+        os.write(descriptor, np.array([MAGIC, 1, time.monotonic_ns(), 0, 0], "<u8").tobytes())
     finally:
         os.close(descriptor)
 
@@ -57,18 +60,23 @@ def _mapped(path: Path) -> NDArray[np.uint64]:
 class Activity:
     """The frontend's half: counts of reasons to be busy. Without a file they are only kept."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, parks_for: Collection[Reason] = REASONS) -> None:
+        """`parks_for`: the reasons that stop the trainer."""
+        self._parks_for = parks_for
         self._word_W = np.zeros(WORDS, "<u8") if path is None else _mapped(path)
         self._count: Counter[Reason] = Counter({"engine": 1})
         self._sleeps = 0
 
     def set(self, reason: Reason, count: int) -> None:
-        before = self._count.total()
+        before = self._busy
         self._count[reason] = count
-        busy = self._count.total()
-        if busy and not before:
+        if self._busy and not before:
             self._word_W[_SINCE] = time.monotonic_ns()
-        self._word_W[_BUSY] = busy
+        self._word_W[_BUSY] = self._busy
+
+    @property
+    def _busy(self) -> int:
+        return sum(self._count[reason] for reason in self._parks_for)
 
     @contextlib.contextmanager
     def during(self, reason: Reason) -> Iterator[None]:
@@ -78,6 +86,10 @@ class Activity:
             yield
         finally:
             self.set(reason, self._count[reason] - 1)
+
+    def trainer_ended(self) -> None:
+        """Take back what a process said that has ended since."""
+        self._word_W[_RUNS] = 0
 
     def sleeps(self, asleep: bool) -> None:
         if bool(self.asleep) != asleep:
@@ -91,7 +103,7 @@ class Activity:
 
 
 class ActivityReader:
-    """The trainer's half."""
+    """The trainer's half, of which the engine reads `runs`."""
 
     def __init__(self, path: Path) -> None:
         self._word_W = _mapped(path)
@@ -104,6 +116,15 @@ class ActivityReader:
     def asleep(self) -> int:
         """Return the number of the sleep that holds, from 1; 0 without one."""
         return int(self._word_W[_ASLEEP])
+
+    @property
+    def runs(self) -> bool:
+        """Tell whether the trainer runs."""
+        return bool(self._word_W[_RUNS])
+
+    @runs.setter
+    def runs(self, value: bool) -> None:
+        self._word_W[_RUNS] = value
 
     @property
     def age_ms(self) -> float:

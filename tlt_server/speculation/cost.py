@@ -12,7 +12,8 @@ drafts level by level. The values at the knots are the model's
 parameters. A profile fits them by least squares, and every step corrects the ones that it depends
 on (`correction`); either way more rows never take less time. `speed` is what slows all steps alike,
 such as a busy machine, so a moment of load does not make the strategy in use look worse than those
-that are not in use.
+that are not in use. What the training of a drafter slows all steps by while it runs is a factor of
+its own (`slowdown`), so steps without it stay predicted.
 
 No torch. Times are in seconds.
 """
@@ -42,6 +43,7 @@ DRAFT_SHARE = 0.1  # a level of drafting over a pass of the target, until it is 
 # A part that a profile finds to take no time is taken to be this part of a pass of the target, so
 # that steps can correct it by a factor.
 LEAST_SHARE = 0.01
+SLOWED = 32  # steps after which the slowdown by a trainer is known
 APART_3 = np.array([0.0, 100.0, 200.0])  # octaves between numbers that have nothing in common
 
 
@@ -123,6 +125,15 @@ class CostModel:
         """The factor by which all steps are slower than they are expected to be in the long run."""
         return self._correction.common
 
+    @property
+    def slowdown(self) -> float | None:
+        """The factor by which steps are slower while a drafter is trained; None: too few were."""
+        return self._training if self._slowed >= SLOWED else None
+
+    @property
+    def _training(self) -> float:
+        return math.exp(self._correction.log_N[self._training_at])
+
     def seconds(
         self,
         drafter: str,
@@ -185,16 +196,19 @@ class CostModel:
         self._start_correcting()
         self.trained = self.profiled = True
 
-    def observe(self, load: StepLoad, seconds: float) -> float:
-        """Correct the model by a step that has run. Return what it had predicted; 0: nothing."""
+    def observe(self, load: StepLoad, seconds: float, *, training: bool = False) -> float:
+        """Correct the model by a step that has run. `training`: while a drafter was trained. Return
+        what it had predicted; 0: nothing.
+        """
         if seconds <= 0 or not load.read:
             return 0.0
         if not self.trained:
             self.profile([Measured(load._replace(drafter="", depth=0, width=0), seconds)])
             self.profiled = False
-        expected = self.predict(load)
+        expected = self.predict(load) * (self._training if training else 1.0)
+        self._slowed += training
         self.error += 0.05 * (min(abs(seconds / expected - 1), 1.0) - self.error)
-        self._correct(load, math.log(seconds / expected))
+        self._correct(load, math.log(seconds / expected), training)
         return expected
 
     def record(self) -> CostRecord:
@@ -235,6 +249,8 @@ class CostModel:
         self._extend_K = np.maximum(self._extend_K, LEAST_S)
         self._linear_3 = np.maximum(self._linear_3, LEAST_SHARE * self._extend_K[0])
         self._correction = FactorFilter()
+        self._training_at = self._correction.add(np.zeros(1)).start
+        self._slowed = 0  # steps seen while a drafter was trained
         self._linear = self._correction.add(APART_3)
         self._curves = [(self._correction.add(self._octave_K), self._extend_K)]
         for name in self._draft_K:
@@ -245,7 +261,7 @@ class CostModel:
             values_by[name] = np.maximum(values_by[name], LEAST_SHARE * self._extend_K)
             self._curves.append((self._correction.add(self._octave_K), values_by[name]))
 
-    def _correct(self, load: StepLoad, error: float) -> None:
+    def _correct(self, load: StepLoad, error: float, training: bool) -> None:
         """Move the parameters of this shape by an error, the logarithm of a ratio of times."""
         correction, parts = self._correction, self._parts(load)
         share_N = np.zeros(len(correction.log_N))
@@ -256,6 +272,7 @@ class CostModel:
                 share_N[places[id(values)] + at] = scale * weight * values[at]
         share_N /= share_N.sum()
         share_N[0] = 1.0
+        share_N[self._training_at] = training
         factor_N = np.exp(-correction.log_N)
         correction.observe(share_N, error)
         factor_N *= np.exp(correction.log_N)

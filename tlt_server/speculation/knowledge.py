@@ -76,8 +76,10 @@ class Knowledge:
         self._step = 0
         self._last_used: dict[str, int] = {}  # the step that last used a drafter
 
-    def observe(self, cycle: Cycle, drafted: Drafted | None) -> float:
-        """Learn from a step. Return the seconds that were expected of it; 0: nothing was."""
+    def observe(self, cycle: Cycle, drafted: Drafted | None, *, training: bool = False) -> float:
+        """Learn from a step. `training`: while a drafter was trained. Return the seconds that were
+        expected of it; 0: nothing was.
+        """
         self._step += 1
         predicted_s = 0.0
         drafter = cycle.strategy.drafter
@@ -85,7 +87,7 @@ class Knowledge:
         if drafter:
             self._last_used[drafter] = self._step
         if settled:  # else the drafter had to catch up first
-            predicted_s = self.cost.observe(load_of(cycle), cycle.step_s)
+            predicted_s = self.cost.observe(load_of(cycle), cycle.step_s, training=training)
         for name, outlook in self.outlooks.items():
             found = drafted if name == drafter else None
             if found is not None:
@@ -160,7 +162,9 @@ class Knowledge:
         self._take_up(self.weights)
 
     def gauges(self) -> Mapping[str, float]:
+        slowdown = self.cost.slowdown
         return {
+            **({} if slowdown is None else {"training_slowdown": slowdown}),
             "cost_error": self.cost.error,
             "cost_speed": self.cost.speed,
             "expected_rate": self.expected_rate,

@@ -1,5 +1,5 @@
 """The trainer process: takes finished sequences from the ring, keeps them, and trains the drafter
-on them while the engine is idle.
+on them while it may (`modes.py`).
 
 Its settings are one line of JSON on standard input, after which come messages of `training.py`; its
 own go to standard output. One thread does all: between two segments of training it takes what the
@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from tlt_server.errors import StartupError, TltError
 from tlt_server.events import BufferReport
+from tlt_server.mps import mps_enabled
 from tlt_server.registry import load_object
 from tlt_server.samples.activity import ActivityReader
 from tlt_server.samples.captured import decode_captured
@@ -35,6 +36,7 @@ from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.inbox import take_in
 from tlt_server.trainer.spot import SpotTrainer, Work
 from tlt_server.trainer.state_store import StateStore
+from tlt_server.trainer.states import WORKING
 from tlt_server.training import FromTrainer, ToTrainer, line_of, read_to_trainer
 
 NICENESS = 10  # after frontend and engine
@@ -61,6 +63,8 @@ class TrainerSettings(Struct, frozen=True, forbid_unknown_fields=True):
     checkpoints: str = ""
     memory: int = 0  # bytes to train in; 0: what the longest packs need
     numerics: str = "strict"  # the engine's
+    threads: int = 1
+    shares: bool = False  # it runs on the engine's GPU while the engine does
 
 
 class Keeper:
@@ -181,6 +185,14 @@ class Trained:
 
     def __init__(self, settings: TrainerSettings, keeper: Keeper, channel: FrontendPipes) -> None:
         def work(device: str) -> Work:
+            kind, _, index = device.partition(":")
+            if index:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible(int(index), os.environ)
+            if settings.shares and kind == "cuda" and not mps_enabled():
+                raise StartupError(
+                    "MPS is on for the engine but not for this process; start its control daemon "
+                    "and the server again, or use drafter_training idle"
+                )
             # torch takes seconds to import, and only training needs it.
             made: Work = load_object("tlt_server.trainer.work:make_work")(
                 keeper.buffer,
@@ -188,9 +200,10 @@ class Trained:
                 model=Path(settings.model),
                 directory=Path(settings.work),
                 checkpoints=Path(settings.checkpoints),
-                device=device,
+                device=kind,
                 memory=settings.memory,
                 numerics=settings.numerics,
+                threads=settings.threads,
             )
             return made
 
@@ -205,9 +218,18 @@ class Trained:
         for message in self._channel.messages():
             self.spot.take(message)
         did = self.spot.advance(busy=activity.busy, busy_ms=activity.age_ms, asleep=activity.asleep)
+        activity.runs = self.spot.state in WORKING
         if (report := self.spot.report()) is not None:
             self._channel.send(report)
         return did
+
+
+def visible(index: int, environment: Mapping[str, str]) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES that leaves one GPU, the one with this number among
+    those that are visible now. CUDA reads it when torch first asks for a GPU.
+    """
+    seen = environment.get("CUDA_VISIBLE_DEVICES")
+    return str(index) if seen is None else seen.split(",")[index].strip()
 
 
 def main() -> int:

@@ -25,7 +25,6 @@ from tlt_server.errors import StartupError
 from tlt_server.models.draft_layouts import EAGLE1
 from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, TrainingShape
 from tlt_server.samples.segments import Recorded
-from tlt_server.shared_settings import available_processors
 from tlt_server.trainer import sampling
 from tlt_server.trainer.buffer import SampleBuffer
 from tlt_server.trainer.checkpoint import Checkpoints, newest
@@ -40,7 +39,6 @@ from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
 from tlt_server.trainer.trial import FITTED, Trial
 from tlt_server.training import NO_DATA, HandedOver, TrainerState, candidate_directory
 
-MOST_THREADS = 2
 STEPS = 24  # the most of a round
 EPOCHS = 3  # passes of a round over its sequences, at most
 SAVED_EVERY = 12  # steps between checkpoints
@@ -62,11 +60,12 @@ def make_work(
     device: str,
     memory: int,
     numerics: str,
+    threads: int,
 ) -> DrafterWork:
-    """Return the work of this process, which on a CPU leaves most of it to the engine. `memory`:
-    bytes to train in; 0: what the longest packs need. `numerics`: the engine's.
+    """Return the work of this process. `memory`: bytes to train in; 0: what the longest packs need.
+    `numerics`: the engine's. `threads`: of a CPU.
     """
-    torch.set_num_threads(min(MOST_THREADS, max(1, available_processors() // 2)))
+    torch.set_num_threads(threads)
     slots = GPU_SLOTS if device == "cuda" else CPU_SLOTS
     repeats = device == "cpu" or numerics == "strict"
     settings = WorkSettings(model, directory, checkpoints, device, slots, memory, repeats)

@@ -13,8 +13,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from tlt_server.attention import BACKENDS, GPU_BACKENDS
+from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.mps import mps_enabled
 from tlt_server.shared_settings import available_processors, suited_policy
 
 MIB = 2**20
@@ -30,6 +32,8 @@ class Gpu(NamedTuple):
     free_bytes: int = 0
     total_bytes: int = 0
     unusable: str = ""  # why; empty: it can be used
+    mps: bool = False  # whether this process is a client of MPS there
+    others: tuple[OtherGpu, ...] = ()  # further GPUs that this process sees
 
     @property
     def description(self) -> str:
@@ -82,7 +86,9 @@ def look() -> Gpu:
         return found._replace(
             unusable="Triton, which compiles the kernels of a GPU, is not installed"
         )
-    return found
+    seen = ((n, torch.cuda.get_device_properties(n)) for n in range(1, torch.cuda.device_count()))
+    others = tuple(OtherGpu(n, gpu.name, gpu.total_memory) for n, gpu in seen)
+    return found._replace(mps=mps_enabled(), others=others)
 
 
 def dotted(capability: tuple[int, int]) -> str:
@@ -93,6 +99,17 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
     """Settings with nothing left open. `StartupError` where what was asked for cannot be had;
     `own_dtype`: of the checkpoint.
     """
+    chosen, asked = _computing(settings, gpu, own_dtype), settings.drafter_training_device
+    place = Place(chosen.settings.device, gpu.name, gpu.mps, gpu.others, asked)
+    device = training_device(settings.drafter_training, place)
+    reasons = chosen.reasons
+    if settings.trains_apart and asked is None:
+        reasons = {**reasons, "drafter_training_device": f"{device}: of the engine's kind"}
+    return DeviceChoice(replace(chosen.settings, drafter_training_device=device), reasons)
+
+
+def _computing(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> DeviceChoice:
+    """Choose all that concerns the engine."""
     device: str | None = settings.device  # tests name another, the interpreter
     if device == "cpu":
         return for_cpu(settings)

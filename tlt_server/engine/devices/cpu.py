@@ -90,7 +90,7 @@ class CpuDevice:
         return replace(
             memory,
             states=CachedStates(cache),
-            detail=describe_states(each, settings) + share.describe(),
+            detail=describe_states(each, settings) + share.describe(self.name),
         )
 
     def equip(

@@ -24,6 +24,7 @@ from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
+from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.buckets import (
     CAPTURED,
     MAX_VERIFIED,
@@ -49,7 +50,6 @@ from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
 from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.engine.sizing import training_share
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
@@ -181,8 +181,8 @@ class CudaDevice:
         if states is None or network is None:
             return memory
         cache.on_reuse.append(states.reuse)
-        share = training_share(settings, network)
-        return replace(memory, states=states, detail=describe(plan) + share.describe())
+        detail = describe(plan) + describe_share(settings, network)
+        return replace(memory, states=states, detail=detail)
 
     def equip(
         self,

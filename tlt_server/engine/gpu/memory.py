@@ -39,7 +39,7 @@ class Needs(NamedTuple):
     per_batch_slot: int  # counts of tokens, for penalties
     per_drafted: int  # a drafter's logits of one row
     per_state: int  # captured states of one row; 0: none are captured
-    training: TrainingShape | None = None  # None: no drafter is trained
+    training: TrainingShape | None = None  # None: no drafter is trained on this GPU
 
     @classmethod
     def of(
@@ -69,7 +69,7 @@ class Needs(NamedTuple):
             4 * drafter.draft_vocab_size if drafter is not None else 0,
             state_bytes(feature_width, config.hidden_size, itemsize) if captures else 0,
             TrainingShape.of(drafter.config, drafter.draft_vocab_size, on_gpu=True)
-            if drafter is not None and captures
+            if drafter is not None and captures and not settings.trains_apart
             else None,
         )
 

@@ -160,10 +160,9 @@ async def samples(service: Service, request: Request) -> Response:
     raises=(Conflict, Unavailable),
 )
 async def train(service: Service, request: Request) -> Response:
-    """Begin a round of training now, once the engine is idle, without waiting for more sequences.
-
-    While requests are served it waits, as ever. 409 while a round is on its way, in a pause, and
-    where nothing can be trained.
+    """Begin a round of training now, without waiting for more sequences; with `drafter_training`
+    idle once the engine is idle. 409 while a round is on its way, in a pause, and where nothing can
+    be trained.
     """
     await service.bodies.of(request, NoFields)
     trainer = service.spot_trainer()

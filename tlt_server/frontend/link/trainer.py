@@ -139,6 +139,17 @@ class TrainerLink:
             return None
         return judged, self._work / candidate_directory(judged.candidate)
 
+    @property
+    def device(self) -> str:
+        """Return where it trains; empty before the engine was ready."""
+        info = self._engine.info if self._engine is not None else None
+        return info.training_device if info is not None else ""
+
+    @property
+    def slowdown(self) -> float | None:
+        """Return the time of a step while it runs, over its time without; None: not known."""
+        return self._engine.gauges.get("training_slowdown") if self._engine is not None else None
+
     async def order(self, do: Literal["train", "pause", "resume"]) -> SpotReport:
         """Return the report that follows an order. `Unavailable` where none does. A pause is
         answered once the offer that was being adopted has its verdict; later ones are refused.
@@ -240,6 +251,8 @@ class TrainerLink:
             return f"ended by signal {-status}" if status < 0 else f"exit status {status}"
         finally:
             self._process = None
+            if engine is not None:
+                engine.activity.trainer_ended()
             self._tell()
             for task in filter(None, (following, *self._errands)):
                 task.cancel()

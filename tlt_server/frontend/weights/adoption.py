@@ -37,7 +37,7 @@ class Adoption:
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
             return HandedOver(error=error.message)
         state, info = report.state, self._engine.info
-        device = info.device if info is not None else "cpu"
+        device = info.training_device if info is not None else "cpu"
         return HandedOver(
             directory=str(place), target=state.target, drafter=state.drafter, device=device
         )

@@ -140,6 +140,20 @@ class TrainerStatus(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(description="seconds that a pause with `for_s` lasts yet; null: it is in none"),
     ]
+    device: Annotated[
+        str,
+        Meta(
+            description="where it trains: cpu, cuda (the GPU that computes) or another GPU; empty "
+            "before the engine was ready"
+        ),
+    ]
+    slowdown: Annotated[
+        float | None,
+        Meta(
+            description="time of a step of the engine while the trainer runs, over its time "
+            "without; null: too few steps have run next to it"
+        ),
+    ]
     process: Annotated[ProcessPhase, Meta(description="failed: it ended and is started again soon")]
     error: Annotated[
         str,
@@ -217,6 +231,8 @@ def trainer_status(link: TrainerLink) -> TrainerStatus:
     return TrainerStatus(
         state="failed" if link.phase == "failed" else spot.state.value,
         pause_left_s=link.hold_left_s,
+        device=link.device,
+        slowdown=link.slowdown,
         process=link.phase,
         error=link.error,
         restarts=link.restarts,

@@ -1,0 +1,112 @@
+"""A drafter that is trained while requests run, by a process of its own on a CPU: tokens are those
+of a server without it, through an adoption, a push of the target and the death of the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_drafter_training import figures
+from tests.e2e.test_lifecycle import until
+from tests.e2e.test_spot_training import TRAINED, items, status, weakened
+from tests.processes import trainer
+from tlt_client import Client
+from tlt_client.errors import Conflict
+from tlt_server.demo.push import perturbed_copy
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+from tlt_server.trainer.states import LEAST_QUIET_S
+
+ASKED = [{**item, "sampling": {"max_tokens": 32}} for item in items()[TRAINED - 8 : TRAINED + 6]]
+FLAGS = ("--drafter-feature-mb", "64", "--kv-memory-mb", "64", "--policy", "fixed")
+FLAGS += ("--sd-strategy", "eagle:4x1x5", "--threads", "1")
+FEW = 3
+Said = list[tuple[list[int], list[float]]]
+
+
+def said(client: Client, count: int = len(ASKED)) -> Said:
+    choices = [result.choices[0] for result in client.generate(ASKED[:count]).results]
+    return [(choice.token_ids, choice.logprobs) for choice in choices]
+
+
+@contextmanager
+def asking(url: str) -> Iterator[list[Said]]:
+    """Keep a few requests open; the answers come into the list. The pauses are too short for a
+    trainer that waits for an idle engine.
+    """
+    came: list[Said] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        with Client(url, timeout_s=120) as client:
+            while not over.wait(LEAST_QUIET_S / 4):
+                came.append(said(client, FEW))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield came
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def serving(mode: str, directory: Path) -> Iterator[ServerProcess]:
+    flags = ("--model", str(TARGET), "--drafter", str(weakened(directory / "drafter")), *FLAGS)
+    flags += ("--drafter-training", mode, "--state-dir", str(directory / "state"))
+    (directory / "weights").mkdir()
+    with ServerProcess(*flags, "--weight-root", str(directory / "weights")) as server:
+        yield server
+
+
+def begin(client: Client) -> None:
+    """Have a round begin, unless one has."""
+    until(lambda: status(client)["process"] == "running")
+    with suppress(Conflict):
+        client.train_drafter()
+
+
+@pytest.mark.parametrize("mode", ["device", "share"])
+def test_it_trains_while_requests_run_with_the_same_tokens(
+    mode: str, client: Client, tmp_path: Path
+) -> None:
+    expected = said(client)
+    with serving(mode, tmp_path) as server, Client(server.url, timeout_s=120) as own:
+        assert said(own) == expected
+        until(lambda: own.drafter()["buffer"]["sequences"] >= len(ASKED))
+        with asking(server.url) as came:
+            begin(own)
+            until(lambda: status(own)["steps"] >= 2 and status(own)["slowdown"])
+        found, seen = status(own), figures(own)["tlt_trainer_slowdown"]
+    assert came and all(each == expected[:FEW] for each in came)
+    assert found["parkings"] == 0 and found["device"] == "cpu" and seen > 0
+
+
+def test_a_push_and_a_death_while_it_trains_change_nothing_else(
+    client: Client, tmp_path: Path
+) -> None:
+    expected = said(client)
+    with serving("device", tmp_path) as server, Client(server.url, timeout_s=120) as own:
+        assert said(own) == expected
+        until(lambda: own.drafter()["buffer"]["sequences"] >= len(ASKED))
+        with asking(server.url) as came:
+            begin(own)
+            until(lambda: status(own)["state"] == "training")
+            os.kill(trainer(server.process.pid), signal.SIGKILL)
+            until(lambda: status(own)["restarts"] == 1)
+        assert all(each == expected[:FEW] for each in came)
+        perturbed_copy(TARGET, tmp_path / "weights" / "step-1")
+        with asking(server.url):
+            begin(own)
+            until(lambda: status(own)["state"] == "training")
+            assert own.update_weights("step-1", "step-1")["state"] == "committed"
+            until(lambda: status(own)["trained_on"] == "step-1")  # it goes on with the new ones
+        assert status(own)["restarts"] == 1 and said(own) != expected
