@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,3 +157,15 @@ class Pushable:
         return {
             request.id: (self.tokens(request.id), self.logprobs(request.id)) for request in requests
         }
+
+
+def push_until_first_weights_end(engine: Pushable, root: Path) -> None:
+    """Replace both roles twice; what the engine started with must be freed by then."""
+    live = engine.engine.pushes.transaction.versions.live
+    first = [weakref.ref(part.network) for part in live.by_role.values()]
+    del live
+    for version in ("1", "2"):
+        engine.push(root / "new", f"v{version}")
+        engine.push(root / "new-drafter", f"d{version}", role="drafter")
+    assert len(first) == 2
+    engine.until(lambda: all(ref() is None for ref in first), "end of the first weights")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import LOGPROB_TOLERANCE, bits, checkpoints, drafting, on_cpu, request
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, push_until_first_weights_end
 from tests.engine.tiny import SMALLEST, write_eagle
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
@@ -301,3 +301,9 @@ def test_values_that_the_engines_type_cannot_hold_are_refused(
         and "beyond the range of torch.bfloat16" in report.error[1]
     )  # type: ignore[index]
     assert engine.checksums() == sums
+
+
+def test_the_weights_of_the_start_are_freed_like_all_others(
+    settings: EngineSettings, root: Path
+) -> None:
+    push_until_first_weights_end(Pushable(settings), root)

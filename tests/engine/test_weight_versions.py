@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.engine.pushing import Pushable
+from tests.engine.pushing import Pushable, push_until_first_weights_end
 from tests.engine.weight_cases import request, root, settings
 from tlt_server.commands import LookAtWeights, NameWeights, Pause, Sleep
 from tlt_server.engine.settings import EngineSettings
@@ -305,3 +305,7 @@ def test_who_asks_for_sums_is_answered_when_they_cannot_be_made(
     engine.engine.send(LookAtWeights("look", checksums=True))
     report = engine.report("look")
     assert report.result == "push_failed" and "no memory" in report.error[1]  # type: ignore[index]
+
+
+def test_the_weights_of_the_start_are_freed_like_all_others(engine: Pushable, root: Path) -> None:
+    push_until_first_weights_end(engine, root)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -32,10 +31,9 @@ from tlt_server.bench.settings import at_most_what_it_takes, described, settings
 from tlt_server.commands import ClearCache, SetPolicy, Submit
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
+from tlt_server.engine.phases import OnPhase
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest
-
-OnPhase = Callable[[str, float, str], None]
 
 
 class Bits(NamedTuple):

@@ -5,9 +5,7 @@ policy. The device makes what computes.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from tlt_server.engine.halt import Halt
 from tlt_server.engine.knowledge_file import KnowledgeFile, code
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
+from tlt_server.engine.phases import OnPhase, Phases
 from tlt_server.engine.profiling import StepProfile, nothing_learnt
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.running import RunningSet
@@ -57,8 +56,6 @@ from tlt_server.weights.transaction import Transaction
 
 KEPT_POLICIES = 8  # policies whose memory is kept while others are in force
 PROFILE_S = 2.0  # time for the steps that are measured at start
-
-OnPhase = Callable[[str, float, str], None]
 
 
 def assemble(
@@ -163,23 +160,6 @@ def assemble(
     return engine, info
 
 
-class Phases:
-    """The seconds of each phase of a start, reported as it ends."""
-
-    def __init__(self, on_phase: OnPhase) -> None:
-        self.seconds: dict[str, float] = {}
-        self._on_phase = on_phase
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[list[str]]:
-        """Time the block; what it appends to the list is reported as detail."""
-        started = time.perf_counter()
-        detail: list[str] = []
-        yield detail
-        self.seconds[name] = time.perf_counter() - started
-        self._on_phase(name, self.seconds[name], "".join(detail))
-
-
 def _connect(
     settings: DecidedSettings,
     live: Live,
@@ -195,13 +175,13 @@ def _connect(
     made_by: dict[str, str],
 ) -> Engine:
     """Make what decides about steps, pushes and pauses, around the runner."""
-    model = live.target.network
+    vocab_size, eos_token_ids = live.target.network.vocab_size, live.target.network.eos_token_ids
     recorder = recorder_of(settings, live.drafter_version, memory.states)
 
     def make_sequence(request: GenerateRequest) -> Sequence:
         return Sequence(
             request,
-            SamplingState(request, model.vocab_size, model.eos_token_ids),
+            SamplingState(request, vocab_size, eos_token_ids),
             settings.page_size,
             recorder.trace(request) if recorder else None,
         )
