@@ -59,6 +59,7 @@ from tlt_server.samples.activity import Activity, make_activity
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import WORK, make_ring
 from tlt_server.seeds import SeedSource, choice_seed
+from tlt_server.service_links import log_service_links
 from tlt_server.shared_settings import SharedSettings, available_processors
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.trainer.modes import MODES
@@ -75,13 +76,15 @@ def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None
     1). `StartupError` before it was ready once.
     """
     write_logs(config.log_level, config.log_format)
+    log_service_links()
     raise_limit(config)
     write_no_core_files()
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
 async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
-    text, metrics, progress = Text.load(config.model), Metrics(), ProgressLines()
+    text, progress = Text.load(config.model), ProgressLines()
+    metrics = Metrics(config.aliases, config.served_model_name)
     gate, certificates = (
         Gate(config, metrics),
         watched_certificates(config, partial(metrics.exchanges.file_read, "certificates")),

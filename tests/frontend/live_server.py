@@ -113,7 +113,8 @@ class LiveServer:
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
+        config, text = self.config, Text.load(self.config.model)
+        metrics = Metrics(config.aliases, config.served_model_name)
         self.text = text
         self.client = EngineClient(admission(config), metrics, activity_of(config, self.directory))
         self.supervisor = Supervisor(
