@@ -43,6 +43,7 @@ RING_TOKENS = 16_384  # features in a ring, by default
 _TABLE = {setting.name: setting for setting in settings()}
 
 
+COLLECTOR = re.compile(r"https?://[^\s/]\S{0,1000}")
 TRAINING_DEVICE = re.compile(r"cpu|cuda:\d{1,3}", re.ASCII)
 
 
@@ -100,12 +101,7 @@ class Config(BaseModel, ServerSettings):
         self._check_directories()
         self._check_channels()
         self._check_speculation()
-        for engine in self.aliases:
-            if engine not in ENGINES:
-                raise StartupError(
-                    f"metrics_aliases names {engine[:80]!r}{nearest(engine, ENGINES)}; known are "
-                    f"{', '.join(ENGINES)}"
-                )
+        self._check_observing()
         if self.device == "cpu" and self.dtype not in (None, "float32"):
             raise StartupError(
                 f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a "
@@ -202,6 +198,19 @@ class Config(BaseModel, ServerSettings):
             raise StartupError(
                 f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is "
                 f"{self.drafter!r}, which loads {', '.join(to_load(self.drafter))}; make them agree"
+            )
+
+    def _check_observing(self) -> None:
+        for engine in self.aliases:
+            if engine not in ENGINES:
+                raise StartupError(
+                    f"metrics_aliases names {engine[:80]!r}{nearest(engine, ENGINES)}; known are "
+                    f"{', '.join(ENGINES)}"
+                )
+        if self.otlp_endpoint and not COLLECTOR.fullmatch(self.otlp_endpoint):
+            raise StartupError(
+                f"otlp_endpoint is {self.otlp_endpoint[:80]!r}; it must be a URL such as "
+                "http://127.0.0.1:4318"
             )
 
     def resolved(self) -> ResolvedConfig:
