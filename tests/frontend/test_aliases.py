@@ -187,4 +187,8 @@ def test_openmetrics_is_sent_to_those_who_ask_for_it(
     media_type = reply.headers["content-type"].partition(";")[0]
     assert media_type == ("application/openmetrics-text" if openmetrics else "text/plain")
     parse = openmetrics_families if openmetrics else text_string_to_metric_families
-    assert {"tlt_ready", "vllm:num_requests_running"} <= {each.name for each in parse(reply.text)}
+    families = {family.name: family for family in parse(reply.text)}
+    for name in ("tlt_ready", "vllm:num_requests_running", "sglang:token_usage"):
+        assert [sample.name for sample in families[name].samples] == [name]
+    assert "\nvllm:time_to_first_token_seconds_bucket{" in reply.text
+    assert "\nvllm:generation_tokens_total{" in reply.text

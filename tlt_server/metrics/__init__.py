@@ -82,5 +82,7 @@ class Metrics:
         """
         named = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
         if OPENMETRICS in named:
-            return Exposition(openmetrics.generate_latest(self), openmetrics.CONTENT_TYPE_LATEST)
+            # The default escaping makes an underscore of the colon in an engine's names.
+            text = openmetrics.generate_latest(self, escaping=openmetrics.ALLOWUTF8)
+            return Exposition(text, openmetrics.CONTENT_TYPE_LATEST)
         return Exposition(generate_latest(self), CONTENT_TYPE_PLAIN_0_0_4)

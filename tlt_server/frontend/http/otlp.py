@@ -7,6 +7,7 @@ spans and drops further ones; a collector that is away costs no request any time
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator
@@ -59,6 +60,8 @@ class OtlpTraces:
             SERVICE_VERSION: __version__,
         }
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SEND_S)
+        # The SDK warns at every retry, many times a minute while a collector is away.
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("tlt_server", __version__)
