@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import trustme
 
 from tests.frontend.live_server import live_server
 from tlt_server.__main__ import _parse, main
 from tlt_server.bench.load import Answer, TimedChunk
-from tlt_server.bench.serve import figures, served_in
+from tlt_server.bench.serve import figures, times_of
 from tlt_server.errors import StartupError
 
 
@@ -35,7 +36,7 @@ WHOLE = streamed(
 
 
 def test_times_of_a_stream_whose_chunks_hold_several_tokens() -> None:
-    served = served_in(WHOLE)
+    served = times_of(WHOLE)
     assert served is not None and served.tokens == 5
     assert (served.ttft, served.e2el) == (pytest.approx(100), pytest.approx(500))
     assert served.itl == [pytest.approx(100), pytest.approx(300)]
@@ -54,7 +55,7 @@ def test_times_of_a_stream_whose_chunks_hold_several_tokens() -> None:
     ],
 )
 def test_what_is_not_a_whole_stream_has_failed(answer: Answer) -> None:
-    assert served_in(answer) is None
+    assert times_of(answer) is None
     assert figures([answer, WHOLE], 2.0, 4, {})["failed"] == 1
 
 
@@ -83,6 +84,27 @@ def test_a_run_against_a_server(
     assert found["goodput_per_s"] == found["requests_per_s"] > 0
     assert found["output_tokens_per_s"] == pytest.approx(8 * found["requests_per_s"], rel=0.02)
     assert 0 < found["ttft_ms"]["p50"] <= found["e2el_ms"]["p50"]
+
+
+def test_a_run_over_tls_with_a_key(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority, keys = trustme.CA(), tmp_path / "keys"
+    keys.write_text("nightingale scopes=data\n")
+    cert = authority.issue_cert("127.0.0.1")
+    cert.cert_chain_pems[0].write_to_path(str(tmp_path / "cert.pem"))
+    cert.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    with live_server(
+        model, tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem", api_key_file=keys
+    ) as server:
+        assert server.url.startswith("https://")
+        flags = ["--url", server.url, "--api-key-file", str(keys), "--num-prompts", "3"]
+        flags += ["--input-len", "4", "--output-len", "5"]
+        assert main(["bench", "serve", *flags, "--vocab", "100"]) == 0
+        assert main(["bench", "serve", *flags, "--vocab", "1000000"]) == 1
+    assert "3 requests failed; the first with HTTP 400: {" in capsys.readouterr().out
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

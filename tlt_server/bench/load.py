@@ -53,7 +53,10 @@ class Connections:
         """A request without an answer after `answer_s` is broken."""
         address = urlsplit(url)
         self._answer_s = answer_s
-        self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
+        self._tls = address.scheme == "https"
+        self._host = address.hostname or "127.0.0.1"
+        self._port = address.port or (443 if self._tls else 80)
+        self._header = address.netloc.rpartition("@")[2].encode()
         self._free: list[
             tuple[float, asyncio.StreamReader, asyncio.StreamWriter]
         ] = []  # since when, the newest last
@@ -76,12 +79,15 @@ class Connections:
         _, reader, writer = (
             self._free.pop()
             if self._free
-            else (0.0, *await asyncio.open_connection(self._host, self._port))
+            else (
+                0.0,
+                *await asyncio.open_connection(self._host, self._port, ssl=self._tls or None),
+            )
         )
         try:
             writer.write(
-                b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\n%bcontent-length: %d\r\n\r\n%b"
-                % (path.encode(), bearer, len(body), body)
+                b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b"
+                % (path.encode(), self._header, bearer, len(body), body)
             )
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             if b"transfer-encoding: chunked" in head:

@@ -30,6 +30,7 @@ from tlt_server.push.calling import key_in
 
 PERCENTILES = (50, 90, 95, 99)
 ANSWER_S = 3600.0
+SAID = 300  # bytes of a failed answer that are shown
 
 
 class StreamTimes(NamedTuple):
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(name.upper(), *(str(value) for value in found[f"{name}_ms"].values()))
     console = wide_console()
     console.print(table)
+    if failure := next((answer for answer in answers if times_of(answer) is None), None):
+        said = failure.body[:SAID].decode(errors="replace")
+        print(f"{found['failed']} requests failed; the first with HTTP {failure.status}: {said}")
     asked = {"request_rate": args.request_rate or "inf", "output_len": args.output_len}
     finish(args, {"bench": "serve", **asked, **found}, on_gpu=False)
     return 1 if found["failed"] else 0
@@ -114,7 +118,7 @@ def figures(
     answers: list[Answer], seconds: float, input_len: int, objectives: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return counts, rates per second over `seconds`, and mean and percentiles of each time."""
-    served = [one for answer in answers if (one := served_in(answer)) is not None]
+    served = [one for answer in answers if (one := times_of(answer)) is not None]
     good = sum(
         all(getattr(one, name) <= limit_ms for name, limit_ms in objectives.items())
         for one in served
@@ -138,7 +142,7 @@ def figures(
     }
 
 
-def served_in(answer: Answer) -> StreamTimes | None:
+def times_of(answer: Answer) -> StreamTimes | None:
     """Return the times of an answer, None of one that was refused, cut off or not a stream."""
     arrivals_s, tokens = [], 0
     try:
