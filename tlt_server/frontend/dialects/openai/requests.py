@@ -2,16 +2,18 @@
 only ones.
 
 Clients send many fields that mean nothing here, so unknown ones are ignored, and null is the same
-as absent.
+as absent. `known_fields` says which are refused instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.requests import (
     ITEMS,
@@ -32,7 +34,7 @@ from tlt_server.frontend.generation.requests import (
     Train,
 )
 from tlt_server.frontend.http.bounds import Limit
-from tlt_server.frontend.http.fields import Open, Tolerant
+from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant
 from tlt_server.frontend.http.parsing import any_json
 from tlt_server.packed import PackedIds
 
@@ -91,7 +93,6 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
     ] = ""
     priority: Priority = 0
     train: Train = True
-    user: Annotated[str, Meta(description="accepted and without effect")] = ""
 
     def alternatives(self) -> int | None:
         """Return the number of alternatives per token, or None if no log-probs are reported."""
@@ -132,6 +133,8 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
 
 
 class CompletionRequest(Asked, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.COMPLETIONS)
+
     prompt: Annotated[
         str
         | PromptIds
@@ -222,6 +225,8 @@ OpenTurn = Annotated[bool, Meta(description="open the assistant's turn")]
 
 
 class ChatRequest(Asked, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.CHAT)
+
     messages: Annotated[Messages, Meta(description="the conversation so far")]
     max_tokens: Annotated[
         Length | None,
@@ -264,6 +269,7 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     """A text, or a conversation."""
 
     exactly_one: ClassVar[tuple[str, ...]] = ("prompt", "messages")
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.TOKENIZE)
 
     prompt: Annotated[str | None, Meta(description="a text")] = None
     messages: Annotated[
