@@ -88,25 +88,18 @@ KNOWN = (
         "chat_template",
     ),
     Known(
-        RefusedField("the final message is always closed: leave it out"),
-        (CHAT, TOKENIZE),
-        "continue_final_message",
-    ),
-    Known(
         RefusedField("bans are not applied: use logit_bias"), SAMPLED, "bad_words allowed_token_ids"
     ),
-    Known(RefusedField("shorten the prompt", (-1,)), SAMPLED, "truncate_prompt_tokens"),
     Known(
-        RefusedField("the text ends before a stop: append stop_reason"),
+        RefusedField("the last tokens are kept: truncate it yourself", ("left",)),
+        SAMPLED,
+        "truncation_side",
+    ),
+    Known(
+        RefusedField("its name is include_stop_str_in_output here: use that"),
         OPENAI,
-        "include_stop_str_in_output no_stop_trim",
+        "no_stop_trim",
     ),
-    Known(
-        RefusedField("special tokens are added to texts only", (True,)),
-        (COMPLETIONS,),
-        "add_special_tokens",
-    ),
-    Known(RefusedField("special tokens are added to texts only"), (CHAT,), "add_special_tokens"),
     Known(RefusedField(_TEXT), (COMPLETIONS,), "prompt_embeds"),
     Known(RefusedField(_TEXT, (*OFF, ["text"])), (CHAT,), "modalities"),
     Known(RefusedField(_TEXT), (CHAT,), "audio"),

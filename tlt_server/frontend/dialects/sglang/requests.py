@@ -55,7 +55,7 @@ Body = TypeVar("Body")
 
 
 class SglangSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
-    """Sampling in SGLang's words; `min_tokens` is called `min_new_tokens`."""
+    """Sampling in SGLang's words; `min_new_tokens` wins over `min_tokens`."""
 
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(
         known_fields.SGLANG_SAMPLING
@@ -188,10 +188,10 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
             | {
                 "top_k": max(0, params.top_k),
                 "max_tokens": params.max_new_tokens,
-                "min_tokens": params.min_new_tokens,
                 "logprobs": self.top_logprobs_num if self.return_logprob else 0,
                 "prompt_logprobs": self.top_logprobs_num if scores_prompt else None,
             }
+            | ({"min_tokens": params.min_new_tokens} if params.min_new_tokens else {})
         )
 
 

@@ -28,6 +28,7 @@ from tlt_server.frontend.generation.requests import (
     ShortName,
     TopK,
     Train,
+    Truncation,
 )
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 from tlt_server.frontend.weights.session import Version
@@ -53,6 +54,7 @@ class VllmSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
         Alternatives | None,
         Meta(description="alternatives per prompt token; -1: the whole vocabulary"),
     ] = None
+    truncate_prompt_tokens: Truncation = None
 
 
 class TokensRequest(Tolerant, frozen=True, kw_only=True):
