@@ -39,6 +39,7 @@ class Sampling(Struct, frozen=True, kw_only=True, gc=False):
     min_tokens: int = 0  # stop tokens are masked before this many output tokens
     stop: tuple[str, ...] = ()  # matched by the frontend on the text
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False  # the frontend keeps the stop in the text
     ignore_eos: bool = False
     repetition_penalty: float = 1.0  # over prompt and output
     presence_penalty: float = 0.0  # over output

@@ -24,6 +24,7 @@ class SamplingFields(Struct, kw_only=True, omit_defaults=True):
     stop: str | list[str] | UnsetType = UNSET
     stop_token_ids: list[int] | UnsetType = UNSET
     ignore_eos: bool | UnsetType = UNSET
+    include_stop_str_in_output: bool | UnsetType = UNSET
     repetition_penalty: float | UnsetType = UNSET
     presence_penalty: float | UnsetType = UNSET
     frequency_penalty: float | UnsetType = UNSET

@@ -22,6 +22,14 @@ class Words(NamedTuple):
     sampling: str  # prefix of a sampling field
 
 
+class PromptReading(NamedTuple):
+    """The reading of prompts, where a dialect lets its users choose."""
+
+    special: bool = True  # texts get what the tokenizer puts around them
+    keep: int | None = None  # last tokens of each prompt; -1: as many as fit; None: all
+
+
+WHOLE = PromptReading()
 NATIVE = Words("requests[{i}]", "requests[{i}].", "sampling.")
 
 

@@ -87,7 +87,8 @@ class GrowingChoice:
             if (incremental or request.sampling.stop) and text.tokenizer is not None
             else None
         )
-        self._stops = StopStrings(request.sampling.stop)
+        self._keeps_stop = request.sampling.include_stop_str_in_output
+        self._stops = StopStrings(request.sampling.stop, keeps=self._keeps_stop)
         self._shown: list[str] = []
         self._logprobs: list[float] = []
         self._raw: list[float] = []
@@ -135,7 +136,8 @@ class GrowingChoice:
                 self._raw.append(output.raw_logprobs[i])
             if output.top_logprobs is not None:
                 self._top.append(output.top_logprobs[i])
-            if self._incremental is None or (i + 1 == len(output.token_ids) and _by_token(output)):
+            is_last = i + 1 == len(output.token_ids)
+            if self._incremental is None or (is_last and self._hides_last(output)):
                 continue
             shown.append(self._stops.push(self._incremental.push(token_id), armed=self._armed()))
             if self._stops.matched is not None:
@@ -143,6 +145,11 @@ class GrowingChoice:
                     self._stop(self.request.id)
                 break
         return shown
+
+    def _hides_last(self, output: StepOutput) -> bool:
+        """Return whether the output's last token is a stop token that the text leaves out."""
+        by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        return by_token and not self._keeps_stop
 
     def _count(self, output: StepOutput) -> None:
         self._steps += bool(output.token_ids)
@@ -194,7 +201,8 @@ class GrowingChoice:
         if self._incremental is not None:
             text: str | None = "".join(self._shown)
         elif self._text.tokenizer is not None:
-            text = self._text.decode(self.token_ids[:-1] if _by_token(last) else self.token_ids)
+            hides = self._hides_last(last)
+            text = self._text.decode(self.token_ids[:-1] if hides else self.token_ids)
         else:
             text = None
         return FinishedChoice(
@@ -222,8 +230,3 @@ class GrowingChoice:
         return SdReport(
             self._steps, len(self._accepted), self._drafted, sum(self._accepted), mean, histogram
         )
-
-
-def _by_token(output: StepOutput) -> bool:
-    """Return whether the output's last token is the stop token."""
-    return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)

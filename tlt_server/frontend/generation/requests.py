@@ -55,6 +55,10 @@ Train = Annotated[
 ]
 Seconds = Annotated[float, Meta(gt=0)]
 Alternatives = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
+Truncation = Annotated[
+    Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None,
+    Meta(description="keep this many last tokens of the prompt; -1: as many as fit"),
+]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT32, description="0 or -1: all tokens")]
 Seed = Annotated[  # msgspec has no bounds of 64 bits
     int, Meta(ge=0, extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
@@ -161,6 +165,10 @@ class SamplingFields(SharedSampling, Strict, frozen=True, kw_only=True):
             Length,
             Meta(description="alternatives reported per token; the token's own log-prob always is"),
         ]
+        | UnsetType
+    ) = UNSET
+    include_stop_str_in_output: (
+        Annotated[bool, Meta(description="the text keeps the stop string or token that ended it")]
         | UnsetType
     ) = UNSET
     raw_logprobs: (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,14 @@ class Text:
         messages: list[dict[str, Any]],
         tools: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        open_end: bool = False,
     ) -> str:
-        """The chat template applied, with the assistant's turn opened. Of `options` the template
-        sees those that it reads by name.
+        """The chat template applied, with the assistant's turn opened, or with `open_end` cut after
+        the text of the final message. Of `options` the template sees those that it reads by name.
         """
+        if open_end:
+            return self._open_end(messages, tools, options)
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; send prompt or token_ids instead of messages"
@@ -126,6 +131,25 @@ class Text:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {str(error)[:200]}"
             ) from None
+
+    def _open_end(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any] | None,
+    ) -> str:
+        """Render with a mark after the final text, and cut there, since the same text may come
+        again after it.
+        """
+        mark = f"[{secrets.token_hex(16)}]"
+        final = messages[-1] | {"content": f"{messages[-1]['content']}{mark}"}
+        parts = self.render([*messages[:-1], final], tools, options).split(mark)
+        if len(parts) != 2:
+            raise InvalidRequest(
+                "continue_final_message is true, and the chat template shows the text of the final "
+                f"message {len(parts) - 1} times; it must be once: leave continue_final_message out"
+            )
+        return parts[0]
 
 
 def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -188,8 +212,9 @@ class StopStrings:
     stop string and no more follows.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
+        """`keeps`: the stop string that ends the text is shown."""
+        self._stops, self._keeps = stops, keeps
         self._held = ""
         self.matched: str | None = None
 
@@ -201,7 +226,7 @@ class StopStrings:
             hits = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
             if hits:
                 at, _, self.matched = min(hits)
-                return text[:at]
+                return text[: at + len(self.matched) * self._keeps]
         keep = self._partial(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

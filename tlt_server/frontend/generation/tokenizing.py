@@ -98,9 +98,11 @@ async def render(
     messages: Sequence[Any],
     tools: Sequence[Any] | None = None,
     options: Mapping[str, Any] | None = None,
+    *,
+    open_end: bool = False,
 ) -> str | PackedText:
-    """Return the conversation in the chat template. Messages are objects, or structs that know
-    theirs.
+    """Return the conversation in the chat template, with `open_end` without what follows the text
+    of the final message. Messages are objects, or structs that know theirs.
     """
     frames, size = list[bytes](), 0
     for frame in cut([[*messages], tools, options]):
@@ -108,7 +110,7 @@ async def render(
         size += len(frame)
         await asyncio.sleep(0)
     if not text.has_template or size <= INLINE_CONVERSATION_BYTES:
-        return text.render(for_template(messages), tools, options)
-    [value] = await ask([Slice(("render",), lambda: frames)], total=size, largest=size)
+        return text.render(for_template(messages), tools, options, open_end=open_end)
+    [value] = await ask([Slice(("render", open_end), lambda: frames)], total=size, largest=size)
     found: str | PackedText = value
     return found

@@ -19,9 +19,22 @@ from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
-from tlt_server.frontend.generation.batch import NATIVE, RequestBatch, RequestItem, Words
+from tlt_server.frontend.generation.batch import (
+    NATIVE,
+    WHOLE,
+    PromptReading,
+    RequestBatch,
+    RequestItem,
+    Words,
+)
 from tlt_server.frontend.generation.named import repeated
-from tlt_server.frontend.generation.requests import PROMPTS, ItemFields, NativeRequest, SdFields
+from tlt_server.frontend.generation.requests import (
+    PROMPTS,
+    ItemFields,
+    NativeRequest,
+    SamplingFields,
+    SdFields,
+)
 from tlt_server.frontend.generation.samplings import DEFAULTS, Samplings
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
@@ -60,7 +73,12 @@ class Validator:
         self._serial = itertools.count(secrets.randbits(48))
 
     async def batch(
-        self, request: NativeRequest, info: EngineInfo, caller: Caller, words: Words = NATIVE
+        self,
+        request: NativeRequest,
+        info: EngineInfo,
+        caller: Caller,
+        words: Words = NATIVE,
+        reading: PromptReading = WHOLE,
     ) -> RequestBatch:
         """Return the batch of a request, whose items are freed."""
         _check_priority(request.priority, caller)
@@ -70,7 +88,7 @@ class Validator:
                 await asyncio.sleep(0)
             self._check_shape(words, i, item)
         self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
-        prompts = await self._prompts(words, request.requests, info)
+        prompts = await self._prompts(words, request, info, reading)
         samplings = await self._samplings(words, request, prompts, info)
         serial = next(self._serial)
         items: list[RequestItem] = []
@@ -107,12 +125,7 @@ class Validator:
                     ],
                 )
             )
-        twice = repeated(item.id for item in items)
-        if twice is not None:
-            raise InvalidRequest(
-                f"the id {shown(twice)} is used twice in requests; ids of one batch must differ "
-                "(or leave them out)"
-            )
+        _check_ids(items)
         while request.requests:
             del request.requests[-BREATH:]
             await asyncio.sleep(0)
@@ -171,22 +184,14 @@ class Validator:
         deadline_s: float,
     ) -> Demand:
         """Return the demand that is known before texts are tokenised."""
-
-        def allowed(item: ItemFields) -> int:
-            tokens = (
-                item.sampling
-                if item.sampling is not None and item.sampling.max_tokens is not UNSET
-                else request.sampling
-            ).max_tokens
-            tokens = DEFAULTS.max_tokens if tokens is UNSET else tokens
-            return min(tokens or 0, info.max_model_len)  # null: what the prompt leaves
-
         return Demand(
             sequences=sum(item.n for item in request.requests),
             prompt_tokens=sum(
                 item.n * len(item.token_ids) for item in request.requests if item.token_ids
             ),
-            output_tokens=sum(item.n * allowed(item) for item in request.requests),
+            output_tokens=sum(
+                item.n * _allowed(request, item.sampling, info) for item in request.requests
+            ),
             begin_by_s=begin_by_s,
             deadline_s=deadline_s,
             owner=owner,
@@ -220,15 +225,35 @@ class Validator:
         info: EngineInfo,
         *,
         special: bool = True,
+        whole: bool = True,
     ) -> list[PackedIds]:
-        """Return the token ids of each text, which may be as long as the longest prompt."""
-        limit = self._prompt_limit(info)
+        """Return the token ids of each text, which may be as long as the longest prompt, or without
+        `whole` longer.
+        """
+        limit = self._prompt_limit(info) if whole else 0
         return await tokenizing.encode(self._text, wheres, texts, limit, special=special)
 
     async def _prompts(
-        self, words: Words, items: list[ItemFields], info: EngineInfo
+        self, words: Words, request: NativeRequest, info: EngineInfo, reading: PromptReading
     ) -> list[PackedIds]:
-        """Return the token ids of each item."""
+        """Return the token ids of each item, or the last of them that are to be kept."""
+        keep = reading.keep
+        if keep == 0:
+            raise InvalidRequest(
+                f"{words.sampling}truncate_prompt_tokens is 0, which leaves nothing of the prompt; "
+                "it must be -1, or at least 1"
+            )
+        prompts = await self._encoded(words, request.requests, info, reading)
+        if keep is None:
+            return prompts
+        if keep == -1:
+            room = info.max_model_len - _allowed(request, None, info)
+            keep = max(1, min(self._prompt_limit(info), room))
+        return [PackedIds(prompt.packed[-4 * keep :]) for prompt in prompts]
+
+    async def _encoded(
+        self, words: Words, items: list[ItemFields], info: EngineInfo, reading: PromptReading
+    ) -> list[PackedIds]:
         chats = {
             words.item.format(i=i): await tokenizing.render(self._text, item.messages)
             for i, item in enumerate(items)
@@ -245,7 +270,15 @@ class Validator:
             else []
         )
         encoded_plain = iter(
-            await self.encode(list(plain), list(plain.values()), info) if plain else []
+            await self.encode(
+                list(plain),
+                list(plain.values()),
+                info,
+                special=reading.special,
+                whole=reading.keep is None,
+            )
+            if plain
+            else []
         )
         return [
             item.token_ids
@@ -285,6 +318,23 @@ class Validator:
                     f"the request asks for {value} or more tokens, counting every choice; the "
                     f"limit is {limit} ({name}): split the batch, or lower n or max_tokens"
                 )
+
+
+def _check_ids(items: Sequence[RequestItem]) -> None:
+    twice = repeated(item.id for item in items)
+    if twice is not None:
+        raise InvalidRequest(
+            f"the id {shown(twice)} is used twice in requests; ids of one batch must differ (or "
+            "leave them out)"
+        )
+
+
+def _allowed(request: NativeRequest, own: SamplingFields | None, info: EngineInfo) -> int:
+    """Return the limit on an item's output, 0 for what the prompt leaves."""
+    has_own = own is not None and own.max_tokens is not UNSET
+    tokens = (own if own is not None and has_own else request.sampling).max_tokens
+    tokens = DEFAULTS.max_tokens if tokens is UNSET else tokens
+    return min(tokens or 0, info.max_model_len)
 
 
 def _drafts(field: str, sd: bool | str | SdFields, loaded: Sequence[str]) -> bool | DraftLimits:

@@ -2,14 +2,25 @@
 
 A native route takes a `Strict` struct, which refuses unknown fields. A borrowed dialect takes
 `Tolerant` ones, because its clients send fields that have no meaning here; for them null means the
-same as an absent field. `parsing.parse` reads them, and `openapi` describes them.
+same as an absent field. Those that would change the answer are refused by name. `parsing.parse`
+reads them, and `openapi` describes them.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from msgspec import Struct
+
+OFF: tuple[Any, ...] = (False, "", [], {})
+
+
+class RefusedField(NamedTuple):
+    """A field that other servers know, and that would change tokens or the prompt."""
+
+    why: str  # and what to do instead
+    off: tuple[Any, ...] = OFF  # values that ask for nothing
 
 
 class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,9 +30,10 @@ class Strict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tolerant(Struct, frozen=True, kw_only=True):
-    """A body whose unknown fields are ignored, and in which null means absent."""
+    """A body whose unknown fields are ignored but for some, and in which null means absent."""
 
     exactly_one: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar[Mapping[str, RefusedField]] = {}  # by name, which no field of the struct has
 
 
 class Open(Tolerant, frozen=True, kw_only=True):

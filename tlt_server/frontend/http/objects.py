@@ -7,12 +7,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType, ValidationError
+from msgspec import UNSET, Meta, MsgspecError, Raw, Struct, UnsetType, ValidationError
 from msgspec.json import Decoder
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.http.bounds import Bounds
-from tlt_server.frontend.http.fields import Open, Tolerant
+from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant
 from tlt_server.frontend.http.lengths import Length, check_members
 from tlt_server.frontend.http.readers import (
     NULL,
@@ -27,9 +27,11 @@ from tlt_server.frontend.http.readers import (
     texts_of,
 )
 from tlt_server.frontend.http.scalars import Scalar
-from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, indexed, must, no_text
+from tlt_server.frontend.http.wrong import MAX_PATH, Wrong, indexed, must, no_text, shown_text
 from tlt_server.packed import PackedIds
 from tlt_server.wording import nearest
+
+MAX_OFF_BYTES = 256  # no value that asks for nothing is as long
 
 
 class Field(NamedTuple):
@@ -54,8 +56,11 @@ class ObjectReader:
             if not (issubclass(type, Open) and about.name == "more")
         ]
         self._tolerant, self._open = issubclass(type, Tolerant), issubclass(type, Open)
+        self._refused = type.refused if issubclass(type, Tolerant) else {}
         names = {field.attribute: field.name for field in self._fields}
-        names |= {name: name for name in ignored if name not in names.values()}
+        assert not self._refused.keys() & {*names.values()}, "a field is read and refused"
+        others = (*ignored, *self._refused)
+        names |= {name: name for name in others if name not in names.values()}
         outline = msgspec.defstruct(
             type.__name__,
             [(attribute, Raw | UnsetType, UNSET) for attribute in names],
@@ -118,6 +123,10 @@ class ObjectReader:
             except Wrong as wrong:
                 wrong.path.append(f".{name}")
                 raise
+        for name, refused in self._refused.items():
+            raw = raw_of(name)
+            if raw is not UNSET and not _is_off(memoryview(raw), refused):
+                raise _refusal(name, memoryview(raw), refused)
         return self._type(**values)
 
     def _unknown(self, message: str) -> Wrong:
@@ -131,6 +140,26 @@ class ObjectReader:
         )
         wrong.path.append(f".{name}")
         return wrong
+
+
+def _is_off(text: memoryview, refused: RefusedField) -> bool:
+    """Tell whether the value of a field that is refused asks for nothing."""
+    if text == NULL:
+        return True
+    if len(text) > MAX_OFF_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(text)
+    except (MsgspecError, UnicodeDecodeError):
+        return False
+    return any(type(value) is type(off) and value == off for off in refused.off)
+
+
+def _refusal(name: str, text: memoryview, refused: RefusedField) -> Wrong:
+    value = shown_text(text)
+    wrong = Wrong(lambda where: InvalidRequest(f"{where} is {value}; {refused.why}"))
+    wrong.path.append(f".{name}")
+    return wrong
 
 
 def _missing(name: str) -> Wrong:

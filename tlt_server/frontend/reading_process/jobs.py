@@ -62,10 +62,10 @@ def decode(text: Text, payload: Payload, special: bool) -> PackedText:
     return PackedText.of(found)
 
 
-def render(text: Text, payload: Payload) -> PackedText:
+def render(text: Text, payload: Payload, open_end: bool = False) -> PackedText:
     """Return the conversation in the chat template."""
     messages, tools, options = payload.tree()
-    return PackedText.of(text.render(for_template(messages), tools, options))
+    return PackedText.of(text.render(for_template(messages), tools, options, open_end=open_end))
 
 
 def parse(text: Text, payload: Payload, function: str, *arguments: Any) -> Any:

@@ -113,7 +113,9 @@ class CompletionPhrase:
         if not asked.echo:
             return []
         given = self._prompts[prompt]
-        part.text = (given if isinstance(given, str) else self._text.decode(token_ids)) + part.text
+        if not isinstance(given, str) or asked.truncate_prompt_tokens is not None:
+            given = self._text.decode(token_ids)
+        part.text = given + part.text
         count = asked.alternatives()
         return (
             [*scored_prompt(token_ids, delta.prompt_logprobs or [], count)]

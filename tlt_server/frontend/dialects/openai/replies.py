@@ -224,7 +224,9 @@ def failure(error: TltError) -> Failure:
     word = error.message.split(" ")[0].split("[")[0].split(".")[0]
     known = {
         *CompletionRequest.__struct_fields__,
+        *CompletionRequest.refused,
         *ChatRequest.__struct_fields__,
+        *ChatRequest.refused,
         "tokens",
         "add_special_tokens",
     }

@@ -2,17 +2,19 @@
 only ones.
 
 Clients send many fields that mean nothing here, so unknown ones are ignored, and null is the same
-as absent.
+as absent. `known_fields` says which are refused instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.generation.batch import Words
+from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.generation.batch import PromptReading, Words
 from tlt_server.frontend.generation.requests import (
     ITEMS,
     MAX_MESSAGES,
@@ -30,9 +32,10 @@ from tlt_server.frontend.generation.requests import (
     ShortName,
     TopK,
     Train,
+    Truncation,
 )
 from tlt_server.frontend.http.bounds import Limit
-from tlt_server.frontend.http.fields import Open, Tolerant
+from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant
 from tlt_server.frontend.http.parsing import any_json
 from tlt_server.packed import PackedIds
 
@@ -86,12 +89,22 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
     return_weight_versions: Annotated[
         bool, Meta(description="which weight version computed which tokens")
     ] = False
+    include_stop_str_in_output: Annotated[
+        bool, Meta(description="the text keeps the stop string or token that ended it")
+    ] = False
+    truncate_prompt_tokens: Truncation = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Meta(
+            description="texts get the tokenizer's special tokens; absent: true for completions, "
+            "false for chat"
+        ),
+    ] = None
     cache_salt: Annotated[
         Salt, Meta(description="requests share cached prefixes only with those of the same salt")
     ] = ""
     priority: Priority = 0
     train: Train = True
-    user: Annotated[str, Meta(description="accepted and without effect")] = ""
 
     def alternatives(self) -> int | None:
         """Return the number of alternatives per token, or None if no log-probs are reported."""
@@ -103,6 +116,9 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
 
     def scored_prompt(self) -> int | None:
         return self.prompt_logprobs
+
+    def reading(self) -> PromptReading:
+        return PromptReading(self.add_special_tokens is not False, self.truncate_prompt_tokens)
 
     def native(self, prompts: list[str | PackedIds]) -> NativeRequest:
         """Translate to the native request, with an item per prompt."""
@@ -125,6 +141,7 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
                 logprobs=self.alternatives() or 0,
                 max_tokens=self.length(),
                 prompt_logprobs=scored,
+                include_stop_str_in_output=self.include_stop_str_in_output,
             ),
             stream=self.stream,
             priority=self.priority,
@@ -132,6 +149,8 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
 
 
 class CompletionRequest(Asked, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.COMPLETIONS)
+
     prompt: Annotated[
         str
         | PromptIds
@@ -218,10 +237,19 @@ Options = Annotated[
         "enable_thinking",
     ),
 ]
-OpenTurn = Annotated[bool, Meta(description="open the assistant's turn")]
+OpenTurn = Annotated[
+    bool | None,
+    Meta(description="open the assistant's turn; absent: unless the final message is continued"),
+]
+OpenEnd = Annotated[bool, Meta(description="leave the final message open, to be continued")]
+Effort = Annotated[
+    ShortName | None, Meta(description="the template sees it, if it reads reasoning_effort")
+]
 
 
 class ChatRequest(Asked, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.CHAT)
+
     messages: Annotated[Messages, Meta(description="the conversation so far")]
     max_tokens: Annotated[
         Length | None,
@@ -235,7 +263,9 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     ] = None
     tools: Tools = []
     chat_template_kwargs: Options = {}
-    add_generation_prompt: OpenTurn = True
+    add_generation_prompt: OpenTurn = None
+    continue_final_message: OpenEnd = False
+    reasoning_effort: Effort = None
     top_logprobs: Annotated[
         Length | None, Meta(description="alternatives per token; needs logprobs")
     ] = None
@@ -264,6 +294,7 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     """A text, or a conversation."""
 
     exactly_one: ClassVar[tuple[str, ...]] = ("prompt", "messages")
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.TOKENIZE)
 
     prompt: Annotated[str | None, Meta(description="a text")] = None
     messages: Annotated[
@@ -271,7 +302,9 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     ] = None
     tools: Tools = []
     chat_template_kwargs: Options = {}
-    add_generation_prompt: OpenTurn = True
+    add_generation_prompt: OpenTurn = None
+    continue_final_message: OpenEnd = False
+    reasoning_effort: Effort = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="absent: true for a text, false for a conversation")
     ] = None
@@ -281,11 +314,21 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
 def template_arguments(
     asked: ChatRequest | TokenizeRequest, messages: list[ChatMessage]
 ) -> dict[str, Any]:
+    """Return the arguments of `tokenizing.render`."""
+    continues, opens = asked.continue_final_message, asked.add_generation_prompt
+    if continues and opens:
+        raise InvalidRequest(
+            "continue_final_message is true and so is add_generation_prompt; a final message that "
+            "is continued has no turn after it: set one of them"
+        )
+    options: dict[str, Any] = {"add_generation_prompt": not continues if opens is None else opens}
+    if asked.reasoning_effort is not None:
+        options["reasoning_effort"] = asked.reasoning_effort
     return {
         "messages": messages,
         "tools": asked.tools or None,
-        "options": {"add_generation_prompt": asked.add_generation_prompt}
-        | asked.chat_template_kwargs,
+        "options": options | asked.chat_template_kwargs,
+        "open_end": continues,
     }
 
 

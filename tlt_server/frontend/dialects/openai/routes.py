@@ -117,7 +117,13 @@ async def chat(service: Service, request: Request) -> Response:
     """
     asked, info = await _read(service, request, ChatRequest)
     service.validator.check_choices(asked.n, caller_of(request))
-    token_ids = await _conversation(service, info, template_arguments(asked, asked.messages))
+    token_ids = await _conversation(
+        service,
+        info,
+        template_arguments(asked, asked.messages),
+        special=asked.add_special_tokens is True,
+        whole=asked.truncate_prompt_tokens is None,
+    )
     return await _answer(service, request, asked, info, [token_ids], CHAT, ChatPhrase)
 
 
@@ -188,7 +194,9 @@ async def _answer(
     words: Words,
     phrase_of: type[Phrase],
 ) -> Response:
-    batch = await service.validator.batch(asked.native(prompts), info, caller_of(request), words)
+    batch = await service.validator.batch(
+        asked.native(prompts), info, caller_of(request), words, asked.reading()
+    )
     generation = await service.start(batch, caller_of(request).name)
     kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
     speller = Speller(
@@ -230,10 +238,16 @@ async def _read(service: Service, request: Request, model: type[Any]) -> tuple[A
 
 
 async def _conversation(
-    service: Service, info: EngineInfo, arguments: dict[str, Any], *, special: bool = False
+    service: Service,
+    info: EngineInfo,
+    arguments: dict[str, Any],
+    *,
+    special: bool = False,
+    whole: bool = True,
 ) -> PackedIds:
+    text = await tokenizing.render(service.text, **arguments)
     [token_ids] = await service.validator.encode(
-        ["messages"], [await tokenizing.render(service.text, **arguments)], info, special=special
+        ["messages"], [text], info, special=special, whole=whole
     )
     return token_ids
 

@@ -1,10 +1,11 @@
 """Bodies of the dialect `sglang`. Unknown fields are ignored, since clients send many that have no
-meaning here, and null means absent.
+meaning here, and null means absent. `known_fields` says which are refused instead.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.requests import Request
 
 from tlt_server.commands import InFlight
 from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.generation.named import repeated
 from tlt_server.frontend.generation.requests import (
     MAX_NAME,
@@ -30,7 +32,7 @@ from tlt_server.frontend.generation.requests import (
     Train,
 )
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
-from tlt_server.frontend.http.fields import Tolerant, shown
+from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import (
     Address,
@@ -53,7 +55,11 @@ Body = TypeVar("Body")
 
 
 class SglangSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
-    """Sampling in SGLang's words; `min_tokens` is called `min_new_tokens`."""
+    """Sampling in SGLang's words; `min_new_tokens` wins over `min_tokens`."""
+
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(
+        known_fields.SGLANG_SAMPLING
+    )
 
     n: Annotated[Count, Meta(description="choices per prompt")] = 1
     sampling_seed: Annotated[
@@ -76,15 +82,13 @@ class SglangSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
     skip_special_tokens: Annotated[bool, Meta(description="the text leaves special tokens out")] = (
         True
     )
-    spaces_between_special_tokens: Annotated[
-        bool, Meta(description="accepted and without effect")
-    ] = True
 
 
 class GenerateFields(Tolerant, frozen=True, kw_only=True):
     """One prompt or several, as text or as token ids."""
 
     exactly_one: ClassVar[tuple[str, ...]] = ("text", "input_ids")
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.SGLANG)
 
     text: Annotated[
         str | Annotated[list[str], Meta(min_length=1, extra={"limit": PROMPTS})] | None,
@@ -122,9 +126,6 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
     incremental_streaming_output: Annotated[
         bool, Meta(description="a stream's chunks hold what no chunk before had")
     ] = False
-    image_data: Annotated[
-        list[Any] | str | None, Meta(description="must be empty: this server reads text")
-    ] = None
 
     @property
     def several(self) -> bool:
@@ -159,10 +160,6 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
                 f"text is {'absent' if self.text is None else 'given'} and so is input_ids; give "
                 "exactly one of them"
             )
-        if self.image_data:
-            raise InvalidRequest(
-                f"image_data is {shown(self.image_data)}; this server reads text only: leave it out"
-            )
         params = self.sampling_params
         given: Any = self.input_ids if self.text is None else self.text
         prompts: list[str | PackedIds] = given if isinstance(given, list) else [given]
@@ -191,10 +188,10 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
             | {
                 "top_k": max(0, params.top_k),
                 "max_tokens": params.max_new_tokens,
-                "min_tokens": params.min_new_tokens,
                 "logprobs": self.top_logprobs_num if self.return_logprob else 0,
                 "prompt_logprobs": self.top_logprobs_num if scores_prompt else None,
             }
+            | ({"min_tokens": params.min_new_tokens} if params.min_new_tokens else {})
         )
 
 

@@ -11,7 +11,7 @@ from tlt_server.frontend.dialects.replies.logprobs import Speller, scored, score
 from tlt_server.frontend.dialects.replies.usage import UsageCount
 from tlt_server.frontend.dialects.vllm_rl.replies import TokensChoice, TokensReply, fault
 from tlt_server.frontend.dialects.vllm_rl.requests import TokensRequest
-from tlt_server.frontend.generation.batch import Words
+from tlt_server.frontend.generation.batch import PromptReading, Words
 from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
@@ -51,14 +51,18 @@ async def generate(service: Service, request: Request) -> Response:
         )
     assert service.engine.info is not None
     caller = caller_of(request)
-    generation = await service.start(
-        await service.validator.batch(asked.native(), service.engine.info, caller, WORDS),
-        caller.name,
+    reading = PromptReading(keep=asked.sampling_params.truncate_prompt_tokens)
+    batch = await service.validator.batch(
+        asked.native(), service.engine.info, caller, WORDS, reading
     )
-    return await reply(request, _whole(service, asked, generation), generation)
+    token_ids = [*batch.items[0].requests[0].token_ids]
+    generation = await service.start(batch, caller.name)
+    return await reply(request, _whole(service, asked, token_ids, generation), generation)
 
 
-async def _whole(service: Service, asked: TokensRequest, generation: Generation) -> Response:
+async def _whole(
+    service: Service, asked: TokensRequest, token_ids: list[int], generation: Generation
+) -> Response:
     count = UsageCount()
     async for event in generation.events():
         if isinstance(event, FailedItem):
@@ -85,7 +89,7 @@ async def _whole(service: Service, asked: TokensRequest, generation: Generation)
         request_id=result.id,
         choices=choices,
         prompt_logprobs=speller.prompt(
-            scored_prompt(asked.token_ids.list(), prompt, params.prompt_logprobs or 0)
+            scored_prompt(token_ids, prompt, params.prompt_logprobs or 0)
         )
         if isinstance(prompt, list)
         else None,

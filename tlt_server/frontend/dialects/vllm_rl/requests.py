@@ -1,15 +1,17 @@
 """Bodies of the dialect `vllm_rl`. Unknown fields are ignored, since clients send many that have no
-meaning here, and null means absent.
+meaning here, and null means absent. `known_fields` says which are refused instead.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.generation.requests import (
     NAMES,
     Alternatives,
@@ -26,13 +28,16 @@ from tlt_server.frontend.generation.requests import (
     ShortName,
     TopK,
     Train,
+    Truncation,
 )
-from tlt_server.frontend.http.fields import Tolerant
+from tlt_server.frontend.http.fields import RefusedField, Tolerant
 from tlt_server.frontend.weights.session import Version
 from tlt_server.frontend.weights.transfer import UpdateFields
 
 
 class VllmSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.VLLM_SAMPLING)
+
     n: Annotated[Count, Meta(description="choices")] = 1
     seed: Annotated[
         Seed | None,
@@ -49,9 +54,12 @@ class VllmSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
         Alternatives | None,
         Meta(description="alternatives per prompt token; -1: the whole vocabulary"),
     ] = None
+    truncate_prompt_tokens: Truncation = None
 
 
 class TokensRequest(Tolerant, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.VLLM)
+
     token_ids: Annotated[PromptIds, Meta(description="the prompt")]
     request_id: Annotated[
         ShortName | None,

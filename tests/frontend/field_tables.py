@@ -1,0 +1,86 @@
+"""The tables of fields on the dialects' pages: `python -m tests.frontend.field_tables` writes them
+again, and a test compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from tlt_server.frontend.dialects.known_fields import (
+    CHAT,
+    COMPLETIONS,
+    SGLANG,
+    SGLANG_SAMPLING,
+    TOKENIZE,
+    VLLM,
+    VLLM_SAMPLING,
+    each,
+)
+from tlt_server.frontend.dialects.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
+from tlt_server.frontend.dialects.sglang.requests import GenerateFields, SglangSampling
+from tlt_server.frontend.dialects.vllm_rl.requests import TokensRequest, VllmSampling
+from tlt_server.frontend.http.fields import RefusedField
+
+DOCS = Path(__file__).parents[2] / "docs"
+STRUCTS: dict[str, type[Struct]] = {
+    COMPLETIONS: CompletionRequest,
+    CHAT: ChatRequest,
+    TOKENIZE: TokenizeRequest,
+    VLLM: TokensRequest,
+    VLLM_SAMPLING: VllmSampling,
+    SGLANG: GenerateFields,
+    SGLANG_SAMPLING: SglangSampling,
+}
+PAGES = {
+    "openai": (COMPLETIONS, CHAT, TOKENIZE),
+    "vllm_rl": (VLLM, VLLM_SAMPLING),
+    "sglang": (SGLANG, SGLANG_SAMPLING),
+}
+BLOCK = re.compile(r"(?<=<!--fields-->\n).*?(?=<!--/fields-->)", re.DOTALL)
+
+
+VERDICTS = ("done", "refused", "ignored")
+
+
+def entries(body: str) -> dict[str, str]:
+    """Return the verdict on each field of a body."""
+    done, refused, ignored = VERDICTS
+    found = dict.fromkeys(STRUCTS[body].__struct_fields__, done)
+    for where, name, verdict in each():
+        if where == body:
+            assert name not in found, f"{body} has two verdicts on {name}"
+            found[name] = refused if isinstance(verdict, RefusedField) else ignored
+    return found
+
+
+def table(page: str) -> str:
+    bodies = {body: entries(body) for body in PAGES[page]}
+    rows: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
+    for body, known in bodies.items():
+        for name, verdict in known.items():
+            same = {others[name] for others in bodies.values() if name in others} == {verdict}
+            label = f"`{name}`" if same else f"`{name}` ({body})"
+            if label not in rows[verdict]:
+                rows[verdict].append(label)
+    lines = [f"|{verdict}|{'/'.join(names)}|\n" for verdict, names in rows.items()]
+    return "".join(["|verdict|fields|\n|---|---|\n", *lines])
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield each page, and its text with the table as it should be."""
+    for page in PAGES:
+        path = DOCS / f"{page}.md"
+        yield path, BLOCK.sub(lambda _: table(page), path.read_text(), count=1)  # noqa: B023
+
+
+if __name__ == "__main__":
+    for path, text in pages():
+        path.write_text(text)

@@ -1,0 +1,173 @@
+"""Fields of requests that OpenAI's API, vLLM or SGLang know, per body: refused, or ignored because
+they change neither the prompt nor the tokens. What a body's struct has is done.
+
+`http.fields.Tolerant` reads the refusals, the docs' tables are made from all three, and a test
+sends each field. To do a field, give it to a struct and take it out of here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tlt_server.frontend.http.fields import OFF, RefusedField
+
+COMPLETIONS, CHAT, TOKENIZE = "completions", "chat", "tokenize"
+VLLM, VLLM_SAMPLING = "vllm", "vllm sampling_params"
+SGLANG, SGLANG_SAMPLING = "sglang", "sglang sampling_params"
+OPENAI = (COMPLETIONS, CHAT)
+SAMPLED = (*OPENAI, VLLM_SAMPLING)  # bodies with vLLM's sampling parameters
+GENERATING = (*OPENAI, VLLM, VLLM_SAMPLING, SGLANG, SGLANG_SAMPLING)
+
+
+class Known(NamedTuple):
+    """Fields with one verdict, in some bodies."""
+
+    verdict: RefusedField | str  # a text: ignored, and why that is harmless
+    bodies: tuple[str, ...]
+    names: str
+
+
+_STRUCTURE = "output is not held to a structure yet: leave it out, and check the answer"
+_TOOLS = 'calls are not enforced yet: use "auto", and check the answer'
+_ONE_SAMPLE = "a choice is one sample with a seed: ask for n choices, and rank them"
+_OWN_SAMPLER = "no such sampling here: leave it out"
+_CODE = "the server runs no code of requests: leave it out"
+_MESSAGES = "the prompt would need it: put it into the text or messages"
+_TEXT = "this server reads and writes text only: leave it out"
+_MODEL = "one model is served, without adapters: leave it out"
+_STOP = "not supported: use stop or max_tokens"
+
+REPLY = "the reply only lacks it"
+BOOKS = "for bookkeeping or routing"
+PACE = "for speed; the tokens are the same"
+TEXT_ONLY = "token ids are returned as they are"
+
+KNOWN = (
+    Known(
+        RefusedField(_STRUCTURE),
+        SAMPLED,
+        "structured_outputs guided_regex guided_choice guided_grammar guided_decoding "
+        "structural_tag",
+    ),
+    Known(RefusedField(_STRUCTURE, ()), (*SAMPLED, SGLANG_SAMPLING), "json_schema"),
+    Known(RefusedField(_STRUCTURE, (False,)), SAMPLED, "guided_json guided_json_object"),
+    Known(RefusedField(_STRUCTURE), (*OPENAI, SGLANG_SAMPLING), "regex ebnf grammar"),
+    Known(RefusedField(_STRUCTURE), (SGLANG_SAMPLING,), "structural_tag"),
+    Known(RefusedField(_STRUCTURE, (*OFF, {"type": "text"})), SAMPLED, "response_format"),
+    Known(RefusedField(_TOOLS, (*OFF, "none", "auto")), (CHAT,), "tool_choice function_call"),
+    Known(RefusedField("its newer form is tools: use that"), (CHAT,), "functions"),
+    Known(RefusedField(_ONE_SAMPLE), SAMPLED, "use_beam_search"),
+    Known(RefusedField(_ONE_SAMPLE, (0, 1)), (*SAMPLED, SGLANG_SAMPLING), "best_of beam_width"),
+    Known(
+        RefusedField(_OWN_SAMPLER, (*OFF, 0, 0.0, 1, 1.0)),
+        (*SAMPLED, SGLANG_SAMPLING),
+        "typical_p mirostat dry_multiplier xtc_probability no_repeat_ngram_size",
+    ),
+    Known(RefusedField(_OWN_SAMPLER), (*SAMPLED, SGLANG_SAMPLING), "watermarking"),
+    Known(RefusedField(_OWN_SAMPLER, ("medium",)), (CHAT,), "verbosity"),
+    Known(RefusedField(_STOP), (*OPENAI, SGLANG_SAMPLING), "stop_regex"),
+    Known(RefusedField(_STOP), SAMPLED, "repetition_detection"),
+    Known(RefusedField(_STOP, (-1,)), SAMPLED, "thinking_token_budget"),
+    Known(RefusedField(_STOP), (SGLANG,), "max_thinking_tokens require_reasoning"),
+    Known(RefusedField(_CODE), SAMPLED, "logits_processors vllm_xargs extra_args"),
+    Known(RefusedField(_CODE), (VLLM_SAMPLING,), "trace_decode_token_ids"),
+    Known(
+        RefusedField(_CODE),
+        (*OPENAI, SGLANG, SGLANG_SAMPLING),
+        "custom_logit_processor custom_params",
+    ),
+    Known(
+        RefusedField(_MESSAGES), (CHAT,), "documents input_ids task reasoning web_search_options"
+    ),
+    Known(RefusedField(_MESSAGES), (COMPLETIONS,), "suffix"),
+    Known(RefusedField(_MESSAGES), (*OPENAI, SGLANG), "session_params"),
+    Known(
+        RefusedField("only server's own templates are run: leave it out"),
+        (CHAT, TOKENIZE),
+        "chat_template",
+    ),
+    Known(
+        RefusedField("bans are not applied: use logit_bias"), SAMPLED, "bad_words allowed_token_ids"
+    ),
+    Known(
+        RefusedField("the last tokens are kept: truncate it yourself", ("left",)),
+        SAMPLED,
+        "truncation_side",
+    ),
+    Known(
+        RefusedField("its name is include_stop_str_in_output here: use that"),
+        OPENAI,
+        "no_stop_trim",
+    ),
+    Known(RefusedField(_TEXT), (COMPLETIONS,), "prompt_embeds"),
+    Known(RefusedField(_TEXT, (*OFF, ["text"])), (CHAT,), "modalities"),
+    Known(RefusedField(_TEXT), (CHAT,), "audio"),
+    Known(RefusedField(_TEXT), (VLLM,), "features"),
+    Known(
+        RefusedField(_TEXT),
+        (SGLANG,),
+        "image_data video_data audio_data input_embeds positional_embed_overrides "
+        "multi_item_delimiter_indices",
+    ),
+    Known(RefusedField(_MODEL), (*OPENAI, SGLANG), "lora_path"),
+    Known(RefusedField(_MODEL), (*OPENAI, VLLM), "lora_request lora_name"),
+    Known(RefusedField(_MODEL), (SGLANG,), "lora_id"),
+    Known(REPLY, SAMPLED, "logprob_token_ids"),
+    Known(
+        REPLY,
+        OPENAI,
+        "return_hidden_states return_routed_experts return_prompt_text return_token_offsets "
+        "return_cached_tokens_details include_reasoning skip_special_tokens "
+        "spaces_between_special_tokens",
+    ),
+    Known(
+        REPLY,
+        (CHAT,),
+        "echo parallel_tool_calls separate_reasoning stream_reasoning return_meta_info",
+    ),
+    Known(REPLY, (TOKENIZE,), "return_token_strs"),
+    Known(
+        REPLY,
+        (SGLANG,),
+        "return_hidden_states return_routed_experts return_text_in_logprobs token_ids_logprob "
+        "return_sampling_mask return_entropy return_prompt_token_ids",
+    ),
+    Known(REPLY, (SGLANG_SAMPLING,), "spaces_between_special_tokens"),
+    Known(
+        TEXT_ONLY,
+        (VLLM_SAMPLING,),
+        "detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output "
+        "output_kind flat_logprobs",
+    ),
+    Known(BOOKS, OPENAI, "user rid request_id session_id extra_key custom_labels"),
+    Known(
+        BOOKS, (CHAT,), "metadata store service_tier safety_identifier prompt_cache_key prediction"
+    ),
+    Known(BOOKS, (SGLANG,), "session_id extra_key custom_labels cache_salt no_logs log_metrics"),
+    Known(
+        PACE,
+        (*OPENAI, VLLM, SGLANG),
+        "kv_transfer_params bootstrap_host bootstrap_port bootstrap_room data_parallel_rank",
+    ),
+    Known(PACE, (*SAMPLED, SGLANG_SAMPLING), "stream_interval"),
+    Known(PACE, (VLLM_SAMPLING,), "skip_reading_prefix_cache"),
+    Known("it only weighs beams", (*SAMPLED, SGLANG_SAMPLING), "length_penalty"),
+)
+
+
+def each() -> Iterator[tuple[str, str, RefusedField | str]]:
+    """Yield every body, field and verdict."""
+    for known in KNOWN:
+        for body in known.bodies:
+            for name in known.names.split():
+                yield body, name, known.verdict
+
+
+def refused(body: str) -> dict[str, RefusedField]:
+    """Return the fields that a body refuses, by name."""
+    return {
+        name: verdict
+        for where, name, verdict in each()
+        if where == body and isinstance(verdict, RefusedField)
+    }
