@@ -123,8 +123,8 @@ class Broadcasts:
         version: str = "",
         in_flight: InFlight = "continue",
     ) -> WeightReport:
-        """Take these tensors through the group. `selector`: whose they are; None: those of the
-        update.
+        """Take these tensors through the group, under a label. `selector`: whose they are; None:
+        those of the update.
         """
         entries = list(tensors)
         return await self.begin(
@@ -132,6 +132,7 @@ class Broadcasts:
             Manifest(
                 role=self._role(entries, selector or update.selector),
                 version=version,
+                labelled=True,
                 channel="broadcast",
                 group=group,
                 tensors=entries,

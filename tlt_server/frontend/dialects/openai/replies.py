@@ -199,13 +199,21 @@ class ChatCompletion(Struct, kw_only=True):
 class Model(Struct, frozen=True):
     id: Annotated[str, Meta(description="the name to send as `model`")]
     max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    root: Annotated[
+        str,
+        Meta(
+            description="the directory of the model, or its name for a key that may neither push "
+            "nor operate"
+        ),
+    ]
+    parent: Annotated[None, Meta(description="always null: no adapter")] = None
     created: Annotated[int, Meta(description="not known: 0")] = 0
     object: Annotated[Literal["model"], Meta(description="the kind of entry")] = "model"
     owned_by: Annotated[Literal["tlt"], Meta(description="always the same")] = "tlt"
 
 
 class Models(Struct, frozen=True):
-    data: Annotated[list[Model], Meta(description="the one model that is served")]
+    data: Annotated[list[Model], Meta(description="the names of the one model that is served")]
     object: Annotated[Literal["list"], Meta(description="the kind of reply")] = "list"
 
 

@@ -42,6 +42,7 @@ from tlt_server.frontend.dialects.openai.requests import (
 )
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
+from tlt_server.frontend.dialects.replies.server_info import model_path
 from tlt_server.frontend.dialects.replies.usage import UsageCount
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import RequestBatch, Words
@@ -49,7 +50,7 @@ from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, eve
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import About, Parameter, Routes
 from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
@@ -61,15 +62,54 @@ Phrase = CompletionPhrase | ChatPhrase
 
 ROUTES = Routes(error_shape=failure)
 QUESTION = [{"role": "user", "content": "Compute 3*4+5."}]
+NAME = Parameter("name", "path", "a name of the model, as `GET /v1/models` lists it")
+TOKENIZING: About = {
+    "takes": TokenizeRequest,
+    "example": {"messages": QUESTION},
+    "gives": Tokens,
+    "raises": (NotFound, Unavailable),
+}
+DETOKENIZING: About = {
+    "takes": DetokenizeRequest,
+    "example": {"tokens": [17, 18, 19]},
+    "gives": Detokenized,
+    "raises": (NotFound, Unavailable),
+}
 
 
 @ROUTES.get("/v1/models", needs="data", gives=Models)
 async def models(service: Service, request: Request) -> Response:
-    """List the served model, with the limit on its prompt plus output."""
-    info = service.engine.info
+    """List the names of the served model, with the limit on its prompt plus output.
+
+    A key that may push weights or operate also sees the model's directory, which is a name too.
+    """
+    return json_response(Models([*_models(service, request).values()]))
+
+
+@ROUTES.get(
+    "/v1/models/{name:path}", needs="data", parameters=(NAME,), gives=Model, raises=(NotFound,)
+)
+async def model(service: Service, request: Request) -> Response:
+    """Describe the served model, by one of its names."""
+    found = _models(service, request).get(request.path_params["name"])
+    if found is None:
+        raise _unknown(service, request.path_params["name"])
+    return json_response(found)
+
+
+def _models(service: Service, request: Request) -> dict[str, Model]:
+    info, root = service.engine.info, model_path(service, caller_of(request))
     longest = info.max_model_len if info is not None else service.config.max_model_len
     assert isinstance(longest, int)
-    return json_response(Models([Model(service.config.served_model_name, longest)]))
+    names = dict.fromkeys((service.config.served_model_name, root))
+    return {name: Model(name, longest, root) for name in names}
+
+
+def _unknown(service: Service, name: str) -> NotFound:
+    served = service.config.served_model_name
+    return NotFound(
+        f"model is {name[:100]!r}; this server serves {served!r}: name that one, or none"
+    )
 
 
 @ROUTES.post(
@@ -121,16 +161,12 @@ async def chat(service: Service, request: Request) -> Response:
     return await _answer(service, request, asked, info, [token_ids], CHAT, ChatPhrase)
 
 
-@ROUTES.post(
-    "/tokenize",
-    needs="data",
-    takes=TokenizeRequest,
-    example={"messages": QUESTION},
-    gives=Tokens,
-    raises=(NotFound, Unavailable),
-)
+@ROUTES.post("/v1/tokenize", needs="data", **TOKENIZING)
+@ROUTES.post("/tokenize", needs="data", **TOKENIZING)
 async def tokenize(service: Service, request: Request) -> Response:
-    """Return the token ids of a text, or of a conversation put into the chat template."""
+    """Return the token ids of a text, or of a conversation put into the chat template. This works
+    in a pause and a sleep too.
+    """
     asked, info = await _read(service, request, TokenizeRequest)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest(
@@ -153,16 +189,12 @@ async def tokenize(service: Service, request: Request) -> Response:
     )
 
 
-@ROUTES.post(
-    "/detokenize",
-    needs="data",
-    takes=DetokenizeRequest,
-    example={"tokens": [17, 18, 19]},
-    gives=Detokenized,
-    raises=(NotFound, Unavailable),
-)
+@ROUTES.post("/v1/detokenize", needs="data", **DETOKENIZING)
+@ROUTES.post("/detokenize", needs="data", **DETOKENIZING)
 async def detokenize(service: Service, request: Request) -> Response:
-    """Return the text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included. This works in a pause and a sleep
+    too.
+    """
     asked, info = await _read(service, request, DetokenizeRequest)
     if service.text.tokenizer is None:
         raise InvalidRequest(
@@ -212,19 +244,17 @@ async def _answer(
 
 
 async def _read(service: Service, request: Request, model: type[Any]) -> tuple[Any, EngineInfo]:
-    service.engine.check_available()
+    generates = issubclass(model, Asked)
+    check = service.engine.check_available if generates else service.engine.check_running
+    check()
     body = await request.body()
-    service.engine.check_available()  # again, since reading the body may take long
-    if issubclass(model, Asked):
+    check()  # again, since reading the body may take long
+    if generates:
         # Checked before a large body is parsed.
         service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     asked = await service.bodies.read(model, body)
-    names = ("", service.config.served_model_name, str(service.config.model))
-    if asked.model not in names:
-        raise NotFound(
-            f"model is {asked.model[:100]!r}; this server serves "
-            f"{service.config.served_model_name!r}: name that one, or none"
-        )
+    if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
+        raise _unknown(service, asked.model)
     assert service.engine.info is not None
     return asked, service.engine.info
 

@@ -31,6 +31,7 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.replies import error_reply, sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.service import Service
+from tlt_server.labels import label_of
 
 WORDS = Words("prompt {i}", "sampling_params.", "sampling_params.")
 
@@ -138,7 +139,7 @@ class Phrase:
             meta,
             finish_reason=_finish(choice),
             weight_versions=versions,
-            weight_version=versions[-1].version if versions else meta.weight_version,
+            weight_version=label_of(versions[-1].version) if versions else meta.weight_version,
             spec_verify_ct=sd.draft_steps,
             spec_accept_length=sd.mean_accept_length or 1.0,
             spec_accept_rate=sd.accepted / sd.drafted if sd.drafted else 0.0,
@@ -159,7 +160,7 @@ class Phrase:
             prompt_tokens=len(self._prompts[id]),
             completion_tokens=tokens,
             cached_tokens=cached_tokens,
-            weight_version=info.weight_version,
+            weight_version=label_of(info.weight_version),
             e2e_latency=time.monotonic() - self._started_s,
             output_token_logprobs=lists.scored if asked.return_logprob else UNSET,
             output_top_logprobs=lists.top if alternatives else UNSET,

@@ -43,6 +43,7 @@ from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.frontend.weights.session import Selector
 from tlt_server.frontend.weights.transfer import GROUP, BroadcasterFields, InitFields
+from tlt_server.labels import label_of
 from tlt_server.wording import nearest
 
 ROUTES = Routes(error_shape=fault)
@@ -159,7 +160,7 @@ async def _begin(service: Service, asked: StartFields, selector: Selector) -> No
 async def finish(service: Service, request: Request) -> Response:
     """Make what was pushed since the update started live, in one commit between two steps."""
     asked = await service.bodies.of(request, FinishFields)
-    return outcome(await service.session.end(asked.weight_version or ""))
+    return outcome(await service.session.end(asked.weight_version or ""), labelled=True)
 
 
 @ROUTES.post(
@@ -213,7 +214,7 @@ async def rename(service: Service, request: Request) -> Response:
 async def info(service: Service, request: Request) -> Response:
     """Return the versions that are live."""
     state = (await service.session.look()).state
-    return json_response(WeightInfo(state.target, state.drafter))
+    return json_response(WeightInfo(label_of(state.target), label_of(state.drafter)))
 
 
 @ROUTES.post(
