@@ -11,7 +11,7 @@ import re
 
 from tlt_client.arguments import MAX_VERSION
 
-DIGITS = 12  # of the digest, in hexadecimal
+DIGITS = 12  # hexadecimal digits of the digest in a name
 _APART = re.compile(rf"(.+)~[0-9a-f]{{{DIGITS}}}", re.DOTALL)
 
 

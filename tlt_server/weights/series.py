@@ -47,7 +47,7 @@ class _Sender(NamedTuple):
 
 class _Start(NamedTuple):
     tensor: str
-    group: str  # that brought it
+    group: str  # the group that brought it
 
 
 class Series:

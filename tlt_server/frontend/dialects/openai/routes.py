@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,9 +24,9 @@ from tlt_server.frontend.dialects.openai.replies import (
     ChatCompletion,
     Completion,
     Detokenized,
-    Failure,
     Model,
     Models,
+    TokenizerInfo,
     Tokens,
     failure,
 )
@@ -37,18 +37,20 @@ from tlt_server.frontend.dialects.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    StreamOptions,
     TokenizeRequest,
     template_arguments,
 )
-from tlt_server.frontend.dialects.replies.errors import UNFINISHED
+from tlt_server.frontend.dialects.replies.errors import UNFINISHED, Failure
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
 from tlt_server.frontend.dialects.replies.server_info import model_path
-from tlt_server.frontend.dialects.replies.usage import UsageCount
+from tlt_server.frontend.dialects.replies.usage import OpenAIUsage, UsageCount, usage_of
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import RequestBatch, Words
 from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
+from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import About, Parameter, Routes
 from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
@@ -189,6 +191,20 @@ async def tokenize(service: Service, request: Request) -> Response:
     )
 
 
+@ROUTES.get("/tokenizer_info", needs="data", gives=TokenizerInfo)
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """Name the special tokens and the chat template."""
+    text, tokens = service.text, service.text.tokens
+    info = TokenizerInfo(
+        chat_template=text.template,
+        bos_token=tokens.get("bos_token"),
+        eos_token=tokens.get("eos_token"),
+        pad_token=tokens.get("pad_token"),
+        unk_token=tokens.get("unk_token"),
+    )
+    return json_response(info)
+
+
 @ROUTES.post("/v1/detokenize", needs="data", **DETOKENIZING)
 @ROUTES.post("/detokenize", needs="data", **DETOKENIZING)
 async def detokenize(service: Service, request: Request) -> Response:
@@ -221,8 +237,10 @@ async def _answer(
     phrase_of: type[Phrase],
 ) -> Response:
     batch = await service.validator.batch(asked.native(prompts), info, caller_of(request), words)
-    generation = await service.start(batch, caller_of(request).name)
     kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
+    name = asked.request_id or given_id(request.headers.raw) or uuid.uuid4().hex
+    id = f"{kind}-{name}"
+    generation = await service.start(batch, caller_of(request).name, names=(name, id))
     speller = Speller(
         service.pieces, as_ids=asked.return_tokens_as_token_ids or service.text.tokenizer is None
     )
@@ -232,14 +250,12 @@ async def _answer(
         service.text,
         speller,
         frozenset(info.eos_token_ids) - set(asked.stop_token_ids or ()),
-        f"{kind}-{uuid.uuid4().hex}",
+        id,
         int(time.time()),
         service.config.served_model_name,
     )
     if asked.stream:
-        return EventStream(
-            _chunks(phrase, batch, generation, usage=asked.stream_options.include_usage), generation
-        )
+        return EventStream(_chunks(phrase, batch, generation, asked.stream_options), generation)
     return await reply(request, _whole(phrase, batch, generation), generation)
 
 
@@ -283,14 +299,21 @@ async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) ->
 
 
 async def _chunks(
-    phrase: Phrase, batch: RequestBatch, generation: Generation, *, usage: bool
+    phrase: Phrase, batch: RequestBatch, generation: Generation, options: StreamOptions
 ) -> AsyncIterator[bytes | LargeEvent]:
-    positions, count, no_usage = _positions(batch), UsageCount(), None if usage else UNSET
+    positions, count, usage = _positions(batch), UsageCount(), options.include_usage
+    prompt_tokens = sum(len(item.requests[0].token_ids) for item in batch.items)
+    made = 0
     try:
         async for event in generation.events():
             match event:
                 case TokenEvent(id, delta, ended):
-                    chunk = phrase.reply([phrase.part(positions[id], delta, ended)], no_usage)  # type: ignore[list-item]
+                    made += len(delta.token_ids)
+                    so_far: OpenAIUsage | None | UnsetType = None if usage else UNSET
+                    if usage and options.continuous_usage_stats:
+                        cached = sum(map(generation.cached_tokens, positions))
+                        so_far = usage_of(prompt_tokens, made, cached)
+                    chunk = phrase.reply([phrase.part(positions[id], delta, ended)], so_far)  # type: ignore[list-item]
                     if not delta.prompt_logprobs:
                         yield event_frame(chunk)
                         continue

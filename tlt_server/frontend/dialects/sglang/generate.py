@@ -22,7 +22,7 @@ from tlt_server.frontend.dialects.replies.logprobs import Scored, scored_prompt
 from tlt_server.frontend.dialects.sglang.growing import GrowingOutput, OutputLists, scored, triples
 from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.generation.batch import RequestBatch, Words
+from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
@@ -33,13 +33,11 @@ from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.service import Service
 from tlt_server.labels import label_of
 
-WORDS = Words("prompt {i}", "sampling_params.", "sampling_params.")
-
 
 async def generate(service: Service, request: Request, asked: GenerateFields) -> Response:
     assert service.engine.info is not None
     caller = caller_of(request)
-    batch = await service.validator.batch(asked.native(), service.engine.info, caller, WORDS)
+    batch = await service.validator.batch(asked.native(), service.engine.info, caller, asked.words)
     phrase = Phrase(service, asked, batch)
     generation = await service.start(batch, caller.name)
     if asked.stream:
@@ -97,8 +95,8 @@ class Phrase:
         """Return a choice whose lists are made when they are encoded."""
         lists = OutputLists(
             choice.token_ids,
-            scored(choice.logprobs, choice.token_ids),
-            map(triples, choice.top_logprobs or ()),
+            scored(choice.logprobs, choice.token_ids, self._spell),
+            (triples(each, self._spell) for each in choice.top_logprobs or ()),
         )
         meta = self._meta(id, choice.index, len(choice.token_ids), lists, cached_tokens)
         return Generated(
@@ -114,7 +112,7 @@ class Phrase:
         index = self.index_of(id, delta.index)
         growing = self._growing.get(index)
         if growing is None:
-            growing = GrowingOutput(self.asked, self._service.text, self._stops)
+            growing = GrowingOutput(self.asked, self._service.text, self._stops, self._spell)
             self._growing[index] = growing
         growing.add(delta)
         if choice is None and not (delta.token_ids and growing.due):
@@ -177,13 +175,21 @@ class Phrase:
             return islice(scored_prompt(prompt, logprobs, count), start, None)
 
         fields: dict[str, Any] = {
-            "input_token_logprobs": ((each.logprob, each.token_id, None) for each in found())
+            "input_token_logprobs": (
+                (each.logprob, each.token_id, self._spell(each.token_id)) for each in found()
+            )
         }
         if count:
             fields["input_top_logprobs"] = (
-                None if each.logprob is None else triples(each.best) for each in found()
+                None if each.logprob is None else triples(each.best, self._spell)
+                for each in found()
             )
         return fields
+
+    def _spell(self, token_id: int) -> str | None:
+        """Return the text of a token for its log-prob, where it is asked for."""
+        asked = self.asked.return_text_in_logprobs
+        return self._service.pieces[token_id].text if asked else None
 
     def _final_text(self, choice: FinishedChoice) -> str:
         """Return the text with or without special tokens and the stop, as the request asks."""

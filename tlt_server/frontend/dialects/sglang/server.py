@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tlt_server import __version__
 from tlt_server.errors import Unavailable
 from tlt_server.events import EngineInfo
-from tlt_server.frontend.dialects.replies.errors import GONE, UNFINISHED
+from tlt_server.frontend.dialects.replies.errors import GONE, UNFINISHED, failure_naming
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
 from tlt_server.frontend.dialects.sglang.replies import Loads, LoadsReply, ModelInfo, VersionReply
@@ -92,7 +92,14 @@ async def weight_version(service: Service, request: Request) -> Response:
     return json_response(VersionReply(label_of(_info(service).weight_version)))
 
 
-@ROUTES.get("/v1/loads", needs="any", parameters=(INCLUDE,), gives=LoadsReply, raises=GONE)
+@ROUTES.get(
+    "/v1/loads",
+    needs="any",
+    parameters=(INCLUDE,),
+    gives=LoadsReply,
+    raises=GONE,
+    error_shape=failure_naming(()),
+)
 async def loads(service: Service, request: Request) -> Response:
     """Count the sequences that are open, run and wait, and the KV positions in use."""
     own, gauges = _info(service), service.engine.gauges

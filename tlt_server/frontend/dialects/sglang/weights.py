@@ -228,9 +228,13 @@ async def from_tensor(service: Service, request: Request) -> Response:
 async def check(service: Service, request: Request) -> Response:
     """Compute checksums of all live weights, or compare them with a baseline or with those that
     were remembered; 409 if any differs.
+
+    After `reset_tensors` a tensor differs from everything until it is pushed again.
     """
     asked = await read(service, CheckFields, request)
     sums, wrong = await service.checker.check(asked)
+    if asked.resets:
+        return json_response(Outcome(message="reset: all differs until it is pushed again"))
     if sums is not None:
         return json_response(Outcome(message=f"{len(sums)} tensors", checksums=sums))
     assert wrong is not None

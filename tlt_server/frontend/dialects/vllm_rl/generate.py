@@ -23,7 +23,8 @@ from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=fault)
-WORDS = Words("token_ids", "", "sampling_params.")
+WORDS = Words("token_ids", "", "sampling_params.", clamps=True)
+PREFIX = "generate-tokens-"  # vLLM puts it before the names of these requests
 
 
 @ROUTES.post(
@@ -54,6 +55,7 @@ async def generate(service: Service, request: Request) -> Response:
     generation = await service.start(
         await service.validator.batch(asked.native(), service.engine.info, caller, WORDS),
         caller.name,
+        names=(PREFIX + asked.request_id,) if asked.request_id else (),
     )
     return await reply(request, _whole(service, asked, generation), generation)
 

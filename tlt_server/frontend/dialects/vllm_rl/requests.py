@@ -13,6 +13,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import (
     NAMES,
     Alternatives,
+    AnySeed,
     Count,
     ItemFields,
     Length,
@@ -21,11 +22,11 @@ from tlt_server.frontend.generation.requests import (
     PromptIds,
     Salt,
     SamplingFields,
-    Seed,
     SharedSampling,
     ShortName,
     TopK,
     Train,
+    seed_of,
 )
 from tlt_server.frontend.http.fields import Tolerant
 from tlt_server.frontend.weights.session import Version
@@ -35,7 +36,7 @@ from tlt_server.frontend.weights.transfer import UpdateFields
 class VllmSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
     n: Annotated[Count, Meta(description="choices")] = 1
     seed: Annotated[
-        Seed | None,
+        AnySeed | None,
         Meta(description="keys the choices' noise: the same seed gives the same tokens"),
     ] = None
     max_tokens: Annotated[
@@ -81,7 +82,7 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
                     id=self.request_id,
                     token_ids=self.token_ids,
                     n=params.n,
-                    seed=params.seed,
+                    seed=seed_of(params.seed),
                     salt=self.cache_salt,
                     train=self.train,
                 )
