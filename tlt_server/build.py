@@ -38,6 +38,7 @@ from tlt_server.frontend.http.auth import Gate
 from tlt_server.frontend.http.descriptors import raise_limit
 from tlt_server.frontend.http.held import watch_turns
 from tlt_server.frontend.http.logs import left_behind, write_logs
+from tlt_server.frontend.http.otlp import tracing
 from tlt_server.frontend.http.server import FLUSH_S, HttpServer
 from tlt_server.frontend.http.tls import Certificates, watched_certificates
 from tlt_server.frontend.http.watched import Watched
@@ -59,6 +60,7 @@ from tlt_server.samples.activity import Activity, make_activity
 from tlt_server.samples.excerpt import SampleFiles
 from tlt_server.samples.ring import WORK, make_ring
 from tlt_server.seeds import SeedSource, choice_seed
+from tlt_server.service_links import log_service_links
 from tlt_server.shared_settings import SharedSettings, available_processors
 from tlt_server.speculation.drafters import weights_directory
 from tlt_server.trainer.modes import MODES
@@ -75,13 +77,15 @@ def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None
     1). `StartupError` before it was ready once.
     """
     write_logs(config.log_level, config.log_format)
+    log_service_links()
     raise_limit(config)
     write_no_core_files()
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
 async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
-    text, metrics, progress = Text.load(config.model), Metrics(), ProgressLines()
+    text, progress = Text.load(config.model), ProgressLines()
+    metrics = Metrics(config.aliases, config.served_model_name)
     gate, certificates = (
         Gate(config, metrics),
         watched_certificates(config, partial(metrics.exchanges.file_read, "certificates")),
@@ -96,6 +100,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
     ):
         client = EngineClient(admission(config), metrics, activity_of(config, directory))
         async with contextlib.AsyncExitStack() as stack:
+            begin = await stack.enter_async_context(tracing(config.otlp_endpoint))
             generations = Generations(client, text, metrics)
             rollouts = Rollouts(
                 (config.state_dir or directory) / "rollouts", config, metrics, generations
@@ -128,7 +133,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
             await rollouts.open()
-            app = build_app(service, gate)
+            app = build_app(service, gate, begin)
             grpc_address = await stack.enter_async_context(
                 serving_grpc(app, service, gate, certificates)
             )
@@ -137,12 +142,8 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             server = HttpServer(app, config, certificates)
             await server.start(listener, probes)
             stack.push_async_callback(_finish, server)
-            stack.callback(
-                service.close
-            )  # what is still open ends with a typed error, which `_finish` lets out
-            stack.push_async_callback(
-                rollouts.close
-            )  # first: that error is none of theirs where their journals last
+            stack.callback(service.close)  # open requests end with an error, sent by `_finish`
+            stack.push_async_callback(rollouts.close)  # before that, where their journals last
             url = _url(config, listener)
             progress.listening(url, grpc_address, _url(config, probes) if probes else "")
             return await _run(config, client, supervised, rollouts, progress, url)

@@ -11,12 +11,11 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -24,8 +23,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from tlt_client.channels import CHANNELS
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
+from tlt_server.metrics.aliases import ENGINES
 from tlt_server.records import Strategy, parse_strategy
+from tlt_server.service_links import service_links
 from tlt_server.settings import ServerSettings, settings
+from tlt_server.settings_file import read_settings
 from tlt_server.shared_settings import (
     AUTO,
     PolicyName,
@@ -41,6 +43,7 @@ RING_TOKENS = 16_384  # features in a ring, by default
 _TABLE = {setting.name: setting for setting in settings()}
 
 
+COLLECTOR = re.compile(r"https?://[^\s/]\S{0,1000}")
 TRAINING_DEVICE = re.compile(r"cpu|cuda:\d{1,3}", re.ASCII)
 
 
@@ -88,12 +91,17 @@ class Config(BaseModel, ServerSettings):
     def channels(self) -> tuple[str, ...]:
         return open_channels(self.weight_channels, self.weight_root)
 
+    @cached_property
+    def aliases(self) -> tuple[str, ...]:
+        return _names(self.metrics_aliases)
+
     def checked(self) -> Self:
         """Check settings against each other, and return the configuration itself."""
         self._check_listening()
         self._check_directories()
         self._check_channels()
         self._check_speculation()
+        self._check_observing()
         if self.device == "cpu" and self.dtype not in (None, "float32"):
             raise StartupError(
                 f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a "
@@ -192,6 +200,19 @@ class Config(BaseModel, ServerSettings):
                 f"{self.drafter!r}, which loads {', '.join(to_load(self.drafter))}; make them agree"
             )
 
+    def _check_observing(self) -> None:
+        for engine in self.aliases:
+            if engine not in ENGINES:
+                raise StartupError(
+                    f"metrics_aliases names {engine[:80]!r}{nearest(engine, ENGINES)}; known are "
+                    f"{', '.join(ENGINES)}"
+                )
+        if self.otlp_endpoint and not COLLECTOR.fullmatch(self.otlp_endpoint):
+            raise StartupError(
+                f"otlp_endpoint is {self.otlp_endpoint[:80]!r}; it must be a URL such as "
+                "http://127.0.0.1:4318"
+            )
+
     def resolved(self) -> ResolvedConfig:
         """Return a new object in which every None that needs no device has a value. The engine
         decides the others (device, dtype, attention, memory, sizes of a step) and reports them.
@@ -275,6 +296,7 @@ class _Sources(BaseSettings, Config):
 
     model_config = SettingsConfigDict(env_prefix="TLT_", **Config.model_config)  # type: ignore[typeddict-item]
     file: ClassVar[Mapping[str, Any]] = {}
+    links: ClassVar[frozenset[str]] = frozenset()  # variables that Kubernetes has set
 
     @classmethod
     def settings_customise_sources(
@@ -285,63 +307,42 @@ class _Sources(BaseSettings, Config):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[Any, ...]:
-        return init_settings, env_settings, lambda: dict(cls.file)
+        def variables() -> dict[str, Any]:
+            return {
+                name: value
+                for name, value in env_settings().items()
+                if _TABLE[name].variable not in cls.links
+            }
+
+        return init_settings, variables, lambda: dict(cls.file)
 
 
 def load(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
     """Return the checked configuration. `flags` has only what the command line named."""
     _refuse_unknown("flag", (name for name in flags if name not in _TABLE), list(_TABLE))
-    variables = {setting.variable: setting for setting in _TABLE.values()}
-    _refuse_unknown(
-        "variable",
-        (name for name in os.environ if name.startswith("TLT_") and name not in variables),
-        list(variables),
-    )
-    keys = _read(file) if file is not None else {}
+    links = frozenset(service_links(os.environ))
+    given = [name for name in os.environ if name.startswith("TLT_") and name not in links]
+    variables = [setting.variable for setting in _TABLE.values()]
+    _refuse_unknown("variable", (name for name in given if name not in variables), variables)
+    keys = read_settings(file) if file is not None else {}
     _refuse_unknown(f"key of {file}", (str(key) for key in keys if key not in _TABLE), list(_TABLE))
     sources = type(
         "Sources",
         (_Sources,),
-        {"file": keys, "__annotations__": {"file": ClassVar[Mapping[str, Any]]}},
+        {
+            "file": keys,
+            "links": links,
+            "__annotations__": {
+                "file": ClassVar[Mapping[str, Any]],
+                "links": ClassVar[frozenset[str]],
+            },
+        },
     )
     try:
         loaded = sources(**flags)
     except ValidationError as error:
-        raise StartupError(_explain(error.errors(), flags)) from None
+        raise StartupError(_explain(error.errors(), flags, given)) from None
     return Config.model_construct(**{name: getattr(loaded, name) for name in _TABLE}).checked()
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which only true and false are booleans: `policy: off` is a string."""
-
-    yaml_implicit_resolvers = {
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key {key[:80]} is given twice; keep one")
-        return super().construct_mapping(node, deep)
-
-
-def _read(file: Path) -> dict[Any, Any]:
-    try:
-        keys = yaml.load(file.read_text("utf-8"), Loader=_Loader)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise StartupError(f"cannot read the configuration file {file}: {error}") from None
-    if not isinstance(keys, dict | None):
-        raise StartupError(
-            f"the configuration file {file} holds a {type(keys).__name__}; it must map setting "
-            "names to values"
-        )
-    return keys or {}
 
 
 def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None:
@@ -351,7 +352,9 @@ def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None
         )
 
 
-def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
+def _explain(
+    errors: Sequence[ErrorDetails], flags: Mapping[str, Any], variables: Collection[str]
+) -> str:
     error = errors[0]
     setting = _TABLE[str(error["loc"][0])]
     if error["type"] == "missing":
@@ -363,7 +366,7 @@ def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
         setting.flag
         if setting.name in flags
         else setting.variable
-        if setting.variable in os.environ
+        if setting.variable in variables
         else "the configuration file"
     )
     must, (low, high) = (
@@ -379,6 +382,11 @@ def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
         f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} "
         f"({setting.doc.unit}). {setting.doc.sentence}"
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Return the names in a list with commas between."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _named(path: Path | None) -> str:

@@ -274,6 +274,17 @@ class ServerSettings(SharedSettings):
     restart_window_s: Annotated[
         float, Doc("s", "Time over which max_restarts counts.", 1, 86400)
     ] = 300.0
+    otlp_endpoint: Annotated[
+        str, Doc("URL", "OpenTelemetry collector that traces are sent to, by OTLP over HTTP.")
+    ] = ""
+    metrics_aliases: Annotated[
+        str,
+        Doc(
+            "engines",
+            "Engines whose names for metrics /metrics shows too, with commas between: vllm, "
+            "sglang.",
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Doc("level", "Least severe log line written; prompts are never logged."),

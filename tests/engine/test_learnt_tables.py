@@ -27,6 +27,7 @@ from tlt_server.speculation.survival import (
     TableRecord,
     default_survival,
 )
+from tlt_server.weights.checksums import origin_of
 
 SHIPPED = default_survival().reshape(-1)
 
@@ -113,6 +114,21 @@ def test_a_drafter_without_a_calibration_begins_with_the_one_that_was_shipped(
     root = Path(settings.weight_root or "")
     assert engine.push(root / "new-drafter", "d1", role="drafter").result == "committed"
     assert np.array_equal(survival(engine), SHIPPED)
+
+
+def test_content_counts_and_no_name(settings: EngineSettings) -> None:
+    root, engine = Path(settings.weight_root or ""), taught(on_cpu(settings))
+    assert engine.push(root / "new", "v1").result == "committed"
+    learn(engine, 1)
+    of_new = learnt(engine)
+    for version, weights, same in (("v2", "base", 0), ("v3", "new", 1)):
+        assert engine.push(root / weights, version).result == "committed"
+        assert (learnt(engine) == of_new) == same
+
+
+def test_checkpoints_are_told_apart_by_parts_of_them(settings: EngineSettings) -> None:
+    model, root = Path(settings.model), Path(settings.weight_root or "")
+    assert origin_of(model) == origin_of(model) != origin_of(root / "new")
 
 
 def test_a_target_that_was_given_another_name_goes_back_to_what_it_had(

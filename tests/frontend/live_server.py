@@ -35,6 +35,7 @@ from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.auth import Gate
+from tlt_server.frontend.http.otlp import tracing
 from tlt_server.frontend.http.server import HttpServer
 from tlt_server.frontend.http.tls import watched_certificates
 from tlt_server.frontend.link.client import EngineClient
@@ -113,7 +114,8 @@ class LiveServer:
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
+        config, text = self.config, Text.load(self.config.model)
+        metrics = Metrics(config.aliases, config.served_model_name)
         self.text = text
         self.client = EngineClient(admission(config), metrics, activity_of(config, self.directory))
         self.supervisor = Supervisor(
@@ -147,8 +149,9 @@ class LiveServer:
         training = trainer_task(trainer, service) if trainer else None
         await self.rollouts.open()
         gate, certificates = Gate(config, metrics), watched_certificates(config)
-        self.app = build_app(service, gate)
         async with AsyncExitStack() as stack:
+            begin = await stack.enter_async_context(tracing(config.otlp_endpoint))
+            self.app = build_app(service, gate, begin)
             listener = stack.enter_context(socket.socket())
             listener.bind(("127.0.0.1", 0))
             self.url = f"{'http' if certificates is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"

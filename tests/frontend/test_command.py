@@ -220,6 +220,17 @@ def test_serving_ends_start_up_in_one_line_and_sigterm_drains(
         assert not list(tmp_path.glob("tlt-*"))
 
 
+def test_service_links_of_kubernetes_are_named_in_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLT_SERVICE_HOST", "10.96.0.12")
+    monkeypatch.setenv("TLT_PORT", "tcp://10.96.0.12:8000")
+    with served("plain", model) as server:
+        server.wait_ready()
+        [line] = [line for line in server.lines if "service_links_ignored" in line]
+        assert "TLT_PORT" in line and "TLT_SERVICE_HOST" in line
+
+
 def test_keys_from_a_variable_are_asked_for_and_stay_in_the_frontend(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from tlt_server.config import Config, load
 from tlt_server.errors import StartupError
 from tlt_server.machine import HostMemory
 from tlt_server.records import OFF, Strategy, parse_strategy
+from tlt_server.service_links import service_links
 from tlt_server.settings import settings
 
 RAW = (
@@ -198,6 +199,54 @@ def test_bad_variables_are_refused(
     with pytest.raises(StartupError) as caught:
         load({"model": str(model)})
     assert says in caught.value.message
+
+
+LINKS = {  # as Kubernetes sets them for the Services tlt, tlt-probe and tlt-gateway
+    "TLT_SERVICE_HOST": "10.96.0.12",
+    "TLT_SERVICE_PORT": "8000",
+    "TLT_SERVICE_PORT_HTTP": "8000",
+    "TLT_PORT": "tcp://10.96.0.12:8000",
+    "TLT_PORT_8000_TCP": "tcp://10.96.0.12:8000",
+    "TLT_PORT_8000_TCP_PROTO": "tcp",
+    "TLT_PORT_8000_TCP_PORT": "8000",
+    "TLT_PORT_8000_TCP_ADDR": "10.96.0.12",
+    "TLT_PROBE_PORT": "udp://[fd00::12]:8001",
+    "TLT_GATEWAY_SERVICE_HOST": "fd00::12",
+    "TLT_GATEWAY_PORT_53_UDP_ADDR": "fd00::12",
+}
+
+
+def test_service_links_of_kubernetes_are_no_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in LINKS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TLT_MAX_QUEUE", "7")
+    assert service_links(os.environ) == list(LINKS)
+    config = load({"model": str(model)}, file=yaml_file(tmp_path, "port: 9\n"))
+    assert (config.port, config.probe_port, config.max_queue) == (9, None, 7)
+    with pytest.raises(StartupError, match=r"port is 'x' \(the configuration file\)"):
+        load({"model": str(model)}, file=yaml_file(tmp_path, "port: x\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TLT_SERVICE_HOST", "example.org"),
+        ("TLT_SERVICE_PORT", "http"),
+        ("TLT_PORTS", "tcp://10.96.0.12:8000"),
+        ("TLT_PROBES_PORT", "8001"),
+        ("TLT_PORT_8000_TCP_PROTO", "http"),
+        ("TLT_PORT_8000", "tcp://10.96.0.12:8000"),
+        ("TLT_SERVICE_PORT", "8" * 6),
+    ],
+)
+def test_what_only_resembles_a_service_link_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StartupError, match=f"unknown variable {name}"):
+        load({"model": str(model)})
 
 
 def test_a_missing_model_names_all_three_ways() -> None:

@@ -55,7 +55,7 @@ def series(text: str) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def shown(metrics: Metrics) -> dict[str, dict[tuple[str, ...], float]]:
-    return series(metrics.exposition().decode())
+    return series(metrics.exposition().text.decode())
 
 
 def test_accepted_drafts_by_strategy_and_position() -> None:

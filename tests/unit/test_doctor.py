@@ -168,6 +168,14 @@ def test_api_keys(tmp_path: Path) -> None:
     expect_ok(found(places.api_keys, configured(api_key_file=keys)), "trainer")
 
 
+def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    expect_ok(found(places.traces, configured()), "none")
+    settings = configured(otlp_endpoint="http://127.0.0.1:4318")
+    expect_ok(found(places.traces, settings), "the OpenTelemetry SDK is installed")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    expect(found(places.traces, settings), "fail", "not installed", "tlt-server[otlp]")
+
+
 def test_certificates(tmp_path: Path) -> None:
     issued, (cert, key) = (
         trustme.CA().issue_cert("127.0.0.1"),

@@ -28,7 +28,7 @@ from tlt_server.speculation.cost import (
     load_of,
     not_negative,
 )
-from tlt_server.speculation.knowledge import Drafted, Knowledge, WeightNames
+from tlt_server.speculation.knowledge import Drafted, Knowledge, WeightsInUse
 from tlt_server.speculation.outlook import Outlook
 from tlt_server.speculation.policies.goodput import Goodput
 from tlt_server.speculation.sizes import POINTS
@@ -422,12 +422,12 @@ def test_a_drafter_that_a_push_made_worse_is_left_and_tried_again_after_the_next
         simulated.step(policy, 4)
     assert simulated.used[-1] != OFF
     simulated.survival = 0.02
-    simulated.knowledge.renew(WeightNames("worse", ""))
+    simulated.knowledge.renew(WeightsInUse("worse", ""))
     for _ in range(100):
         simulated.step(policy, 4)
     assert simulated.used[-1] == OFF
     simulated.survival = 0.8
-    simulated.knowledge.renew(WeightNames("better", ""))
+    simulated.knowledge.renew(WeightsInUse("better", ""))
     for _ in range(300):
         simulated.step(policy, 4)
     assert simulated.used[-1] != OFF
@@ -436,22 +436,22 @@ def test_a_drafter_that_a_push_made_worse_is_left_and_tried_again_after_the_next
 def test_a_rollback_brings_back_what_was_known_of_that_version() -> None:
     simulated = World(cpu_seconds)
     knowledge, policy = simulated.knowledge, Goodput(simulated.knowledge)
-    knowledge.weights = WeightNames("good", "")
+    knowledge.weights = WeightsInUse("good", "")
     for _ in range(50):
         simulated.step(policy, 4)
     before, rows = knowledge.outlooks["eagle"].record(), simulated.used[-1].draft_rows(4)
     simulated.survival = 0.02
-    knowledge.renew(WeightNames("bad", ""))
+    knowledge.renew(WeightsInUse("bad", ""))
     for _ in range(100):
         simulated.step(policy, 4)
     assert simulated.used[-1] == OFF
-    knowledge.renew(WeightNames("good", ""))
+    knowledge.renew(WeightsInUse("good", ""))
     assert knowledge.outlooks["eagle"].record() == before
     simulated.survival = 0.8
     assert simulated.step(policy, 4).draft_rows(4) > rows / 2
     for version in range(20):
-        knowledge.renew(WeightNames(str(version), ""))
-    knowledge.renew(WeightNames("good", ""))
+        knowledge.renew(WeightsInUse(str(version), ""))
+    knowledge.renew(WeightsInUse("good", ""))
     assert knowledge.outlooks["eagle"].record() != before, "the memory is bounded"
 
 

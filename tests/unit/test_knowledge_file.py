@@ -17,14 +17,14 @@ from tlt_server.engine.knowledge_file import MAX_BYTES, NAME, KnowledgeFile, pro
 from tlt_server.speculation.branches import prior as trust
 from tlt_server.speculation.cost import KNOTS, Measured
 from tlt_server.speculation.drafters.history import prior
-from tlt_server.speculation.knowledge import KEPT_WEIGHTS, Knowledge, WeightNames
+from tlt_server.speculation.knowledge import KEPT_WEIGHTS, Knowledge, WeightsInUse
 from tlt_server.speculation.learnt import DOUBT
 from tlt_server.speculation.survival import BUCKETS, PHASES, RANKS, Calibration, OnlineTable
 
 MADE_BY = {"processor": "one", "model": "two layers"}
 
 
-def fresh(weights: WeightNames, drafters: tuple[str, ...] = ("eagle",)) -> Knowledge:
+def fresh(weights: WeightsInUse, drafters: tuple[str, ...] = ("eagle",)) -> Knowledge:
     """Return what an engine knows as it starts with these weights."""
     knowledge = Knowledge(drafters)
     knowledge.weights, knowledge.tables = weights, {"eagle": Calibration()}
@@ -32,7 +32,7 @@ def fresh(weights: WeightNames, drafters: tuple[str, ...] = ("eagle",)) -> Knowl
 
 
 def learnt() -> Knowledge:
-    knowledge = fresh(WeightNames("t", "d"))
+    knowledge = fresh(WeightsInUse("t", "d"))
     knowledge.cost.profile(Measured(load, cpu_seconds(load)) for load in PROFILED)
     knowledge.outlooks["eagle"].see(trees(np.random.default_rng(1), 64, 7, 0.5), 64)
     knowledge.outlooks["eagle"].verified(4.0, 2.0)
@@ -55,7 +55,7 @@ def kept(folder: Path) -> Path:
 
 def test_a_restarted_engine_knows_what_it_knew(tmp_path: Path) -> None:
     path, before = kept(tmp_path), learnt()
-    found = fresh(WeightNames("t", "d"), ("eagle", "history"))
+    found = fresh(WeightsInUse("t", "d"), ("eagle", "history"))
     assert path.stat().st_mode & 0o777 == 0o600
     assert KnowledgeFile(tmp_path, MADE_BY).load(found) == str(path)
     assert found.cost.trained
@@ -68,26 +68,29 @@ def test_a_restarted_engine_knows_what_it_knew(tmp_path: Path) -> None:
 def test_what_was_learnt_under_earlier_weights_is_known_after_a_restart(tmp_path: Path) -> None:
     before, file = learnt(), KnowledgeFile(tmp_path, MADE_BY)
     first = before.record().learnt[-1]
-    before.renew(WeightNames("t", "worse"))
+    before.renew(WeightsInUse("t", "worse"))
     before.outlooks["eagle"].verified(4.0, 0.0)
     teach(before, 40, hits=0)
     second = before.record().learnt[-1]
     file.save(before)
 
-    for weights, expected in ((WeightNames("t", "worse"), second), (WeightNames("t", "d"), first)):
+    for weights, expected in (
+        (WeightsInUse("t", "worse"), second),
+        (WeightsInUse("t", "d"), first),
+    ):
         found = fresh(weights)
         assert file.load(found) and found.record().learnt[-1] == expected
     for earlier, expected in (("d", first), ("worse", second)):
-        found.renew(WeightNames("t", earlier))
+        found.renew(WeightsInUse("t", earlier))
         assert found.record().learnt[-1] == expected
 
-    found = fresh(WeightNames("new", "d"))
+    found = fresh(WeightsInUse("new", "d"))
     assert file.load(found)
     doubted = found.record().learnt[-1]
     assert doubted.tables["eagle"].trials[3] == 8 // DOUBT, "of this drafter, and another target"
     assert doubted.outlooks["eagle"].requests == first.outlooks["eagle"].requests / DOUBT
 
-    found = fresh(WeightNames("new", "new"))
+    found = fresh(WeightsInUse("new", "new"))
     assert file.load(found)
     doubted = found.record().learnt[-1]
     assert not any(doubted.tables["eagle"].trials), "another drafter has its own calibration"
@@ -96,10 +99,32 @@ def test_what_was_learnt_under_earlier_weights_is_known_after_a_restart(tmp_path
 
 def test_counts_that_correct_another_calibration_are_not_taken_up(tmp_path: Path) -> None:
     kept(tmp_path)
-    found = fresh(WeightNames("t", "d"))
+    found = fresh(WeightsInUse("t", "d"))
     found.tables = {"eagle": Calibration(np.full((PHASES, RANKS, BUCKETS), 0.5, np.float32))}
     assert KnowledgeFile(tmp_path, MADE_BY).load(found)
     assert not any(found.tables["eagle"].record().trials)
+
+
+def test_weights_in_a_row_under_which_nothing_is_learnt_are_one_doubt() -> None:
+    knowledge = learnt()
+    before = knowledge.outlooks["eagle"].record().requests
+    for target in ("t1", "t2", "t3"):
+        knowledge.renew(WeightsInUse(target, "d"))
+    assert knowledge.outlooks["eagle"].record().requests == before / DOUBT
+    assert knowledge.tables["eagle"].record().trials[3] == 8 // DOUBT
+
+
+def test_what_is_known_of_weights_that_come_back_is_not_old(tmp_path: Path) -> None:
+    """Steps without drafts age what is known of the weights in use, no other."""
+    knowledge, nodes = learnt(), np.array([7.0])
+    gain = knowledge.outlooks["eagle"].gain(7, 1, nodes)
+    knowledge.renew(WeightsInUse("other", "d"))
+    for _ in range(4_000):
+        knowledge.outlooks["eagle"].unseen()
+    knowledge.renew(WeightsInUse("t", "d"))
+    for _ in range(16):
+        knowledge.outlooks["eagle"].unseen()
+    assert knowledge.outlooks["eagle"].gain(7, 1, nodes) < 1.2 * gain
 
 
 def test_the_file_of_many_weights_and_large_tables_is_bounded(tmp_path: Path) -> None:
@@ -110,7 +135,7 @@ def test_the_file_of_many_weights_and_large_tables_is_bounded(tmp_path: Path) ->
     tables = {"eagle": Calibration(), "history": OnlineTable(prior()), "both": OnlineTable(trust())}
     knowledge.tables = tables
     for version in range(3 * KEPT_WEIGHTS):
-        knowledge.renew(WeightNames("t" * 200, f"{version:0200}"))
+        knowledge.renew(WeightsInUse("t" * 200, f"{version:0200}"))
         for outlook in knowledge.outlooks.values():
             outlook.see(trees(rng, 64, 7, 0.5), 64)
         for table in tables.values():
@@ -158,11 +183,16 @@ def _as_before(content: dict[str, Any]) -> None:
         (_set("made_by", value={}), "processor 'unknown'"),
         (_set("knowledge", "cost", "extend", value=[1.0]), "numbers of seconds"),
         (_set("knowledge", "cost", "extend", value=[0.0] * len(KNOTS)), "take 0 seconds"),
+        (_set("knowledge", "cost", "extend", value=[*range(len(KNOTS), 0, -1)]), "falls with"),
+        (_set("knowledge", "cost", "start", "other", value=[0.1] * len(KNOTS)), "drafter there is"),
         (_set("knowledge", "cost", "linear", value=[-1.0, 0.0, 0.0]), "numbers of seconds"),
         (_set("knowledge", "learnt", value=[]), "length >= 1"),
         (_set("knowledge", "learnt", 0, "outlooks", "eagle", "curves", value=[]), "outlook"),
         (_set("knowledge", "learnt", 0, "outlooks", "eagle", "depths", value=[9]), "outlook"),
         (_set("knowledge", "learnt", 0, "outlooks", "eagle", "ratio", value="a"), "float"),
+        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "ratio", value=9.0), "outlook"),
+        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "rate", value=1.0), "outlook"),
+        (_set("knowledge", "learnt", 0, "outlooks", "eagle", "curves", 1, value=99.0), "outlook"),
         (_set("knowledge", "learnt", 0, "tables", "eagle", "hits", value=[1]), "counts of a table"),
         (_set("knowledge", "learnt", 0, "tables", "eagle", "hits", 3, value=9), "counts of a tabl"),
         (_set("knowledge", "learnt", 0, "tables", "eagle", "trials", 3, value=1e9), "counts of a "),
@@ -177,14 +207,14 @@ def test_a_file_that_does_not_fit_is_named_and_not_used(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path, found = kept(tmp_path), fresh(WeightNames("t", "d"))
+    path, found = kept(tmp_path), fresh(WeightsInUse("t", "d"))
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
     assert KnowledgeFile(tmp_path, MADE_BY).load(found) == "" and not found.cost.trained
     said = capsys.readouterr().err
     assert str(path) in said and says in said and "made again" in said
-    assert found.record().learnt == fresh(WeightNames("t", "d")).record().learnt
+    assert found.record().learnt == fresh(WeightsInUse("t", "d")).record().learnt
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff" * 100, b" " * (MAX_BYTES + 10)])

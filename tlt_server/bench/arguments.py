@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_server.bench.numbers import count, seed, whole
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.bench.replaying.arguments import add_record, add_replay
 from tlt_server.bench.rollout_arguments import add_rollout
+from tlt_server.bench.serve_arguments import add_serve
 
-MAX = 2**20  # tokens, rows, threads
 MAX_BATCH = 4096  # requests at once
 
 
@@ -65,12 +66,12 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--threads",
-        type=_count,
+        type=count,
         metavar="N",
         help="compute threads [default: processors this process may use]",
     )
     parser.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="seed of the first response [default 0]"
+        "--seed", type=seed, default=0, metavar="N", help="seed of the first response [default 0]"
     )
     add_json(parser)
 
@@ -115,7 +116,7 @@ def _decode(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-rows",
-        type=_count,
+        type=count,
         metavar="N",
         help="prompt rows of one step [default 4096 on a GPU, 512 on a CPU]",
     )
@@ -135,7 +136,7 @@ def _graphs(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
     parser.add_argument(
         "--max-running",
-        type=_count,
+        type=count,
         default=0,
         metavar="N",
         help="sequences that decode at once [default the device's]",
@@ -155,7 +156,7 @@ def _batches(parser: argparse.ArgumentParser, full: str, quick: str) -> None:
     )
     parser.add_argument(
         "--context",
-        type=_count,
+        type=count,
         metavar="TOKENS",
         help="also one request after a prompt of this many tokens",
     )
@@ -168,10 +169,10 @@ def _training(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="[default cuda]")
     parser.add_argument(
-        "--budget", type=_count, default=2048, metavar="N", help="tokens of a pack [default 2048]"
+        "--budget", type=count, default=2048, metavar="N", help="tokens of a pack [default 2048]"
     )
     parser.add_argument(
-        "--documents", type=_count, default=256, metavar="N", help="to lay out [default 256]"
+        "--documents", type=count, default=256, metavar="N", help="to lay out [default 256]"
     )
     add_json(parser)
 
@@ -191,7 +192,7 @@ def _attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", nargs="*", help="cases by name [default all]")
     parser.add_argument(
         "--tile",
-        type=_count,
+        type=count,
         default=64,
         metavar="ROWS",
         help="tile of tree and prompt rows [default 64]",
@@ -234,7 +235,7 @@ def _weights(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rounds",
-        type=_count,
+        type=count,
         default=3,
         metavar="N",
         help="pushes per channel; the median and the longest pause count [default 3]",
@@ -316,28 +317,12 @@ arithmetic, see tlt_server/demo/pair/README.md.
 """
 
 
-def _count(text: str) -> int:
-    return _whole(text, 1, MAX)
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 0, 2**31)
-
-
-def _whole(text: str, smallest: int, largest: int) -> int:
-    if not text.isascii() or not text.isdigit() or not smallest <= int(text) <= largest:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number from {smallest} to {largest}"
-        )
-    return int(text)
-
-
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_whole(part, 1, MAX_BATCH) for part in text.split(","))
+    return tuple(whole(part, 1, MAX_BATCH) for part in text.split(","))
 
 
 def _row_counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
+    return tuple(count(part) for part in text.split(","))
 
 
 def writable_file(text: str) -> Path:
@@ -371,6 +356,10 @@ BENCHES = {
     ),
     "overload": Bench(
         "ask a server for three times what it can do; goodput, refusals and memory", _engine
+    ),
+    "serve": Bench(
+        "load a running server; TTFT, TPOT, ITL, E2E percentiles, goodput",
+        lambda parser: add_serve(parser, add_json),
     ),
     "hostile": Bench("attack a server as hostile clients; what others feel of it", _hostile),
     "weights": Bench("time weight pushes by every channel while requests decode", _weights),

@@ -8,14 +8,20 @@ when the server is late. Every request sent gives one `Answer`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 ANSWER_S = 120.0
 IDLE_S = 2.0  # a connection is not used again after this long; the server may be about to close it
+
+
+class TimedChunk(NamedTuple):
+    at_s: float  # time.perf_counter() when all of it was here
+    data: bytes
 
 
 class Answer(NamedTuple):
@@ -25,6 +31,7 @@ class Answer(NamedTuple):
     status: int  # 0: there was no answer
     headers: bytes  # as they came, in lower case
     body: bytes
+    chunks: tuple[TimedChunk, ...] = ()  # empty for a body with a length
 
     @property
     def seconds(self) -> float:
@@ -46,36 +53,46 @@ class Connections:
         """A request without an answer after `answer_s` is broken."""
         address = urlsplit(url)
         self._answer_s = answer_s
-        self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
+        self._tls = address.scheme == "https"
+        self._host = address.hostname or "127.0.0.1"
+        self._port = address.port or (443 if self._tls else 80)
+        self._header = address.netloc.rpartition("@")[2].encode()
         self._free: list[
             tuple[float, asyncio.StreamReader, asyncio.StreamWriter]
         ] = []  # since when, the newest last
 
     async def post(self, path: str, body: bytes, due_s: float, key: str = "") -> Answer:
         sent_s = time.perf_counter()
+        chunks: list[TimedChunk] = []
         try:
             async with asyncio.timeout(self._answer_s):
-                status, headers, content = await self._exchange(path, body, key)
+                status, headers, content = await self._exchange(path, body, key, chunks)
         except (OSError, EOFError, TimeoutError) as error:
             status, headers, content = 0, b"", repr(error).encode()
-        return Answer(due_s, sent_s, time.perf_counter(), status, headers, content)
+        return Answer(due_s, sent_s, time.perf_counter(), status, headers, content, tuple(chunks))
 
-    async def _exchange(self, path: str, body: bytes, key: str) -> tuple[int, bytes, bytes]:
+    async def _exchange(
+        self, path: str, body: bytes, key: str, chunks: list[TimedChunk]
+    ) -> tuple[int, bytes, bytes]:
         self._close_idle()
         bearer = f"authorization: Bearer {key}\r\n".encode() if key else b""
         _, reader, writer = (
             self._free.pop()
             if self._free
-            else (0.0, *await asyncio.open_connection(self._host, self._port))
+            else (
+                0.0,
+                *await asyncio.open_connection(self._host, self._port, ssl=self._tls or None),
+            )
         )
         try:
             writer.write(
-                b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\n%bcontent-length: %d\r\n\r\n%b"
-                % (path.encode(), bearer, len(body), body)
+                b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n%b"
+                % (path.encode(), self._header, bearer, len(body), body)
             )
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             if b"transfer-encoding: chunked" in head:
-                content = await _chunks(reader)
+                await _read_chunks(reader, chunks)
+                content = b"".join(chunk.data for chunk in chunks)
             else:
                 length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
                 content = await reader.readexactly(length)
@@ -98,14 +115,13 @@ class Connections:
             writer.close()
 
 
-async def _chunks(reader: asyncio.StreamReader) -> bytes:
+async def _read_chunks(reader: asyncio.StreamReader, chunks: list[TimedChunk]) -> None:
     """Read a body that comes in chunks, each after its size in hexadecimal digits."""
-    chunks = []
     while size := int(await reader.readline(), 16):
-        chunks.append(await reader.readexactly(size))
+        data = await reader.readexactly(size)
+        chunks.append(TimedChunk(time.perf_counter(), data))
         await reader.readexactly(2)
     await reader.readexactly(2)
-    return b"".join(chunks)
 
 
 Ask = Callable[[float], Awaitable[Answer]]  # send the next request; the argument is when it was due
@@ -132,15 +148,24 @@ async def open_loop(ask: Ask, per_s: float, seconds: float, seed: int) -> list[A
     """`per_s` requests per second on average for `seconds`, at moments that the seed gives; waits
     for all answers.
     """
+    return await sent_at(ask, arrivals(per_s, seconds, seed))
+
+
+async def sent_at(ask: Ask, moments_s: Iterable[float]) -> list[Answer]:
+    """Send a request at each moment after now, and wait for all answers."""
     started_s = time.perf_counter()
     waiting = []
-    for moment_s in arrivals(per_s, seconds, seed):
+    for moment_s in moments_s:
         await asyncio.sleep(started_s + moment_s - time.perf_counter())
         waiting.append(asyncio.ensure_future(ask(started_s + moment_s)))
     return await asyncio.gather(*waiting)
 
 
 def arrivals(per_s: float, seconds: float, seed: int) -> Iterator[float]:
-    draw, moment_s = random.Random(seed), 0.0
-    while (moment_s := moment_s + draw.expovariate(per_s)) < seconds:
-        yield moment_s
+    """Yield the moments below `seconds` at which requests arrive, by a Poisson process."""
+    return itertools.takewhile(lambda moment_s: moment_s < seconds, poisson(per_s, seed))
+
+
+def poisson(per_s: float, seed: int) -> Iterator[float]:
+    draw = random.Random(seed)
+    return itertools.accumulate(draw.expovariate(per_s) for _ in itertools.count())

@@ -48,6 +48,7 @@ CHECKS = (
     Check("port", "places:port"),
     Check("api keys", "places:api_keys"),
     Check("certificates", "places:certificates"),
+    Check("traces", "places:traces"),
     Check("weight root", "places:weight_root"),
     Check("state directory", "places:state_directory"),
     Check("step times", "places:step_times"),

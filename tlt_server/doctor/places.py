@@ -12,6 +12,7 @@ from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.engine.knowledge_file import profile_in
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.keys import REMEDY, read_keys
+from tlt_server.frontend.http.otlp import OtlpTraces
 from tlt_server.frontend.http.tls import watched_certificates
 from tlt_server.metrics.disk import disk
 from tlt_server.speculation.drafters import weights_directory
@@ -56,6 +57,13 @@ def certificates(config: Config) -> Finding:
         f"{config.tls_cert}"
         + (f", clients' by {config.tls_client_ca}" if config.tls_client_ca is not None else "")
     )
+
+
+def traces(config: Config) -> Finding:
+    if not config.otlp_endpoint:
+        return ok("none")
+    OtlpTraces(config.otlp_endpoint).close()
+    return ok("the OpenTelemetry SDK is installed")
 
 
 def _others_may_open(file: Path) -> bool:

@@ -40,7 +40,7 @@ from tlt_server.records import Arms, GenerateRequest, Sampling, Strategy
 from tlt_server.samples.activity import ActivityReader
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters.loading import find_loader
-from tlt_server.speculation.knowledge import Knowledge, WeightNames
+from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.fixed import Fixed
@@ -201,24 +201,19 @@ def _connect(
     )
     canary = Canary(ladder(settings.drafters, settings.device).arms, settings.sd_canary)
     switches = SwitchLog()
-    knowledge.weights, knowledge.tables = _versions(live), equipped.tables
+    knowledge.weights, knowledge.tables = _in_use(live), equipped.tables
 
     def install(live: Live, changed: Changed) -> None:
-        knowledge.renew(_versions(live), partial(equipped.install, live, changed))
+        knowledge.renew(_in_use(live), partial(equipped.install, live, changed))
         canary.renewed()
         switches.weights_changed()
         if recorder:
             recorder.installed(live.drafter_version)
 
-    def renamed(live: Live) -> None:
-        knowledge.weights = _versions(live)
-
     in_flight = partial(settle, scheduler, equipped.runner)
     activity = ActivityReader(settings.activity) if settings.activity else None
     transaction = Transaction(live, options, parse_calibration)
-    pushes = WeightPushes(
-        gate, transaction, scheduler, install, renamed, in_flight, knowledge.costs
-    )
+    pushes = WeightPushes(gate, transaction, scheduler, install, in_flight, knowledge.costs)
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     return Engine(
         gate,
@@ -239,8 +234,8 @@ def _connect(
     )
 
 
-def _versions(live: Live) -> WeightNames:
-    return WeightNames(live.target.version, live.drafter_version)
+def _in_use(live: Live) -> WeightsInUse:
+    return WeightsInUse(live.target.content, live.drafter.content if live.drafter else "")
 
 
 def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) -> dict[str, str]:

@@ -140,6 +140,8 @@ class Engine:
         if self.gate.state != "open":
             return False
         if self.policy.measures and self.measure is not None:
+            if self._training():
+                return False  # it would slow the steps that are measured
             self.measure = self.measure if self.measure() else None
             return True
         if self._record(self.policy.strategies):

@@ -58,16 +58,14 @@ class WeightPushes:
         transaction: Transaction,
         scheduler: Scheduler,
         install: Callable[[Live, Changed], None],
-        renamed: Callable[[Live], None],
         settle: Callable[[], list[StepOutput]],
         costs: Callable[[], CostRecord | None] = lambda: None,
     ) -> None:
         """`install(live, changed)` makes runner and drafters use `live`, in which the roles of
-        `changed` are new. `renamed(live)` is told that the same weights have another name.
-        `settle` commits the steps in flight. `costs` returns the time of steps.
+        `changed` are new. `settle` commits the steps in flight. `costs` returns the time of steps.
         """
         self._gate, self.transaction, self._scheduler = gate, transaction, scheduler
-        self._install, self._renamed, self._settle = install, renamed, settle
+        self._install, self._settle = install, settle
         self._reports = WeightReports(transaction)
         self._reads = WeightReads(transaction.versions, self._reports, costs)
         self._joins = GroupJoins(transaction, self._reports)
@@ -241,7 +239,6 @@ class WeightPushes:
         if not changed:
             self._reports.report(command.id, "unchanged", version=version, role="target")
             return
-        self._renamed(versions.live)
         self._ended += self._settle()
         self._ended += self._scheduler.change_version(version, "continue")
         self._reports.report(command.id, "named", version=version, role="target")

@@ -32,6 +32,7 @@ from tlt_server.frontend.http.limits import BodyLimits
 from tlt_server.frontend.http.openapi import document
 from tlt_server.frontend.http.places import PlaceLimit
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
+from tlt_server.frontend.http.traces import Begin, untraced
 from tlt_server.frontend.reading.asking import Asking
 from tlt_server.frontend.service import Service
 from tlt_server.wording import nearest
@@ -39,7 +40,9 @@ from tlt_server.wording import nearest
 ENVELOPE = failure_naming(())  # for paths below /v1 that have no route
 
 
-def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) -> ASGIApp:
+def build_app(
+    service: Service, gate: Gate, begin: Begin = untraced, dialects: Iterable[str] = DIALECTS
+) -> ASGIApp:
     tables: dict[str, Sequence[Endpoint]] = {name: DIALECTS.resolve(name) for name in dialects}
 
     async def openapi(service: Service, request: Request) -> Response:
@@ -61,7 +64,7 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
     )
     app.state.service = service
     service.metrics.exchanges.ready.set_function(lambda: service.ready)
-    return Access(app, service.metrics, table.template)
+    return Access(app, service.metrics, table.template, begin)
 
 
 class _Table:

@@ -6,15 +6,22 @@ has a bounded set of values, even when clients and operators send others.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
 from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
     CollectorRegistry,
+    Metric,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from tlt_server.events import EngineInfo
+from tlt_server.metrics.aliases import Aliases
 from tlt_server.metrics.disk import DiskMetrics
 from tlt_server.metrics.engine import EngineMetrics
 from tlt_server.metrics.exchanges import ExchangeMetrics
@@ -28,10 +35,21 @@ from tlt_server.metrics.weights import WeightMetrics
 disable_created_metrics()  # no reader needs a `_created` series next to every counter
 
 
-class Metrics:
-    """The metrics of one server."""
+OPENMETRICS = "application/openmetrics-text"
 
-    def __init__(self) -> None:
+
+class Exposition(NamedTuple):
+    text: bytes
+    media_type: str
+
+
+class Metrics:
+    """The metrics of one server, which serves `model`; also under the names that some engines have
+    for them.
+    """
+
+    def __init__(self, aliases: Collection[str] = (), model: str = "") -> None:
+        self._aliases = Aliases(aliases, model)
         self.registry = CollectorRegistry(auto_describe=True)
         kinds = Kinds(self.registry)
         self.exchanges = ExchangeMetrics(kinds)
@@ -54,6 +72,17 @@ class Metrics:
         self.engine.gone()
         self.weights.engine_gone()
 
-    def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def collect(self) -> Iterable[Metric]:
+        families = list(self.registry.collect())
+        return [*families, *self._aliases.of(families)]
+
+    def exposition(self, accept: str = "") -> Exposition:
+        """Return all metrics in the format that an `Accept` header asks for: OpenMetrics where it
+        names that, else Prometheus' text format.
+        """
+        named = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
+        if OPENMETRICS in named:
+            # The default escaping makes an underscore of the colon in an engine's names.
+            text = openmetrics.generate_latest(self, escaping=openmetrics.ALLOWUTF8)
+            return Exposition(text, openmetrics.CONTENT_TYPE_LATEST)
+        return Exposition(generate_latest(self), CONTENT_TYPE_PLAIN_0_0_4)

@@ -26,6 +26,7 @@ PUSH_RESULTS = (
     "conflict",
     "push_failed",
 )
+QUESTIONS = ("looked", "joined", "left")  # results of commands that push nothing
 
 
 class WeightMetrics:
@@ -64,7 +65,7 @@ class WeightMetrics:
     def reported(self, report: WeightReport) -> None:
         self._quarantined.set(bool(report.state.quarantined))
         self.live(report.state.target, report.state.drafter)
-        if report.result not in ("looked", "joined", "left"):
+        if report.result not in QUESTIONS:
             self._pushes.labels(report.role or "none", report.result).inc()
         for phase, seconds in report.phases.items():
             self._push_s.labels(phase).observe(seconds)

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from tlt_server.records import Cycle
 from tlt_server.speculation.correction import FactorFilter, ascending
+from tlt_server.speculation.drafters import DRAFTERS
 
 KNOTS = (
     *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768),
@@ -43,6 +44,7 @@ DRAFT_SHARE = 0.1  # a level of drafting over a pass of the target, until it is 
 # A part that a profile finds to take no time is taken to be this part of a pass of the target, so
 # that steps can correct it by a factor.
 LEAST_SHARE = 0.01
+LEAST = LEAST_SHARE * LEAST_S  # what corrections leave of any part
 SLOWED = 32  # steps after which the slowdown by a trainer is known
 APART_3 = np.array([0.0, 100.0, 200.0])  # octaves between numbers that have nothing in common
 
@@ -221,8 +223,10 @@ class CostModel:
         for values in (record.extend, *record.start.values(), *record.draft.values()):
             if len(values) != len(KNOTS) or not all(0 <= value < 1e4 for value in values):
                 raise ValueError(f"the time of steps must be {len(KNOTS)} numbers of seconds")
-        if {*record.start} != {*record.draft}:
-            raise ValueError("the time of drafts must have two parts for each drafter")
+            if values != sorted(values):
+                raise ValueError("the time of steps falls with their rows")
+        if {*record.start} != {*record.draft} or not {*record.start} <= {*DRAFTERS}:
+            raise ValueError("the time of drafts must have two parts for each drafter there is")
         if not any(record.extend):
             raise ValueError("steps of all sizes take 0 seconds")
         if len(record.linear) != 3 or not all(0 <= value < 1e4 for value in record.linear):
@@ -276,14 +280,14 @@ class CostModel:
         factor_N = np.exp(-correction.log_N)
         correction.observe(share_N, error)
         factor_N *= np.exp(correction.log_N)
-        self._linear_3 *= factor_N[self._linear]
+        np.maximum(self._linear_3 * factor_N[self._linear], LEAST, out=self._linear_3)
         by_curve = -1, len(KNOTS)
         factor_CK = factor_N[self._linear.stop :].reshape(by_curve)
         weight_CK = 1 / correction.variance_N[self._linear.stop :].reshape(by_curve)
         log_CK = np.log(np.array([values_K for _, values_K in self._curves]) * factor_CK)
         log_CK[:] = [*map(ascending, log_CK.tolist(), weight_CK.tolist())]
         for (_, values_K), new_K in zip(self._curves, np.exp(log_CK), strict=True):
-            values_K[:] = new_K
+            np.maximum(new_K, LEAST, out=values_K)
 
     def _parts(self, load: StepLoad) -> list[Part]:
         """Return the functions that the time of a step is the sum of."""

@@ -33,8 +33,8 @@ class Drafted(NamedTuple):
     predicted: float  # sum of the survivals of the nodes that were verified
 
 
-class WeightNames(NamedTuple):
-    """Names of the versions in use."""
+class WeightsInUse(NamedTuple):
+    """Names of the content of the weights in use, which a version's name is not."""
 
     target: str
     drafter: str  # empty without a drafter
@@ -49,8 +49,8 @@ class LearntRecord(Struct, frozen=True, forbid_unknown_fields=True):
     tables: dict[str, TableRecord]
 
     @property
-    def weights(self) -> WeightNames:
-        return WeightNames(self.target, self.drafter)
+    def weights(self) -> WeightsInUse:
+        return WeightsInUse(self.target, self.drafter)
 
 
 class KnowledgeRecord(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,8 +71,9 @@ class Knowledge:
         self.expected_rate = 0.0  # tokens per second of steps like the last ones
         # The survivals by which drafters build their trees: the device's, once it has made them.
         self.tables: Mapping[str, Learnt[TableRecord]] = {}
-        self.weights = WeightNames("", "")
+        self.weights = WeightsInUse("", "")
         self._known: list[LearntRecord] = []  # under earlier weights, newest last
+        self._doubtful = False  # nothing was learnt since it was doubted
         self._step = 0
         self._last_used: dict[str, int] = {}  # the step that last used a drafter
 
@@ -86,6 +87,7 @@ class Knowledge:
         settled = not drafter or self._step - self._last_used.get(drafter, -RETURN) < RETURN
         if drafter:
             self._last_used[drafter] = self._step
+            self._doubtful = False
         if settled:  # else the drafter had to catch up first
             predicted_s = self.cost.observe(load_of(cycle), cycle.step_s, training=training)
         for name, outlook in self.outlooks.items():
@@ -110,17 +112,18 @@ class Knowledge:
         gain = outlook.gain(strategy.depth, strategy.width, rows)[0]
         return context.decoding + context.speculable * float(gain)
 
-    def renew(self, weights: WeightNames, install: Callable[[], None] = lambda: None) -> None:
-        """Let `install` bring new weights into use, between two steps: put by what is known under
+    def renew(self, weights: WeightsInUse, install: Callable[[], None] = lambda: None) -> None:
+        """Let `install` bring new weights into use, between two steps: keep what is known under
         those before, and take up what is known of the new ones.
         """
         self._known = self._learnt()[-KEPT_WEIGHTS:]
         install()
         self._take_up(weights)
 
-    def _take_up(self, weights: WeightNames) -> None:
+    def _take_up(self, weights: WeightsInUse) -> None:
         """Take up what was learnt under these weights. Where that is nothing, take what was learnt
-        of the drafter under another target, or go on from what there is, and doubt it.
+        of the drafter under another target, or go on from what there is, and doubt it, once for
+        several weights in a row under which nothing is learnt.
         """
         self.weights = weights
         same = [each for each in self._known if each.weights == weights]
@@ -128,9 +131,13 @@ class Knowledge:
         for found in (same or of_drafter)[-1:]:
             _restore(self.outlooks, found.outlooks)
             _restore(self.tables, found.tables)
-        held: list[Learnt[Any]] = [*self.outlooks.values(), *self.tables.values()]
-        for learnt in () if same else held:
-            learnt.forget()
+        if same:
+            self._doubtful = False
+        elif not self._doubtful:
+            held: list[Learnt[Any]] = [*self.outlooks.values(), *self.tables.values()]
+            for learnt in held:
+                learnt.forget()
+            self._doubtful = True
 
     def _learnt(self) -> list[LearntRecord]:
         """Return what is known, by weights; last: under those in use."""
@@ -159,6 +166,7 @@ class Knowledge:
             _check(self.tables, each.tables)
         self.cost, self._known = cost, record.learnt[-KEPT_WEIGHTS:]
         _restore(self.outlooks, record.learnt[-1].outlooks)
+        self._doubtful = False
         self._take_up(self.weights)
 
     def gauges(self) -> Mapping[str, float]:

@@ -31,6 +31,8 @@ from tlt_server.speculation.learnt import DOUBT
 from tlt_server.speculation.sizes import POINTS
 
 _POINT_X = np.array(POINTS, np.float64)
+MOST = 2.0  # accepted over predicted, of one step
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Outlook:
         """Compare the sum of the verified nodes' survivals with the accepted tokens."""
         if predicted > 0:
             weight = self._settings.fade * min(1.0, predicted / 4)
-            self.ratio += weight * (min(2.0, accepted / predicted) - self.ratio)
+            self.ratio += weight * (min(MOST, accepted / predicted) - self.ratio)
 
     @property
     def due(self) -> bool:
@@ -150,18 +152,22 @@ class Outlook:
 
     def check(self, record: OutlookRecord) -> None:
         """`ValueError` unless it is of this outlook's form."""
-        numbers = (*record.curves, record.requests, record.rate, record.ratio)
-        if (
+        curve_TX = np.array(record.curves[: self._prior_DWX.size]).reshape(-1, len(POINTS))
+        if (  # a node brings one token at most
             tuple(record.depths) != self.depths
             or tuple(record.widths) != self.widths
             or len(record.curves) != self._prior_DWX.size
-            or not all(0 <= number < 1e4 for number in numbers)
+            or not ((curve_TX >= 0) & (curve_TX <= _POINT_X + ROUNDING)).all()
+            or not 0 <= record.requests <= self._settings.memory
+            or not 0 <= record.rate < 1
+            or not 0 <= record.ratio <= MOST
         ):
             raise ValueError("the outlook of a drafter is not of the form that this version has")
 
     def restore(self, record: OutlookRecord) -> None:
         self._seen_DWX = self.curve_DWX = np.array(record.curves).reshape(self._prior_DWX.shape)
         self._requests, self._rate, self.ratio = record.requests, record.rate, record.ratio
+        self._unseen = 0
 
     def _prior(self) -> NDArray[np.float64]:
         curve_DWX = np.zeros((len(self.depths), len(self.widths), len(POINTS)))

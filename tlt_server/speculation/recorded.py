@@ -34,7 +34,7 @@ from tlt_server.speculation.cost import CostModel, CostRecord
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.knowledge import KnowledgeRecord
 
-FORMAT = "tlt rollout record 3"
+FORMAT = "tlt rollout record 4"
 MAX_BYTES = 2**31  # limit of a file's size
 MAX_HEADER = 2**20  # bytes
 DEVICES = ("cpu", "cuda", "interpreter")

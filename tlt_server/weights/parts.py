@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_server.models.config import ModelConfig
-from tlt_server.weights.checksums import digest, live_sums
+from tlt_server.weights.checksums import digest, live_sums, origin_of
 
 
 class TargetNetwork(Protocol):
@@ -59,10 +59,20 @@ class Target:
     version: str
     network: TargetNetwork
     sums: Mapping[str, str]  # tensor -> mix64 of its values; empty until they are needed
+    origin: str = ""  # `origin_of` the files that were loaded at the start
+
+    @classmethod
+    def loaded(cls, version: str, network: TargetNetwork, directory: Path) -> Self:
+        return cls(version, network, {}, origin_of(directory))
 
     @cached_property
     def digest(self) -> str:
         return digest(self.sums)
+
+    @property
+    def content(self) -> str:
+        """Name the content, the same way for as long as it is kept."""
+        return self.origin or self.digest
 
     def live_sums(self) -> dict[str, str]:
         """Compute the checksums of the storage in use."""
@@ -75,10 +85,21 @@ class Drafter:
     network: DrafterNetwork
     calibration: object  # opaque here; the drafter reads it
     sums: Mapping[str, str]
+    origin: str = ""
+
+    @classmethod
+    def loaded(
+        cls, version: str, network: DrafterNetwork, calibration: object, directory: Path
+    ) -> Self:
+        return cls(version, network, calibration, {}, origin_of(directory))
 
     @cached_property
     def digest(self) -> str:
         return digest(self.sums)
+
+    @property
+    def content(self) -> str:
+        return self.origin or self.digest
 
     def live_sums(self) -> dict[str, str]:
         return live_sums(drafter_tensors(self.network))

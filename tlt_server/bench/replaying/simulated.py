@@ -336,6 +336,7 @@ def known_at_start(record: RolloutRecord) -> Knowledge:
     known = next((run.known for run in record.header.runs if run.known is not None), None)
     try:
         if known is not None:
+            knowledge.weights = known.learnt[-1].weights
             knowledge.restore(known)
     except ValueError as error:
         raise StartupError(f"the record's knowledge does not fit this version: {error}") from error

@@ -53,7 +53,8 @@ class Equipped(NamedTuple):
     # Take it again, empty; `torch.OutOfMemoryError` and no change where there is no room.
     reclaim: Callable[[], None]
     forget: Callable[[], None]  # drop the text of requests that have ended
-    tables: Mapping[str, Learnt[TableRecord]]  # what drafts survived, for `knowledge` to hold
+    # Survivals of nodes, by drafter; `knowledge` holds what they learn.
+    tables: Mapping[str, Learnt[TableRecord]]
     detail: str = ""  # for the start-up report
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
     # (decoding sequences, max rows) -> prompt rows that a step may read with them

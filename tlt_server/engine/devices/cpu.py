@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -66,13 +67,14 @@ class CpuDevice:
             page_size=settings.page_size,
             feature_layers=loader.feature_layers(directory, config) if loader and directory else (),
         )
-        live = Live(Target(settings.weight_version, target, {}))
+        version = settings.weight_version
+        live = Live(Target.loaded(version, target, Path(settings.model)))
         if loader is None or directory is None:
             return live
         network = loader.empty(directory, target)
         loader.fill(network, directory)
         calibration = loader.calibration(directory)
-        return replace(live, drafter=Drafter(settings.weight_version, network, calibration, {}))
+        return replace(live, drafter=Drafter.loaded(version, network, calibration, directory))
 
     def allocate(self, live: Live, max_model_len: int) -> Memory:
         assert isinstance(live.target.network, Decoder)

@@ -110,14 +110,14 @@ class CudaDevice:
         with self._memory("the weights"):
             target, network = self._empty(config, self._placement)
             fill(target.parameters(), directory, ignored=unread(config))
-            live = Live(Target(settings.weight_version, target, {}))
+            live = Live(Target.loaded(settings.weight_version, target, directory))
             drafter = settings.drafter_directory
             if network is None or drafter is None:
                 return live
             loader = find_loader(drafter, self.name)
             loader.fill(network, drafter)
-        calibration = loader.calibration(drafter)
-        return replace(live, drafter=Drafter(settings.weight_version, network, calibration, {}))
+        version, calibration = settings.weight_version, loader.calibration(drafter)
+        return replace(live, drafter=Drafter.loaded(version, network, calibration, drafter))
 
     def _empty(
         self, config: ModelConfig, placement: Placement

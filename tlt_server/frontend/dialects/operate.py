@@ -67,10 +67,9 @@ async def started(service: Service, request: Request) -> Response:
 
 @ROUTES.get("/metrics", needs="operate")
 async def metrics(service: Service, request: Request) -> Response:
-    """Return the metrics of this server for Prometheus."""
-    return Response(
-        service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    """Return the metrics of this server for Prometheus, as OpenMetrics where `Accept` says so."""
+    shown = service.metrics.exposition(request.headers.get("accept", ""))
+    return Response(shown.text, media_type=shown.media_type)
 
 
 @ROUTES.get("/server_info", needs="any", parameters=(CONFIG_FORMAT,), gives=ServerInfo)

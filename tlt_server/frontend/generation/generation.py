@@ -23,6 +23,7 @@ from tlt_server.frontend.generation.named import Named
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.loop_share import FREED, LoopShare
 from tlt_server.frontend.http.slices import SLICE_BYTES
+from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
 from tlt_server.records import StepOutput
@@ -203,8 +204,9 @@ class _Measured:
             shared.clock,
             shared.engine,
         )
-        self._accepted_s = self._clock()
+        self._accepted_s, self._trace = self._clock(), CURRENT.get()
         self._last_token_s: dict[str, float] = {}
+        self._begun_s: dict[str, tuple[float, float]] = {}  # when started, and its first token
 
     @property
     def age_s(self) -> float:
@@ -222,11 +224,37 @@ class _Measured:
             elif not before:  # else it continues what an earlier engine began
                 metrics.queued_s.observe(output.queued_s)
                 metrics.first_token_s.observe(now - self._accepted_s)
+                self._begun_s[output.id] = min(self._accepted_s + output.queued_s, now), now
         if output.finish_reason is not None:
             error = output.error[0] if output.error else output.finish_reason
-            metrics.ended.labels(sequence.finish_reason or error).inc()
+            reason = sequence.finish_reason or error
+            metrics.ended.labels(reason).inc()
+            self._record(sequence, self._begun_s.pop(output.id, None), now, reason)
             metrics.end_to_end_s.observe(now - self._accepted_s)
             metrics.stale.inc(self._stale_tokens(sequence))
+
+    def _record(
+        self, sequence: GrowingChoice, begun_s: tuple[float, float] | None, now: float, reason: str
+    ) -> None:
+        """Record the parts of a sequence: queue, prefill up to its first token, decode."""
+        started_s, first_s = begun_s or (now, now)
+        self._trace.part("queue", self._accepted_s, started_s)
+        if begun_s is None:
+            return
+        self._trace.part(
+            "prefill",
+            started_s,
+            first_s,
+            gen_ai__usage__input_tokens=len(sequence.request.token_ids),
+            tlt__cached_tokens=sequence.cached_tokens,
+        )
+        self._trace.part(
+            "decode",
+            first_s,
+            now,
+            gen_ai__usage__output_tokens=len(sequence.token_ids),
+            tlt__finish_reason=reason,
+        )
 
     def _stale_tokens(self, sequence: GrowingChoice) -> int:
         """Return how many tokens another version than the live one has computed."""

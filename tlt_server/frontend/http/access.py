@@ -16,6 +16,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlt_server.frontend.http.auth import is_change
+from tlt_server.frontend.http.traces import CURRENT, UNTRACED, Begin, untraced
 from tlt_server.metrics import Metrics
 
 HEADER = b"x-request-id"
@@ -37,9 +38,17 @@ def given_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 class Access:
     """A wrapper of the whole application, so that it also sees refusals and failures."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, template: Callable[[str], str]) -> None:
-        """`template(path)` returns the route of a path, from a bounded set."""
-        self._app, self._metrics, self._template = app, metrics, template
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        template: Callable[[str], str],
+        begin: Begin = untraced,
+    ) -> None:
+        """`template(path)` returns the route of a path, from a bounded set. `begin` begins the
+        trace of a request.
+        """
+        self._app, self._metrics, self._template, self._begin = app, metrics, template, begin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,6 +56,8 @@ class Access:
             return
         request = _Request(scope, receive, send)
         started = time.perf_counter()
+        trace = UNTRACED if scope["path"] in QUIET else self._begin(scope["headers"])
+        outer = CURRENT.set(trace)
         with structlog.contextvars.bound_contextvars(request_id=request.id):
             try:
                 await self._app(scope, request.receive, request.send)
@@ -56,6 +67,16 @@ class Access:
                 # Otherwise the error was answered and logged by `replies.unexpected`. Uvicorn would
                 # log its message, which may quote a prompt.
             finally:
+                CURRENT.reset(outer)
+                trace.end(
+                    failed=not 0 < request.status < 500,
+                    http__request__method=scope["method"]
+                    if scope["method"] in METHODS
+                    else "other",
+                    http__route=self._template(scope["path"]),
+                    http__response__status_code=request.status,
+                    tlt__request_id=request.id,
+                )
                 self._keep(scope, request, time.perf_counter() - started)
 
     def _keep(self, scope: Scope, request: _Request, seconds: float) -> None:

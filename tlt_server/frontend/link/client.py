@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +28,7 @@ from tlt_server.commands import (
 )
 from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.events import ControlReport, EngineInfo, Event, Outputs, Phase, Ready, WeightReport
+from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Answers
 from tlt_server.frontend.link.changes import Changes
@@ -36,6 +38,7 @@ from tlt_server.frontend.link.sequences import OpenSequences
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
+from tlt_server.metrics.weights import QUESTIONS
 from tlt_server.records import Cycle, GenerateRequest, Switch
 from tlt_server.samples.activity import Activity
 
@@ -295,7 +298,18 @@ class EngineClient:
         """Return the engine's answer. A caller that goes away does not stop what it asked for."""
         self.check_running()
         with self.activity.during("weights"):
+            asked_s = time.monotonic()
             report = await self._weight_answers.ask(command)
+        if report.result not in QUESTIONS:
+            CURRENT.get().part(
+                "push",
+                asked_s,
+                time.monotonic(),
+                tlt__role=report.role,
+                tlt__result=report.result,
+                tlt__version=report.version,
+                **{f"tlt__{phase}_seconds": taken for phase, taken in report.phases.items()},
+            )
         if report.version:  # for what is still logged of the request, such as its audit line
             structlog.contextvars.bind_contextvars(version=report.version)
         return report

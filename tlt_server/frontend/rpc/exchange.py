@@ -30,7 +30,15 @@ from tlt_server.frontend.rpc.reads import MessageReads
 from tlt_server.frontend.rpc.wire import wired
 
 # Metadata of a call that become headers, and headers of a reply that become metadata.
-TO_HEADERS = ("authorization", "idempotency-key", "origin", "sec-fetch-site", "x-request-id")
+TO_HEADERS = (
+    "authorization",
+    "idempotency-key",
+    "origin",
+    "sec-fetch-site",
+    "traceparent",
+    "tracestate",
+    "x-request-id",
+)
 TO_METADATA = (b"x-request-id", b"x-rollout-id", b"retry-after")
 LARGE_BYTES = 2**16  # larger replies are made in a thread
 Context: TypeAlias = grpc.aio.ServicerContext

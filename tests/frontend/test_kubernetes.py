@@ -1,0 +1,207 @@
+"""The manifests under docker/k8s are valid, fit each other, and ask the server for what it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.frontend.live_server import live_server
+from tests.frontend.test_docker import COMPOSE, SERVER, all_of
+from tlt_server.__main__ import _parse
+
+K8S = Path(__file__).parents[2] / "docker" / "k8s"
+# The oldest version that has all fields of the manifests by default, and a new one.
+VERSIONS = ("1.30", "1.37")
+KUSTOMIZATION: dict[str, Any] = yaml.safe_load((K8S / "kustomization.yaml").read_text())
+MANIFESTS: dict[str, list[dict[str, Any]]] = {
+    path.name: list(yaml.safe_load_all(path.read_text()))
+    for path in sorted(K8S.glob("*.yaml"))
+    if path.name != "kustomization.yaml"
+}
+WORKLOADS = {
+    name: documents[0]
+    for name, documents in MANIFESTS.items()
+    if documents[0]["kind"] in ("Deployment", "StatefulSet")
+}
+LABELS = {"app.kubernetes.io/name": "tlt"}
+NAMES = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def fields(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    """Return the schema of an object that has the required fields and no unknown one."""
+    return {
+        "type": "object",
+        "properties": required | optional,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+SECRET_KEY = fields({"name": {"type": "string"}, "key": {"type": "string"}})
+# The fields that podmonitor.yaml uses, as the Prometheus operator defines them.
+POD_MONITOR = fields(
+    {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "PodMonitor"},
+        "metadata": fields({"name": {"type": "string"}}, labels=NAMES),
+        "spec": fields(
+            {
+                "selector": fields({"matchLabels": NAMES}),
+                "podMetricsEndpoints": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": fields(
+                        {"port": {"type": "string"}},
+                        path={"type": "string"},
+                        interval={"type": "string", "pattern": r"^\d+(ms|s|m)$"},
+                        authorization=fields(
+                            {"type": {"const": "Bearer"}, "credentials": SECRET_KEY}
+                        ),
+                    ),
+                },
+            },
+            jobLabel={"type": "string"},
+        ),
+    }
+)
+
+
+def container(workload: dict[str, Any]) -> dict[str, Any]:
+    (only,) = workload["spec"]["template"]["spec"]["containers"]
+    return dict(only)
+
+
+def flags(workload: dict[str, Any]) -> dict[str, str]:
+    """Return the settings that the command line of a workload gives, parsed by the server."""
+    return dict(vars(_parse(container(workload)["args"])))
+
+
+def ports(workload: dict[str, Any]) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container(workload)["ports"]}
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [document for documents in MANIFESTS.values() for document in documents],
+    ids=lambda manifest: f"{manifest['kind']} {manifest['metadata']['name']}",
+)
+def test_a_manifest_has_the_fields_of_its_kind(manifest: dict[str, Any]) -> None:
+    if manifest["kind"] == "PodMonitor":
+        jsonschema.validate(manifest, POD_MONITOR)
+    else:
+        for version in VERSIONS:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("place", [("spec", "replicass"), ("spec", "template", "spec", "volume")])
+def test_an_unknown_field_is_found(place: tuple[str, ...]) -> None:
+    broken = yaml.safe_load((K8S / "deployment.yaml").read_text())
+    inner = broken
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
+
+
+def test_the_kustomization_names_files_and_the_image() -> None:
+    assert set(KUSTOMIZATION) == {"apiVersion", "kind", "resources", "images"}
+    assert {*KUSTOMIZATION["resources"], "statefulset.yaml"} == set(MANIFESTS)
+    (image,) = KUSTOMIZATION["images"]
+    overlay = yaml.safe_load((K8S.parent / "compose.gpu.yaml").read_text())
+    built = overlay["services"]["server"]["image"]
+    assert {image["name"], *(container(each)["image"] for each in WORKLOADS.values())} == {built}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_starts_the_server_that_compose_starts(name: str) -> None:
+    workload = WORKLOADS[name]
+    given, compose = flags(workload), vars(_parse(SERVER["command"]))
+    same = ("model", "drafter", "host", "port", "drain_timeout_s", "log_format")
+    assert [given[each] for each in same] == [compose[each] for each in same]
+    assert ports(workload) == {"http": int(given["port"]), "probes": int(given["probe_port"])}
+    assert ("state_dir" in given) == (workload["kind"] == "StatefulSet")
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_pod_has_no_rights_and_writes_to_its_volumes_alone(name: str) -> None:
+    pod = WORKLOADS[name]["spec"]["template"]["spec"]
+    security = container(WORKLOADS[name])["securityContext"]
+    assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+    assert security["capabilities"] == {"drop": ["ALL"]} and pod["securityContext"]["runAsNonRoot"]
+    assert f"--uid {pod['securityContext']['runAsUser']} " in " ".join(all_of("RUN"))
+    claims = WORKLOADS[name]["spec"].get("volumeClaimTemplates", [])
+    volumes = {volume["name"] for volume in pod["volumes"]} | {
+        claim["metadata"]["name"] for claim in claims
+    }
+    mounts = {each["mountPath"]: each for each in container(WORKLOADS[name])["volumeMounts"]}
+    assert {each["name"] for each in mounts.values()} == volumes
+    (volume,) = all_of("VOLUME")
+    assert {place for place, each in mounts.items() if not each.get("readOnly")} == {volume, "/tmp"}
+    given = flags(WORKLOADS[name])
+    assert Path(given["api_key_file"]).parent == Path("/etc/tlt") and "/etc/tlt" in mounts
+    assert given.get("state_dir", volume).startswith(volume)
+    assert [claim["metadata"]["name"] for claim in claims] == (
+        ["state"] if "state_dir" in given else []
+    )
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_asks_for_a_gpu_and_ends_after_the_drain(name: str) -> None:
+    pod, server = WORKLOADS[name]["spec"]["template"]["spec"], container(WORKLOADS[name])
+    limits, requests = server["resources"]["limits"], server["resources"]["requests"]
+    assert limits["nvidia.com/gpu"] == "1" and limits["memory"] == requests["memory"]
+    wait_s = server["lifecycle"]["preStop"]["sleep"]["seconds"]
+    drain_s = float(flags(WORKLOADS[name])["drain_timeout_s"])
+    assert pod["terminationGracePeriodSeconds"] > wait_s + drain_s
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_probes_ask_the_servers_health_routes(name: str, model: Path) -> None:
+    server = container(WORKLOADS[name])
+    probes = {kind: server[f"{kind}Probe"] for kind in ("startup", "liveness", "readiness")}
+    paths = {kind: probe["httpGet"]["path"] for kind, probe in probes.items()}
+    assert paths == {"startup": "/startupz", "liveness": "/livez", "readiness": "/readyz"}
+    assert {probe["httpGet"]["port"] for probe in probes.values()} == {"probes"}
+    with live_server(model, probe_port=0) as live:
+        assert {httpx.get(live.probe_url + path).status_code for path in paths.values()} == {200}
+        startup_s = probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"]
+        assert startup_s >= live.config.startup_timeout_s
+
+
+def test_services_and_the_monitor_find_the_pods() -> None:
+    (monitor,) = MANIFESTS["podmonitor.yaml"]
+    services = MANIFESTS["service.yaml"]
+    for workload in WORKLOADS.values():
+        assert workload["spec"]["selector"]["matchLabels"] == LABELS
+        assert workload["spec"]["template"]["metadata"]["labels"] == LABELS
+        assert {port["targetPort"] for each in services for port in each["spec"]["ports"]} <= set(
+            ports(workload)
+        )
+        (keys,) = (
+            volume["secret"]["secretName"]
+            for volume in workload["spec"]["template"]["spec"]["volumes"]
+            if "secret" in volume
+        )
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in ports(workload) and endpoint["path"] == "/metrics"
+        credentials = endpoint["authorization"]["credentials"]
+        assert credentials == {"name": keys, "key": Path(flags(workload)["api_key_file"]).name}
+    assert {str(each["spec"]["selector"]) for each in services} == {str(LABELS)}
+    assert monitor["spec"]["selector"] == {"matchLabels": LABELS}
+    assert monitor["spec"]["jobLabel"] in LABELS
+    headless = {each["metadata"]["name"] for each in services if "clusterIP" in each["spec"]}
+    assert WORKLOADS["statefulset.yaml"]["spec"]["serviceName"] in headless
+
+
+def test_the_two_workloads_differ_in_their_state_alone() -> None:
+    deployment, stateful = (container(each) for each in WORKLOADS.values())
+    extra = set(stateful.pop("args")) ^ set(deployment.pop("args"))
+    assert deployment == stateful and extra == {"--state-dir=/var/lib/tlt/state"}
+    assert "state" in COMPOSE["volumes"]

@@ -1,0 +1,190 @@
+"""Traces of requests: which spans reach a collector, under whose, and what they hold."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tests.frontend.live_server import live_server
+from tlt_client import Client
+from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
+from tlt_server.config import load
+from tlt_server.errors import StartupError
+from tlt_server.frontend.http.otlp import FLUSH_S, OtlpTraces
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{CALLER}-01"
+
+
+class Collector:
+    """A collector that keeps what it is sent. Read it after the server has ended."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.url = ""
+
+    @property
+    def spans(self) -> list[Span]:
+        sent = [ExportTraceServiceRequest.FromString(body) for body in self.bodies]
+        return [
+            span
+            for each in sent
+            for resource in each.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            collector.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    collector.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def attributes(span: Span) -> dict[str, str | int | float]:
+    return {
+        each.key: getattr(each.value, str(each.value.WhichOneof("value")))
+        for each in span.attributes
+    }
+
+
+def test_a_request_is_one_trace_with_its_parts_under_the_callers_span(model: Path) -> None:
+    with collecting() as collector:
+        with live_server(model, otlp_endpoint=collector.url) as server:
+            body = {
+                "requests": [{"prompt": "nightingale", "id": "wren"}],
+                "sampling": {"max_tokens": 9},
+            }
+            headers = {"traceparent": TRACEPARENT, "x-request-id": "step-3"}
+            reply = httpx.post(f"{server.url}/generate", json=body, headers=headers)
+            assert reply.status_code == 200, reply.text
+        (request,) = collector.named("request")
+        assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, CALLER)
+        assert attributes(request) == {
+            "http.request.method": "POST",
+            "http.route": "/generate",
+            "http.response.status_code": 200,
+            "tlt.request_id": "step-3",
+        }
+        parts = {name: collector.named(name)[0] for name in ("queue", "prefill", "decode")}
+        assert len(collector.spans) == 4
+        for part in parts.values():
+            assert part.trace_id.hex() == TRACE and part.parent_span_id == request.span_id
+        times = [parts["queue"].start_time_unix_nano]
+        for part in parts.values():
+            assert abs(part.start_time_unix_nano - times[-1]) < 5e7
+            times.append(part.end_time_unix_nano)
+        assert times == sorted(times) and request.start_time_unix_nano <= times[0] + 5e7
+        assert attributes(parts["prefill"])["gen_ai.usage.input_tokens"] == len("nightingale")
+        assert attributes(parts["decode"]) == {
+            "gen_ai.usage.output_tokens": 9,
+            "tlt.finish_reason": "length",
+        }
+        sent = b"".join(collector.bodies)
+        assert b"nightingale" not in sent and b"wren" not in sent
+        assert b"tlt-server" in sent
+
+
+def test_a_push_has_a_span_and_probes_have_none(model: Path) -> None:
+    with collecting() as collector:
+        with (
+            live_server(model, otlp_endpoint=collector.url) as server,
+            Client(server.url) as client,
+        ):
+            client.update_weights("p", "v1", role="target")
+            client.weights()
+            for path in ("livez", "readyz", "health", "startupz", "metrics"):
+                httpx.get(f"{server.url}/{path}")
+        (push,) = collector.named("push")
+        by_route = {attributes(span)["http.route"]: span for span in collector.named("request")}
+        assert set(by_route) == {"/update_weights", "/weights"}
+        assert push.parent_span_id == by_route["/update_weights"].span_id
+        held = attributes(push)
+        assert (held["tlt.role"], held["tlt.version"]) == ("target", "v1")
+        assert held["tlt.result"] == "committed"
+
+
+@pytest.mark.parametrize("given", ["", "zz", "00-" + "0" * 32 + f"-{CALLER}-01", "x" * 5000])
+def test_a_caller_without_a_valid_context_gets_a_trace_of_its_own(model: Path, given: str) -> None:
+    with collecting() as collector:
+        with live_server(model, otlp_endpoint=collector.url) as server:
+            httpx.get(f"{server.url}/server_info", headers={"traceparent": given})
+        (request,) = collector.spans
+        assert not request.parent_span_id and re.fullmatch("[0-9a-f]{32}", request.trace_id.hex())
+
+
+def test_a_caller_that_does_not_sample_is_not_traced(model: Path) -> None:
+    with collecting() as collector:
+        with live_server(model, otlp_endpoint=collector.url) as server:
+            headers = {"traceparent": TRACEPARENT[:-2] + "00"}
+            httpx.get(f"{server.url}/server_info", headers=headers)
+        assert collector.spans == []
+
+
+def test_a_grpc_call_is_traced_under_its_callers_span(model: Path) -> None:
+    with collecting() as collector:
+        with (
+            live_server(model, otlp_endpoint=collector.url, grpc_port=0) as server,
+            grpc.insecure_channel(server.grpc_address) as channel,
+        ):
+            metadata = (("traceparent", TRACEPARENT),)
+            RolloutServiceStub(channel).GetInfo(GetInfoRequest(), metadata=metadata)
+        (request,) = collector.spans
+        assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, CALLER)
+
+
+def test_a_collector_that_is_away_delays_nothing_for_long() -> None:
+    traces = OtlpTraces("http://127.0.0.1:9")
+    began_s = time.monotonic()
+    for _ in range(5000):  # more than the queue holds
+        traces.begin([]).end(failed=False)
+    assert time.monotonic() - began_s < 5
+    began_s = time.monotonic()
+    traces.close()
+    assert time.monotonic() - began_s < 4 * FLUSH_S
+
+
+def test_without_the_sdk_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(StartupError, match=r"pip install 'tlt-server\[otlp\]'"):
+        OtlpTraces("http://127.0.0.1:4318")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://x:4317", "http://", "http://a b"])
+def test_an_endpoint_that_is_no_url_is_refused(model: Path, url: str) -> None:
+    with pytest.raises(StartupError, match="it must be a URL such as http://127.0.0.1:4318"):
+        load({"model": str(model), "otlp_endpoint": url})

@@ -1,0 +1,116 @@
+"""Sends traces to an OpenTelemetry collector, by OTLP over HTTP, from a thread of the SDK.
+
+The SDK is an optional extra, so this module imports it where it is used. Its queue holds 2,048
+spans and drops further ones; a collector that is away costs no request any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from tlt_server import __version__
+from tlt_server.errors import StartupError
+from tlt_server.frontend.http.traces import Begin, Headers, RequestTrace, Value, untraced
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+PARENT = (b"traceparent", b"tracestate")
+FLUSH_S = 3.0  # at the end, for spans that were not sent yet
+SEND_S = 3.0  # one batch
+
+
+@asynccontextmanager
+async def tracing(endpoint: str) -> AsyncIterator[Begin]:
+    """Yield what begins the trace of a request. Without an endpoint nothing is traced. At the end,
+    send the spans that are left.
+    """
+    if not endpoint:
+        yield untraced
+        return
+    traces = OtlpTraces(endpoint)
+    try:
+        yield traces.begin
+    finally:
+        await asyncio.to_thread(traces.close)
+
+
+class OtlpTraces:
+    def __init__(self, endpoint: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError:
+            raise StartupError(
+                f"otlp_endpoint is {endpoint}, and the OpenTelemetry SDK is not installed; run "
+                "pip install 'tlt-server[otlp]', or leave otlp_endpoint out"
+            ) from None
+
+        named = {
+            SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "tlt-server"),
+            SERVICE_VERSION: __version__,
+        }
+        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SEND_S)
+        # The SDK warns at every retry, many times a minute while a collector is away.
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("tlt_server", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, headers: Headers) -> RequestTrace:
+        """Begin the span of a request, under the caller's span if the headers name one."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        carrier = {
+            name.decode(): value.decode("latin-1") for name, value in headers if name in PARENT
+        }
+        caller = self._propagator.extract(carrier, Context())
+        return _Traced(
+            self._tracer, self._tracer.start_span("request", caller, kind=SpanKind.SERVER)
+        )
+
+    def close(self) -> None:
+        self._provider.force_flush(int(FLUSH_S * 1000))
+        self._provider.shutdown()
+
+
+class _Traced:
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        self._tracer, self._span = tracer, span
+        self._here = set_span_in_context(span)
+
+    def part(self, name: str, start_s: float, end_s: float, **attributes: Value) -> None:
+        part = self._tracer.start_span(
+            name, self._here, attributes=_named(attributes), start_time=_unix_ns(start_s)
+        )
+        part.end(_unix_ns(end_s))
+
+    def end(self, *, failed: bool, **attributes: Value) -> None:
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attributes(_named(attributes))
+        if failed:
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+
+def _named(attributes: dict[str, Value]) -> dict[str, Value]:
+    """Return attributes by their names in traces, which have dots."""
+    return {name.replace("__", "."): value for name, value in attributes.items()}
+
+
+def _unix_ns(monotonic_s: float) -> int:
+    return time.time_ns() - round((time.monotonic() - monotonic_s) * 1e9)
