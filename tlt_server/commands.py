@@ -127,6 +127,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     role: PushRole = "target"
     version: str = ""  # empty: the directory's name and the content's digest
+    # the version is a label (`labels.py`): other content of that name is no conflict
+    labelled: bool = False
     channel: str = "disk"  # a name of `tlt_client.channels.CHANNELS`
     # disk: a directory, absolute or below the weight root; http: the upload's; ipc: a socket's name
     path: str = ""
@@ -160,8 +162,8 @@ class PushWeights(Struct, frozen=True, tag="push_weights"):
 
 
 class CommitWeights(Struct, frozen=True, tag="commit_weights"):
-    """Make the staged push of `version`, or of a session, live, as version `name` where that is
-    given.
+    """Make the staged push of `version`, or of a session, live, under the label `name` where that
+    is given.
     """
 
     id: str
@@ -171,8 +173,8 @@ class CommitWeights(Struct, frozen=True, tag="commit_weights"):
 
 
 class NameWeights(Struct, frozen=True, tag="name_weights"):
-    """Call the target's weights that are live `version` from now on; their content stays.
-    `Conflict` where they are not `of`, if given.
+    """Call the target's weights that are live by the label `version` from now on; their content
+    stays. `Conflict` where they are not `of`, if given.
     """
 
     id: str

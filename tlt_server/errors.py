@@ -7,7 +7,7 @@ our own bug. `retryable` tells a client whether the same request may succeed lat
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class TltError(Exception):
@@ -34,6 +34,20 @@ class TooLarge(InvalidRequest):
     """The body or the work asked for is over a limit."""
 
     code, http_status, grpc_code = "too_large", 413, "INVALID_ARGUMENT"
+
+
+class ContextExceeded(InvalidRequest):
+    """The prompt is longer than the model, or the server, takes."""
+
+    @classmethod
+    def of(cls, found: str, limit: str, max_prompt_tokens: int) -> Self:
+        """Return the error in the words that clients look for. `found` says how long the prompt is,
+        and `limit` how long it may be.
+        """
+        return cls(
+            f"{found}; the limit is {limit}, as this model's maximum context length is "
+            f"{max_prompt_tokens + 1} tokens here: shorten it"
+        )
 
 
 class EncodedBody(InvalidRequest):

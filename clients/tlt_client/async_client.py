@@ -227,7 +227,7 @@ class AsyncClient:
         return await self._transport.ask(calls.weight_checksums("checksum"))
 
     async def remember_weight_checksums(self) -> Mapping[str, str]:
-        return await self._transport.ask(calls.weight_checksums("reset"))
+        return await self._transport.ask(calls.weight_checksums("snapshot"))
 
     async def compare_weights(self, baseline: Mapping[str, str] | None = None) -> list[str]:
         return await self._transport.ask(calls.compare_weights(baseline))

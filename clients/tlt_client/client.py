@@ -316,7 +316,7 @@ class Client:
 
     def remember_weight_checksums(self) -> Mapping[str, str]:
         """Return the same checksums; the server remembers them for `compare_weights`."""
-        return self._transport.ask(calls.weight_checksums("reset"))
+        return self._transport.ask(calls.weight_checksums("snapshot"))
 
     def compare_weights(self, baseline: Mapping[str, str] | None = None) -> list[str]:
         """Return the names of tensors that differ from a `baseline` of checksums, or without one

@@ -34,7 +34,10 @@ HEADERS: dict[str, dict[str, str]] = {
     **{name: {"authorization": f"Bearer key-{name}"} for name in (*SCOPES, "all")},
 }
 # Without a body this operation needs another scope than its route.
-BODIES = {("POST", "/abort_requests"): {"request_ids": ["x"]}}
+BODIES = {
+    ("POST", path): {"request_ids": ["x"]}
+    for path in ("/abort_requests", "/inference/v1/abort_requests")
+}
 LINES = "".join(f"key-{scope} scopes={scope} name={scope}\n" for scope in SCOPES) + "key-all\n"
 
 
@@ -44,7 +47,8 @@ def documented() -> dict[tuple[str, str], str]:
     return {
         (method, path): NEEDS[needs]
         for needs, routes in re.findall(r"^\| ([^|]+) \| (`.*) \|$", section, re.MULTILINE)
-        for method, path in re.findall(r"`([A-Z]+) (\S+)`", routes)
+        for methods, path in re.findall(r"`([A-Z,]+) (\S+)`", routes)
+        for method in methods.split(",")
     }
 
 

@@ -105,7 +105,8 @@ ROUTES = {
 SHAPES = {  # dialect -> types of its errors
     "openai": ["Failure"],
     "vllm_rl": ["Faulty"],
-    "sglang": ["Refusal", "Outcome"],
+    "sglang": ["Refusal", "Outcome", "Failure"],
+    "areal": ["ArealOutcome"],
 }
 PUSHES = {"/update_weights", "/update_weight_version", "/update_weights_from_disk"}
 GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions"}
@@ -319,6 +320,11 @@ def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> 
     assert examples.keys() == GENERATES | PUSHES | {
         "/tokenize",
         "/detokenize",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/areal_update_weights",
+        "/areal_set_update_weight_meta",
+        "/areal_init_weights_update_group",
         "/strategy",
         "/inference/v1/generate",
         "/collective_rpc",

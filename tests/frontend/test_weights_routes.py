@@ -211,8 +211,9 @@ def test_the_engines_refusals_keep_their_status(
 def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveServer) -> None:
     assert client.weight_checksums() == {"w": "sha256:v0"}
     refused = post(server, "/weight_checker", {"action": "compare"})
-    assert refused.status_code == 400 and "reset first" in refused.json()["error"]["message"]
-    assert post(server, "/weight_checker", {"action": "reset"}).status_code == 200
+    assert refused.status_code == 400 and "snapshot first" in refused.json()["error"]["message"]
+    remembered = post(server, "/weight_checker", {"action": "snapshot"})
+    assert remembered.json() == {"checksums": {"w": "sha256:v0"}}
     assert post(server, "/weight_checker", {"action": "compare"}).json() == {
         "match": True,
         "mismatches": [],
@@ -235,6 +236,24 @@ def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveSer
     ), "not with what was remembered"
 
 
+@pytest.mark.parametrize(
+    ("path", "action"), [("/weight_checker", "reset"), ("/weights_checker", "reset_tensors")]
+)
+def test_after_a_reset_all_differs_until_it_is_pushed_again(
+    client: Client, server: LiveServer, path: str, action: str
+) -> None:
+    """A push that was lost is found, as where a reset writes over the weights."""
+    before = client.remember_weight_checksums()
+    assert "checksums" not in post(server, path, {"action": action}).json()
+    assert client.compare_weights(before) == client.compare_weights() == ["w"]
+    assert client.weight_checksums() == {"w": "reset"}
+    with pytest.raises(ServerError):
+        client.update_weights("conflict", "v0")
+    assert client.compare_weights(before) == ["w"], "it did not arrive"
+    client.update_weights("p", "v0")
+    assert client.compare_weights(before) == [] and client.weight_checksums() == before
+
+
 def test_the_other_dialects_route_checks_the_same_and_says_success_too(
     client: Client, server: LiveServer
 ) -> None:
@@ -246,12 +265,7 @@ def test_the_other_dialects_route_checks_the_same_and_says_success_too(
         return reply
 
     assert check({"action": "compare"}, 400) == {}, "there is nothing to compare with"
-    assert (
-        check({"action": "reset"})
-        == check({"action": "snapshot"})
-        == check({})
-        == {"checksums": {"w": "sha256:v0"}}
-    )
+    assert check({"action": "snapshot"}) == check({}) == {"checksums": {"w": "sha256:v0"}}
     assert check({"action": "compare"}) == {"match": True, "mismatches": []}
     client.update_weights("p", "v1")
     assert post(server, "/weight_checker", {"action": "compare"}).json() == {

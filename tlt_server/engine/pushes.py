@@ -34,6 +34,7 @@ from tlt_server.engine.weight_reads import WeightReads
 from tlt_server.engine.weight_reports import WeightReports
 from tlt_server.errors import Conflict, TltError, Unavailable
 from tlt_server.events import WeightReport, WeightState
+from tlt_server.labels import label_of
 from tlt_server.records import StepOutput
 from tlt_server.speculation.cost import CostRecord
 from tlt_server.weights.parts import Changed, Live
@@ -230,10 +231,12 @@ class WeightPushes:
 
     def _name(self, command: NameWeights) -> None:
         self._check_no_rollback()
-        versions, version = self.transaction.versions, command.version
-        if versions.live.target.version != version:
+        versions, label = self.transaction.versions, command.version
+        if label_of(versions.live.target.version) != label:
             self.transaction.check_none("name what is live")
-        if not versions.rename(version, command.of):
+        changed = versions.rename(label, command.of)
+        version = versions.live.target.version
+        if not changed:
             self._reports.report(command.id, "unchanged", version=version, role="target")
             return
         self._ended += self._settle()

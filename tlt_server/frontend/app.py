@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Scope
 
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.dialects import DIALECTS
+from tlt_server.frontend.dialects.replies.errors import failure_naming
 from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival, Working
 from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
@@ -35,6 +36,8 @@ from tlt_server.frontend.http.traces import Begin, untraced
 from tlt_server.frontend.reading.asking import Asking
 from tlt_server.frontend.service import Service
 from tlt_server.wording import nearest
+
+ENVELOPE = failure_naming(())  # for paths below /v1 that have no route
 
 
 def build_app(
@@ -104,7 +107,8 @@ class _Refusals:
     def __call__(self, path: str, error: TltError, *, close: bool = False) -> Response:
         if self._table.template(path) not in QUIET:  # a probe's no is an answer, not a refusal
             self._service.rejected(error)
-        shape = next((endpoint.error_shape for endpoint in self._table.at(path)), error_reply)
+        unknown = ENVELOPE if path.startswith("/v1/") else error_reply
+        shape = next((endpoint.error_shape for endpoint in self._table.at(path)), unknown)
         return ErrorResponse(error, shape, close=close)
 
     def handlers(self) -> dict[Any, Any]:

@@ -150,11 +150,14 @@ class Service:
         )
         return len(ids)
 
-    async def start(self, batch: RequestBatch, owner: str) -> Generation:
+    async def start(
+        self, batch: RequestBatch, owner: str, names: Collection[str] = ()
+    ) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes
-        the generation. `owner`: the name of the key that asks.
+        the generation. `owner`: the name of the key that asks. `names`: further names by which the
+        whole batch can be aborted.
         """
-        return await self.generations.start(batch, owner)
+        return await self.generations.start(batch, owner, names)
 
     @property
     def ready(self) -> bool:

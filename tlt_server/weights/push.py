@@ -138,9 +138,10 @@ class Push:
     def goes_on_with(self, manifest: Manifest) -> bool:
         """Tell whether the manifest brings more of this push; otherwise it begins another."""
         mine = self.manifest
-        same = (mine.session, mine.version, mine.in_flight, mine.commit) == (
+        same = (mine.session, mine.version, mine.labelled, mine.in_flight, mine.commit) == (
             manifest.session,
             manifest.version,
+            manifest.labelled,
             manifest.in_flight,
             manifest.commit,
         )

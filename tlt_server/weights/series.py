@@ -35,6 +35,7 @@ ELSE = (
 class _Sender(NamedTuple):
     version: str
     group: str  # empty if there is a version
+    labelled: bool = False  # the version is a label
 
     def __str__(self) -> str:
         return (
@@ -44,13 +45,16 @@ class _Sender(NamedTuple):
         )
 
 
+class _Start(NamedTuple):
+    tensor: str
+    group: str  # the group that brought it
+
+
 class Series:
     """The first tensor of each sender. The transaction brings every part that is no session's."""
 
     def __init__(self) -> None:
-        self._starts: OrderedDict[tuple[_Sender, str], str] = (
-            OrderedDict()
-        )  # sender and role -> tensor
+        self._starts: OrderedDict[tuple[_Sender, str], _Start] = OrderedDict()  # by sender and role
 
     def admit(self, part: Manifest, push: Push | None) -> bool:
         """Tell whether the part goes on with `push`, which takes more; otherwise it begins one.
@@ -58,7 +62,7 @@ class Series:
         """
         sender, (role, tensor) = _sender(part), first_tensor(part)
         other = _sender(push.manifest) if push is not None and not push.manifest.session else None
-        start = self._starts.get((sender, role))
+        start = self._tensor(sender, role)
         if (
             push is not None
             and other == sender
@@ -84,7 +88,7 @@ class Series:
     def note(self, part: Manifest) -> None:
         """Note that the part has come, also if it is refused."""
         (role, tensor), sender = first_tensor(part), _sender(part)
-        self._starts.setdefault((sender, role), tensor)
+        self._starts.setdefault((sender, role), _Start(tensor, part.group))
         self._starts.move_to_end((sender, role))
         if len(self._starts) > REMEMBERED:
             self._starts.popitem(last=False)
@@ -92,15 +96,20 @@ class Series:
     def follows(self, part: Manifest, last: Manifest) -> bool:
         """Tell whether the sender of `last` sent the part and begins with another tensor."""
         role, tensor = first_tensor(part)
-        return self.both(part, last) and self._starts.get((_sender(part), role)) not in (
-            None,
-            tensor,
-        )
+        return self.both(part, last) and self._tensor(_sender(part), role) not in (None, tensor)
+
+    def _tensor(self, sender: _Sender, role: str) -> str | None:
+        start = self._starts.get((sender, role))
+        return start.tensor if start is not None else None
 
     def forget(self, group: str) -> None:
-        """Forget a group whose trainer is gone; the next one may begin with another tensor."""
+        """Forget a group whose trainer is gone; the next one may begin with another tensor, also
+        under the same label.
+        """
         self._starts = OrderedDict(
-            (key, start) for key, start in self._starts.items() if key[0] != _Sender("", group)
+            (key, start)
+            for key, start in self._starts.items()
+            if key[0] != _Sender("", group) and not (key[0].labelled and start.group == group)
         )
 
     @staticmethod
@@ -116,4 +125,5 @@ class Series:
 
 
 def _sender(part: Manifest) -> _Sender:
-    return _Sender(part.version, "" if part.version else part.group)
+    labelled = bool(part.version) and part.labelled
+    return _Sender(part.version, "" if part.version else part.group, labelled)

@@ -176,8 +176,8 @@ class Transaction:
         self.leave(group)
 
     def leave(self, group: str) -> None:
-        """Leave a group: what it has brought of a push without a version will not be completed, and
-        a trainer that joins it again begins a push.
+        """Leave a group: what it has brought of a push without a version, or with a label, will not
+        be completed, and a trainer that joins it again begins a push.
         """
         self.options.intake.groups.leave(group)
         self._series.forget(group)
@@ -186,7 +186,8 @@ class Transaction:
             push is not None
             and push.takes_more
             and push.manifest.group == group
-            and not (push.version or push.manifest.session)
+            and not push.manifest.session
+            and (push.manifest.labelled or not push.version)
         ):
             self._give_up(push, f"group {group!r} was left or joined again")
 
@@ -253,12 +254,23 @@ class Transaction:
             push.state = Gathering(now_s)
         else:
             try:
-                self.versions.check_names(outcome)
-            except Conflict as error:
+                changed = self._named_for(outcome, push.manifest)
+            except TltError as error:
                 self._fail(push, error, version)
             else:
-                same = self.versions.has(outcome)
-                push.state = Unchanged(outcome) if same else Staged(outcome, now_s)
+                same = self.versions.has(changed)
+                push.state = Unchanged(changed) if same else Staged(changed, now_s)
+
+    def _named_for(self, changed: Changed, manifest: Manifest) -> Changed:
+        """Return what was staged under the name that the manifest's version means. `Conflict` when
+        that names other content.
+        """
+        if manifest.labelled:
+            name, changed = changed.version, self.versions.labelled(changed)
+            if changed.version != name:
+                self.versions.record(changed, self.versions.live.updated(changed))
+        self.versions.check_names(changed)
+        return changed
 
     def _give_up(self, push: Push, why: str) -> None:
         """Fail a push that cannot become complete; one whose thread works, once that has ended."""
@@ -323,8 +335,8 @@ class Transaction:
         )
 
     def name_staged(self, staged: Staged, version: str) -> Staged:
-        """Return the state with another version; `Conflict` when that names other content."""
-        changed = staged.changed.named(version)
+        """Return the state with the name that a label means for its content."""
+        changed = self.versions.labelled(staged.changed.named(version))
         self.versions.check_names(changed)
         self.versions.record(changed, self.versions.live.updated(changed))
         return Staged(changed, staged.since_s, staged.due)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from tlt_server.commands import Manifest, Role
 from tlt_server.errors import Conflict
+from tlt_server.labels import label_of
 from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.names import Names
 from tlt_server.weights.parts import Changed, Live
@@ -81,6 +82,10 @@ class Versions:
         """`Conflict` when a version's name belongs to other content."""
         self._names.check(changed, self.live, self.previous)
 
+    def labelled(self, changed: Changed) -> Changed:
+        """Return the weights, whose version is a label, under a name that has no other content."""
+        return self._names.labelled(changed, self.live, self.previous)
+
     # -- changes -----------------------------------------------------------------------------------
 
     def commit(self, changed: Changed, manifest: Manifest, *, in_place: bool) -> Live:
@@ -99,11 +104,11 @@ class Versions:
         return self.live
 
     def rename(self, version: str, of: str = "") -> bool:
-        """Call the live target `version`; False where that is its name. `Conflict` for the name of
-        other content, and where what is live is not `of`, if given.
+        """Call the live target by the label `version`; False where that is its label. `Conflict`
+        where what is live is not `of`, if given.
         """
         target = self.live.target
-        if target.version == version:
+        if label_of(target.version) == version:
             return False
         if of not in ("", target.version):
             raise Conflict(
@@ -117,7 +122,7 @@ class Versions:
             )
         if self._spool is not None:
             self.live = self.live.complete()
-        renamed = self.live.only(["target"]).named(version)
+        renamed = self.labelled(self.live.only(["target"]).named(version))
         self.check_names(renamed)
         self.record(Changed(), self.live.updated(renamed))
         if self._spool is not None:
@@ -126,7 +131,7 @@ class Versions:
             except OSError as error:
                 raise not_recorded(error) from None
         self.live = self.live.updated(renamed)
-        self.note(version, {"target"})
+        self.note(self.live.target.version, {"target"})
         if renamed.sums:
             self._names.add("target", renamed.by_role["target"])
         return True

@@ -722,7 +722,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "served_model_name", "ready", "paused", "asleep", "numerics", "engine", "open_sequences", "max_queue", "config", "vllm_config", "model_path", "tokenizer_path", "weight_version", "max_total_num_tokens", "max_running_requests", "context_length", "tp_size", "pp_size", "dp_size", "num_gpus", "disaggregation_mode")
+    __slots__ = ("version", "served_model_name", "ready", "paused", "asleep", "numerics", "engine", "open_sequences", "max_queue", "config", "vllm_config", "model_path", "tokenizer_path", "weight_version", "max_total_num_tokens", "max_running_requests", "context_length", "tp_size", "pp_size", "dp_size", "num_gpus", "disaggregation_mode", "enable_memory_saver")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -745,6 +745,7 @@ class ServerInfo(_message.Message):
     DP_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_GPUS_FIELD_NUMBER: _ClassVar[int]
     DISAGGREGATION_MODE_FIELD_NUMBER: _ClassVar[int]
+    ENABLE_MEMORY_SAVER_FIELD_NUMBER: _ClassVar[int]
     version: str
     served_model_name: str
     ready: bool
@@ -767,7 +768,8 @@ class ServerInfo(_message.Message):
     dp_size: int
     num_gpus: int
     disaggregation_mode: str
-    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., paused: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., numerics: _Optional[str] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., open_sequences: _Optional[int] = ..., max_queue: _Optional[int] = ..., config: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., vllm_config: _Optional[_Union[VllmConfigInfo, _Mapping]] = ..., model_path: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., weight_version: _Optional[str] = ..., max_total_num_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., context_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., num_gpus: _Optional[int] = ..., disaggregation_mode: _Optional[str] = ...) -> None: ...
+    enable_memory_saver: bool
+    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., paused: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., numerics: _Optional[str] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., open_sequences: _Optional[int] = ..., max_queue: _Optional[int] = ..., config: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., vllm_config: _Optional[_Union[VllmConfigInfo, _Mapping]] = ..., model_path: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., weight_version: _Optional[str] = ..., max_total_num_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., context_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., num_gpus: _Optional[int] = ..., disaggregation_mode: _Optional[str] = ..., enable_memory_saver: _Optional[bool] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device")

@@ -11,6 +11,7 @@ from tlt_server.registry import Registry
 DIALECTS = Registry(
     "dialect",
     {
+        "areal": "tlt_server.frontend.dialects.areal:ROUTES",
         "native": "tlt_server.frontend.dialects.native:ROUTES",
         "openai": "tlt_server.frontend.dialects.openai.routes:ROUTES",
         "rollouts": "tlt_server.frontend.dialects.rollouts:ROUTES",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tlt_server.records import GenerateRequest
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class RequestItem(NamedTuple):
@@ -20,6 +24,12 @@ class Words(NamedTuple):
     item: str  # one item's prompt
     field: str  # prefix of an item's field
     sampling: str  # prefix of a sampling field
+    renamed: Mapping[str, str] = NOTHING  # sampling field -> its path, where its name differs
+    clamps: bool = False  # a longer output than the prompt leaves is shortened, not refused
+
+    def called(self, field: str) -> str:
+        """Return the path of a sampling field."""
+        return self.renamed.get(field, self.sampling + field)
 
 
 class PromptReading(NamedTuple):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import structlog
 
@@ -50,13 +51,17 @@ class Generations:
         """Return the batch's items, of which nothing is generated yet."""
         return Items(batch, self.text, lambda id: self.engine.abort([id], finish_reason="stop"))
 
-    async def start(self, batch: RequestBatch, owner: str) -> Generation:
+    async def start(
+        self, batch: RequestBatch, owner: str, names: Collection[str] = ()
+    ) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes
-        the generation. `owner` is the name of the key that asks.
+        the generation. `owner` is the name of the key that asks, `names` are further ones of the
+        whole batch.
         """
         items = self.items(batch)
         await asyncio.sleep(0)  # other requests run, since both halves of a large batch take long
         generation = self.submit(items, batch.deadline_s, owner)
+        generation.call(names)
         self.metrics.sequences.prompt.inc(
             sum(len(request.token_ids) for item in batch.items for request in item.requests)
         )
@@ -98,8 +103,17 @@ class Generation:
         self._submission = self._engine.submit(
             items.open(), deadline_s=deadline_s, resumes=keep is not None, accepted=accepted
         )
-        for name, ids in items.named.items():
+        self._owner = owner
+        self._names = items.named
+        for name, ids in self._names.items():
             self._named.open(name, ids, owner)
+
+    def call(self, names: Iterable[str]) -> None:
+        """Let all sequences be found by these names too."""
+        for name in names:
+            ids = [*chain.from_iterable(self._items.named.values())]
+            self._names[name] = ids
+            self._named.open(name, ids, self._owner)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         async for few, size in self._submission.slices(self._size, SLICE_BYTES):
@@ -116,7 +130,7 @@ class Generation:
     def close(self) -> None:
         left = len(self._submission.open)
         self._submission.close()
-        for name, ids in self._items.named.items():
+        for name, ids in self._names.items():
             self._named.close(name, ids)
         log.info(
             "generated",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tlt_server.errors import TooLarge
+from tlt_server.errors import ContextExceeded, TltError, TooLarge
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.packed import PackedIds
@@ -22,9 +22,14 @@ ITEMS = Limit("max_batch_items", "items", "split the batch", TooLarge)
 NAMES = Limit("max_batch_items", "names", "split the call")
 MAX_MESSAGES = 2**14  # limit on one conversation
 
-PromptIds = Annotated[
-    PackedIds, Meta(extra={"limit": Limit("max_prompt_tokens", "ids", "shorten it")})
-]
+
+class _PromptLimit(Limit):
+    def exceeded(self, where: str, count: int, limit: int) -> TltError:
+        found = f"{where} has {count} {self.noun}"
+        return ContextExceeded.of(found, f"{limit} ({self.setting})", limit)
+
+
+PromptIds = Annotated[PackedIds, Meta(extra={"limit": _PromptLimit("max_prompt_tokens", "ids")})]
 StopStrings = Annotated[
     list[str], Meta(extra={"limit": Limit("max_stop_strings", "strings", "leave some out")})
 ]
@@ -60,9 +65,18 @@ Truncation = Annotated[
     Meta(description="keep this many last tokens of the prompt; -1: as many as fit"),
 ]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT32, description="0 or -1: all tokens")]
+# Seeds in the borrowed dialects, with or without a sign
+AnySeed = Annotated[
+    int, Meta(ge=-(2**63), extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
+]
 Seed = Annotated[  # msgspec has no bounds of 64 bits
     int, Meta(ge=0, extra={"at_most": MAX_SEED}, extra_json_schema={"maximum": MAX_SEED})
 ]
+
+
+def seed_of(given: int | None) -> int | None:
+    """Return a borrowed dialect's seed as 64 bits without a sign. None and -1 mean none."""
+    return None if given in (None, -1) else given & MAX_SEED
 
 
 class SharedSampling(Struct, frozen=True, kw_only=True):

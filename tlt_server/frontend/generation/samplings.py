@@ -12,6 +12,7 @@ from msgspec import UNSET
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
+from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.requests import SamplingFields
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
@@ -27,7 +28,7 @@ class Samplings:
 
     def resolve(
         self,
-        where: str,
+        words: Words,
         defaults: SamplingFields,
         own: SamplingFields | None,
         room: int,
@@ -41,20 +42,21 @@ class Samplings:
             value = given(name)
             return getattr(DEFAULTS, name) if value is UNSET else value
 
-        explicit = given("max_tokens") is not UNSET
+        where = words.sampling
+        strict = given("max_tokens") is not UNSET and not words.clamps
         limit = min(self._config.max_output_tokens, room)
         wanted = limit if get("max_tokens") is None else get("max_tokens")
-        max_tokens = wanted if explicit else min(wanted, limit)
+        max_tokens = wanted if strict else min(wanted, limit)
         if max_tokens > limit:
             raise InvalidRequest(
-                f"{where}max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, "
-                f"and what the prompt leaves of max_model_len {info.max_model_len}): ask for fewer "
-                "or shorten the prompt"
+                f"{words.called('max_tokens')} is {max_tokens}; the limit here is {limit} "
+                "(max_output_tokens, and what the prompt leaves of max_model_len "
+                f"{info.max_model_len}): ask for fewer or shorten the prompt"
             )
         if get("min_tokens") > max_tokens:
             raise InvalidRequest(
-                f"{where}min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: "
-                "lower it"
+                f"{words.called('min_tokens')} is {get('min_tokens')}; the limit is the longest "
+                f"output, {max_tokens}: lower it"
             )
         if 0 < get("temperature") < MIN_TEMPERATURE:
             raise InvalidRequest(
@@ -71,8 +73,8 @@ class Samplings:
             if count > self._config.max_logprobs:
                 all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
                 raise InvalidRequest(
-                    f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} "
-                    "(max_logprobs): ask for fewer"
+                    f"{words.called(name)} is {get(name)}{all}; the limit is "
+                    f"{self._config.max_logprobs} (max_logprobs): ask for fewer"
                 )
         fields = {name: get(name) for name in SamplingFields.__struct_fields__}
         fields |= {

@@ -45,7 +45,8 @@ class Text:
         self.longest_token = (
             max(map(len, tokenizer.get_vocab()), default=0) if tokenizer is not None else 0
         )  # characters
-        self._tokens = tokens or {}
+        self.tokens = tokens or {}
+        self.template = template
         self._template = _compile(template) if template else None
         self._variables = _variables(template) if template else set()
 
@@ -120,7 +121,7 @@ class Text:
                 **{
                     "add_generation_prompt": True,
                     **known,
-                    **self._tokens,
+                    **self.tokens,
                     "messages": messages,
                     "tools": tools,
                 }

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.errors import ContextExceeded, TooLarge
 from tlt_server.frontend.generation.text import Text, for_template
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
@@ -37,16 +37,17 @@ async def encode(
 ) -> list[PackedIds]:
     """Return the token ids of each text. `wheres` are the texts' names for errors.
 
-    `InvalidRequest`: a text has more characters than `max_tokens` tokens can hold. A tokenizer that
-    drops characters has the same bound.
+    `ContextExceeded`: a text has more characters than `max_tokens` tokens can hold. A tokenizer
+    that drops characters has the same bound.
     """
     longest = text.longest_token
     for where, one in zip(wheres, texts, strict=True):
         if 0 < max_tokens * longest < len(one):
-            raise InvalidRequest(
-                f"{where} has a text of {len(one)} characters; the limit is "
+            raise ContextExceeded.of(
+                f"{where} has a text of {len(one)} characters",
                 f"{max_tokens * longest} (max_prompt_tokens {max_tokens}, and no token of this "
-                f"model has more than {longest} characters): shorten it"
+                f"model has more than {longest} characters)",
+                max_tokens,
             )
         if len(one) > MAX_TEXT_CHARS:
             raise TooLarge(

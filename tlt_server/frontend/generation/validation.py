@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from msgspec import UNSET
 
 from tlt_server.config import ResolvedConfig
-from tlt_server.errors import Forbidden, InvalidRequest, TooLarge
+from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import (
@@ -144,13 +144,15 @@ class Validator:
             room = self._check_prompt(words.item.format(i=i), prompt, info)
             if item.sampling is not None:
                 sampling = self._sampling.resolve(
-                    f"requests[{i}].sampling.", request.sampling, item.sampling, room, info
+                    words._replace(sampling=f"requests[{i}].sampling."),
+                    request.sampling,
+                    item.sampling,
+                    room,
+                    info,
                 )
             else:
                 if room not in shared:
-                    shared[room] = self._sampling.resolve(
-                        words.sampling, request.sampling, None, room, info
-                    )
+                    shared[room] = self._sampling.resolve(words, request.sampling, None, room, info)
                 sampling = shared[room]
             prompt_tokens += item.n * len(prompt)
             output_tokens += item.n * sampling.max_tokens
@@ -299,9 +301,10 @@ class Validator:
             )
         limit = self._prompt_limit(info)
         if len(token_ids) > limit:
-            raise InvalidRequest(
-                f"{where} has a prompt of {len(token_ids)} tokens; the limit is {limit} "
-                f"(max_prompt_tokens, and max_model_len {info.max_model_len} less one): shorten it"
+            raise ContextExceeded.of(
+                f"{where} has a prompt of {len(token_ids)} tokens",
+                f"{limit} (max_prompt_tokens, and max_model_len {info.max_model_len} less one)",
+                limit,
             )
         return info.max_model_len - len(token_ids)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +27,12 @@ POLLED = frozenset({"/server_info", "/strategy"})
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 log = structlog.get_logger()
+
+
+def given_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the X-Request-Id that a client gave; empty without a well-formed one."""
+    given = next((value for name, value in headers if name == HEADER), b"")
+    return given.decode() if _WELL_FORMED.fullmatch(given) else ""
 
 
 class Access:
@@ -107,8 +113,7 @@ class _Request:
     """One request as it passes, with its id and the bytes received and sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = next((value for name, value in scope["headers"] if name == HEADER), b"")
-        self.id = asked.decode() if _WELL_FORMED.fullmatch(asked) else secrets.token_hex(8)
+        self.id = given_id(scope["headers"]) or secrets.token_hex(8)
         self.received = self.sent = 0  # body bytes
         self.status = 0  # HTTP status; 0 without a reply
         self._receive, self._send = receive, send

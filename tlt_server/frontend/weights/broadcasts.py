@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -30,6 +30,9 @@ Port = Annotated[
     Meta(description="its port; a string of digits will do"),
 ]
 Rank = Annotated[int, Meta(ge=0, le=65535, description="the server's rank")]
+Backend = Annotated[
+    Literal["gloo", "nccl"], Meta(description="gloo on CPUs; without it a trainer means nccl")
+]
 WorldSize = Annotated[int, Meta(ge=2, le=65536, description="ranks in all")]
 TensorName = Annotated[str, Meta(max_length=MAX_NAME)]
 Dimensions = Annotated[
@@ -53,6 +56,8 @@ class Packing(NamedTuple):
 class Broadcasts:
     def __init__(self, session: WeightSession) -> None:
         self._session = session
+        # Group and tensors of a push that is described by one call and made by the next.
+        self.described: tuple[str, list[TensorEntry]] | None = None
 
     async def join(
         self,
@@ -123,8 +128,8 @@ class Broadcasts:
         version: str = "",
         in_flight: InFlight = "continue",
     ) -> WeightReport:
-        """Take these tensors through the group. `selector`: whose they are; None: those of the
-        update.
+        """Take these tensors through the group, under a label. `selector`: whose they are; None:
+        those of the update.
         """
         entries = list(tensors)
         return await self.begin(
@@ -132,6 +137,7 @@ class Broadcasts:
             Manifest(
                 role=self._role(entries, selector or update.selector),
                 version=version,
+                labelled=True,
                 channel="broadcast",
                 group=group,
                 tensors=entries,

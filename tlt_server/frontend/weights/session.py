@@ -145,6 +145,7 @@ class WeightSession:
         """
         self._engine, self.stages, self._ttl_s = engine, stages, ttl_s
         self._update = Update(self)
+        self.arrivals = {"target": 0, "drafter": 0}  # pushes of each role that are or were live
         self._dropping: set[asyncio.Task[None]] = set()
         self._adopting = asyncio.Lock()  # a drafter of the server's own trainer is being pushed
         self._adoption: asyncio.Task[WeightReport] | None = None  # the last one
@@ -355,7 +356,16 @@ class WeightSession:
             # An adoption is over soon.
             async with self._adopting:
                 pass
-        return await self._engine.weights(command)
+        report = await self._engine.weights(command)
+        if isinstance(command, PushWeights | CommitWeights):
+            self._note(report)
+        return report
+
+    def _note(self, report: WeightReport) -> None:
+        """Count a push that was found to be live, or became so."""
+        if report.result in ("committed", "unchanged"):
+            for role in self.arrivals:
+                self.arrivals[role] += report.role in (role, "all")
 
 
 def succeeded(report: WeightReport) -> WeightReport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import UNSET, Meta, UnsetType
 
@@ -19,6 +19,7 @@ from tlt_server.events import WeightReport
 from tlt_server.frontend.http.fields import Tolerant
 from tlt_server.frontend.weights.broadcasts import (
     Address,
+    Backend,
     Broadcasts,
     Packing,
     Port,
@@ -32,9 +33,6 @@ from tlt_server.frontend.weights.broadcasts import (
 from tlt_server.frontend.weights.session import Update, Version
 
 GROUP = "weight_transfer"
-Backend = Annotated[
-    Literal["gloo", "nccl"], Meta(description="gloo on CPUs; without it a trainer means nccl")
-]
 MAX_UPDATES = 2**10  # broadcasts that one call may announce
 ID_BYTES = 128  # size of an id of NCCL
 BucketBytes = Annotated[

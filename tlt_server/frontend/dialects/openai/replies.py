@@ -9,33 +9,10 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tlt_client.wire import FinishReason, SdReport, VersionSpan
-from tlt_server.errors import TltError
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
+from tlt_server.frontend.dialects.replies.errors import failure_naming
 from tlt_server.frontend.dialects.replies.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
 from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
-
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-
-
-class Problem(Struct, frozen=True):
-    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
-    type: Annotated[str, Meta(description="the kind of error as this API names it")]
-    param: Annotated[
-        str | None,
-        Meta(description="the field of the request that it is about; null where it is about none"),
-    ]
-    code: Annotated[str, Meta(description="the kind of error as the native dialect names it")]
-
-
-class Failure(Struct, frozen=True):
-    """The error envelope."""
-
-    error: Annotated[Problem, Meta(description="what went wrong")]
 
 
 class Speculation(Struct, frozen=True):
@@ -199,13 +176,21 @@ class ChatCompletion(Struct, kw_only=True):
 class Model(Struct, frozen=True):
     id: Annotated[str, Meta(description="the name to send as `model`")]
     max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    root: Annotated[
+        str,
+        Meta(
+            description="the directory of the model, or its name for a key that may neither push "
+            "nor operate"
+        ),
+    ]
+    parent: Annotated[None, Meta(description="always null: no adapter")] = None
     created: Annotated[int, Meta(description="not known: 0")] = 0
     object: Annotated[Literal["model"], Meta(description="the kind of entry")] = "model"
     owned_by: Annotated[Literal["tlt"], Meta(description="always the same")] = "tlt"
 
 
 class Models(Struct, frozen=True):
-    data: Annotated[list[Model], Meta(description="the one model that is served")]
+    data: Annotated[list[Model], Meta(description="the names of the one model that is served")]
     object: Annotated[Literal["list"], Meta(description="the kind of reply")] = "list"
 
 
@@ -215,14 +200,21 @@ class Tokens(Struct, frozen=True):
     max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
 
 
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    tokenizer_class: Annotated[str, Meta(description="always the same")] = "PreTrainedTokenizerFast"
+    chat_template: Annotated[str | None, Meta(description="null: messages are not read")]
+    bos_token: Annotated[str | None, Meta(description="null: there is none")]
+    eos_token: Annotated[str | None, Meta(description="null: there is none")]
+    pad_token: Annotated[str | None, Meta(description="null: there is none")]
+    unk_token: Annotated[str | None, Meta(description="null: there is none")]
+
+
 class Detokenized(Struct, frozen=True):
     prompt: Annotated[str, Meta(description="the text of the tokens")]
 
 
-def failure(error: TltError) -> Failure:
-    """Return the error in the OpenAI envelope. A refusal begins with the field that is wrong."""
-    word = error.message.split(" ")[0].split("[")[0].split(".")[0]
-    known = {
+failure = failure_naming(
+    {
         *CompletionRequest.__struct_fields__,
         *CompletionRequest.refused,
         *ChatRequest.__struct_fields__,
@@ -230,17 +222,7 @@ def failure(error: TltError) -> Failure:
         "tokens",
         "add_special_tokens",
     }
-    kind = TYPES.get(
-        error.http_status, "invalid_request_error" if error.http_status < 500 else "server_error"
-    )
-    return Failure(
-        Problem(
-            error.message,
-            kind,
-            word if error.http_status < 500 and word in known else None,
-            error.code,
-        )
-    )
+)
 
 
 def figures(sd: SdReport) -> RequestMetrics:

@@ -19,6 +19,7 @@ from tlt_server.frontend.generation.requests import (
     ITEMS,
     MAX_MESSAGES,
     Alternatives,
+    AnySeed,
     Count,
     ItemFields,
     Length,
@@ -27,20 +28,20 @@ from tlt_server.frontend.generation.requests import (
     PromptIds,
     Salt,
     SamplingFields,
-    Seed,
     SharedSampling,
     ShortName,
     TopK,
     Train,
     Truncation,
+    seed_of,
 )
 from tlt_server.frontend.http.bounds import Limit
 from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant
 from tlt_server.frontend.http.parsing import any_json
 from tlt_server.packed import PackedIds
 
-COMPLETION = Words("prompt[{i}]", "", "")
-CHAT = Words("messages", "", "")
+COMPLETION = Words("prompt[{i}]", "", "", clamps=True)
+CHAT = Words("messages", "", "", clamps=True)
 MAX_PARTS = 2**12  # limit on one message
 MAX_OPTIONS = 64  # limit on the options of a chat template
 
@@ -52,6 +53,9 @@ class StreamOptions(Tolerant, frozen=True, kw_only=True):
     include_usage: Annotated[
         bool, Meta(description="a last chunk with the usage of all choices")
     ] = False
+    continuous_usage_stats: Annotated[
+        bool, Meta(description="with include_usage: each chunk has the usage so far")
+    ] = False
 
 
 class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
@@ -60,7 +64,7 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
     model: Annotated[str, Meta(description="served_model_name, or absent")] = ""
     n: Annotated[Count, Meta(description="choices per prompt")] = 1
     seed: Annotated[
-        Seed | None,
+        AnySeed | None,
         Meta(
             description="keys the choices' noise: the same seed gives the same tokens, here and on "
             "/generate"
@@ -105,6 +109,13 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
     ] = ""
     priority: Priority = 0
     train: Train = True
+    request_id: Annotated[
+        ShortName | None,
+        Meta(
+            description="names the request for POST /abort_requests and in the reply's id; absent: "
+            "the header X-Request-Id"
+        ),
+    ] = None
 
     def alternatives(self) -> int | None:
         """Return the number of alternatives per token, or None if no log-probs are reported."""
@@ -129,7 +140,7 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
                     prompt=None if isinstance(prompt, PackedIds) else prompt,
                     token_ids=prompt if isinstance(prompt, PackedIds) else None,
                     n=self.n,
-                    seed=self.seed,
+                    seed=seed_of(self.seed),
                     salt=self.cache_salt,
                     train=self.train,
                 )

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,9 +24,9 @@ from tlt_server.frontend.dialects.openai.replies import (
     ChatCompletion,
     Completion,
     Detokenized,
-    Failure,
     Model,
     Models,
+    TokenizerInfo,
     Tokens,
     failure,
 )
@@ -37,19 +37,22 @@ from tlt_server.frontend.dialects.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    StreamOptions,
     TokenizeRequest,
     template_arguments,
 )
-from tlt_server.frontend.dialects.replies.errors import UNFINISHED
+from tlt_server.frontend.dialects.replies.errors import UNFINISHED, Failure
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
-from tlt_server.frontend.dialects.replies.usage import UsageCount
+from tlt_server.frontend.dialects.replies.server_info import model_path
+from tlt_server.frontend.dialects.replies.usage import OpenAIUsage, UsageCount, usage_of
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.batch import RequestBatch, Words
 from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
+from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.endpoints import About, Parameter, Routes
 from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
@@ -61,15 +64,54 @@ Phrase = CompletionPhrase | ChatPhrase
 
 ROUTES = Routes(error_shape=failure)
 QUESTION = [{"role": "user", "content": "Compute 3*4+5."}]
+NAME = Parameter("name", "path", "a name of the model, as `GET /v1/models` lists it")
+TOKENIZING: About = {
+    "takes": TokenizeRequest,
+    "example": {"messages": QUESTION},
+    "gives": Tokens,
+    "raises": (NotFound, Unavailable),
+}
+DETOKENIZING: About = {
+    "takes": DetokenizeRequest,
+    "example": {"tokens": [17, 18, 19]},
+    "gives": Detokenized,
+    "raises": (NotFound, Unavailable),
+}
 
 
 @ROUTES.get("/v1/models", needs="data", gives=Models)
 async def models(service: Service, request: Request) -> Response:
-    """List the served model, with the limit on its prompt plus output."""
-    info = service.engine.info
+    """List the names of the served model, with the limit on its prompt plus output.
+
+    A key that may push weights or operate also sees the model's directory, which is a name too.
+    """
+    return json_response(Models([*_models(service, request).values()]))
+
+
+@ROUTES.get(
+    "/v1/models/{name:path}", needs="data", parameters=(NAME,), gives=Model, raises=(NotFound,)
+)
+async def model(service: Service, request: Request) -> Response:
+    """Describe the served model, by one of its names."""
+    found = _models(service, request).get(request.path_params["name"])
+    if found is None:
+        raise _unknown(service, request.path_params["name"])
+    return json_response(found)
+
+
+def _models(service: Service, request: Request) -> dict[str, Model]:
+    info, root = service.engine.info, model_path(service, caller_of(request))
     longest = info.max_model_len if info is not None else service.config.max_model_len
     assert isinstance(longest, int)
-    return json_response(Models([Model(service.config.served_model_name, longest)]))
+    names = dict.fromkeys((service.config.served_model_name, root))
+    return {name: Model(name, longest, root) for name in names}
+
+
+def _unknown(service: Service, name: str) -> NotFound:
+    served = service.config.served_model_name
+    return NotFound(
+        f"model is {name[:100]!r}; this server serves {served!r}: name that one, or none"
+    )
 
 
 @ROUTES.post(
@@ -127,16 +169,12 @@ async def chat(service: Service, request: Request) -> Response:
     return await _answer(service, request, asked, info, [token_ids], CHAT, ChatPhrase)
 
 
-@ROUTES.post(
-    "/tokenize",
-    needs="data",
-    takes=TokenizeRequest,
-    example={"messages": QUESTION},
-    gives=Tokens,
-    raises=(NotFound, Unavailable),
-)
+@ROUTES.post("/v1/tokenize", needs="data", **TOKENIZING)
+@ROUTES.post("/tokenize", needs="data", **TOKENIZING)
 async def tokenize(service: Service, request: Request) -> Response:
-    """Return the token ids of a text, or of a conversation put into the chat template."""
+    """Return the token ids of a text, or of a conversation put into the chat template. This works
+    in a pause and a sleep too.
+    """
     asked, info = await _read(service, request, TokenizeRequest)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest(
@@ -159,16 +197,26 @@ async def tokenize(service: Service, request: Request) -> Response:
     )
 
 
-@ROUTES.post(
-    "/detokenize",
-    needs="data",
-    takes=DetokenizeRequest,
-    example={"tokens": [17, 18, 19]},
-    gives=Detokenized,
-    raises=(NotFound, Unavailable),
-)
+@ROUTES.get("/tokenizer_info", needs="data", gives=TokenizerInfo)
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """Name the special tokens and the chat template."""
+    text, tokens = service.text, service.text.tokens
+    info = TokenizerInfo(
+        chat_template=text.template,
+        bos_token=tokens.get("bos_token"),
+        eos_token=tokens.get("eos_token"),
+        pad_token=tokens.get("pad_token"),
+        unk_token=tokens.get("unk_token"),
+    )
+    return json_response(info)
+
+
+@ROUTES.post("/v1/detokenize", needs="data", **DETOKENIZING)
+@ROUTES.post("/detokenize", needs="data", **DETOKENIZING)
 async def detokenize(service: Service, request: Request) -> Response:
-    """Return the text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included. This works in a pause and a sleep
+    too.
+    """
     asked, info = await _read(service, request, DetokenizeRequest)
     if service.text.tokenizer is None:
         raise InvalidRequest(
@@ -197,8 +245,10 @@ async def _answer(
     batch = await service.validator.batch(
         asked.native(prompts), info, caller_of(request), words, asked.reading()
     )
-    generation = await service.start(batch, caller_of(request).name)
     kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
+    name = asked.request_id or given_id(request.headers.raw) or uuid.uuid4().hex
+    id = f"{kind}-{name}"
+    generation = await service.start(batch, caller_of(request).name, names=(name, id))
     speller = Speller(
         service.pieces, as_ids=asked.return_tokens_as_token_ids or service.text.tokenizer is None
     )
@@ -208,31 +258,27 @@ async def _answer(
         service.text,
         speller,
         frozenset(info.eos_token_ids) - set(asked.stop_token_ids or ()),
-        f"{kind}-{uuid.uuid4().hex}",
+        id,
         int(time.time()),
         service.config.served_model_name,
     )
     if asked.stream:
-        return EventStream(
-            _chunks(phrase, batch, generation, usage=asked.stream_options.include_usage), generation
-        )
+        return EventStream(_chunks(phrase, batch, generation, asked.stream_options), generation)
     return await reply(request, _whole(phrase, batch, generation), generation)
 
 
 async def _read(service: Service, request: Request, model: type[Any]) -> tuple[Any, EngineInfo]:
-    service.engine.check_available()
+    generates = issubclass(model, Asked)
+    check = service.engine.check_available if generates else service.engine.check_running
+    check()
     body = await request.body()
-    service.engine.check_available()  # again, since reading the body may take long
-    if issubclass(model, Asked):
+    check()  # again, since reading the body may take long
+    if generates:
         # Checked before a large body is parsed.
         service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     asked = await service.bodies.read(model, body)
-    names = ("", service.config.served_model_name, str(service.config.model))
-    if asked.model not in names:
-        raise NotFound(
-            f"model is {asked.model[:100]!r}; this server serves "
-            f"{service.config.served_model_name!r}: name that one, or none"
-        )
+    if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
+        raise _unknown(service, asked.model)
     assert service.engine.info is not None
     return asked, service.engine.info
 
@@ -267,14 +313,21 @@ async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) ->
 
 
 async def _chunks(
-    phrase: Phrase, batch: RequestBatch, generation: Generation, *, usage: bool
+    phrase: Phrase, batch: RequestBatch, generation: Generation, options: StreamOptions
 ) -> AsyncIterator[bytes | LargeEvent]:
-    positions, count, no_usage = _positions(batch), UsageCount(), None if usage else UNSET
+    positions, count, usage = _positions(batch), UsageCount(), options.include_usage
+    prompt_tokens = sum(len(item.requests[0].token_ids) for item in batch.items)
+    made = 0
     try:
         async for event in generation.events():
             match event:
                 case TokenEvent(id, delta, ended):
-                    chunk = phrase.reply([phrase.part(positions[id], delta, ended)], no_usage)  # type: ignore[list-item]
+                    made += len(delta.token_ids)
+                    so_far: OpenAIUsage | None | UnsetType = None if usage else UNSET
+                    if usage and options.continuous_usage_stats:
+                        cached = sum(map(generation.cached_tokens, positions))
+                        so_far = usage_of(prompt_tokens, made, cached)
+                    chunk = phrase.reply([phrase.part(positions[id], delta, ended)], so_far)  # type: ignore[list-item]
                     if not delta.prompt_logprobs:
                         yield event_frame(chunk)
                         continue

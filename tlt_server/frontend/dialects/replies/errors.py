@@ -1,12 +1,21 @@
-"""Errors that many routes raise."""
+"""Errors that many routes raise, and the envelope of OpenAI's API, which paths below /v1 have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from tlt_server.errors import (
+    ContextExceeded,
     DeadlineExceeded,
     EngineFailed,
     Overloaded,
     Poisoned,
     QueueFull,
     QueueTimeout,
+    TltError,
     Unavailable,
 )
 
@@ -20,3 +29,51 @@ UNFINISHED = (  # a request is not admitted, or does not end with a result
     Poisoned,
     Unavailable,
 )
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Problem(Struct, frozen=True):
+    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
+    type: Annotated[str, Meta(description="the kind of error as this API names it")]
+    param: Annotated[
+        str | None,
+        Meta(description="the field of the request that it is about; null where it is about none"),
+    ]
+    code: Annotated[
+        str,
+        Meta(
+            description="the kind of error as the native dialect names it, or "
+            "context_length_exceeded"
+        ),
+    ]
+
+
+class Failure(Struct, frozen=True):
+    """The error envelope."""
+
+    error: Annotated[Problem, Meta(description="what went wrong")]
+
+
+def failure_naming(fields: Collection[str]) -> Callable[[TltError], Failure]:
+    """Return the function that puts an error into the envelope. A refusal begins with the field
+    that is wrong, which is named where it is one of `fields`.
+    """
+
+    def failure(error: TltError) -> Failure:
+        word = error.message.split(" ")[0].split("[")[0].split(".")[0]
+        other = "invalid_request_error" if error.http_status < 500 else "server_error"
+        return Failure(
+            Problem(
+                error.message,
+                TYPES.get(error.http_status, other),
+                word if error.http_status < 500 and word in fields else None,
+                "context_length_exceeded" if isinstance(error, ContextExceeded) else error.code,
+            )
+        )
+
+    return failure

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from tlt_server.events import WeightReport
 from tlt_server.frontend.http.replies import json_response
+from tlt_server.labels import label_of
 
 PushState = Literal[
     "committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back"
@@ -38,14 +39,17 @@ class PushReply(Struct, frozen=True):
     pause_ms: Annotated[float, Meta(description="how long the commit kept the loop from stepping")]
 
 
-def outcome(report: WeightReport) -> Response:
-    """Return the reply that describes the report of the engine."""
+def outcome(report: WeightReport, *, labelled: bool = False) -> Response:
+    """Return the reply that describes the report of the engine. `labelled`: it calls versions by
+    their labels.
+    """
+    called = label_of if labelled else str
     return json_response(
         PushReply(
             cast(PushState, report.result),
-            report.version,
+            called(report.version),
             report.role,
-            report.state.target,
+            called(report.state.target),
             report.checksums,
             report.phases,
             report.pause_ms,

@@ -12,6 +12,7 @@ from tlt_server import __version__
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
+from tlt_server.labels import label_of
 
 SECRETS = {"api_key_file", "api_key_variable", "tls_cert", "tls_key", "tls_client_ca"}
 PLACES = {"model", "drafter", "weight_root", "state_dir", "host", "port"}
@@ -88,7 +89,8 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     weight_version: Annotated[
         str,
         Meta(
-            description="the target's version that is live; empty until the engine has been ready"
+            description="the label of the target's version that is live; empty until the engine "
+            "has been ready"
         ),
     ]
     max_total_num_tokens: Annotated[
@@ -100,6 +102,9 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     context_length: Annotated[
         int, Meta(description="the longest prompt plus output; 0 until the engine has been ready")
     ]
+    enable_memory_saver: Annotated[
+        bool, Meta(description="always true: memory can be lent (/release_memory_occupation)")
+    ] = True
     tp_size: Annotated[int, Meta(description="always 1")] = 1
     pp_size: Annotated[int, Meta(description="always 1")] = 1
     dp_size: Annotated[int, Meta(description="always 1")] = 1
@@ -109,10 +114,18 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     ] = "null"
 
 
+def model_path(service: Service, caller: Caller) -> str:
+    """Return the directory of the model, or its name for a key that may not know places."""
+    return str(service.config.model) if _trusted(caller) else service.config.served_model_name
+
+
+def _trusted(caller: Caller) -> bool:
+    return caller.may("push-weights") or caller.may("operate")
+
+
 def server_info(service: Service, caller: Caller) -> ServerInfo:
     engine, config = service.engine, service.config
-    trusted = caller.may("push-weights") or caller.may("operate")
-    info, model = engine.info, str(config.model) if trusted else config.served_model_name
+    info, model, trusted = engine.info, model_path(service, caller), _trusted(caller)
     return ServerInfo(
         version=__version__,
         served_model_name=config.served_model_name,
@@ -130,7 +143,7 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         ),
         model_path=model,
         tokenizer_path=model,
-        weight_version=info.weight_version if info else "",
+        weight_version=label_of(info.weight_version) if info else "",
         max_total_num_tokens=info.pages * info.page_size if info else 0,
         max_running_requests=info.max_running if info else 0,
         context_length=info.max_model_len if info else 0,

@@ -34,9 +34,8 @@ class UsageCount:
         self._completion += sum(len(choice.token_ids) for choice in result.choices)
 
     def usage(self) -> OpenAIUsage:
-        return OpenAIUsage(
-            self._prompt,
-            self._completion,
-            self._prompt + self._completion,
-            CachedTokens(self._cached),
-        )
+        return usage_of(self._prompt, self._completion, self._cached)
+
+
+def usage_of(prompt: int, completion: int, cached: int) -> OpenAIUsage:
+    return OpenAIUsage(prompt, completion, prompt + completion, CachedTokens(cached))

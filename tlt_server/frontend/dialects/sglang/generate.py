@@ -22,7 +22,7 @@ from tlt_server.frontend.dialects.replies.logprobs import Scored, scored_prompt
 from tlt_server.frontend.dialects.sglang.growing import GrowingOutput, OutputLists, scored, triples
 from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.generation.batch import RequestBatch, Words
+from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
@@ -31,14 +31,13 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.replies import error_reply, sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.service import Service
-
-WORDS = Words("prompt {i}", "sampling_params.", "sampling_params.")
+from tlt_server.labels import label_of
 
 
 async def generate(service: Service, request: Request, asked: GenerateFields) -> Response:
     assert service.engine.info is not None
     caller = caller_of(request)
-    batch = await service.validator.batch(asked.native(), service.engine.info, caller, WORDS)
+    batch = await service.validator.batch(asked.native(), service.engine.info, caller, asked.words)
     phrase = Phrase(service, asked, batch)
     generation = await service.start(batch, caller.name)
     if asked.stream:
@@ -96,8 +95,8 @@ class Phrase:
         """Return a choice whose lists are made when they are encoded."""
         lists = OutputLists(
             choice.token_ids,
-            scored(choice.logprobs, choice.token_ids),
-            map(triples, choice.top_logprobs or ()),
+            scored(choice.logprobs, choice.token_ids, self._spell),
+            (triples(each, self._spell) for each in choice.top_logprobs or ()),
         )
         meta = self._meta(id, choice.index, len(choice.token_ids), lists, cached_tokens)
         return Generated(
@@ -113,7 +112,7 @@ class Phrase:
         index = self.index_of(id, delta.index)
         growing = self._growing.get(index)
         if growing is None:
-            growing = GrowingOutput(self.asked, self._service.text, self._stops)
+            growing = GrowingOutput(self.asked, self._service.text, self._stops, self._spell)
             self._growing[index] = growing
         growing.add(delta)
         if choice is None and not (delta.token_ids and growing.due):
@@ -138,7 +137,7 @@ class Phrase:
             meta,
             finish_reason=_finish(choice),
             weight_versions=versions,
-            weight_version=versions[-1].version if versions else meta.weight_version,
+            weight_version=label_of(versions[-1].version) if versions else meta.weight_version,
             spec_verify_ct=sd.draft_steps,
             spec_accept_length=sd.mean_accept_length or 1.0,
             spec_accept_rate=sd.accepted / sd.drafted if sd.drafted else 0.0,
@@ -159,7 +158,7 @@ class Phrase:
             prompt_tokens=len(self._prompts[id]),
             completion_tokens=tokens,
             cached_tokens=cached_tokens,
-            weight_version=info.weight_version,
+            weight_version=label_of(info.weight_version),
             e2e_latency=time.monotonic() - self._started_s,
             output_token_logprobs=lists.scored if asked.return_logprob else UNSET,
             output_top_logprobs=lists.top if alternatives else UNSET,
@@ -176,13 +175,21 @@ class Phrase:
             return islice(scored_prompt(prompt, logprobs, count), start, None)
 
         fields: dict[str, Any] = {
-            "input_token_logprobs": ((each.logprob, each.token_id, None) for each in found())
+            "input_token_logprobs": (
+                (each.logprob, each.token_id, self._spell(each.token_id)) for each in found()
+            )
         }
         if count:
             fields["input_top_logprobs"] = (
-                None if each.logprob is None else triples(each.best) for each in found()
+                None if each.logprob is None else triples(each.best, self._spell)
+                for each in found()
             )
         return fields
+
+    def _spell(self, token_id: int) -> str | None:
+        """Return the text of a token for its log-prob, where it is asked for."""
+        asked = self.asked.return_text_in_logprobs
+        return self._service.pieces[token_id].text if asked else None
 
     def _final_text(self, choice: FinishedChoice) -> str:
         """Return the text with or without special tokens and the stop, as the request asks."""

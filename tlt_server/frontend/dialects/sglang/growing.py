@@ -10,7 +10,7 @@ are always sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,6 +27,9 @@ from tlt_server.records import TokenLogprobs
 FREE_BYTES = 64 * 1024
 BYTES_PER_TOKEN = 256
 META_BYTES = 320  # about what a chunk has without its lists and text
+
+
+Spell = Callable[[int], str | None]  # the text of a token in a triple; None: it has none
 
 
 class Encoded:
@@ -63,8 +66,10 @@ class OutputLists(NamedTuple):
 class GrowingOutput:
     """The tokens that the next chunk shows. `stops` are the request's stop strings."""
 
-    def __init__(self, asked: GenerateFields, text: Text, stops: Sequence[str]) -> None:
-        self._asked = asked
+    def __init__(
+        self, asked: GenerateFields, text: Text, stops: Sequence[str], spell: Spell
+    ) -> None:
+        self._asked, self._text_of = asked, spell
         self._ids, self._scored, self._top = Encoded(), Encoded(), Encoded()
         self.tokens = 0  # all that were added
         self.text = ""
@@ -82,9 +87,9 @@ class GrowingOutput:
         self._credit += BYTES_PER_TOKEN * len(delta.token_ids)
         self._ids.extend(delta.token_ids)
         if self._asked.return_logprob:
-            self._scored.extend(scored(delta.logprobs, delta.token_ids))
+            self._scored.extend(scored(delta.logprobs, delta.token_ids, self._text_of))
             if self._asked.top_logprobs_num and delta.top_logprobs:
-                self._top.extend(map(triples, delta.top_logprobs))
+                self._top.extend(triples(each, self._text_of) for each in delta.top_logprobs)
         self.text += (delta.text or "") if self._spelled is None else self._spell(delta.token_ids)
 
     @property
@@ -122,9 +127,9 @@ class GrowingOutput:
         return self._stops.push(text, armed=False)
 
 
-def scored(logprobs: Sequence[float], token_ids: Sequence[int]) -> Iterable[Scored]:
-    return ((value, token, None) for value, token in zip(logprobs, token_ids, strict=True))
+def scored(logprobs: Sequence[float], token_ids: Sequence[int], spell: Spell) -> Iterable[Scored]:
+    return ((value, token, spell(token)) for value, token in zip(logprobs, token_ids, strict=True))
 
 
-def triples(best: TokenLogprobs) -> list[Scored]:
-    return [*scored(best.logprobs, best.token_ids)]
+def triples(best: TokenLogprobs, spell: Spell) -> list[Scored]:
+    return [*scored(best.logprobs, best.token_ids, spell)]

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from tlt_server.commands import InFlight, Memory
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
-from tlt_server.frontend.dialects.sglang.replies import Acknowledged
+from tlt_server.frontend.dialects.sglang.replies import Aborted, Acknowledged
 from tlt_server.frontend.dialects.sglang.requests import (
     MemoryFields,
     PauseFields,
@@ -68,7 +68,7 @@ async def resume(service: Service, request: Request) -> Response:
     takes=SglangAbort,
     example={"abort_all": True},
     changes=True,
-    gives=Acknowledged,
+    gives=Aborted,
     raises=(Forbidden, *GONE),
 )
 async def abort(service: Service, request: Request) -> Response:
@@ -84,8 +84,10 @@ async def abort(service: Service, request: Request) -> Response:
             f"rid is {shown(asked.rid)} and abort_all is false; name one request by rid, or set "
             "abort_all to end all that is open"
         )
-    service.abort([asked.rid] if asked.rid and not asked.abort_all else None, caller_of(request))
-    return json_response(Acknowledged("aborted what was open of it"))
+    ended = service.abort(
+        [asked.rid] if asked.rid and not asked.abort_all else None, caller_of(request)
+    )
+    return json_response(Aborted("aborted what was open of it", aborted=ended))
 
 
 @ROUTES.post(
@@ -124,6 +126,13 @@ async def flush(service: Service, request: Request) -> Response:
     gives=Acknowledged,
     raises=(Conflict, StorageFailed, *GONE),
 )
+@ROUTES.get(
+    "/release_memory_occupation",
+    needs="operate",
+    changes=True,
+    gives=Acknowledged,
+    raises=(Conflict, StorageFailed, *GONE),
+)
 async def release(service: Service, request: Request) -> Response:
     """Give memory back: KV, weights of target and drafter, or all.
 
@@ -141,6 +150,9 @@ async def release(service: Service, request: Request) -> Response:
     optional_body=True,
     gives=Acknowledged,
     raises=GONE,
+)
+@ROUTES.get(
+    "/resume_memory_occupation", needs="operate", changes=True, gives=Acknowledged, raises=GONE
 )
 async def take_again(service: Service, request: Request) -> Response:
     """Take memory again, with the same bits in the weights as before."""

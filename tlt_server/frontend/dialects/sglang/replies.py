@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from tlt_client.wire import VersionSpan
 from tlt_server.errors import TltError
 
-Scored = tuple[float | None, int, None]  # log-prob, token id, and null in place of its text
+Scored = tuple[float | None, int, str | None]  # log-prob, token id, and its text if asked for
 
 
 class Finish(Struct, frozen=True):
@@ -48,7 +48,10 @@ class MetaInfo(Struct, frozen=True, kw_only=True):
     e2e_latency: Annotated[float, Meta(description="seconds since the request was accepted")]
     output_token_logprobs: Annotated[
         list[Scored] | UnsetType,
-        Meta(description="per output token its log-prob, its id and null; with return_logprob"),
+        Meta(
+            description="per output token its log-prob, its id, and its text or null; with "
+            "return_logprob"
+        ),
     ] = UNSET
     output_top_logprobs: Annotated[
         list[list[Scored]] | UnsetType,
@@ -127,6 +130,12 @@ class Acknowledged(Struct, frozen=True):
 
     message: Annotated[str, Meta(description="the change that was made")]
     status: Annotated[Literal["ok"], Meta(description="always the same")] = "ok"
+
+
+class Aborted(Acknowledged, frozen=True, kw_only=True):
+    """The answer to an abort."""
+
+    aborted: Annotated[int, Meta(description="sequences that this ends")]
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):

@@ -15,21 +15,23 @@ from starlette.requests import Request
 from tlt_server.commands import InFlight
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.named import repeated
 from tlt_server.frontend.generation.requests import (
     MAX_NAME,
     NAMES,
+    AnySeed,
     Count,
     ItemFields,
     Length,
     NativeRequest,
     PromptIds,
     SamplingFields,
-    Seed,
     SharedSampling,
     ShortName,
     TopK,
     Train,
+    seed_of,
 )
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
@@ -51,6 +53,12 @@ from tlt_server.packed import PackedIds
 GROUP = "weight_update_group"  # where a trainer names none
 PROMPTS = Limit("max_batch_items", "prompts", "split the batch", TooLarge)
 MAX_TAGS = 16
+RENAMED = {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+}
 Body = TypeVar("Body")
 
 
@@ -63,7 +71,7 @@ class SglangSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
 
     n: Annotated[Count, Meta(description="choices per prompt")] = 1
     sampling_seed: Annotated[
-        Seed | None,
+        AnySeed | None,
         Meta(description="keys the choices' noise: the same seed gives the same tokens"),
     ] = None
     max_new_tokens: Annotated[
@@ -104,6 +112,9 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         Meta(description="names the request, or each prompt, for POST /abort_request"),
     ] = None
     return_logprob: Annotated[bool, Meta(description="report log-probs")] = False
+    return_text_in_logprobs: Annotated[
+        bool, Meta(description="log-probs come with the text of their tokens")
+    ] = False
     logprob_start_len: Annotated[
         int,
         Meta(
@@ -132,6 +143,13 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         """Tell whether the reply is a list."""
         prompts = self.input_ids if self.text is None else self.text
         return isinstance(prompts, list) or self.sampling_params.n > 1
+
+    @property
+    def words(self) -> Words:
+        """Return the names of the fields in this body, for messages."""
+        field = "text" if self.input_ids is None else "input_ids"
+        each = "[{i}]" if isinstance(self.text or self.input_ids, list) else ""
+        return Words(field + each, "sampling_params.", "sampling_params.", RENAMED)
 
     def names(self, count: int) -> list[str | None]:
         """Return the id of each prompt."""
@@ -170,7 +188,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
                     prompt=None if isinstance(prompt, PackedIds) else prompt,
                     token_ids=prompt if isinstance(prompt, PackedIds) else None,
                     n=params.n,
-                    seed=params.sampling_seed,
+                    seed=seed_of(params.sampling_seed),
                     train=self.train,
                 )
                 for prompt, name in zip(prompts, self.names(len(prompts)), strict=True)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tlt_server import __version__
 from tlt_server.errors import Unavailable
 from tlt_server.events import EngineInfo
-from tlt_server.frontend.dialects.replies.errors import GONE, UNFINISHED
+from tlt_server.frontend.dialects.replies.errors import GONE, UNFINISHED, failure_naming
 from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
 from tlt_server.frontend.dialects.replies.status import Status
 from tlt_server.frontend.dialects.sglang.replies import Loads, LoadsReply, ModelInfo, VersionReply
@@ -26,6 +26,7 @@ from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.reading.asking import unless
 from tlt_server.frontend.service import Service
+from tlt_server.labels import label_of
 from tlt_server.packed import PackedIds
 
 ROUTES = Routes()
@@ -79,7 +80,7 @@ async def model_info(service: Service, request: Request) -> Response:
         ModelInfo(
             model_path=model,
             tokenizer_path=model,
-            weight_version=_info(service).weight_version,
+            weight_version=label_of(_info(service).weight_version),
             served_model_name=service.config.served_model_name,
         )
     )
@@ -88,10 +89,17 @@ async def model_info(service: Service, request: Request) -> Response:
 @ROUTES.get("/get_weight_version", needs="any", gives=VersionReply, raises=GONE)
 async def weight_version(service: Service, request: Request) -> Response:
     """Name the version of the target that is live."""
-    return json_response(VersionReply(_info(service).weight_version))
+    return json_response(VersionReply(label_of(_info(service).weight_version)))
 
 
-@ROUTES.get("/v1/loads", needs="any", parameters=(INCLUDE,), gives=LoadsReply, raises=GONE)
+@ROUTES.get(
+    "/v1/loads",
+    needs="any",
+    parameters=(INCLUDE,),
+    gives=LoadsReply,
+    raises=GONE,
+    error_shape=failure_naming(()),
+)
 async def loads(service: Service, request: Request) -> Response:
     """Count the sequences that are open, run and wait, and the KV positions in use."""
     own, gauges = _info(service), service.engine.gauges

@@ -40,6 +40,7 @@ from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import described
 from tlt_server.frontend.weights.checker import CheckFields
+from tlt_server.labels import label_of
 
 ROUTES = Routes(error_shape=outcome_of)
 PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
@@ -72,7 +73,9 @@ async def end(service: Service, request: Request) -> Response:
     """Make what was pushed since the update started live, in one commit between two steps."""
     await read(service, AnyFields, request)
     report = await service.session.end()
-    return json_response(Outcome(message="Weight update ended.", new_version=report.state.target))
+    return json_response(
+        Outcome(message="Weight update ended.", new_version=label_of(report.state.target))
+    )
 
 
 @ROUTES.post(
@@ -94,15 +97,16 @@ async def from_disk(service: Service, request: Request) -> Response:
             Manifest(
                 role=update.role,
                 version=asked.weight_version or "",
+                labelled=True,
                 path=asked.model_path,
                 in_flight=asked.in_flight,
             )
         )
     return json_response(
         Outcome(
-            message=f"{report.result}: version {report.version}",
+            message=f"{report.result}: version {label_of(report.version)}",
             num_paused_requests=len(service.engine) if service.engine.pauses.paused else 0,
-            new_version=report.state.target,
+            new_version=label_of(report.state.target),
         )
     )
 
@@ -188,7 +192,8 @@ async def from_distributed(service: Service, request: Request) -> Response:
         )
     return json_response(
         Outcome(
-            message=f"{report.result}: version {report.version}", new_version=report.state.target
+            message=f"{report.result}: version {label_of(report.version)}",
+            new_version=label_of(report.state.target),
         )
     )
 
@@ -223,9 +228,13 @@ async def from_tensor(service: Service, request: Request) -> Response:
 async def check(service: Service, request: Request) -> Response:
     """Compute checksums of all live weights, or compare them with a baseline or with those that
     were remembered; 409 if any differs.
+
+    After `reset_tensors` a tensor differs from everything until it is pushed again.
     """
     asked = await read(service, CheckFields, request)
     sums, wrong = await service.checker.check(asked)
+    if asked.resets:
+        return json_response(Outcome(message="reset: all differs until it is pushed again"))
     if sums is not None:
         return json_response(Outcome(message=f"{len(sums)} tensors", checksums=sums))
     assert wrong is not None

@@ -23,7 +23,8 @@ from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=fault)
-WORDS = Words("token_ids", "", "sampling_params.")
+WORDS = Words("token_ids", "", "sampling_params.", clamps=True)
+PREFIX = "generate-tokens-"  # vLLM puts it before the names of these requests
 
 
 @ROUTES.post(
@@ -56,7 +57,8 @@ async def generate(service: Service, request: Request) -> Response:
         asked.native(), service.engine.info, caller, WORDS, reading
     )
     token_ids = [*batch.items[0].requests[0].token_ids]
-    generation = await service.start(batch, caller.name)
+    names = (PREFIX + asked.request_id,) if asked.request_id else ()
+    generation = await service.start(batch, caller.name, names=names)
     return await reply(request, _whole(service, asked, token_ids, generation), generation)
 
 

@@ -15,7 +15,7 @@ from tlt_server.frontend.dialects.vllm_rl.replies import (
     IsSleeping,
     Paused,
     Succeeded,
-    VllmDone,
+    VllmAborted,
     fault,
 )
 from tlt_server.frontend.dialects.vllm_rl.requests import VllmAbort
@@ -28,7 +28,7 @@ from tlt_server.frontend.service import Service
 
 ROUTES = Routes(error_shape=fault)
 MODES: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "continue"}
-LEVELS: dict[str, list[Memory]] = {"1": ["kv_cache"], "2": ["weights", "kv_cache"]}
+LEVELS: dict[str, list[Memory]] = {"0": [], "1": ["kv_cache"], "2": ["weights", "kv_cache"]}
 TAGS: dict[str, list[Memory]] = {"weights": ["weights"], "kv_cache": ["kv_cache"], "scheduling": []}
 MODE = Parameter(
     "mode",
@@ -43,7 +43,10 @@ CLEAR_CACHE = Parameter(
     {"type": "boolean", "default": True},
 )
 LEVEL = Parameter(
-    "level", "query", "what is given back", {"type": "string", "enum": [*LEVELS], "default": "1"}
+    "level",
+    "query",
+    "what is given back; 0: nothing, generation only stops",
+    {"type": "string", "enum": [*LEVELS], "default": "1"},
 )
 TAG_LIST = Parameter(
     "tags",
@@ -95,12 +98,21 @@ async def is_paused(service: Service, request: Request) -> Response:
 
 
 @ROUTES.post(
+    "/inference/v1/abort_requests",
+    needs="data",
+    takes=VllmAbort,
+    optional_body=True,
+    changes=True,
+    gives=VllmAborted,
+    raises=(Forbidden, *GONE),
+)
+@ROUTES.post(
     "/abort_requests",
     needs="data",
     takes=VllmAbort,
     optional_body=True,
     changes=True,
-    gives=VllmDone,
+    gives=VllmAborted,
     raises=(Forbidden, *GONE),
 )
 async def abort_requests(service: Service, request: Request) -> Response:
@@ -111,16 +123,14 @@ async def abort_requests(service: Service, request: Request) -> Response:
     """
     service.engine.check_running()
     if not await request.body():
-        service.abort(None, caller_of(request))
-        return json_response(VllmDone("aborted all that was open"))
+        return json_response(VllmAborted(service.abort(None, caller_of(request))))
     try:
         names = (await service.bodies.of(request, VllmAbort)).request_ids
     except InvalidRequest as error:
         raise InvalidRequest(
             f"{error.message}; name requests in request_ids, or send no body to abort all"
         ) from None
-    service.abort(names, caller_of(request))
-    return json_response(VllmDone("aborted what was named and open"))
+    return json_response(VllmAborted(service.abort(names, caller_of(request))))
 
 
 @ROUTES.post(
@@ -141,25 +151,50 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
     return json_response(Succeeded())
 
 
+@ROUTES.post("/reset_mm_cache", needs="operate", takes=AnyFields, optional_body=True)
+@ROUTES.post("/reset_encoder_cache", needs="operate", takes=AnyFields, optional_body=True)
+async def reset_none(service: Service, request: Request) -> Response:
+    """Do nothing: this server reads text, so there is no such cache."""
+    await service.bodies.of(request, AnyFields)
+    return Response(media_type="text/plain")
+
+
 @ROUTES.post(
     "/sleep",
     needs="operate",
     parameters=(LEVEL, MODE),
     takes=AnyFields,
     optional_body=True,
-    gives=Succeeded,
     raises=(Conflict, StorageFailed, *GONE),
 )
 async def sleep(service: Service, request: Request) -> Response:
     """Give memory back: level 1 the KV, level 2 the weights of target and drafter too.
 
     New requests get 503 until all is awake. `abort` ends running sequences, `wait` lets them end
-    first, and `keep` drops their KV: they continue with the same tokens after POST /wake_up.
+    first, and `keep` drops their KV: they continue with the same tokens after POST /wake_up. Level
+    0 is a pause in which new requests wait, until POST /wake_up or /resume.
     """
     await service.bodies.of(request, AnyFields)
     level, mode = word(request, "level", LEVELS, "1"), word(request, "mode", MODES, "abort")
-    await service.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
-    return json_response(Succeeded())
+    if LEVELS[level]:
+        await service.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
+    else:
+        await service.engine.pauses.pause(MODES[mode], refuse=False, clear_cache=False)
+    return Response(media_type="text/plain")
+
+
+@ROUTES.post(
+    "/release_kv_cache_memory",
+    needs="operate",
+    takes=AnyFields,
+    optional_body=True,
+    raises=(Conflict, StorageFailed, *GONE),
+)
+async def release_kv(service: Service, request: Request) -> Response:
+    """Give the KV's memory back. What runs continues with the same tokens after POST /wake_up."""
+    await service.bodies.of(request, AnyFields)
+    await service.sleep(["kv_cache"])
+    return Response(media_type="text/plain")
 
 
 @ROUTES.post(
@@ -168,15 +203,21 @@ async def sleep(service: Service, request: Request) -> Response:
     parameters=(TAG_LIST,),
     takes=AnyFields,
     optional_body=True,
-    gives=Succeeded,
     raises=GONE,
 )
 async def wake_up(service: Service, request: Request) -> Response:
-    """Take memory again, without tags all of it, with the same bits in the weights as before."""
+    """Take memory again, without tags all of it, with the same bits in the weights as before.
+
+    The tag `scheduling` ends a pause, and so does a call without tags where no memory is given
+    back.
+    """
     await service.bodies.of(request, AnyFields)
-    asked = words(request, "tags", TAGS)
-    await service.engine.pauses.wake([memory for tag in asked or TAGS for memory in TAGS[tag]])
-    return json_response(Succeeded())
+    asked, pauses = words(request, "tags", TAGS), service.engine.pauses
+    resumes = "scheduling" in asked or not (asked or pauses.asleep)
+    await pauses.wake([memory for tag in asked or TAGS for memory in TAGS[tag]])
+    if resumes:
+        await pauses.resume()
+    return Response(media_type="text/plain")
 
 
 @ROUTES.get("/is_sleeping", needs="any", gives=IsSleeping)

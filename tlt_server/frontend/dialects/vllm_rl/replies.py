@@ -38,6 +38,17 @@ class IsSleeping(Struct, frozen=True):
     is_sleeping: Annotated[bool, Meta(description="whether any memory is given back")]
 
 
+class VllmAborted(Struct, frozen=True):
+    aborted: Annotated[int, Meta(description="sequences that this ends")]
+    status: Annotated[Literal["aborted"], Meta(description="always the same")] = "aborted"
+
+
+class Renamed(Struct, frozen=True):
+    new_version: Annotated[str, Meta(description="the label that the weights have or will have")]
+    message: Annotated[str, Meta(description="what was done")]
+    success: Annotated[bool, Meta(description="always true: a failure is an error")] = True
+
+
 class VllmDone(Struct, frozen=True):
     message: Annotated[str, Meta(description="what was done")]
 
@@ -70,13 +81,16 @@ class WeightInfo(Struct, frozen=True):
 
 
 class CheckReply(Struct, frozen=True, omit_defaults=True):
-    """The checksums of live weights, or the result of a comparison."""
+    """The checksums of live weights, or the result of a comparison or a reset."""
 
+    status: Annotated[
+        Literal["reset"] | None, Meta(description="what was done; with the action reset")
+    ] = None
     checksums: Annotated[
         dict[str, str] | None,
         Meta(
             description="checksums of what is live: mix64 of the values, by tensor; with the "
-            "actions checksum and reset"
+            "actions checksum and snapshot"
         ),
     ] = None
     match: Annotated[

@@ -15,6 +15,7 @@ from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.generation.requests import (
     NAMES,
     Alternatives,
+    AnySeed,
     Count,
     ItemFields,
     Length,
@@ -23,12 +24,12 @@ from tlt_server.frontend.generation.requests import (
     PromptIds,
     Salt,
     SamplingFields,
-    Seed,
     SharedSampling,
     ShortName,
     TopK,
     Train,
     Truncation,
+    seed_of,
 )
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 from tlt_server.frontend.weights.session import Version
@@ -40,7 +41,7 @@ class VllmSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
 
     n: Annotated[Count, Meta(description="choices")] = 1
     seed: Annotated[
-        Seed | None,
+        AnySeed | None,
         Meta(description="keys the choices' noise: the same seed gives the same tokens"),
     ] = None
     max_tokens: Annotated[
@@ -89,7 +90,7 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
                     id=self.request_id,
                     token_ids=self.token_ids,
                     n=params.n,
-                    seed=params.seed,
+                    seed=seed_of(params.seed),
                     salt=self.cache_salt,
                     train=self.train,
                 )

@@ -21,6 +21,7 @@ from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     CheckReply,
+    Renamed,
     Results,
     VllmDone,
     WeightInfo,
@@ -37,12 +38,13 @@ from tlt_server.frontend.dialects.vllm_rl.requests import (
     VersionFields,
 )
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.fields import AnyFields, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.checker import CheckFields
 from tlt_server.frontend.weights.session import Selector
 from tlt_server.frontend.weights.transfer import GROUP, BroadcasterFields, InitFields
+from tlt_server.labels import label_of
 from tlt_server.wording import nearest
 
 ROUTES = Routes(error_shape=fault)
@@ -104,6 +106,21 @@ async def init_broadcaster(service: Service, request: Request) -> Response:
 
 
 @ROUTES.post(
+    "/shutdown_weight_transfer_engine",
+    needs="push-weights",
+    takes=AnyFields,
+    optional_body=True,
+    gives=VllmDone,
+    raises=(Conflict, *GONE),
+)
+async def shut_transfer(service: Service, request: Request) -> Response:
+    """Leave the trainer's process group; it is no error if none is joined."""
+    await service.bodies.of(request, AnyFields)
+    await service.broadcasts.leave(GROUP)
+    return json_response(VllmDone("Weight transfer engine shut down"))
+
+
+@ROUTES.post(
     "/start_weight_update",
     needs="push-weights",
     takes=StartFields,
@@ -159,7 +176,7 @@ async def _begin(service: Service, asked: StartFields, selector: Selector) -> No
 async def finish(service: Service, request: Request) -> Response:
     """Make what was pushed since the update started live, in one commit between two steps."""
     asked = await service.bodies.of(request, FinishFields)
-    return outcome(await service.session.end(asked.weight_version or ""))
+    return outcome(await service.session.end(asked.weight_version or ""), labelled=True)
 
 
 @ROUTES.post(
@@ -200,20 +217,21 @@ async def collective_rpc(service: Service, request: Request) -> Response:
     needs="push-weights",
     takes=VersionFields,
     example={"new_version": "step-8"},
-    gives=VllmDone,
+    gives=Renamed,
     raises=(Conflict, PushFailed, *GONE),
 )
 async def rename(service: Service, request: Request) -> Response:
     """Name the version that the open update pushes, or else the live one; its content stays."""
-    await service.session.rename((await service.bodies.of(request, VersionFields)).new_version)
-    return json_response(VllmDone("Weight version updated"))
+    label = (await service.bodies.of(request, VersionFields)).new_version
+    await service.session.rename(label)
+    return json_response(Renamed(label, f"Weight version updated to {label}"))
 
 
 @ROUTES.get("/weight_info", needs="any", gives=WeightInfo, raises=GONE)
 async def info(service: Service, request: Request) -> Response:
     """Return the versions that are live."""
     state = (await service.session.look()).state
-    return json_response(WeightInfo(state.target, state.drafter))
+    return json_response(WeightInfo(label_of(state.target), label_of(state.drafter)))
 
 
 @ROUTES.post(
@@ -225,8 +243,15 @@ async def info(service: Service, request: Request) -> Response:
     raises=(Conflict, *GONE),
 )
 async def check(service: Service, request: Request) -> Response:
-    """Compute checksums of all live weights, or compare them with a baseline."""
-    sums, mismatches = await service.checker.check(await service.bodies.of(request, CheckFields))
+    """Compute checksums of all live weights, or compare them with a baseline.
+
+    After `reset` a tensor differs from everything until it is pushed again, so that a push which
+    was lost is found; what is served stays.
+    """
+    asked = await service.bodies.of(request, CheckFields)
+    sums, mismatches = await service.checker.check(asked)
+    if asked.resets:
+        return json_response(CheckReply(status="reset"))
     if mismatches is None:
         return json_response(CheckReply(checksums=sums))
     return json_response(CheckReply(match=not mismatches, mismatches=mismatches))

@@ -80,7 +80,10 @@ def manifest_of(asked: ManifestFields | DirectoryFields, role: Role) -> Manifest
         if not asked.weight_dir:
             raise InvalidRequest("weight_dir is ''; name a directory below the weight root")
         return Manifest(
-            role=role, version=asked.weight_version or asked.version or "", path=asked.weight_dir
+            role=role,
+            version=asked.weight_version or asked.version or "",
+            labelled=True,
+            path=asked.weight_dir,
         )
     _check_fields(asked)
     _check_tensors(asked)

@@ -88,11 +88,12 @@ async def push(service: Service, request: Request) -> Response:
             if not isinstance(asked, UpdateFields):
                 manifest = await asyncio.to_thread(manifest_of, asked, update.role)
         if isinstance(asked, UpdateFields):
-            return outcome(await service.transfer.push(update, asked))
+            return outcome(await service.transfer.push(update, asked), labelled=True)
         if manifest.channel == "http" and service.uploads is not None:
             return outcome(await _upload(update, manifest, service.uploads))
         # The engine refuses a push by a channel that is closed.
-        return outcome(await service.broadcasts.begin(update, manifest))
+        report = await service.broadcasts.begin(update, manifest)
+        return outcome(report, labelled=manifest.labelled)
 
 
 async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> WeightReport:

@@ -1,0 +1,59 @@
+"""Labels of versions in the replies of the borrowed dialects; the native one shows names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_server.events import WeightState
+
+NAME = "1~0123456789ab"
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(model, engine={"weights": WeightState(target=NAME)}) as running:
+        yield running
+
+
+LABELS: list[tuple[str, str]] = [
+    ("/weight_info", "weight_version"),
+    ("/get_weight_version", "weight_version"),
+    ("/model_info", "weight_version"),
+    ("/server_info", "weight_version"),
+]
+
+
+@pytest.mark.parametrize(("path", "key"), LABELS)
+def test_a_borrowed_reply_shows_the_label(server: LiveServer, path: str, key: str) -> None:
+    assert httpx.get(server.url + path, timeout=10).json()[key] == "1"
+
+
+def test_spans_and_native_replies_show_the_name(server: LiveServer) -> None:
+    def post(path: str, body: dict[str, Any]) -> Any:
+        return httpx.post(server.url + path, json=body, timeout=10).json()
+
+    meta = post("/generate", {"input_ids": [65], "sampling_params": {"max_new_tokens": 1}})[
+        "meta_info"
+    ]
+    assert meta["weight_version"] == "1" and meta["weight_versions"][0]["version"] == NAME
+    assert httpx.get(server.url + "/weights", timeout=10).json()["target"] == NAME
+    ended = post("/update_weights_from_disk", {"model_path": "p", "weight_version": NAME})
+    assert ended["message"] == "committed: version 1" and ended["new_version"] == "1"
+    post("/update_weights", {"weight_dir": "p", "weight_version": "2"})
+    post("/update_weights", {"path": "p", "version": "3"})
+    manifests = [
+        command.manifest
+        for command in server.engine.weight_commands
+        if hasattr(command, "manifest")
+    ]
+    assert [(each.version, each.labelled) for each in manifests] == [
+        (NAME, True),
+        ("2", True),
+        ("3", False),
+    ]

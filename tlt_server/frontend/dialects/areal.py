@@ -1,0 +1,219 @@
+"""The dialect `areal`: the routes that AReaL adds to the vLLM servers that it drives.
+
+It generates by OpenAI's routes, sleeps by vLLM's, and pauses and pushes weights by these. A
+broadcast takes two calls: the first describes the tensors, the second receives them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.commands import Manifest
+from tlt_server.errors import (
+    ChannelBroken,
+    Conflict,
+    Forbidden,
+    NotFound,
+    PushFailed,
+    TltError,
+    WeightsRefused,
+)
+from tlt_server.events import WeightReport
+from tlt_server.frontend.dialects.replies.errors import GONE
+from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.fields import AnyFields, Tolerant
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.broadcasts import (
+    Address,
+    Backend,
+    GroupName,
+    Packing,
+    Port,
+    Rank,
+    Shapes,
+    TensorNames,
+    TypeNames,
+    WorldSize,
+    described,
+)
+from tlt_server.frontend.weights.session import Directory
+from tlt_server.labels import label_of
+
+GROUP = "areal"  # where a trainer names none
+
+
+class ArealOutcome(Struct, frozen=True):
+    """The outcome of a change."""
+
+    success: Annotated[bool, Meta(description="whether it was made")]
+    message: Annotated[
+        str, Meta(description="what was done, or the value, the limit and the remedy")
+    ]
+
+
+class DirectoryPush(Tolerant, frozen=True, kw_only=True):
+    model_path: Annotated[
+        Directory,
+        Meta(
+            min_length=1, description="directory of safetensors, absolute or below the weight root"
+        ),
+    ]
+
+
+class GroupOfRanks(Tolerant, frozen=True, kw_only=True):
+    master_address: Address
+    master_port: Port
+    rank_offset: Rank
+    world_size: WorldSize
+    backend: Backend = "nccl"
+    group_name: GroupName = GROUP
+
+
+class DescribedTensors(Tolerant, frozen=True, kw_only=True):
+    names: Annotated[
+        TensorNames, Meta(description="names of tensors, in the order in which they are broadcast")
+    ]
+    dtypes: Annotated[TypeNames, Meta(description='as torch names them, such as "bfloat16"')]
+    shapes: Annotated[Shapes, Meta(description="shapes of the tensors")]
+    group_name: GroupName = GROUP
+
+
+def failed(error: TltError) -> ArealOutcome:
+    return ArealOutcome(False, error.message)
+
+
+ROUTES = Routes(error_shape=failed)
+PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
+
+
+@ROUTES.post(
+    "/areal_pause_generation",
+    needs="operate",
+    takes=AnyFields,
+    optional_body=True,
+    gives=ArealOutcome,
+    raises=GONE,
+)
+async def pause(service: Service, request: Request) -> Response:
+    """End running sequences with what they have; new requests wait for
+    POST /areal_continue_generation.
+    """
+    await service.bodies.of(request, AnyFields)
+    await service.engine.pauses.pause("abort", refuse=False, clear_cache=True)
+    return json_response(ArealOutcome(True, "Generation paused and all requests aborted"))
+
+
+@ROUTES.post(
+    "/areal_continue_generation",
+    needs="operate",
+    takes=AnyFields,
+    optional_body=True,
+    gives=ArealOutcome,
+    raises=GONE,
+)
+async def resume(service: Service, request: Request) -> Response:
+    """Start what has waited, and take new requests."""
+    await service.bodies.of(request, AnyFields)
+    await service.engine.pauses.resume()
+    return json_response(ArealOutcome(True, "Generation continued"))
+
+
+@ROUTES.post(
+    "/areal_update_weights",
+    needs="push-weights",
+    takes=DirectoryPush,
+    example={"model_path": "step-7"},
+    gives=ArealOutcome,
+    raises=PUSHED,
+)
+async def from_disk(service: Service, request: Request) -> Response:
+    """Push weights from a directory; running sequences end with what they have."""
+    with service.session.pushing() as update:
+        asked = await service.bodies.of(request, DirectoryPush)
+        report = await update.push(
+            Manifest(role=update.role, labelled=True, path=asked.model_path, in_flight="abort")
+        )
+    return _outcome(report)
+
+
+@ROUTES.post(
+    "/areal_init_weights_update_group",
+    needs="push-weights",
+    takes=GroupOfRanks,
+    example={
+        "master_address": "127.0.0.1",
+        "master_port": "29500",
+        "rank_offset": 1,
+        "world_size": 2,
+        "backend": "gloo",
+        "group_name": "areal-0",
+    },
+    gives=ArealOutcome,
+    raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE),
+)
+async def join(service: Service, request: Request) -> Response:
+    """Join the trainer's process group with the rank `rank_offset`. The reply comes once all ranks
+    have joined.
+    """
+    asked = await service.bodies.of(request, GroupOfRanks)
+    await service.broadcasts.join(
+        asked.group_name,
+        asked.backend,
+        asked.master_address,
+        asked.master_port,
+        asked.rank_offset,
+        asked.world_size,
+        prefixed=True,
+    )
+    return json_response(ArealOutcome(True, "the group is joined"))
+
+
+@ROUTES.post(
+    "/areal_set_update_weight_meta",
+    needs="push-weights",
+    takes=DescribedTensors,
+    example={"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]]},
+    gives=ArealOutcome,
+)
+async def describe(service: Service, request: Request) -> Response:
+    """Describe the tensors that the next POST /areal_update_weights_xccl receives."""
+    asked = await service.bodies.of(request, DescribedTensors)
+    tensors = await asyncio.to_thread(described, asked.names, asked.dtypes, asked.shapes)
+    service.broadcasts.described = (asked.group_name, tensors)
+    return json_response(ArealOutcome(True, f"{len(tensors)} tensors are described"))
+
+
+@ROUTES.post(
+    "/areal_update_weights_xccl",
+    needs="push-weights",
+    takes=AnyFields,
+    optional_body=True,
+    gives=ArealOutcome,
+    raises=(ChannelBroken, *PUSHED),
+)
+async def from_group(service: Service, request: Request) -> Response:
+    """Receive the tensors that were described; running sequences end with what they have.
+
+    They become live once no tensor of the model is missing.
+    """
+    with service.session.pushing() as update:
+        service.engine.check_running()
+        await service.bodies.of(request, AnyFields)
+        if service.broadcasts.described is None:
+            raise Conflict(
+                "no tensors are described; POST /areal_set_update_weight_meta before this"
+            )
+        group, tensors = service.broadcasts.described
+        service.broadcasts.described = None
+        report = await service.broadcasts.push(update, group, tensors, Packing(), in_flight="abort")
+    return _outcome(report)
+
+
+def _outcome(report: WeightReport) -> Response:
+    return json_response(ArealOutcome(True, f"{report.result}: version {label_of(report.version)}"))

@@ -1,0 +1,26 @@
+"""Labels: version names of the borrowed dialects, which stand for what was pushed last under them.
+
+A version's own name stands for one content, on which caches, spans and restarts rest. So content
+whose label is the name of other content is called by the label and its digest. Replies in the words
+of a borrowed dialect show the label; the version spans of a reply show the name.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tlt_client.arguments import MAX_VERSION
+
+DIGITS = 12  # hexadecimal digits of the digest in a name
+_APART = re.compile(rf"(.+)~[0-9a-f]{{{DIGITS}}}", re.DOTALL)
+
+
+def apart(label: str, digest: str) -> str:
+    """Return the name of the content with this digest under a label that has other content."""
+    return f"{label[: MAX_VERSION - DIGITS - 1]}~{digest[:DIGITS]}"
+
+
+def label_of(version: str) -> str:
+    """Return what a borrowed dialect calls a version."""
+    found = _APART.fullmatch(version)
+    return found[1] if found else version
