@@ -23,8 +23,8 @@ MAX_DRAFTS = 2**31 - 1
 
 
 class Sampling(Struct, frozen=True, kw_only=True, gc=False):
-    """The sampling of one sequence. Applied in this order: bias, penalties, min_tokens,
-    temperature, min_p, top_k, top_p, noise.
+    """The sampling of one sequence. Applied in this order: bias and bans, penalties,
+    min_tokens, allowed tokens, temperature, min_p, top_k, top_p, noise.
 
     The frontend validates against the server's limits; the engine trusts it.
     """
@@ -45,6 +45,8 @@ class Sampling(Struct, frozen=True, kw_only=True, gc=False):
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of each, one so far, that are not sampled
     logprobs: int = 0  # alternatives reported per token; the sampled token's own is always reported
     raw_logprobs: bool = False  # also report log-probs under the unprocessed distribution
     prompt_logprobs: int | None = None  # alternatives per prompt token; None = not reported

@@ -29,6 +29,8 @@ class SamplingFields(Struct, kw_only=True, omit_defaults=True):
     presence_penalty: float | UnsetType = UNSET
     frequency_penalty: float | UnsetType = UNSET
     logit_bias: dict[str, float] | UnsetType = UNSET
+    allowed_token_ids: list[int] | UnsetType = UNSET
+    bad_words: list[str] | UnsetType = UNSET
     logprobs: int | UnsetType = UNSET
     raw_logprobs: bool | UnsetType = UNSET
     prompt_logprobs: int | None | UnsetType = UNSET

@@ -7,6 +7,8 @@ float64.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 MASK = np.uint64(0xFFFFFFFF)
@@ -53,9 +55,10 @@ def edited(
     presence: float,
     frequency: float,
     masked: list[int],
+    allowed: Sequence[int] = (),
 ) -> np.ndarray:
-    """Apply bias, then the repetition penalty, then presence and frequency, then the mask, one
-    token at a time in float32.
+    """Apply bias, then the repetition penalty, then presence and frequency, then the mask and what
+    is allowed (empty: all), one token at a time in float32.
     """
     result = logits.astype(np.float32).copy()
     for token, value in bias.items():
@@ -67,6 +70,8 @@ def edited(
             x = x - (np.float32(frequency) * np.float32(output.count(token)) + np.float32(presence))
         result[token] = x
     result[masked] = -np.inf
+    if allowed:
+        result[[token for token in range(len(result)) if token not in allowed]] = -np.inf
     return result
 
 

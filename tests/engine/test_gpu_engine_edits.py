@@ -31,6 +31,8 @@ from tlt_server.records import GenerateRequest, Strategy
 STRATEGIES = [Strategy("eagle", 3, 1, 4), Strategy("eagle", 3, 2, 6), Strategy("history", 3, 2, 4)]
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 
+ALLOWED = (5, 6, 9, 11, 17, 40)
+
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
@@ -48,6 +50,8 @@ def asked() -> list[GenerateRequest]:
         request(3, 15, max_tokens=8, logprobs=2, raw_logprobs=True, prompt_logprobs=3, **PENALTIES),
         request(4, 3, max_tokens=9, min_tokens=5, logit_bias={7: 2.5, 61: -80.0}, **stops),
         request(5, 4, max_tokens=6, top_k=9, frequency_penalty=-0.6, logit_bias={11: 1.0}),
+        request(6, 5, max_tokens=8, allowed_token_ids=ALLOWED, bad_words=((5,), (9,))),
+        request(7, 4, max_tokens=8, allowed_token_ids=ALLOWED, **PENALTIES),
     ]
 
 
@@ -82,6 +86,10 @@ def test_no_stop_id_comes_before_min_tokens(twin: Pushable) -> None:
 def test_penalties_change_the_tokens_that_are_sampled(twin: Pushable) -> None:
     plain = twin.run(request(9, 6, max_tokens=10), request(8, 5, max_tokens=10, temperature=0.0))
     assert len(set(twin.tokens("r2"))) > len(set(plain["r8"][0]))
+
+
+def test_only_allowed_tokens_come_and_none_that_is_banned(twin: Pushable) -> None:
+    assert {*twin.tokens("r6")} <= {*ALLOWED} - {5, 9} and {*twin.tokens("r7")} <= {*ALLOWED}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["chain", "tree", "history"])

@@ -72,6 +72,8 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "presence_penalty": (0.2, {}),
     "frequency_penalty": (0.3, {}),
     "logit_bias": ({"5": 1.5}, {}),
+    "allowed_token_ids": ([5], {}),
+    "bad_words": (["q"], {}),
     "include_stop_str_in_output": (True, {"stop": ["i"]}),
     "truncate_prompt_tokens": (1, {}),
     "n": (2, {}),
@@ -261,6 +263,25 @@ def test_a_prompt_is_truncated_to_its_last_tokens(server: LiveServer) -> None:
     assert tokens(VLLM_SAMPLING, truncate_prompt_tokens=1) == [105]
     none = send(server, COMPLETIONS, truncate_prompt_tokens=0)
     assert none.status_code == 400 and none.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_words_and_tokens_that_cannot_be_restricted_are_refused(server: LiveServer) -> None:
+    for fields, says in (
+        ({"bad_words": ["q", "no"]}, "bad_words has 'no', which is 2 tokens"),
+        ({"bad_words": ["  "]}, "which is no word"),
+        ({"bad_words": [""]}, "at least 1 character"),
+        ({"bad_words": ["q"] * 257}, "at most 256 items"),
+        ({"allowed_token_ids": []}, "is empty"),
+        ({"allowed_token_ids": [300]}, "end at 299"),
+        ({"allowed_token_ids": [5] * 4097}, "at most 4096 items"),
+        ({"allowed_token_ids": [113], "bad_words": ["q"]}, "has no token that"),
+        ({"allowed_token_ids": [256], "min_tokens": 1}, "has no token that"),
+    ):
+        for body in (COMPLETIONS, CHAT, VLLM_SAMPLING, SGLANG_SAMPLING):
+            response = send(server, body, **fields)
+            assert response.status_code == 400 and says in response.text, (body, fields)
+    sampling = submitted(server, COMPLETIONS, bad_words=["q", " z"], allowed_token_ids=[9, 5])[0]
+    assert sampling.bad_words == ((113,), (122,)) and sampling.allowed_token_ids == (5, 9)
 
 
 def test_a_final_message_is_continued(server: LiveServer) -> None:

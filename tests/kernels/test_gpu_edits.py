@@ -13,13 +13,13 @@ from tests.kernels.tree_twins import numpy_of
 from tlt_kernels.cpu.sampling import edit_row
 from tlt_kernels.gpu.accept import HEAD, fields
 from tlt_kernels.gpu.edits import count_emitted, count_text, edit
-from tlt_kernels.gpu.tensors import IN_PROMPT, BatchSlots, PrefillChunks, RowTable
+from tlt_kernels.gpu.tensors import ALLOWED, IN_PROMPT, BatchSlots, PrefillChunks, RowTable
 from tlt_kernels.gpu.upload import Edits, Upload, apply
 from tlt_kernels.gpu.upload_layout import UploadLayout
 
 V, DEPTH, TOKENS = 1100, 3, 96
 LAYOUT = UploadLayout(
-    batch=4, chunks=2, admissions=4, extensions=4, stops=2, payload=900, idle=4, listed=40
+    batch=4, chunks=2, admissions=4, extensions=4, stops=2, payload=1200, idle=4, listed=60
 )
 PENALTIES = [(1.3, 0.4, 0.2), (1.0, 0.0, -0.7), (0.8, -1.1, 0.0), (1.0, 0.0, 0.0)]
 
@@ -31,7 +31,7 @@ class Text(NamedTuple):
     edits: Edits
 
 
-def text(rng: np.random.Generator, penalties: tuple[float, float, float]) -> Text:
+def text(rng: np.random.Generator, penalties: tuple[float, float, float], allowed: int = 0) -> Text:
     """Few different tokens, so that counts are above one; a token with a bias is also masked."""
     length = int(rng.integers(8, 40))
     tokens = rng.choice([0, 5, 7, 1023, 1024, V - 1, *range(20, 30)], length).astype(np.int32)
@@ -46,6 +46,7 @@ def text(rng: np.random.Generator, penalties: tuple[float, float, float]) -> Tex
             bias_ids=listed[:20],
             bias=rng.normal(0, 4, 20).astype(np.float32),
             mask_ids=listed[15:],
+            allowed_ids=rng.permutation(V)[:allowed],
         ),
     )
 
@@ -60,7 +61,7 @@ def admitted(texts: list[Text], batch_slots: BatchSlots) -> None:
 
 def empty() -> BatchSlots:
     made = BatchSlots.allocate(
-        5, TOKENS, hidden=4, stops=2, listed=40, vocabulary=V, dtype=torch.float32, device=DEVICE
+        5, TOKENS, hidden=4, stops=2, listed=60, vocabulary=V, dtype=torch.float32, device=DEVICE
     )
     made.count_QV.fill_(77)  # counts of an earlier sequence
     return made
@@ -83,6 +84,8 @@ def twin(given: Text, logits_V: np.ndarray, position: int, path: list[int]) -> n
         edits.mask_ids if position < edits.masked_to else np.zeros(0, np.int64),
         edited_V,
     )
+    if len(edits.allowed_ids):
+        edited_V[np.setdiff1d(np.arange(V), edits.allowed_ids)] = -np.inf
     return edited_V
 
 
@@ -113,7 +116,7 @@ def trees(rng: np.random.Generator, texts: list[Text]) -> tuple[RowTable, list[l
 @pytest.mark.parametrize("seed", range(3))
 def test_every_row_of_a_tree_has_the_bits_of_the_cpu_samplers_edits(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    texts = [text(rng, penalties) for penalties in PENALTIES]
+    texts = [text(rng, penalties, int(rng.integers(0, 2)) * 9) for penalties in PENALTIES]
     batch_slots = empty()
     admitted(texts, batch_slots)
     count_text(batch_slots)
@@ -142,8 +145,9 @@ def test_every_row_of_a_tree_has_the_bits_of_the_cpu_samplers_edits(seed: int) -
 def counted(texts: list[Text]) -> np.ndarray:
     count_QV = np.zeros((len(texts), V), np.int32)
     for q, (tokens, edits) in enumerate(texts):
-        if edits[:3] != (1.0, 0.0, 0.0):
+        if edits[:3] != (1.0, 0.0, 0.0) or len(edits.allowed_ids):
             count_QV[q, tokens[: edits.prompt]] = IN_PROMPT
+            count_QV[q, edits.allowed_ids] |= ALLOWED
             np.add.at(count_QV[q], tokens[edits.prompt :], 1)
         else:
             count_QV[q] = 77  # never made
@@ -152,7 +156,8 @@ def counted(texts: list[Text]) -> np.ndarray:
 
 def test_counts_are_made_once_and_grow_with_what_steps_emit() -> None:
     rng = np.random.default_rng(9)
-    texts = [text(rng, penalties) for penalties in PENALTIES]
+    some = zip(PENALTIES, (0, 9, 3, 0), strict=True)
+    texts = [text(rng, penalties, allowed) for penalties, allowed in some]
     batch_slots = empty()
     admitted(texts, batch_slots)
     count_text(batch_slots)
@@ -186,3 +191,22 @@ def test_a_sequence_that_starts_over_is_counted_again() -> None:
         np.testing.assert_array_equal(batch_slots.count_QV[:2].cpu().numpy(), counted(texts))
     listed_QL, edits = numpy_of(batch_slots).listed_QL, texts[1].edits
     assert listed_QL[1, :35].tolist() == [*edits.bias_ids, *edits.mask_ids]
+
+
+def test_allowed_tokens_without_penalties_are_all_that_stays() -> None:
+    rng = np.random.default_rng(5)
+    texts = [text(rng, PENALTIES[3], 9), text(rng, PENALTIES[3])]
+    batch_slots = empty()
+    admitted(texts, batch_slots)
+    assert batch_slots.uncounted_Q.tolist() == [1, 0, 0, 0, 0]
+    count_text(batch_slots)
+    rows, paths = trees(rng, texts)
+    row_S = torch.arange(10, dtype=torch.int32, device=DEVICE)
+    logits_SV = torch.zeros(10, V, device=DEVICE)
+    edit(logits_SV, row_S, rows, batch_slots)
+    finite_SV = logits_SV.isfinite().cpu().numpy()
+    masked = np.array([texts[0].edits.masked_to > len(texts[0].tokens) + len(p) for p in paths[:5]])
+    for s in range(5):
+        hidden = texts[0].edits.mask_ids if masked[s] else []
+        assert {*np.flatnonzero(finite_SV[s])} == {*texts[0].edits.allowed_ids} - {*hidden}
+    assert (finite_SV[5:].sum(axis=1) >= V - 15).all()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -95,13 +96,14 @@ def expected(row: Row) -> tuple[int, np.ndarray, float]:
     output = [*row.output, *row.path]
     edited = reference_sampling.edited(
         row.logits,
-        p.logit_bias,
+        p.logit_bias | {token: -np.inf for [token] in p.bad_words},
         list(row.prompt),
         output,
         p.repetition_penalty,
         p.presence_penalty,
         p.frequency_penalty,
         sorted(stops) if len(output) < p.min_tokens else [],
+        p.allowed_token_ids,
     )
     return reference_sampling.sample(
         edited, p.temperature, p.min_p, p.top_k, p.top_p, noise_of(row)
@@ -154,6 +156,25 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
         output=draw(tokens) if edits else (),
         path=draw(tokens) if edits else (),
     )
+
+
+@given(rows(size=63), st.data())
+@settings(max_examples=100, deadline=None)
+def test_only_allowed_tokens_are_sampled_and_no_bad_word(row: Row, data: st.DataObject) -> None:
+    tokens = st.sets(st.integers(0, 62), max_size=5)
+    banned = data.draw(tokens)
+    allowed = data.draw(tokens)
+    free = 31 if 31 not in row.sampling.stop_token_ids else 30
+    sampling = msgspec.structs.replace(
+        row.sampling,
+        bad_words=tuple((token,) for token in sorted(banned - {free})),
+        allowed_token_ids=tuple(sorted(allowed | {free})) if allowed else (),
+        stop_token_ids=tuple({*row.sampling.stop_token_ids} - {free}),
+    )
+    row = dataclasses.replace(row, sampling=sampling)
+    check_against_twin(row)
+    [token] = sampled([row]).token_S
+    assert token not in banned - {free} and (not allowed or token in allowed | {free})
 
 
 def check_against_twin(row: Row) -> None:

@@ -50,16 +50,20 @@ class SamplingState:
             sampling.frequency_penalty,
         )
         self.penalised = self.penalties != (1.0, 0.0, 0.0)
-        self.bias_ids = np.array(list(sampling.logit_bias), np.int64)
-        self.bias = np.array(list(sampling.logit_bias.values()), np.float32)
-        assert all(0 <= i < vocab_size for i in sampling.logit_bias), (
-            "logit_bias outside the vocabulary"
+        assert all(len(ids) == 1 for ids in sampling.bad_words), "a bad word of several tokens"
+        biases = sampling.logit_bias | {id: -np.inf for [id] in sampling.bad_words}
+        self.bias_ids = np.array(list(biases), np.int64)
+        self.bias = np.array(list(biases.values()), np.float32)
+        self.allowed_ids = np.array(sampling.allowed_token_ids, np.int64)
+        assert all(0 <= i < vocab_size for i in (*biases, *sampling.allowed_token_ids)), (
+            "an edited token outside the vocabulary"
         )
         masked = [i for i in self.stop_ids if 0 <= i < vocab_size] if sampling.min_tokens else []
         self.mask_ids = np.array(sorted(masked), np.int64)
         # The first position at which the masked tokens are allowed.
         self.masked_to = len(request.token_ids) + sampling.min_tokens
-        self.edits = self.penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
+        self._always = self.penalised or len(self.bias_ids) > 0 or len(self.allowed_ids) > 0
+        self.edits = self._always or sampling.min_tokens > 0
         self._prompt = request.token_ids
         self._committed = 0  # output tokens; kept only with penalties
         self._uncounted: list[int] = []  # those not in _count_V yet
@@ -87,11 +91,12 @@ class SamplingState:
         self._uncounted.clear()
 
     def _check_listed(self, request: GenerateRequest) -> None:
-        listed = len(self.bias_ids) + len(self.mask_ids)
+        listed = len(self.bias_ids) + len(self.mask_ids) + len(self.allowed_ids)
         if listed > MAX_LISTED:
             raise InvalidRequest(
-                f"request {request.id}: logit_bias and, with min_tokens, the stop token ids name "
-                f"{listed} tokens; the limit is {MAX_LISTED}: leave some out"
+                f"request {request.id}: logit_bias, bad_words, allowed_token_ids and, with "
+                f"min_tokens, the stop token ids name {listed} tokens; the limit is {MAX_LISTED}: "
+                "leave some out"
             )
 
     def _check_generated(self, request: GenerateRequest, vocab_size: int) -> None:
@@ -116,7 +121,7 @@ class SamplingState:
         """Tell whether the logits of the token at this absolute position are edited. Those of a
         later one are not if those of an earlier one are not.
         """
-        return self.penalised or len(self.bias_ids) > 0 or position < self.masked_to
+        return self._always or position < self.masked_to
 
     def edit(
         self,
@@ -125,8 +130,8 @@ class SamplingState:
         path_D: NDArray[np.int32],
         edited_V: NDArray[np.float32],
     ) -> None:
-        """Write the logits with bias, penalties and the min_tokens mask to `edited_V`. path_D: the
-        draft tokens after the committed output.
+        """Write the logits with bias, penalties and masks to `edited_V`. path_D: the draft tokens
+        after the committed output.
         """
         if self.penalised:
             on_path = int((path_D >= 0).sum())
@@ -148,6 +153,10 @@ class SamplingState:
             self.mask_ids if position < self.masked_to else NO_IDS,
             edited_V,
         )
+        if len(self.allowed_ids):
+            kept = edited_V[self.allowed_ids]
+            edited_V.fill(-np.inf)
+            edited_V[self.allowed_ids] = kept
 
 
 class Sampled(NamedTuple):

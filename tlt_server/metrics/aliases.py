@@ -17,7 +17,7 @@ RATE_S = 5.0  # shortest time between two values that a rate is computed from
 
 
 @dataclass(frozen=True)
-class Renamed:
+class Summed:
     """One of our metrics under another name, summed over its labels. With `their_label` its
     `label` stays, under that name. `theirs` gives the value of the label in their words, and None
     for a value that is left out.
@@ -37,7 +37,7 @@ class Computed:
     value: Callable[[Values], float]
 
 
-Alias = Renamed | Computed
+Alias = Summed | Computed
 
 
 class Values:
@@ -88,35 +88,35 @@ FINISHED = {"stop": "stop", "length": "length"} | ABORTED
 KV_USAGE = Computed("Share of the KV pages that are in use.", _kv_usage)
 
 VLLM: Mapping[str, Alias] = {
-    "num_requests_running": Renamed("tlt_running_sequences"),
-    "num_requests_waiting": Renamed("tlt_waiting_sequences"),
+    "num_requests_running": Summed("tlt_running_sequences"),
+    "num_requests_waiting": Summed("tlt_waiting_sequences"),
     "kv_cache_usage_perc": KV_USAGE,
     "gpu_cache_usage_perc": KV_USAGE,
-    "prefix_cache_queries": Renamed("tlt_prompt_tokens"),
-    "prefix_cache_hits": Renamed("tlt_cached_tokens"),
-    "gpu_prefix_cache_queries": Renamed("tlt_prompt_tokens"),
-    "gpu_prefix_cache_hits": Renamed("tlt_cached_tokens"),
-    "num_preemptions": Renamed("tlt_preemptions"),
-    "prompt_tokens": Renamed("tlt_prompt_tokens"),
-    "generation_tokens": Renamed("tlt_generated_tokens"),
-    "request_success": Renamed("tlt_sequences", "result", "finished_reason", FINISHED.get),
-    "request_queue_time_seconds": Renamed("tlt_queue_seconds"),
-    "time_to_first_token_seconds": Renamed("tlt_time_to_first_token_seconds"),
-    "inter_token_latency_seconds": Renamed("tlt_inter_token_seconds"),
-    "time_per_output_token_seconds": Renamed("tlt_inter_token_seconds"),
-    "e2e_request_latency_seconds": Renamed("tlt_end_to_end_seconds"),
-    "spec_decode_num_drafts": Renamed(
+    "prefix_cache_queries": Summed("tlt_prompt_tokens"),
+    "prefix_cache_hits": Summed("tlt_cached_tokens"),
+    "gpu_prefix_cache_queries": Summed("tlt_prompt_tokens"),
+    "gpu_prefix_cache_hits": Summed("tlt_cached_tokens"),
+    "num_preemptions": Summed("tlt_preemptions"),
+    "prompt_tokens": Summed("tlt_prompt_tokens"),
+    "generation_tokens": Summed("tlt_generated_tokens"),
+    "request_success": Summed("tlt_sequences", "result", "finished_reason", FINISHED.get),
+    "request_queue_time_seconds": Summed("tlt_queue_seconds"),
+    "time_to_first_token_seconds": Summed("tlt_time_to_first_token_seconds"),
+    "inter_token_latency_seconds": Summed("tlt_inter_token_seconds"),
+    "time_per_output_token_seconds": Summed("tlt_inter_token_seconds"),
+    "e2e_request_latency_seconds": Summed("tlt_end_to_end_seconds"),
+    "spec_decode_num_drafts": Summed(
         "tlt_decodes", "strategy", theirs=lambda name: None if name == "off" else name
     ),
-    "spec_decode_num_draft_tokens": Renamed("tlt_sd_drafted_tokens"),
-    "spec_decode_num_accepted_tokens": Renamed("tlt_sd_accepted_tokens"),
-    "spec_decode_num_accepted_tokens_per_pos": Renamed(
+    "spec_decode_num_draft_tokens": Summed("tlt_sd_drafted_tokens"),
+    "spec_decode_num_accepted_tokens": Summed("tlt_sd_accepted_tokens"),
+    "spec_decode_num_accepted_tokens_per_pos": Summed(
         "tlt_sd_accepted_position", "position", "position", lambda ours: str(int(ours) - 1)
     ),
 }
 SGLANG: Mapping[str, Alias] = {
-    "num_running_reqs": Renamed("tlt_running_sequences"),
-    "num_queue_reqs": Renamed("tlt_waiting_sequences"),
+    "num_running_reqs": Summed("tlt_running_sequences"),
+    "num_queue_reqs": Summed("tlt_waiting_sequences"),
     "token_usage": KV_USAGE,
     "gen_throughput": Computed(
         "Tokens per second since the last scrape, or one some seconds ago.",
@@ -133,17 +133,17 @@ SGLANG: Mapping[str, Alias] = {
         "Share of all verified drafts that were accepted.",
         lambda values: values.ratio("tlt_sd_accepted_tokens", "tlt_sd_drafted_tokens"),
     ),
-    "num_retracted_requests": Renamed("tlt_preemptions"),
-    "prompt_tokens": Renamed("tlt_prompt_tokens"),
-    "generation_tokens": Renamed("tlt_generated_tokens"),
-    "cached_tokens": Renamed("tlt_cached_tokens"),
-    "num_requests": Renamed("tlt_sequences"),
-    "num_aborted_requests": Renamed("tlt_sequences", "result", theirs=ABORTED.get),
-    "queue_time_seconds": Renamed("tlt_queue_seconds"),
-    "time_to_first_token_seconds": Renamed("tlt_time_to_first_token_seconds"),
-    "inter_token_latency_seconds": Renamed("tlt_inter_token_seconds"),
-    "time_per_output_token_seconds": Renamed("tlt_inter_token_seconds"),
-    "e2e_request_latency_seconds": Renamed("tlt_end_to_end_seconds"),
+    "num_retracted_requests": Summed("tlt_preemptions"),
+    "prompt_tokens": Summed("tlt_prompt_tokens"),
+    "generation_tokens": Summed("tlt_generated_tokens"),
+    "cached_tokens": Summed("tlt_cached_tokens"),
+    "num_requests": Summed("tlt_sequences"),
+    "num_aborted_requests": Summed("tlt_sequences", "result", theirs=ABORTED.get),
+    "queue_time_seconds": Summed("tlt_queue_seconds"),
+    "time_to_first_token_seconds": Summed("tlt_time_to_first_token_seconds"),
+    "inter_token_latency_seconds": Summed("tlt_inter_token_seconds"),
+    "time_per_output_token_seconds": Summed("tlt_inter_token_seconds"),
+    "e2e_request_latency_seconds": Summed("tlt_end_to_end_seconds"),
 }
 
 
@@ -175,7 +175,7 @@ class Aliases:
         for prefix, engine in self._engines.items():
             labels = {"model_name": self._model, **engine.labels}
             for name, alias in engine.table.items():
-                if isinstance(alias, Renamed):
+                if isinstance(alias, Summed):
                     yield _renamed(f"{prefix}:{name}", alias, ours[alias.source], labels)
                 else:
                     gauge = Metric(f"{prefix}:{name}", alias.sentence, "gauge")
@@ -183,7 +183,7 @@ class Aliases:
                     yield gauge
 
 
-def _renamed(name: str, alias: Renamed, ours: Metric, labels: Mapping[str, str]) -> Metric:
+def _renamed(name: str, alias: Summed, ours: Metric, labels: Mapping[str, str]) -> Metric:
     sums: dict[tuple[str, ...], tuple[dict[str, str], float]] = {}
     for sample in ours.samples:
         own = {"le": sample.labels["le"]} if "le" in sample.labels else {}

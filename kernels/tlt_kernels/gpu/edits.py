@@ -1,5 +1,5 @@
-"""Edits of logits on the GPU, in place before sampling: biases, penalties and the min_tokens mask,
-with the bits of `tlt_kernels.cpu.sampling.edit_row`.
+"""Edits of logits on the GPU, in place before sampling: biases, penalties, the min_tokens mask and
+allowed tokens, with the bits of `tlt_kernels.cpu.sampling.edit_row`. A ban is a bias.
 
 A batch slot has a row of counts over the vocabulary. It is made from the slot's text in the first
 step that edits (`count_text`) and grows with what a step emits (`count_emitted`). A row of a draft
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.accept import HEAD
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import IN_PROMPT, BatchSlots, PrefillChunks, RowTable
+from tlt_kernels.gpu.tensors import ALLOWED, IN_PROMPT, BatchSlots, PrefillChunks, RowTable
 
 TEXT_BLOCK, LIST_BLOCK, BLOCK = 4096, 256, 1024
 
@@ -41,9 +41,10 @@ def _penalties(repetition_Q, presence_Q, frequency_Q, batch_slot):
 @triton.jit
 def _count_text(
     token_QT, T, length_Q, prompt_Q, uncounted_Q, count_QV, V,
-    IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr,
+    biases_Q, masks_Q, allowed_Q, listed_QL,
+    IN_PROMPT: tl.constexpr, ALLOWED: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make one batch slot's counts from its text per program."""
+    """Make one batch slot's counts from its text and its allowed tokens per program."""
     pdl_launch()
     q = tl.program_id(0).to(tl.int64)
     i_I = tl.arange(0, BLOCK)
@@ -61,6 +62,11 @@ def _count_text(
         tl.atomic_add(
             count_QV + q * V + token_I, 1, mask=(at_I >= prompt) & (at_I < length), sem="relaxed"
         )
+    at, allowed = tl.load(biases_Q + q) + tl.load(masks_Q + q), tl.load(allowed_Q + q)
+    for first in range(0, allowed, BLOCK):
+        inside_I = first + i_I < allowed
+        token_I = tl.load(listed_QL + q * L + at + first + i_I, mask=inside_I, other=0)
+        tl.atomic_or(count_QV + q * V + token_I, ALLOWED, mask=inside_I, sem="relaxed")
     tl.store(uncounted_Q + q, 0)
 
 
@@ -75,7 +81,13 @@ def count_text(batch_slots: BatchSlots) -> None:
         batch_slots.uncounted_Q,
         count_QV,
         count_QV.shape[1],
+        batch_slots.biases_Q,
+        batch_slots.masks_Q,
+        batch_slots.allowed_Q,
+        batch_slots.listed_QL,
         IN_PROMPT=IN_PROMPT,
+        ALLOWED=ALLOWED,
+        L=batch_slots.listed_QL.shape[1],
         BLOCK=TEXT_BLOCK,
         num_warps=8,
         **PDL,
@@ -119,10 +131,12 @@ def _edit_listed(
 @triton.jit
 def _penalise(
     logits_SV, V, row_S, position_R, batch_slot_R, base_R, path_SD,
-    repetition_Q, presence_Q, frequency_Q, count_QV,
-    IN_PROMPT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    repetition_Q, presence_Q, frequency_Q, allowed_Q, count_QV,
+    IN_PROMPT: tl.constexpr, ALLOWED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Penalise one block of a row per program. Logits of tokens that did not occur are not read."""
+    """Penalise one block of a row per program, and mask what is not allowed. Logits of tokens that
+    did not occur are not read.
+    """
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -134,20 +148,23 @@ def _penalise(
     penalised, repetition, presence, frequency = _penalties(
         repetition_Q, presence_Q, frequency_Q, batch_slot
     )
-    if not penalised:
+    restricted = tl.load(allowed_Q + batch_slot) > 0
+    if not (penalised | restricted):
         return
     depth = tl.load(position_R + row) + 1 - tl.load(base_R + row)
     count = tl.load(count_QV + batch_slot * V + tokens, mask=tokens < V, other=0)
     for d in tl.static_range(D):
         on_path = tl.load(path_SD + s * D + d, mask=d < depth, other=-1)
         count += (tokens == on_path).to(tl.int32)
+    banned = restricted & ((count & ALLOWED) == 0)
+    count = count & (2 * IN_PROMPT - 1 - ALLOWED)
     occurs = count != 0
     count = count & (IN_PROMPT - 1)
     at = logits_SV + s * V + tokens
     x = tl.load(at, mask=occurs, other=0.0)
     x = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
     x = tl.where(count > 0, x - (frequency * count.to(tl.float32) + presence), x)
-    tl.store(at, x, mask=occurs)
+    tl.store(at, tl.where(banned, -float("inf"), x), mask=(occurs | banned) & (tokens < V))
 
 
 def edit(
@@ -170,8 +187,9 @@ def edit(
     _penalise[(triton.cdiv(V, BLOCK), S)](
         logits_SV, V, row_S, rows.position_R, rows.batch_slot_R, rows.base_R, path_SD,
         batch_slots.repetition_Q, batch_slots.presence_Q, batch_slots.frequency_Q,
-        batch_slots.count_QV, IN_PROMPT=IN_PROMPT, D=path_SD.shape[1], BLOCK=BLOCK,
-        num_warps=4, enable_fp_fusion=False, **PDL,
+        batch_slots.allowed_Q, batch_slots.count_QV,
+        IN_PROMPT=IN_PROMPT, ALLOWED=ALLOWED, D=path_SD.shape[1], BLOCK=BLOCK, num_warps=4,
+        enable_fp_fusion=False, **PDL,
     )  # fmt: skip
 
 

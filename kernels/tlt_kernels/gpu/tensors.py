@@ -19,6 +19,7 @@ from torch import Tensor
 
 PAGE_SIZE = 16
 IN_PROMPT = 2**30  # added to a token's count where the prompt holds it
+ALLOWED = 2**29  # likewise where the sequence may sample it, if it may not sample all
 
 
 class BatchSlots(NamedTuple):
@@ -52,10 +53,11 @@ class BatchSlots(NamedTuple):
     masked_to_Q: Tensor  # first position at which the masked tokens are allowed
     biases_Q: Tensor  # listed tokens with a bias, the first of listed_QL
     masks_Q: Tensor  # masked tokens, which follow them
+    allowed_Q: Tensor  # the only tokens to sample, which follow those; 0: all may be sampled
     listed_QL: Tensor
     bias_QL: Tensor  # float32
-    uncounted_Q: Tensor  # 1 = count_QV has not been made from the text; penalised sequences only
-    count_QV: Tensor  # occurrences in the output, and IN_PROMPT
+    uncounted_Q: Tensor  # 1 = count_QV has not been made from the text and the lists
+    count_QV: Tensor  # occurrences in the output, IN_PROMPT and ALLOWED
 
     @property
     def idle(self) -> int:
@@ -109,6 +111,7 @@ class BatchSlots(NamedTuple):
             masked_to_Q=zeros(q),
             biases_Q=zeros(q),
             masks_Q=zeros(q),
+            allowed_Q=zeros(q),
             listed_QL=zeros(q, listed),
             bias_QL=zeros(q, listed, dtype=f),
             uncounted_Q=zeros(q),

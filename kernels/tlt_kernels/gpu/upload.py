@@ -37,6 +37,7 @@ class Edits(NamedTuple):
     bias_ids: NDArray[np.int64] = np.zeros(0, np.int64)
     bias: NDArray[np.float32] = np.zeros(0, np.float32)
     mask_ids: NDArray[np.int64] = np.zeros(0, np.int64)
+    allowed_ids: NDArray[np.int64] = np.zeros(0, np.int64)  # empty: all
 
 
 NO_EDITS = Edits()
@@ -127,11 +128,12 @@ class Upload:
         assert len(stop_ids) <= self.layout.stops, (
             f"{len(stop_ids)} stop ids, a batch slot holds {self.layout.stops}"
         )
-        biases, masks = len(edits.bias_ids), len(edits.mask_ids)
-        assert biases + masks <= self.layout.listed, (
-            f"{biases} biases and {masks} masks, a batch slot holds {self.layout.listed}"
+        biases, masks, allowed = map(len, (edits.bias_ids, edits.mask_ids, edits.allowed_ids))
+        assert biases + masks + allowed <= self.layout.listed, (
+            f"{biases} biases, {masks} masks and {allowed} allowed tokens, a batch slot holds "
+            f"{self.layout.listed}"
         )
-        needed = len(tokens) + len(pages) + 2 * biases + masks
+        needed = len(tokens) + len(pages) + 2 * biases + masks + allowed
         if (
             self._admissions == self.layout.admissions
             or self._payload + needed > self.layout.payload
@@ -146,8 +148,10 @@ class Upload:
         record_F[9:16] = top_k, drafters, max_depth, max_rows, group, first, hint_page
         record_F[16:19] = np.array(edits[:3], np.float32).view(np.int32)
         bias = np.ascontiguousarray(edits.bias, np.float32).view(np.int32)
-        lists = self._store(np.concatenate([edits.bias_ids, edits.mask_ids, bias]))
-        record_F[19:ADMISSION] = edits.prompt, edits.masked_to, biases, masks, lists
+        lists = self._store(
+            np.concatenate([edits.bias_ids, edits.mask_ids, edits.allowed_ids, bias])
+        )
+        record_F[19:ADMISSION] = edits.prompt, edits.masked_to, biases, masks, allowed, lists
         record_F[ADMISSION:] = -1
         record_F[ADMISSION : ADMISSION + len(stop_ids)] = stop_ids
         self._admissions += 1
@@ -213,8 +217,8 @@ def _apply(
     upload_U, admission_AF, extension_XF, text_YF, payload_U,
     token_QT, length_Q, limit_Q, capacity_Q, page_table_QP, seed_Q, temperature_Q, top_p_Q, min_p_Q,
     top_k_Q, stop_QK, done_Q, drafters_Q, max_depth_Q, max_rows_Q, group_Q, first_Q, hint_QH,
-    repetition_Q, presence_Q, frequency_Q, prompt_Q, masked_to_Q, biases_Q, masks_Q, listed_QL,
-    bias_QL, uncounted_Q,
+    repetition_Q, presence_Q, frequency_Q, prompt_Q, masked_to_Q, biases_Q, masks_Q, allowed_Q,
+    listed_QL, bias_QL, uncounted_Q,
     T, P, page_hint_PH, ADMISSION: tl.constexpr, EXTENSION: tl.constexpr, TEXT: tl.constexpr,
     K: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -250,11 +254,13 @@ def _apply(
         tl.store(repetition_Q + batch_slot, repetition)
         tl.store(presence_Q + batch_slot, presence)
         tl.store(frequency_Q + batch_slot, frequency)
-        tl.store(uncounted_Q + batch_slot, penalised.to(tl.int32))
+        allowed = tl.load(record + 23)
+        tl.store(uncounted_Q + batch_slot, (penalised | (allowed > 0)).to(tl.int32))
         tl.store(prompt_Q + batch_slot, tl.load(record + 19))
         tl.store(masked_to_Q + batch_slot, tl.load(record + 20))
         tl.store(biases_Q + batch_slot, tl.load(record + 21))
         tl.store(masks_Q + batch_slot, tl.load(record + 22))
+        tl.store(allowed_Q + batch_slot, allowed)
         for k in tl.static_range(K):
             tl.store(stop_QK + batch_slot * K + k, tl.load(record + ADMISSION + k))
         page = tl.load(record + 15)
@@ -284,8 +290,8 @@ def _apply(
         record = admission_AF + a * (ADMISSION + K)
         batch_slot, tokens, at = tl.load(record), tl.load(record + 1), tl.load(record + 2)
         _put_text(token_QT, T, batch_slot, payload_U + at, tokens, BLOCK)
-        biases, at = tl.load(record + 21), tl.load(record + 23)
-        listed = biases + tl.load(record + 22)
+        biases, at = tl.load(record + 21), tl.load(record + 24)
+        listed = biases + tl.load(record + 22) + tl.load(record + 23)
         for done in range(program * BLOCK, listed, programs * BLOCK):
             l_I = done + i_I
             id_I = tl.load(payload_U + at + l_I, mask=l_I < listed, other=0)

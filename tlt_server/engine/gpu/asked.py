@@ -24,4 +24,5 @@ def edits_of(sequence: Sequence) -> Edits:
         bias_ids=state.bias_ids,
         bias=state.bias,
         mask_ids=state.mask_ids,
+        allowed_ids=state.allowed_ids,
     )

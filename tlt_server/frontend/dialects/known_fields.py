@@ -83,12 +83,9 @@ KNOWN = (
     Known(RefusedField(_MESSAGES), (COMPLETIONS,), "suffix"),
     Known(RefusedField(_MESSAGES), (*OPENAI, SGLANG), "session_params"),
     Known(
-        RefusedField("only server's own templates are run: leave it out"),
+        RefusedField("only the model's own template is run: leave it out"),
         (CHAT, TOKENIZE),
         "chat_template",
-    ),
-    Known(
-        RefusedField("bans are not applied: use logit_bias"), SAMPLED, "bad_words allowed_token_ids"
     ),
     Known(
         RefusedField("the last tokens are kept: truncate it yourself", ("left",)),

@@ -41,6 +41,7 @@ LogitBias = Annotated[
     dict[str, Annotated[float, Meta(ge=-100, le=100)]],
     Meta(extra={"limit": Limit("max_logit_bias", "entries", "leave some out")}),
 ]
+MAX_ALLOWED, MAX_BAD_WORDS, MAX_WORD = 4096, 256, 256  # ids, words, characters of one
 MAX_NAME = 256
 ShortName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Salt = Annotated[str, Meta(max_length=256)]
@@ -151,6 +152,24 @@ class SharedSampling(Struct, frozen=True, kw_only=True):
     ) = UNSET
     logit_bias: (
         Annotated[LogitBias, Meta(description="token id -> what is added to its logit")] | UnsetType
+    ) = UNSET
+
+    allowed_token_ids: (
+        Annotated[
+            list[Annotated[int, Meta(ge=0, le=MAX_INT32)]],
+            Meta(max_length=MAX_ALLOWED, description="only these tokens are sampled; absent: all"),
+        ]
+        | UnsetType
+    ) = UNSET
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_WORD)]],
+            Meta(
+                max_length=MAX_BAD_WORDS,
+                description="words of one token that are not sampled, with a space before or not",
+            ),
+        ]
+        | UnsetType
     ) = UNSET
 
     def shared(self) -> dict[str, Any]:

@@ -5,9 +5,10 @@ the batch's, those over the defaults, and the server's limits hold.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest
@@ -33,7 +34,10 @@ class Samplings:
         own: SamplingFields | None,
         room: int,
         info: EngineInfo,
+        bad_words: Mapping[str, list[tuple[int, ...]]],
     ) -> Sampling:
+        """`bad_words` has the tokens of each bad word, without and with a space before."""
+
         def given(name: str) -> Any:
             value = UNSET if own is None else getattr(own, name)
             return getattr(defaults, name) if value is UNSET else value
@@ -66,16 +70,7 @@ class Samplings:
         prompt_logprobs = (
             info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
         )
-        for name, count in (
-            ("logprobs", get("logprobs")),
-            ("prompt_logprobs", prompt_logprobs or 0),
-        ):
-            if count > self._config.max_logprobs:
-                all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
-                raise InvalidRequest(
-                    f"{words.called(name)} is {get(name)}{all}; the limit is "
-                    f"{self._config.max_logprobs} (max_logprobs): ask for fewer"
-                )
+        self._check_logprobs(words, get("logprobs"), get("prompt_logprobs"), prompt_logprobs)
         fields = {name: get(name) for name in SamplingFields.__struct_fields__}
         fields |= {
             "max_tokens": max_tokens,
@@ -83,8 +78,28 @@ class Samplings:
             "stop": self._stop(where, get("stop")),
             "stop_token_ids": self._stop_token_ids(where, get("stop_token_ids"), info),
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),
+            "allowed_token_ids": self._allowed(where, given("allowed_token_ids"), info),
+            "bad_words": self._bad_words(where, get("bad_words"), bad_words),
         }
-        return Sampling(**fields)
+        sampling = Sampling(**fields)
+        _check_some_left(where, sampling, info)
+        return sampling
+
+    def _check_logprobs(
+        self, words: Words, alternatives: int, asked: int | None, prompt: int | None
+    ) -> None:
+        """`prompt` is what is `asked` of prompts, -1 resolved."""
+        limit = self._config.max_logprobs
+        for name, said, count in (
+            ("logprobs", alternatives, alternatives),
+            ("prompt_logprobs", asked, prompt or 0),
+        ):
+            if count > limit:
+                all = f", which is all {count} of the vocabulary" if said == -1 else ""
+                raise InvalidRequest(
+                    f"{words.called(name)} is {said}{all}; the limit is {limit} (max_logprobs): "
+                    "ask for fewer"
+                )
 
     def _stop(self, where: str, stop: str | list[str]) -> tuple[str, ...]:
         stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop))
@@ -112,6 +127,35 @@ class Samplings:
             )
         return tuple(ids)
 
+    def _allowed(self, where: str, ids: list[int] | UnsetType, info: EngineInfo) -> tuple[int, ...]:
+        if ids is UNSET:
+            return ()
+        if not ids:
+            raise InvalidRequest(
+                f"{where}allowed_token_ids is empty, so nothing could follow; name ids, or leave "
+                "it out"
+            )
+        if max(ids) >= info.vocab_size:
+            raise InvalidRequest(
+                f"{where}allowed_token_ids has {max(ids)}; ids of this model end at "
+                f"{info.vocab_size - 1}"
+            )
+        return tuple(sorted(set(ids)))
+
+    def _bad_words(
+        self, where: str, asked: list[str], words: Mapping[str, list[tuple[int, ...]]]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens to ban. A sequence that ends with another one needs no ban."""
+        single = {ids for word in asked for ids in words[word] if len(ids) == 1}
+        for word in asked:
+            for ids in words[word]:
+                if ids[-1:] not in single:
+                    raise InvalidRequest(
+                        f"{where}bad_words has {shown(word)}, which is {len(ids)} tokens of this "
+                        "model; only words of one token can be banned: leave it out"
+                    )
+        return tuple(sorted(single))
+
     def _logit_bias(self, where: str, bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
         for key in bias:
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= info.vocab_size:
@@ -120,3 +164,17 @@ class Samplings:
                     f"{info.vocab_size - 1}"
                 )
         return {int(key): value for key, value in bias.items()}
+
+
+def _check_some_left(where: str, sampling: Sampling, info: EngineInfo) -> None:
+    """Refuse allowed tokens of which no other field leaves any."""
+    if not sampling.allowed_token_ids:
+        return
+    left = {*sampling.allowed_token_ids} - {id for ids in sampling.bad_words for id in ids}
+    if sampling.min_tokens:
+        left -= {*sampling.stop_token_ids}
+        left -= set() if sampling.ignore_eos else {*info.eos_token_ids}
+    if not left:
+        raise InvalidRequest(
+            f"{where}allowed_token_ids has no token that bad_words and min_tokens leave: allow more"
+        )

@@ -135,6 +135,7 @@ class Validator:
         self, words: Words, request: NativeRequest, prompts: Sequence[PackedIds], info: EngineInfo
     ) -> list[Sampling]:
         """Return the sampling of each item, once its prompt has been checked."""
+        bad_words = await self._bad_words(words, request)
         shared: dict[int, Sampling] = {}  # by output room, for items without own fields
         samplings: list[Sampling] = []
         prompt_tokens = output_tokens = 0
@@ -149,16 +150,48 @@ class Validator:
                     item.sampling,
                     room,
                     info,
+                    bad_words,
                 )
             else:
                 if room not in shared:
-                    shared[room] = self._sampling.resolve(words, request.sampling, None, room, info)
+                    shared[room] = self._sampling.resolve(
+                        words, request.sampling, None, room, info, bad_words
+                    )
                 sampling = shared[room]
             prompt_tokens += item.n * len(prompt)
             output_tokens += item.n * sampling.max_tokens
             self._check_work(prompt_tokens, output_tokens)
             samplings.append(sampling)
         return samplings
+
+    async def _bad_words(
+        self, words: Words, request: NativeRequest
+    ) -> dict[str, list[tuple[int, ...]]]:
+        """Return the tokens of each bad word, without and with a space before."""
+        given = (request.sampling, *(item.sampling for item in request.requests))
+        found = dict.fromkeys(
+            word for fields in given if fields is not None for word in fields.bad_words or ()
+        )
+        where = f"{words.sampling}bad_words"
+        if found and self._text.tokenizer is None:
+            raise InvalidRequest(
+                f"{where} needs text, and this model directory has no tokenizer.json; use "
+                "logit_bias"
+            )
+        if blank := next((word for word in found if not word.strip()), None):
+            raise InvalidRequest(f"{where} has {shown(blank)}, which is no word: leave it out")
+        texts = [space + word.lstrip() for word in found for space in ("", " ")]
+        encoded = (
+            [
+                tuple(ids)
+                for ids in await tokenizing.encode(
+                    self._text, [where] * len(texts), texts, 0, special=False
+                )
+            ]
+            if texts
+            else []
+        )
+        return {word: encoded[2 * i : 2 * i + 2] for i, word in enumerate(found)}
 
     def _deadlines(self, request: NativeRequest) -> tuple[float, float]:
         """Return the times by which a sequence must have started and ended."""

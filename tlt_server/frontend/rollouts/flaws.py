@@ -56,9 +56,15 @@ def _wrong_request(request: GenerateRequest) -> str:
             return f"a sequence has the sampling value {name} {getattr(sampling, name)!r}"
     return (
         ""
-        if _are_ids([*sampling.stop_token_ids, *sampling.logit_bias]) and _reports(sampling)
+        if _are_ids(_named(sampling)) and _reports(sampling)
         else "a sequence has stop tokens, biases or prompt_logprobs that no request can have"
     )
+
+
+def _named(sampling: Sampling) -> list[int]:
+    """Return the token ids that a sampling names."""
+    lists = (sampling.stop_token_ids, sampling.logit_bias, sampling.allowed_token_ids)
+    return [id for ids in (*lists, *sampling.bad_words) for id in ids]
 
 
 def _reports(sampling: Sampling) -> bool:
