@@ -63,13 +63,6 @@ SAMPLINGS = {
         min_tokens=12,
         logit_bias={3: 2.0, 7: -50.0},
     ),
-    "restricted": Sampling(
-        max_tokens=40,
-        temperature=0.8,
-        frequency_penalty=0.2,
-        allowed_token_ids=tuple(range(1, 60, 2)),
-        bad_words=((3,), (7,)),
-    ),
     "reported": Sampling(
         max_tokens=24,
         temperature=0.5,
