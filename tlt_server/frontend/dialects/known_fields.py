@@ -127,7 +127,7 @@ KNOWN = (
     Known(
         REPLY,
         (SGLANG,),
-        "return_hidden_states return_routed_experts return_text_in_logprobs token_ids_logprob "
+        "return_hidden_states return_routed_experts token_ids_logprob "
         "return_sampling_mask return_entropy return_prompt_token_ids",
     ),
     Known(REPLY, (SGLANG_SAMPLING,), "spaces_between_special_tokens"),
@@ -137,7 +137,7 @@ KNOWN = (
         "detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output "
         "output_kind flat_logprobs",
     ),
-    Known(BOOKS, OPENAI, "user rid request_id session_id extra_key custom_labels"),
+    Known(BOOKS, OPENAI, "user rid session_id extra_key custom_labels"),
     Known(
         BOOKS, (CHAT,), "metadata store service_tier safety_identifier prompt_cache_key prediction"
     ),
