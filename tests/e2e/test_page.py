@@ -219,6 +219,8 @@ def training_state() -> DrafterState:
         accepted_at_depth=[0.95, 0.8],
     )
     trainer = TrainerStatus(
+        device="cpu",
+        slowdown=None,
         state="paused",
         reason="the disk is full",
         pause_left_s=None,

@@ -17,7 +17,7 @@ from tlt_client import Client
 from tlt_server.config import load
 from tlt_server.errors import StartupError
 from tlt_server.metrics import Metrics
-from tlt_server.metrics.aliases import ENGINES, RATE_S, Rate, Renamed
+from tlt_server.metrics.aliases import ENGINES, RATE_S, Rate, Summed
 from tlt_server.records import OFF
 
 VLLM = {"engine": "0", "model_name": "demo"}
@@ -57,7 +57,7 @@ def test_types_and_sentences_are_those_of_our_metrics() -> None:
     for prefix, engine in ENGINES.items():
         for name, alias in engine.table.items():
             shown = families[f"{prefix}:{name}"]
-            if isinstance(alias, Renamed):
+            if isinstance(alias, Summed):
                 ours = families[alias.source]
                 assert (shown.type, shown.documentation) == (ours.type, ours.documentation)
             else:
