@@ -34,7 +34,7 @@ class Calls:
     def post(self, path: str, body: object = None) -> Any:
         response = self._http.post(path, json=body) if body is not None else self._http.post(path)
         assert response.status_code == 200, (path, response.text)
-        return response.json()
+        return response.json() if response.content else None
 
     def get(self, path: str) -> Any:
         response = self._http.get(path)

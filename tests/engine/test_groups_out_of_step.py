@@ -48,12 +48,7 @@ class Pair:
         self.transaction = Transaction(live, options, lambda data, where: None)
         scheduler: Any = SimpleNamespace(started=0, change_version=lambda version, in_flight: [])
         self.pushes = WeightPushes(
-            StepGate(),
-            self.transaction,
-            scheduler,
-            lambda live, changed: None,
-            lambda live: None,
-            list,
+            StepGate(), self.transaction, scheduler, lambda live, changed: None, list
         )
         self.ids, self.reports = map(str, itertools.count()), dict[str, WeightReport]()
         self.trainer: WeightGroup | None = None
