@@ -139,9 +139,8 @@ class Engine:
             return False
         if self.gate.state != "open":
             return False
-        if self.policy.measures and self.measure is not None:
-            if self._training():
-                return False  # it would slow the steps that are measured
+        # A trainer that runs would slow the steps that are measured.
+        if self.policy.measures and self.measure is not None and not self._training():
             self.measure = self.measure if self.measure() else None
             return True
         if self._record(self.policy.strategies):

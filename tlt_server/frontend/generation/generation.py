@@ -110,8 +110,8 @@ class Generation:
 
     def call(self, names: Iterable[str]) -> None:
         """Let all sequences be found by these names too."""
+        ids = [*chain.from_iterable(self._items.named.values())]
         for name in names:
-            ids = [*chain.from_iterable(self._items.named.values())]
             self._names[name] = ids
             self._named.open(name, ids, self._owner)
 

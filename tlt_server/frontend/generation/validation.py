@@ -367,9 +367,8 @@ def _check_ids(items: Sequence[RequestItem]) -> None:
 
 def _allowed(request: NativeRequest, own: SamplingFields | None, info: EngineInfo) -> int:
     """Return the limit on an item's output, 0 for what the prompt leaves."""
-    has_own = own is not None and own.max_tokens is not UNSET
-    tokens = (own if own is not None and has_own else request.sampling).max_tokens
-    tokens = DEFAULTS.max_tokens if tokens is UNSET else tokens
+    given = request.sampling if own is None or own.max_tokens is UNSET else own
+    tokens = DEFAULTS.max_tokens if given.max_tokens is UNSET else given.max_tokens
     return min(tokens or 0, info.max_model_len)
 
 
