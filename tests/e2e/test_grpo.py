@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from examples.grpo import speedup
 from examples.grpo.gap import arguments as gap_arguments
 from examples.grpo.oracle import ReplayedStep, compare, joined
 from examples.grpo.record import RunDirectory, differences, load_samples
@@ -56,6 +57,11 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) ->
         waiting = ("--speculation", "spot", "--drafter-wait-s", 120, *pinned[4:])
         run("--out", adapted, *waiting, "--steps", 2, "--resume")
     assert differences(off, frozen) == [] and differences(off, adapted) == []
+    rows = speedup.compare(paths, 1)
+    assert [row["run"] for row in rows] == ["off", "frozen", "adapted"]
+    assert rows[0]["ratio"] == 1 and all(row["steps"] == 1 and row["ratio"] > 0 for row in rows)
+    with pytest.raises(ValueError, match="steps from 9 on"):
+        speedup.compare(paths, 9)
     plain, drafted, (trained, by_server) = (
         [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
         for path in paths
