@@ -15,10 +15,9 @@ from msgspec import Meta, Struct
 
 from tlt_server.errors import StartupError
 from tlt_server.packed import PackedIds
+from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS
 
 MAX_SEED = 2**64 - 1
-# Limits on what is drafted for one request in a step: more would gain nothing.
-MAX_DEPTH, MAX_WIDTH, MAX_ROWS = 64, 32, 256
 MAX_DRAFTS = 2**31 - 1
 
 

@@ -57,7 +57,9 @@ CONFIG = """[checks.negative_data_rejection]
 expected-statuses = ["4xx", "5xx"]
 """
 
-HALTS = "^/(engine/|pause|resume|sleep|wake_up|is_|continue_|release_)"  # others then answer 503
+HALTS = (  # others then answer 503
+    "^/(engine/|pause|resume|sleep|wake_up|is_|continue_|release_|areal_pause|areal_continue)"
+)
 ENDLESS = "^/events$"  # each reply lasts until the client gives up
 REST = ("--exclude-path-regex", f"{HALTS}|{ENDLESS}")
 

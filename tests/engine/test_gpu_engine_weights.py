@@ -112,6 +112,8 @@ def test_in_flight_requests_continue_or_are_recomputed(
     engine = Pushable(drafting(settings, "eagle", 2, 1, 3))
     cpu = Pushable(on_cpu(replace(settings, model=str(root / "new"))))
     for mode, id in (("continue", "r0"), ("recompute", "r1")):
+        staged = engine.push(root / "new", f"v-{mode}", in_flight=mode, commit=False)
+        assert staged.result == "staged"  # receiving takes any number of steps: before r begins
         r = asked(12)[int(id[1])]
         engine.submit(r)
         engine.step(3)
@@ -119,7 +121,7 @@ def test_in_flight_requests_continue_or_are_recomputed(
             engine.roll_back("initial")
             engine.step(2)
         assert engine.engine.runner.in_flight
-        assert engine.push(root / "new", f"v-{mode}", in_flight=mode).result == "committed"
+        assert engine.commit(f"v-{mode}").result == "committed"
         engine.finish()
         spans = engine.spans(id)
         assert (

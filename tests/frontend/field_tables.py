@@ -70,8 +70,8 @@ def table(page: str) -> str:
             label = f"`{name}`" if same else f"`{name}` ({body})"
             if label not in rows[verdict]:
                 rows[verdict].append(label)
-    lines = [f"|{verdict}|{'/'.join(names)}|\n" for verdict, names in rows.items()]
-    return "".join(["|verdict|fields|\n|---|---|\n", *lines])
+    lines = [f"| {verdict} | {', '.join(names)} |\n" for verdict, names in rows.items()]
+    return "".join(["| verdict | fields |\n|---|---|\n", *lines])
 
 
 def pages() -> Iterator[tuple[Path, str]]:

@@ -77,6 +77,7 @@ def came(group: str, **fields: Any) -> Manifest:
         "tensors": ENTRIES,
         "packed": False,
         "partial": True,
+        "labelled": True,
     }
     return Manifest(**given | fields)
 

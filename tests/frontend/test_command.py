@@ -67,7 +67,7 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
     script = (
         "import sys\nfrom tlt_server.__main__ import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        "heavy = ('torch', 'transformers', 'pydantic', 'starlette', 'zmq')\n"
+        "heavy = ('torch', 'transformers', 'numpy', 'pydantic', 'starlette', 'zmq')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAX_WORDS = 18_000  # as wc -w counts; top pages and docs/, without the changelog
+# Top pages and docs together, without the changelog and the rows of tables.
+MAX_WORDS = 15_300
 PAGES = sorted(
     page
     for page in ROOT.rglob("*.md")
@@ -72,9 +73,14 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").exists() and (tmp_path / "architecture.html").exists()
 
 
+def prose_words(markdown: str) -> int:
+    """Count words as `wc -w` does. A table is looked up, not read."""
+    return sum(len(line.split()) for line in markdown.splitlines() if not line.startswith("|"))
+
+
 def test_all_docs_together_stay_short_enough_to_read() -> None:
     counted = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")]
-    words = {page.name: len(page.read_text().split()) for page in counted}
+    words = {page.name: prose_words(page.read_text()) for page in counted}
     for grows_with_the_project in ("CHANGELOG.md", "performance.md"):  # a list, generated tables
         words.pop(grows_with_the_project)
     assert sum(words.values()) <= MAX_WORDS, sorted(words.items(), key=lambda item: -item[1])

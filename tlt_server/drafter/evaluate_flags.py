@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tlt_server.bench.arguments import add_json
-from tlt_server.records import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
+from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 
 MAX_RESPONSES = 2**20
 MAX_BATCH = 4096

@@ -15,14 +15,8 @@ from functools import cached_property
 
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import TltError
-from tlt_server.records import (
-    MAX_DEPTH,
-    MAX_DRAFTS,
-    MAX_ROWS,
-    NO_LIMITS,
-    StepContext,
-    TokenLogprobs,
-)
+from tlt_server.records import MAX_DRAFTS, NO_LIMITS, StepContext, TokenLogprobs
+from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS
 
 
 class Chunk:

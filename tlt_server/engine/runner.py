@@ -25,7 +25,7 @@ from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder
-from tlt_server.records import MAX_ROWS, OFF, Cycle, Strategy, TokenLogprobs
+from tlt_server.records import OFF, Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.branches import Proposing, branches_of, branching, with_branches
@@ -33,6 +33,7 @@ from tlt_server.speculation.drafters.cpu import CpuDrafter
 from tlt_server.speculation.knowledge import Drafted
 from tlt_server.speculation.survival import OnlineTable
 from tlt_server.speculation.tree import select
+from tlt_server.tree_limits import MAX_ROWS
 
 NOT_FINITE = (
     "the model gave logits without a finite maximum for this request (NaN or overflow); check the "

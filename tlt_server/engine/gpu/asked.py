@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tlt_kernels.gpu.upload import NO_EDITS, Edits
 from tlt_server.engine.sequence import Sequence
-from tlt_server.records import MAX_ROWS
+from tlt_server.tree_limits import MAX_ROWS
 
 
 def limits_rows(sequence: Sequence) -> bool:

@@ -22,21 +22,12 @@ from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
-from tlt_server.records import (
-    MAX_DEPTH,
-    MAX_ROWS,
-    MAX_WIDTH,
-    OFF,
-    Arms,
-    Pin,
-    Strategy,
-    Switch,
-    parse_strategy,
-)
+from tlt_server.records import OFF, Arms, Pin, Strategy, Switch, parse_strategy
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.pinned import limit
+from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS, MAX_WIDTH
 from tlt_server.wording import nearest
 
 # A strategy that is set while serving may not be larger: it would gain nothing and stall a step.

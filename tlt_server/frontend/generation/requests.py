@@ -16,7 +16,8 @@ from tlt_server.errors import ContextExceeded, TltError, TooLarge
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
 from tlt_server.frontend.http.fields import Strict
 from tlt_server.packed import PackedIds
-from tlt_server.records import MAX_DEPTH, MAX_ROWS, MAX_SEED, Sampling
+from tlt_server.records import MAX_SEED, Sampling
+from tlt_server.tree_limits import MAX_DEPTH, MAX_ROWS
 
 ITEMS = Limit("max_batch_items", "items", "split the batch", TooLarge)
 NAMES = Limit("max_batch_items", "names", "split the call")
