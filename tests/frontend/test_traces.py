@@ -175,7 +175,7 @@ def test_a_collector_that_is_away_delays_nothing_for_long() -> None:
     assert time.monotonic() - began_s < 5
     began_s = time.monotonic()
     traces.close()
-    assert time.monotonic() - began_s < 4 * FLUSH_S
+    assert time.monotonic() - began_s < 2 * FLUSH_S
 
 
 def test_without_the_sdk_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PARENT = (b"traceparent", b"tracestate")
 FLUSH_S = 3.0  # at the end, for spans that were not sent yet
-SEND_S = 3.0  # one batch
+SEND_S = 3.0  # one batch, with its retries
 
 
 @asynccontextmanager
@@ -59,11 +60,11 @@ class OtlpTraces:
             SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", "tlt-server"),
             SERVICE_VERSION: __version__,
         }
-        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SEND_S)
+        self._exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SEND_S)
         # The SDK warns at every retry, many times a minute while a collector is away.
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("tlt_server", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -81,8 +82,11 @@ class OtlpTraces:
         )
 
     def close(self) -> None:
-        self._provider.force_flush(int(FLUSH_S * 1000))
+        """Send what is queued, for `FLUSH_S` at most; the SDK knows no such limit itself."""
+        give_up = threading.Timer(FLUSH_S, self._exporter.shutdown)
+        give_up.start()
         self._provider.shutdown()
+        give_up.cancel()
 
 
 class _Traced:
