@@ -21,9 +21,20 @@ MAX_SEED = 2**64 - 1
 MAX_DRAFTS = 2**31 - 1
 
 
+class Grammar(Struct, frozen=True, kw_only=True, gc=False):
+    """The texts that an output may be, in one of three languages: a JSON schema as JSON, a regular
+    expression that matches the whole output, or a grammar in Lark's form.
+
+    The frontend has compiled it once, so it is known to compile.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
 class Sampling(Struct, frozen=True, kw_only=True, gc=False):
-    """The sampling of one sequence. Applied in this order: bias and bans, penalties,
-    min_tokens, allowed tokens, temperature, min_p, top_k, top_p, noise.
+    """The sampling of one sequence. Applied in this order: bias and bans, penalties, min_tokens,
+    allowed tokens, structured outputs, temperature, min_p, top_k, top_p, noise.
 
     The frontend validates against the server's limits; the engine trusts it.
     """
@@ -46,6 +57,7 @@ class Sampling(Struct, frozen=True, kw_only=True, gc=False):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of each, one so far, that are not sampled
+    structured_outputs: Grammar | None = None  # the output is a text of it, or the start of one
     logprobs: int = 0  # alternatives reported per token; the sampled token's own is always reported
     raw_logprobs: bool = False  # also report log-probs under the unprocessed distribution
     prompt_logprobs: int | None = None  # alternatives per prompt token; None = not reported

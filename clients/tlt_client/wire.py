@@ -12,6 +12,16 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class StructuredOutputs(Struct, kw_only=True, omit_defaults=True):
+    """The texts that an output may be, in exactly one of several languages."""
+
+    json_schema: dict[str, Any] | str | UnsetType = UNSET
+    regex: str | UnsetType = UNSET
+    choice: list[str] | UnsetType = UNSET
+    grammar: str | UnsetType = UNSET  # in Lark's form, or GBNF
+    structural_tag: dict[str, Any] | str | UnsetType = UNSET
+
+
 class SamplingFields(Struct, kw_only=True, omit_defaults=True):
     """Partial: what is unset falls back to the batch's fields, then to the server's defaults."""
 
@@ -31,6 +41,7 @@ class SamplingFields(Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[str, float] | UnsetType = UNSET
     allowed_token_ids: list[int] | UnsetType = UNSET
     bad_words: list[str] | UnsetType = UNSET
+    structured_outputs: StructuredOutputs | dict[str, Any] | UnsetType = UNSET
     logprobs: int | UnsetType = UNSET
     raw_logprobs: bool | UnsetType = UNSET
     prompt_logprobs: int | None | UnsetType = UNSET

@@ -85,6 +85,8 @@ def fields_of(kind: Any) -> dict[str, Described]:
 
 def described(hint: Any, *, null: bool) -> Described:
     found = branches(hint)
+    if str in found:  # an object that may come as its JSON text does so in a message
+        found -= {dict[str, Any]}
     return Described(found - {NoneType, msgspec.UnsetType}, null and NoneType in found)
 
 

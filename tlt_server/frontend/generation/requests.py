@@ -43,6 +43,8 @@ LogitBias = Annotated[
     Meta(extra={"limit": Limit("max_logit_bias", "entries", "leave some out")}),
 ]
 MAX_ALLOWED, MAX_BAD_WORDS, MAX_WORD = 4096, 256, 256  # ids, words, characters of one
+FORMS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
+MAX_CHOICES = 1024
 MAX_NAME = 256
 ShortName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Salt = Annotated[str, Meta(max_length=256)]
@@ -178,8 +180,47 @@ class SharedSampling(Struct, frozen=True, kw_only=True):
         return {name: getattr(self, name) for name in SharedSampling.__struct_fields__}
 
 
+class StructuredOutputs(Strict, frozen=True, kw_only=True):
+    """The texts that the output may be, in one of several languages."""
+
+    exactly_one: ClassVar[tuple[str, ...]] = FORMS
+
+    json_schema: Annotated[
+        dict[str, Any] | str | None,
+        Meta(
+            description="a JSON schema, as an object or as its text; properties come in its order"
+        ),
+    ] = None
+    regex: Annotated[
+        str | None, Meta(description="a regular expression that matches the whole output")
+    ] = None
+    choice: Annotated[
+        Annotated[
+            list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CHOICES)
+        ]
+        | None,
+        Meta(description="texts, of which the output is one"),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        Meta(description="a grammar in Lark's form or in GBNF, the one with ::= in its rules"),
+    ] = None
+    structural_tag: Annotated[
+        dict[str, Any] | str | None,
+        Meta(
+            description="free text in which tags hold JSON, as an object or as its text: triggers "
+            "and structures of begin, schema and end"
+        ),
+    ] = None
+
+
 class SamplingFields(SharedSampling, Strict, frozen=True, kw_only=True):
     """Sampling fields, all optional: an item's win over the batch's, those over the defaults."""
+
+    structured_outputs: (
+        Annotated[StructuredOutputs, Meta(description="the texts that the output may be")]
+        | UnsetType
+    ) = UNSET
 
     top_k: (
         Annotated[Length, Meta(description="keep this many most likely tokens; 0: all")] | UnsetType

@@ -15,9 +15,10 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.requests import SamplingFields
+from tlt_server.frontend.generation.structures import Written, check_with, written
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
-from tlt_server.records import Sampling
+from tlt_server.records import Grammar, Sampling
 
 DEFAULTS = Sampling()
 MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
@@ -35,8 +36,11 @@ class Samplings:
         room: int,
         info: EngineInfo,
         bad_words: Mapping[str, list[tuple[int, ...]]],
+        grammars: Mapping[Written, Grammar],
     ) -> Sampling:
-        """`bad_words` has the tokens of each bad word, without and with a space before."""
+        """`bad_words` has the tokens of each bad word, without and with a space before; `grammars`
+        has that of each structure.
+        """
 
         def given(name: str) -> Any:
             value = UNSET if own is None else getattr(own, name)
@@ -71,6 +75,7 @@ class Samplings:
             info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
         )
         self._check_logprobs(words, get("logprobs"), get("prompt_logprobs"), prompt_logprobs)
+        structure = given("structured_outputs")
         fields = {name: get(name) for name in SamplingFields.__struct_fields__}
         fields |= {
             "max_tokens": max_tokens,
@@ -80,8 +85,12 @@ class Samplings:
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),
             "allowed_token_ids": self._allowed(where, given("allowed_token_ids"), info),
             "bad_words": self._bad_words(where, get("bad_words"), bad_words),
+            "structured_outputs": None
+            if structure is UNSET
+            else grammars[written(words.called("structured_outputs"), structure)],
         }
         sampling = Sampling(**fields)
+        check_with(where, sampling, bool(info.eos_token_ids))
         _check_some_left(where, sampling, info)
         return sampling
 

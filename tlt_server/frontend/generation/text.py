@@ -40,8 +40,9 @@ class Text:
         tokenizer: Tokenizer | None,
         template: str | None = None,
         tokens: dict[str, str] | None = None,
+        directory: Path = Path(),
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.directory = tokenizer, directory
         self.longest_token = (
             max(map(len, tokenizer.get_vocab()), default=0) if tokenizer is not None else 0
         )  # characters
@@ -54,7 +55,7 @@ class Text:
     def load(cls, model: Path) -> Text:
         path = model / "tokenizer.json"
         if not path.exists():
-            return cls(None)
+            return cls(None, directory=model)
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -68,7 +69,7 @@ class Text:
             if name.endswith("_token") and isinstance(value, str | dict)
         }
         try:
-            return cls(tokenizer, _template_source(model, config), tokens)
+            return cls(tokenizer, _template_source(model, config), tokens, model)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template of {model} does not compile: {error}") from None
 

@@ -36,6 +36,7 @@ from tlt_server.frontend.generation.requests import (
     SdFields,
 )
 from tlt_server.frontend.generation.samplings import DEFAULTS, Samplings
+from tlt_server.frontend.generation.structures import Grammars
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.keys import Caller
@@ -67,7 +68,7 @@ class Validator:
             next_seed,
             choice_seed,
         )
-        self._sampling = Samplings(config, text)
+        self._sampling, self._grammars = Samplings(config, text), Grammars()
         self._check_room = check_room
         # a random start, since rollouts come back with the ids that an earlier process gave them
         self._serial = itertools.count(secrets.randbits(48))
@@ -136,6 +137,7 @@ class Validator:
     ) -> list[Sampling]:
         """Return the sampling of each item, once its prompt has been checked."""
         bad_words = await self._bad_words(words, request)
+        grammars = await self._grammars.of(words, request, info)
         shared: dict[int, Sampling] = {}  # by output room, for items without own fields
         samplings: list[Sampling] = []
         prompt_tokens = output_tokens = 0
@@ -151,11 +153,12 @@ class Validator:
                     room,
                     info,
                     bad_words,
+                    grammars,
                 )
             else:
                 if room not in shared:
                     shared[room] = self._sampling.resolve(
-                        words, request.sampling, None, room, info, bad_words
+                        words, request.sampling, None, room, info, bad_words, grammars
                     )
                 sampling = shared[room]
             prompt_tokens += item.n * len(prompt)

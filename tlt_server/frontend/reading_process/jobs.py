@@ -5,12 +5,18 @@ request, and returns a value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.text import Text, for_template
 from tlt_server.frontend.reading.frames import BlockingChannel
-from tlt_server.frontend.reading.trees import Builder, named
+from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, named
+from tlt_server.grammars.compiler import Compiler
+from tlt_server.grammars.forms import grammar_of
 from tlt_server.packed import PackedIds, PackedText
+from tlt_server.records import Grammar
 
 
 class Payload:
@@ -73,9 +79,29 @@ def parse(text: Text, payload: Payload, function: str, *arguments: Any) -> Any:
     return named(function)(payload.joined(), *arguments)
 
 
+def grammar(
+    text: Text, payload: Payload, form: str, vocab_size: int, eos_token_ids: list[int]
+) -> Grammar:
+    """Return the grammar of a structure, once it has compiled."""
+    found = grammar_of(form, payload.joined().decode())
+    if len(found.text) >= PACKED_CHARS:
+        raise InvalidRequest(
+            f"the grammar has {len(found.text)} characters in Lark's form; the limit is "
+            f"{PACKED_CHARS - 1}: simplify it"
+        )
+    _compiler(text.directory, vocab_size, tuple(eos_token_ids)).compile(found)
+    return found
+
+
+@lru_cache(1)
+def _compiler(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Compiler:
+    return Compiler(model, vocab_size, eos_token_ids)
+
+
 JOBS: dict[str, Callable[..., Any]] = {
     "encode": encode,
     "decode": decode,
     "render": render,
     "parse": parse,
+    "grammar": grammar,
 }

@@ -1,0 +1,112 @@
+"""The structure that a request asks for: what it may not be with, and its grammar, which the
+reading process compiles once before the request is let in.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.events import EngineInfo
+from tlt_server.frontend.generation.batch import Words
+from tlt_server.frontend.generation.requests import FORMS, NativeRequest, StructuredOutputs
+from tlt_server.frontend.reading.asking import ask
+from tlt_server.frontend.reading.frames import sliced
+from tlt_server.frontend.reading.jobs import Slice
+from tlt_server.frontend.reading.reader import LANES
+from tlt_server.records import Grammar, Sampling
+
+MAX_BYTES = 2**17  # of a schema or grammar
+KEPT = 256  # structures that are known to compile, or not to
+
+
+class Written(NamedTuple):
+    """A structure as it was asked for. Equal ones have one grammar."""
+
+    form: str  # a field of `StructuredOutputs`
+    text: str  # of choices and objects, the JSON
+
+
+def written(where: str, structure: StructuredOutputs) -> Written:
+    """Return what a structure asks for. `where` is its field."""
+    given = [name for name in FORMS if getattr(structure, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"{where} has {' and '.join(given) or 'nothing in it'}; give exactly one of "
+            f"{', '.join(FORMS)}"
+        )
+    [form] = given
+    value = getattr(structure, form)
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    size = len(text.encode())
+    if size > MAX_BYTES:
+        raise TooLarge(f"{where}.{form} has {size} bytes; the limit is {MAX_BYTES}: simplify it")
+    return Written(form, text)
+
+
+def check_with(where: str, sampling: Sampling, eos: bool) -> None:
+    """Refuse what no structure can be with. `eos`: whether the model has an end token."""
+    if sampling.structured_outputs is None:
+        return
+    for name, why in (
+        ("ignore_eos", "the end token ends a structure"),
+        ("min_tokens", "a structure ends where it is complete"),
+        ("allowed_token_ids", "the structure says what is allowed"),
+        ("bad_words", "the structure may need them"),
+    ):
+        if getattr(sampling, name):
+            raise InvalidRequest(
+                f"{where}{name} is given with structured_outputs, and {why}: leave one of them out"
+            )
+    if not eos:
+        raise InvalidRequest(
+            f"{where}structured_outputs needs an end token, and this model has none"
+        )
+
+
+class Grammars:
+    """The grammars of structures that were asked for lately."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Written, Grammar | str] = OrderedDict()  # text: why it is none
+
+    async def of(
+        self, words: Words, request: NativeRequest, info: EngineInfo
+    ) -> dict[Written, Grammar]:
+        """Return the grammar of each structure of a request. `InvalidRequest`: it has none."""
+        where, found = words.called("structured_outputs"), dict[Written, Grammar]()
+        for fields in (request.sampling, *(item.sampling for item in request.requests)):
+            if fields is not None and fields.structured_outputs is not UNSET:
+                asked = written(where, fields.structured_outputs)
+                found[asked] = await self._grammar(where, asked, info)
+        return found
+
+    async def _grammar(self, where: str, asked: Written, info: EngineInfo) -> Grammar:
+        known = self._known.get(asked)
+        if known is None:
+            known = await _compiled(asked, info)
+            while len(self._known) >= KEPT:
+                self._known.popitem(last=False)
+            self._known[asked] = known
+        self._known.move_to_end(asked)
+        if isinstance(known, str):
+            raise InvalidRequest(f"{where}: {known}")
+        return known
+
+
+async def _compiled(asked: Written, info: EngineInfo) -> Grammar | str:
+    """Return the grammar of a structure, or why it has none."""
+    data = asked.text.encode()
+    header = ("grammar", asked.form, info.vocab_size, [*info.eos_token_ids])
+    work = [Slice(header, lambda: sliced([data]))]
+    try:
+        # As a large job, since a small text may take a while too.
+        [found] = await ask(work, total=LANES[0] + 1, largest=len(data))
+    except InvalidRequest as error:
+        return error.message
+    assert isinstance(found, Grammar)
+    return found

@@ -1,0 +1,6 @@
+"""Grammars of structured outputs: from what requests say to matchers of tokens. No torch.
+
+`forms` turns each form that a request may have into a `records.Grammar`; `schemas` refuses keywords
+of a JSON schema that would be ignored; `compiler` makes matchers. The frontend's reading process
+compiles a grammar before it is let in, the engine compiles the same text for its sequences.
+"""

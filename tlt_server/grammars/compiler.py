@@ -1,0 +1,120 @@
+"""Compiles grammars to matchers, which say after some tokens which may follow. No torch.
+
+llguidance does the work, without a lock on other threads. Its limits bound the time and memory of a
+compilation, and of each mask.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.records import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+STACK_BYTES = 2**26  # the library descends once per rule or reference
+# White space between the tokens of JSON: enough for a pretty print, and no output of spaces only.
+WHITE_SPACE = r"[ \n\t]{1,64}"
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_WRAPPED = re.compile(r"regex parse error:\n +(?P<text>[^\n]*)\n(?P<at> *)\^+\nerror: (?P<why>.*)")
+
+
+class Compiler:
+    """The compiler for the tokens of one model."""
+
+    def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`model` is its directory, whose `tokenizer.json` is read by the first compilation."""
+        self._model, self._vocab_size, self._eos = model, vocab_size, [*eos_token_ids]
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    def begin(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Compile in a thread. The result is the matcher of an empty output; `InvalidRequest` says
+        what is wrong with the grammar, and where.
+        """
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            return self._thread.submit(self._compile, grammar)  # which starts the thread
+        finally:
+            threading.stack_size(before)
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Return what `begin` compiles."""
+        return self.begin(grammar).result()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        try:
+            source = _source(grammar)
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # some limits show only here
+        except (ValueError, RuntimeError) as error:
+            raise InvalidRequest(_phrase(grammar, str(error))) from None
+        if matcher.is_error():
+            raise InvalidRequest(_phrase(grammar, matcher.get_error()))
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        path = self._model / "tokenizer.json"
+        if not path.exists():
+            raise InvalidRequest(
+                "structured_outputs needs text, and this model directory has no tokenizer.json"
+            )
+        return LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=self._eos)
+
+    @cached_property
+    def _limits(self) -> LLParserLimits:
+        from llguidance import LLParserLimits
+
+        return LLParserLimits(
+            initial_lexer_fuel=500_000,
+            max_grammar_size=100_000,
+            max_lexer_states=50_000,  # about 100 MB
+            verbose_errors=False,
+        )
+
+
+def _source(grammar: Grammar) -> str:
+    """Return a grammar in the library's own form."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "json_schema":
+        found: str = LLMatcher.grammar_from_json_schema(
+            grammar.text, overrides={"whitespace_pattern": WHITE_SPACE}
+        )
+    elif grammar.kind == "regex":
+        found = LLMatcher.grammar_from_regex(grammar.text)
+    else:
+        found = LLMatcher.grammar_from_lark(grammar.text)
+    return found
+
+
+def _phrase(grammar: Grammar, error: str) -> str:
+    """Return the library's words about a grammar, in one line and with a place in its own text."""
+    what = {"json_schema": "JSON schema", "regex": "regex", "lark": "grammar"}[grammar.kind]
+    inner = _WRAPPED.search(error)
+    if grammar.kind == "regex" and inner:
+        place = f" at character {len(inner['at']) - 3}" if inner["text"] else ""
+        return f"the {what} does not compile: {inner['why']}{place}"
+    place = ""
+    if found := _PLACE.match(error):
+        if grammar.kind == "lark":
+            place = f" at line {found[1]}, column {found[2]}"
+        error = error[found.end() :]
+    if inner:
+        error = f"{inner['why']} in {inner['text'][:80]!r}"
+    line = " ".join(error.partition("\n")[0].split())
+    line = "it allows no text" if line in ("", "NoExtensionBias") else line
+    return f"the {what} does not compile{place}: {line[:200]}"

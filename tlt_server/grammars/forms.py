@@ -1,0 +1,101 @@
+"""The forms in which requests ask for a structure, each turned into a `records.Grammar`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.schemas import check_schema, read_schema
+from tlt_server.records import Grammar
+
+MAX_RULES = 1024  # of a grammar; the library descends once per rule
+_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]]*\])?[ \t]*:", re.MULTILINE)
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_JSON = re.compile(r"%json\b")
+# Attributes of rules that the sampler here would not follow, and directives that change checks.
+_UNFOLLOWED = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature)\s*=")
+
+
+def grammar_of(form: str, text: str) -> Grammar:
+    """Return the grammar of a text in one of `FORMS`. `InvalidRequest` says what is wrong with it,
+    as far as that shows before it is compiled.
+    """
+    return FORMS[form](text)
+
+
+def _json_schema(text: str) -> Grammar:
+    check_schema(read_schema(text))
+    return Grammar(kind="json_schema", text=text)
+
+
+def _regex(text: str) -> Grammar:
+    return Grammar(kind="regex", text=text)
+
+
+def _choice(text: str) -> Grammar:
+    choices = dict.fromkeys(json.loads(text))
+    return Grammar(kind="lark", text=f"start: {' | '.join(map(quoted, choices))}")
+
+
+def _grammar(text: str) -> Grammar:
+    lark = _of_gbnf(text) if _GBNF.search(text) else text
+    rules = len(_RULE.findall(lark))
+    if rules > MAX_RULES:
+        raise InvalidRequest(
+            f"the grammar has {rules} rules; the limit is {MAX_RULES}: simplify it"
+        )
+    if found := _UNFOLLOWED.search(lark):
+        raise InvalidRequest(
+            f"the grammar has the attribute {found[1]!r} at character {found.start(1) + 1}, which "
+            "would be ignored: leave it out"
+        )
+    for at in _JSON.finditer(lark):
+        _check_inner(lark, at.end())
+    return Grammar(kind="lark", text=lark)
+
+
+def _check_inner(lark: str, at: int) -> None:
+    """Check the JSON schema that stands in a grammar after `%json`."""
+    begin = len(lark) - len(lark[at:].lstrip())
+    try:
+        schema, _ = json.JSONDecoder().raw_decode(lark, begin)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(
+            f"the grammar has no JSON schema after %json at character {begin + 1}"
+        ) from None
+    check_schema(schema, f"the JSON schema at character {begin + 1} of the grammar")
+
+
+def _of_gbnf(text: str) -> str:
+    """Return a grammar in GBNF in Lark's form."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+    try:
+        lark: str = gbnf_to_lark(text)
+    except GbnfToLarkError as error:
+        raise InvalidRequest(f"the grammar is not GBNF: {str(error)[:300]}") from None
+    except (RecursionError, IndexError, ValueError, KeyError) as error:
+        raise InvalidRequest(
+            f"the grammar cannot be read as GBNF: {type(error).__name__} {str(error)[:80]}"
+        ) from None
+    return lark
+
+
+def _structural_tag(text: str) -> Grammar:
+    raise InvalidRequest("structural tags are not supported yet: use grammar")
+
+
+def quoted(text: str) -> str:
+    """Return the literal of a text in Lark's form."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+FORMS: Mapping[str, Callable[[str], Grammar]] = {
+    "json_schema": _json_schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _structural_tag,
+}

@@ -1,0 +1,99 @@
+"""The keywords of a JSON schema that are enforced. One that would be ignored is refused by its
+path, since the output would then not be what the schema says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.wording import nearest
+
+ONE = frozenset({"items", "additionalProperties"})  # hold a schema
+MANY = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})  # hold a list of schemas
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # by name
+PLAIN = frozenset(
+    "type enum const $ref required minItems maxItems minProperties maxProperties minLength "
+    "maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()
+)
+# Keywords that say nothing about which values are valid.
+ANNOTATIONS = frozenset(
+    "title description default examples example deprecated readOnly writeOnly $schema $id id "
+    "$comment $anchor contentMediaType contentEncoding discriminator externalDocs xml "
+    "propertyOrdering".split()
+)
+ENFORCED = ONE | MANY | NAMED | PLAIN
+MAX_SCHEMAS = 4096  # in one schema
+MAX_LEVELS = 64
+MAX_MULTIPLE = 10_000  # the automaton of multipleOf has a state per remainder
+
+
+def read_schema(text: str) -> Any:
+    """Return the JSON value of a schema's text. `InvalidRequest` names where it is not JSON."""
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(
+            f"the JSON schema is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except (RecursionError, ValueError):
+        raise InvalidRequest(
+            "the JSON schema has too many levels, or a number of too many digits: simplify it"
+        ) from None
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(name)
+
+
+def check_schema(schema: Any, where: str = "the JSON schema") -> None:
+    """Refuse keywords that would be ignored, and sizes that would cost too much."""
+    left = MAX_SCHEMAS
+    waiting = [(schema, "", 0)]
+    while waiting:
+        found, path, level = waiting.pop()
+        left -= 1
+        if left < 0 or level > MAX_LEVELS:
+            raise InvalidRequest(
+                f"{where} has more than {MAX_SCHEMAS} schemas or {MAX_LEVELS} levels: simplify it"
+            )
+        if isinstance(found, bool):
+            continue
+        if not isinstance(found, dict):
+            raise InvalidRequest(
+                f"{where} has {json.dumps(found)[:80]} at {path or 'its top'}; a schema is an "
+                "object, true or false"
+            )
+        _check_keywords(found, path, where)
+        waiting += [(part, f"{path}{step}"[-200:], level + 1) for step, part in _parts(found)]
+
+
+def _check_keywords(schema: Mapping[str, Any], path: str, where: str) -> None:
+    for keyword in schema:
+        if keyword in ENFORCED or keyword in ANNOTATIONS:
+            continue
+        if keyword.startswith("x-") and keyword != "x-guidance":
+            continue
+        raise InvalidRequest(
+            f"{where} has the keyword {keyword[:80]!r} at {path or 'its top'}, which would be "
+            f"ignored{nearest(keyword[:80], sorted(ENFORCED))}: leave it out, and check the output"
+        )
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, int | float) and multiple > MAX_MULTIPLE:
+        raise InvalidRequest(
+            f"{where} has multipleOf {multiple} at {path or 'its top'}; the limit is "
+            f"{MAX_MULTIPLE}: leave it out"
+        )
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas in a schema, each with its step of the path."""
+    for keyword, value in schema.items():
+        if keyword in ONE:
+            yield f".{keyword}", value
+        elif keyword in MANY and isinstance(value, list):
+            yield from ((f".{keyword}[{i}]", part) for i, part in enumerate(value))
+        elif keyword in NAMED and isinstance(value, dict):
+            yield from ((f".{keyword}.{name[:80]}", part) for name, part in value.items())
