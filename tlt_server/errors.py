@@ -186,6 +186,14 @@ class Poisoned(TltError):
     code, http_status, grpc_code = "poisoned", 422, "FAILED_PRECONDITION"
 
 
+class StructureFailed(TltError):
+    """A structured output cannot go on: no token of the model can follow, or its grammar ran into a
+    limit on the way.
+    """
+
+    code, http_status, grpc_code = "structure_failed", 422, "FAILED_PRECONDITION"
+
+
 class StorageFailed(TltError):
     """Data cannot be stored: the disk is full or broken, or a limit on stored data is reached."""
 

@@ -187,6 +187,12 @@ class Poisoned(ServerError):
     of_code = "poisoned"
 
 
+class StructureFailed(ServerError):
+    """A structured output cannot go on; a simpler structure can."""
+
+    of_code = "structure_failed"
+
+
 class StorageFailed(ServerError):
     """The server cannot store something that it must keep."""
 

@@ -175,3 +175,21 @@ def write_eagle1(
     }
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+FIRST = '{}[]":,.-0123456789abcdefghijklmnopqrstuvwxyz \n_/+\t'
+LETTERS = FIRST + "".join(c for c in map(chr, range(33, 126)) if c not in FIRST)
+
+
+def write_alphabet(directory: Path, shape: Shape = Shape()) -> Path:
+    """A tokenizer whose tokens are single characters; the last id is the end token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    names = {" ": "\u0120", "\n": "\u010a", "\t": "\u0109"}  # as byte-level tokenizers spell them
+    vocab = {names.get(letter, letter): id for id, letter in enumerate(LETTERS[: shape.eos])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab | {"<|end|>": shape.eos}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory

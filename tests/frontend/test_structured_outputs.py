@@ -1,4 +1,4 @@
-"""Structured outputs at the frontend: what is refused, and with which words; what the engine gets."""
+"""Structured outputs at the frontend: what is refused, in which words, and what the engine gets."""
 
 from __future__ import annotations
 

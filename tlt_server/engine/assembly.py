@@ -30,6 +30,7 @@ from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.engine.sizing import served_length
+from tlt_server.engine.structures import Structures
 from tlt_server.engine.traces import recorder_of
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
@@ -178,10 +179,12 @@ def _connect(
     vocab_size, eos_token_ids = live.target.network.vocab_size, live.target.network.eos_token_ids
     recorder = recorder_of(settings, live.drafter_version, memory.states)
 
+    structures = Structures(Path(settings.model), vocab_size, eos_token_ids)
+
     def make_sequence(request: GenerateRequest) -> Sequence:
         return Sequence(
             request,
-            SamplingState(request, vocab_size, eos_token_ids),
+            SamplingState(request, vocab_size, eos_token_ids, structures),
             settings.page_size,
             recorder.trace(request) if recorder else None,
         )
@@ -230,6 +233,7 @@ def _connect(
         Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
         equipped.record,
         recorder,
+        structures,
         lambda: activity is not None and activity.runs,
     )
 

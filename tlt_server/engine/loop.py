@@ -22,6 +22,7 @@ from tlt_server.engine.recompute import Recomputing
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.structures import Structures
 from tlt_server.engine.traces import Recorder
 from tlt_server.errors import TltError
 from tlt_server.events import ControlReport, WeightReport
@@ -66,6 +67,7 @@ class Engine:
         halt: Halt,
         record: Callable[[Reach], bool],
         recorder: Recorder | None,
+        structures: Structures,
         training: Callable[[], bool],
     ) -> None:
         """`record`: see `devices.Equipped`. `recorder`: where sequences are kept for training.
@@ -76,7 +78,7 @@ class Engine:
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
         self.canary, self._make_policy, self._record = canary, make_policy, record
-        self._training = training
+        self._training, self._structures = training, structures
         self._recorder, self._recomputing = recorder, None
         if recorder and recorder.capture:
             self._recomputing = Recomputing(scheduler, recorder.capture, make_sequence)
@@ -169,6 +171,7 @@ class Engine:
             **self.knowledge.gauges(),
             **self.canary.gauges(),
             **self.runner.gauges(),
+            **self._structures.gauges(),
             **(self._recorder.gauges() if self._recorder else {}),
             **(self._recomputing.gauges() if self._recomputing else {}),
         }

@@ -286,7 +286,7 @@ def _emissions(
             own_accepted=own_accepted[w],
         )
         if broken and any(math.isnan(logprob) for logprob in emission.logprobs):
-            emission = Emission(error=EngineFailed(NOT_FINITE))
+            emission = Emission(error=chunk.sequence.state.error or EngineFailed(NOT_FINITE))
         sampling = chunk.sequence.request.sampling
         if sampling.raw_logprobs:
             emission.raw_logprobs = [raw_logprobs[s] for s in path]

@@ -52,6 +52,8 @@ class Starts:
         for sequence in self._waiting.order():
             if (draining and not sequence.has_started) or not rows(sequence.owner):
                 continue
+            if not sequence.state.ready:
+                continue
             if self._running.owners[sequence.owner] >= most:
                 continue
             pages = self._cached(sequence, pending)
@@ -78,6 +80,8 @@ class Starts:
             return None
         pending = self._pending_keys()
         for sequence in self._waiting.heads():
+            if not sequence.state.ready:
+                continue
             while rows(sequence.owner) and (pages := self._cached(sequence, pending)) is not None:
                 if shares.allow(sequence, self._missing(sequence, pages)):
                     if started := self._start(sequence, pages):

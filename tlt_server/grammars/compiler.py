@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 STACK_BYTES = 2**26  # the library descends once per rule or reference
-# White space between the tokens of JSON: enough for a pretty print, and no output of spaces only.
-WHITE_SPACE = r"[ \n\t]{1,64}"
+# White space between the tokens of JSON: a space, or a line break with an indent. More than a pretty
+# print needs would let a model fill its output with spaces.
+WHITE_SPACE = r" |\n( {0,24}|\t{0,8})"
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _WRAPPED = re.compile(r"regex parse error:\n +(?P<text>[^\n]*)\n(?P<at> *)\^+\nerror: (?P<why>.*)")
 
@@ -52,9 +53,10 @@ class Compiler:
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
 
+        tokenizer = self._tokenizer
         try:
             source = _source(grammar)
-            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # some limits show only here
         except (ValueError, RuntimeError) as error:
@@ -72,7 +74,12 @@ class Compiler:
             raise InvalidRequest(
                 "structured_outputs needs text, and this model directory has no tokenizer.json"
             )
-        return LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=self._eos)
+        try:
+            return LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=self._eos)
+        except (ValueError, RuntimeError) as error:
+            raise InvalidRequest(
+                f"structured_outputs cannot be kept with this model's tokenizer: {str(error)[:200]}"
+            ) from None
 
     @cached_property
     def _limits(self) -> LLParserLimits:

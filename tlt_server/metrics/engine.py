@@ -45,6 +45,22 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
 }
 OF_DRAFTERS = "outlook_ratio_"  # with a drafter's name
 TOTALS = {  # likewise, counted by the engine since it started
+    "structures_compiled": (
+        "tlt_structures_compiled",
+        "Grammars of structured outputs that were compiled.",
+    ),
+    "structures_cached": (
+        "tlt_structures_cached",
+        "Sequences whose grammar had been compiled before.",
+    ),
+    "structures_compile_s": (
+        "tlt_structures_compile_seconds",
+        "Seconds in which grammars were compiled, next to the engine's steps.",
+    ),
+    "structures_mask_s": (
+        "tlt_structures_mask_seconds",
+        "Seconds that steps spent on what may follow in a structure.",
+    ),
     "drafter_collapses": (
         "tlt_drafter_collapses",
         "Times that acceptance collapsed after a change of weights.",

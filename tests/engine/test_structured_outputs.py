@@ -1,0 +1,222 @@
+"""Structured outputs on the CPU engine: every output is a text of its grammar, with the same bits
+under every strategy, alone and in company, after a preemption and after an engine's end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.pushing import Pushable
+from tests.engine.tiny import EOS, LETTERS, write_alphabet, write_eagle, write_target
+from tlt_server.commands import SetPolicy
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.structures import Structures
+from tlt_server.grammars.compiler import Compiler
+from tlt_server.records import GenerateRequest, Grammar, Sampling, Strategy
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": -99, "maximum": 99},
+        "b": {"enum": ["x", "yy", None]},
+        "c": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    Grammar(kind="json_schema", text=json.dumps(SCHEMA)),
+    Grammar(kind="regex", text="[a-f]{3,9}:[0-9]+"),
+    Grammar(kind="lark", text='start: item ("," item)*\nitem: /[a-z]{1,3}/ | "[" start "]"'),
+]
+STRATEGIES = [Strategy("eagle", 3, 1, 4), Strategy("eagle", 4, 3, 12), Strategy("history", 4, 2, 6)]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    root = tmp_path_factory.mktemp("tiny")
+    return EngineSettings(
+        model=str(write_alphabet(write_target(root / "target"))),
+        device="cpu",
+        drafter=str(write_eagle(root / "drafter")),
+        policy="off",
+        kv_memory_mb=64,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(settings: EngineSettings) -> Iterator[Pushable]:
+    yield Pushable(settings)
+
+
+def request(i: int, grammar: Grammar | None, **sampling: Any) -> GenerateRequest:
+    given: dict[str, Any] = {"max_tokens": 60, **sampling}
+    tokens = np.random.default_rng(i).integers(0, EOS, 6 + i % 5).tolist()
+    return GenerateRequest(
+        id=f"r{i}",
+        token_ids=tokens,
+        seed=70 + i,
+        sampling=Sampling(structured_outputs=grammar, **given),
+    )
+
+
+def asked() -> list[GenerateRequest]:
+    """Each grammar greedy, sampled, filtered and with penalties, among requests without one."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_k": 9, "min_p": 0.02, "logprobs": 3, "raw_logprobs": True},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": {5: 3.0}},
+    ]
+    grammars = [*GRAMMARS, None]
+    return [
+        request(4 * g + k, grammar, **kind)
+        for g, grammar in enumerate(grammars)
+        for k, kind in enumerate(kinds)
+    ]
+
+
+def text(engine: Pushable, id: str) -> str:
+    return "".join(LETTERS[token] for token in engine.tokens(id) if token != EOS)
+
+
+def bits(engine: Pushable, requests: list[GenerateRequest]) -> dict[str, Any]:
+    return {
+        r.id: [
+            (output.finish_reason, output.token_ids and None, output.error)
+            for output in engine.said[r.id][-1:]
+        ]
+        + [
+            engine.tokens(r.id),
+            np.array(engine.logprobs(r.id), np.float32).tobytes(),
+            [top for output in engine.said[r.id] for top in output.top_logprobs or []],
+            [raw for output in engine.said[r.id] for raw in output.raw_logprobs or []],
+        ]
+        for r in requests
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Pushable) -> dict[str, Any]:
+    engine.engine.send(SetPolicy("off"))
+    engine.run(*asked())
+    return bits(engine, asked())
+
+
+def test_every_output_is_a_text_of_its_grammar(engine: Pushable, plain: dict[str, Any]) -> None:
+    for r in asked():
+        grammar, finish = r.sampling.structured_outputs, engine.said[r.id][-1].finish_reason
+        if grammar is None:
+            continue
+        found = text(engine, r.id)
+        compiled = Compiler(*_model(engine)).compile(grammar)
+        assert compiled.consume_tokens([t for t in engine.tokens(r.id) if t != EOS]), found
+        assert compiled.is_accepting() or finish == "length"
+        if finish == "stop":
+            assert engine.tokens(r.id)[-1] == EOS
+            if grammar.kind == "json_schema":
+                assert json.loads(found)["b"] in ("x", "yy", None)
+            elif grammar.kind == "regex":
+                assert re.fullmatch(grammar.text, found)
+    ends = [engine.said[r.id][-1].finish_reason for r in asked() if r.sampling.structured_outputs]
+    assert ends.count("stop") >= 6
+
+
+def _model(engine: Pushable) -> tuple[Any, int, list[int]]:
+    from pathlib import Path
+
+    return Path(engine.settings.model), engine.info.vocab_size, engine.info.eos_token_ids
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+def test_speculation_changes_no_bit(
+    engine: Pushable, plain: dict[str, Any], strategy: Strategy
+) -> None:
+    engine.engine.send(SetPolicy("fixed", strategy))
+    engine.run(*asked())
+    assert bits(engine, asked()) == plain
+    said = [o for r in asked() if r.sampling.structured_outputs for o in engine.said[r.id]]
+    assert sum(o.drafted for o in said) > 0 and sum(o.accepted for o in said) > 0
+
+
+def test_a_request_alone_gives_the_same(engine: Pushable, plain: dict[str, Any]) -> None:
+    engine.engine.send(SetPolicy("off"))
+    for r in asked()[:4]:
+        engine.run(r)
+    assert bits(engine, asked()[:4]) == {r.id: plain[r.id] for r in asked()[:4]}
+
+
+def test_a_preempted_or_resumed_request_gives_the_same(
+    settings: EngineSettings, engine: Pushable, plain: dict[str, Any]
+) -> None:
+    scarce = Pushable(
+        replace(settings, pages=12, max_model_len=96, policy="fixed", sd_strategy="eagle:3x2x6")
+    )
+    scarce.run(*asked())
+    assert scarce.engine.gauges()["preemptions"] > 0
+    assert bits(scarce, asked()) == plain
+    for r in asked()[:12]:
+        engine.run(r)
+        tokens = engine.tokens(r.id)
+        half = tokens[: len(tokens) // 2]
+        rest = engine.run(msgspec.structs.replace(r, generated=half))
+        assert rest[r.id][0] == tokens[len(half) :]
+
+
+def test_a_grammar_is_compiled_once(engine: Pushable, plain: dict[str, Any]) -> None:
+    before = engine.engine.gauges()
+    engine.run(*(request(i, GRAMMARS[0]) for i in range(3)))
+    after = engine.engine.gauges()
+    assert after["structures_compiled"] == before["structures_compiled"]
+    assert after["structures_cached"] == before["structures_cached"] + 3
+
+
+def test_an_output_that_cannot_go_on_ends_with_its_reason(engine: Pushable) -> None:
+    for grammar, says in (
+        (Grammar(kind="regex", text="ab~"), "no token of this model"),  # no token has a tilde
+        (Grammar(kind="lark", text="start: ("), "does not compile"),
+    ):
+        engine.run(request(1, grammar), request(2, None))
+        last = engine.said["r1"][-1]
+        assert last.finish_reason == "error" and last.error is not None
+        assert last.error[0] == "structure_failed" and says in last.error[1]
+        assert engine.said["r2"][-1].finish_reason in ("stop", "length")
+
+
+def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> None:
+    """The slow twin: a matcher that has only ever seen the tokens before."""
+    model, vocab_size, eos = _model(engine)
+    structures = Structures(model, vocab_size, eos)
+    words = -(-vocab_size // 32)
+    draw = np.random.default_rng(3)
+    for grammar in GRAMMARS:
+        tree, stops = structures.of(grammar, {*eos, 50}), {*eos, 50}
+        assert tree is not None
+        committed: list[int] = []
+        for _ in range(12):
+            path: list[int] = []
+            for _ in range(4):
+                mask_W = np.zeros(words, np.int32)
+                tree.fill(path, mask_W)
+                slow = Compiler(model, vocab_size, eos).compile(grammar)
+                assert slow.consume_tokens([*committed, *path])
+                bits = np.unpackbits(mask_W.view(np.uint8), count=vocab_size, bitorder="little")
+                expected = {
+                    id for id in range(vocab_size) if slow.deep_copy().consume_token(id)
+                } | (stops if slow.is_accepting() else set())
+                assert {*np.flatnonzero(bits).tolist()} == expected
+                if not expected - stops:
+                    break
+                path.append(int(draw.choice([*(expected - stops)])))
+            outside = np.zeros(words, np.int32)
+            tree.fill([*path, EOS, EOS], outside)
+            committed.append(path[0]) if path else None
+            tree.commit(path[:1])
