@@ -55,6 +55,7 @@ REFUSED = [
 IGNORED = [(body, name) for body, name, verdict in each() if not isinstance(verdict, RefusedField)]
 
 
+TAG = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}]}
 # What the template reads.
 READS = "{{ tools }}{{ reasoning_effort }}{{ enable_thinking }}"
 # Field -> a value that has an effect, and the fields that it needs for that.
@@ -74,6 +75,18 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "logit_bias": ({"5": 1.5}, {}),
     "allowed_token_ids": ([5], {}),
     "bad_words": (["q"], {}),
+    "response_format": ({"type": "json_object"}, {}),
+    "structured_outputs": ({"regex": "a+"}, {}),
+    "guided_decoding": ({"choice": ["a"]}, {}),
+    "guided_json": ({}, {}),
+    "guided_json_object": (True, {}),
+    "guided_regex": ("a", {}),
+    "guided_choice": (["a", "b"], {}),
+    "guided_grammar": ('root ::= "a"', {}),
+    "json_schema": ('{"type": "integer"}', {}),
+    "regex": ("a", {}),
+    "ebnf": ('root ::= "a"', {}),
+    "structural_tag": (TAG, {}),
     "include_stop_str_in_output": (True, {"stop": ["i"]}),
     "truncate_prompt_tokens": (1, {}),
     "n": (2, {}),
@@ -204,8 +217,8 @@ def test_a_field_that_is_ignored_changes_neither_prompt_nor_sampling(
 
 
 def test_a_value_that_only_looks_like_off_is_refused(server: LiveServer) -> None:
-    for value in (0, {"type": "text", "more": 1}, [[]], {"type": "json_object"}, "x" * 10**5):
-        response = send(server, CHAT, response_format=value)
+    for value in (0, {"type": "object"}, [[]], ["none"], "x" * 10**5):
+        response = send(server, CHAT, tool_choice=value)
         assert response.status_code == 400, value
         assert len(response.json()["error"]["message"]) < 300
     huge = httpx.post(

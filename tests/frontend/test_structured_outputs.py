@@ -101,3 +101,116 @@ def test_what_contradicts_a_structure_is_refused(
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert message.startswith(f"sampling.{next(iter(fields))} is given with structured_outputs")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
+JSON = Grammar(kind="json_schema", text=TEXT)
+OBJECT = Grammar(kind="json_schema", text='{"type":"object"}')
+REGEX = Grammar(kind="regex", text="[0-9]+")
+CHOICE = Grammar(kind="lark", text='start: "a" | "b"')
+LARK = Grammar(kind="lark", text="start: /a+/")
+TAG: dict[str, Any] = {
+    "triggers": ["<f"],
+    "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+}
+VLLM_FIELDS: list[tuple[str, Any, Grammar | None]] = [
+    ("structured_outputs", {"json": SCHEMA, "regex": None}, JSON),
+    ("structured_outputs", {"json": TEXT, "disable_any_whitespace": False}, JSON),
+    ("structured_outputs", {"json_object": True}, OBJECT),
+    ("structured_outputs", {"regex": "[0-9]+"}, REGEX),
+    ("structured_outputs", {"choice": ["a", "b"]}, CHOICE),
+    ("structured_outputs", {"grammar": "start: /a+/"}, LARK),
+    ("structured_outputs", {"structural_tag": json.dumps(TAG)}, None),
+    ("guided_decoding", {"regex": "[0-9]+"}, REGEX),
+    ("guided_json", SCHEMA, JSON),
+    ("guided_json_object", True, OBJECT),
+    ("guided_regex", "[0-9]+", REGEX),
+    ("guided_choice", ["a", "b"], CHOICE),
+    ("guided_grammar", "start: /a+/", LARK),
+    ("response_format", {"type": "json_object"}, OBJECT),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, JSON),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}},
+        JSON,
+    ),
+    ("response_format", {"type": "structural_tag", **TAG}, None),
+]
+SGLANG_FIELDS: list[tuple[str, Any, Grammar | None]] = [
+    ("json_schema", TEXT, JSON),
+    ("regex", "[0-9]+", REGEX),
+    ("ebnf", "start: /a+/", LARK),
+    ("structural_tag", json.dumps(TAG), None),
+]
+ROUTES: dict[str, tuple[dict[str, Any], str, list[tuple[str, Any, Grammar | None]]]] = {
+    "/v1/completions": ({"prompt": "hi"}, "", VLLM_FIELDS + SGLANG_FIELDS[1:3]),
+    "/v1/chat/completions": (
+        {"messages": [{"role": "user", "content": "hi"}]},
+        "",
+        VLLM_FIELDS + SGLANG_FIELDS[1:3],
+    ),
+    "/inference/v1/generate": ({"token_ids": [104]}, "sampling_params", VLLM_FIELDS),
+    "/generate": ({"text": "hi"}, "sampling_params", SGLANG_FIELDS),
+}
+
+
+def post(server: LiveServer, route: str, fields: dict[str, Any]) -> httpx.Response:
+    base, where, _ = ROUTES[route]
+    length = "max_new_tokens" if route == "/generate" else "max_tokens"
+    given = {length: 4} | fields
+    return httpx.post(
+        server.url + route, json=base | ({where: given} if where else given), timeout=60
+    )
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_spelling_of_every_dialect_is_one_grammar(server: LiveServer, route: str) -> None:
+    for field, value, grammar in ROUTES[route][2]:
+        response = post(server, route, {field: value})
+        assert response.status_code == 200, (field, value, response.text)
+        got = server.engine.submitted[-1].sampling.structured_outputs
+        assert got is not None and (got == grammar or grammar is None), field
+        if grammar is None:
+            assert got.kind == "lark" and '%json {"type": "integer"}' in got.text
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_is_wrong_is_named_as_it_was_sent(server: LiveServer, route: str) -> None:
+    where = ROUTES[route][1]
+    path = f"{where}.regex" if route == "/generate" else "guided_regex"
+    path = f"{where}.guided_regex" if route == "/inference/v1/generate" else path
+    response = post(server, route, {path.rpartition(".")[2]: "a("})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith(f"{path}: the regex does not compile: unclosed group")
+    if route.startswith("/v1/"):
+        assert error["param"] == "guided_regex"
+    fields = {field: value for field, value, _ in ROUTES[route][2][:: len(ROUTES[route][2]) - 1]}
+    both = post(server, route, fields)
+    assert both.status_code == 400 and "both ask for a structure" in both.text
+
+
+def test_a_format_that_asks_for_nothing_is_none(server: LiveServer) -> None:
+    for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}):
+        assert post(server, "/v1/completions", fields).status_code == 200
+        assert server.engine.submitted[-1].sampling.structured_outputs is None
+    for value, says in (
+        ({"type": "json_schema"}, "no json_schema; give it one"),
+        ({"type": "xml"}, "'structural_tag'"),
+        ({"type": "structural_tag"}, "structures"),
+    ):
+        response = post(server, "/v1/completions", {"response_format": value})
+        assert response.status_code == 400 and says in response.text
+        assert response.json()["error"]["param"] == "response_format"
+
+
+def test_a_structural_tag_that_cannot_be_kept_is_refused(server: LiveServer) -> None:
+    for tag, says in (
+        ({"triggers": []}, "structural_tag.structures is null"),
+        (TAG | {"triggers": ["<g"]}, "begin with one of the triggers"),
+        ({"format": {"type": "sequence", "elements": []}}, "have at least one"),
+        ({"format": {"type": "xml"}}, "must be one of const_string"),
+    ):
+        response = send(server, {"structural_tag": tag})
+        assert response.status_code == 400 and says in response.text, tag

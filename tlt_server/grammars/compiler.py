@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 STACK_BYTES = 2**26  # the library descends once per rule or reference
-# White space between the tokens of JSON: a space, or a line break with an indent. More than a pretty
-# print needs would let a model fill its output with spaces.
+# White space between the tokens of JSON: a space, or a line break with an indent. With more than a
+# pretty print needs a model could fill its output with spaces.
 WHITE_SPACE = r" |\n( {0,24}|\t{0,8})"
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _WRAPPED = re.compile(r"regex parse error:\n +(?P<text>[^\n]*)\n(?P<at> *)\^+\nerror: (?P<why>.*)")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.grammars.schemas import check_schema, read_schema
+from tlt_server.grammars.schemas import check_schema, read_json
+from tlt_server.grammars.tags import Specials, lark_of_tags
 from tlt_server.records import Grammar
 
+NO_SPECIALS: Specials = MappingProxyType({})
 MAX_RULES = 1024  # of a grammar; the library descends once per rule
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]]*\])?[ \t]*:", re.MULTILINE)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -18,15 +21,17 @@ _JSON = re.compile(r"%json\b")
 _UNFOLLOWED = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature)\s*=")
 
 
-def grammar_of(form: str, text: str) -> Grammar:
+def grammar_of(form: str, text: str, specials: Specials = NO_SPECIALS) -> Grammar:
     """Return the grammar of a text in one of `FORMS`. `InvalidRequest` says what is wrong with it,
-    as far as that shows before it is compiled.
+    as far as that shows before it is compiled. `specials`: the model's special tokens.
     """
+    if form == "structural_tag":
+        return _grammar(lark_of_tags(read_json(text, "the structural tag"), specials))
     return FORMS[form](text)
 
 
 def _json_schema(text: str) -> Grammar:
-    check_schema(read_schema(text))
+    check_schema(read_json(text))
     return Grammar(kind="json_schema", text=text)
 
 
@@ -83,10 +88,6 @@ def _of_gbnf(text: str) -> str:
     return lark
 
 
-def _structural_tag(text: str) -> Grammar:
-    raise InvalidRequest("structural tags are not supported yet: use grammar")
-
-
 def quoted(text: str) -> str:
     """Return the literal of a text in Lark's form."""
     return json.dumps(text, ensure_ascii=False)
@@ -97,5 +98,4 @@ FORMS: Mapping[str, Callable[[str], Grammar]] = {
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
-    "structural_tag": _structural_tag,
 }

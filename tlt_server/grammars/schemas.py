@@ -30,17 +30,17 @@ MAX_LEVELS = 64
 MAX_MULTIPLE = 10_000  # the automaton of multipleOf has a state per remainder
 
 
-def read_schema(text: str) -> Any:
-    """Return the JSON value of a schema's text. `InvalidRequest` names where it is not JSON."""
+def read_json(text: str, what: str = "the JSON schema") -> Any:
+    """Return the JSON value of a text. `InvalidRequest` names where it is not JSON."""
     try:
         return json.loads(text, parse_constant=_no_number)
     except json.JSONDecodeError as error:
         raise InvalidRequest(
-            f"the JSON schema is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+            f"{what} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
     except (RecursionError, ValueError):
         raise InvalidRequest(
-            "the JSON schema has too many levels, or a number of too many digits: simplify it"
+            f"{what} has too many levels, or a number of too many digits: simplify it"
         ) from None
 
 

@@ -28,7 +28,8 @@ class Known(NamedTuple):
     names: str
 
 
-_STRUCTURE = "output is not held to a structure yet: leave it out, and check the answer"
+_STRUCTURE = "structures have other fields here, see response_format or regex: use those"
+_SPACES = "white space in JSON is a space, or a line break with an indent: leave it out"
 _TOOLS = 'calls are not enforced yet: use "auto", and check the answer'
 _ONE_SAMPLE = "a choice is one sample with a seed: ask for n choices, and rank them"
 _OWN_SAMPLER = "no such sampling here: leave it out"
@@ -44,17 +45,10 @@ PACE = "for speed; the tokens are the same"
 TEXT_ONLY = "token ids are returned as they are"
 
 KNOWN = (
-    Known(
-        RefusedField(_STRUCTURE),
-        SAMPLED,
-        "structured_outputs guided_regex guided_choice guided_grammar guided_decoding "
-        "structural_tag",
-    ),
-    Known(RefusedField(_STRUCTURE, ()), (*SAMPLED, SGLANG_SAMPLING), "json_schema"),
-    Known(RefusedField(_STRUCTURE, (False,)), SAMPLED, "guided_json guided_json_object"),
-    Known(RefusedField(_STRUCTURE), (*OPENAI, SGLANG_SAMPLING), "regex ebnf grammar"),
-    Known(RefusedField(_STRUCTURE), (SGLANG_SAMPLING,), "structural_tag"),
-    Known(RefusedField(_STRUCTURE, (*OFF, {"type": "text"})), SAMPLED, "response_format"),
+    Known(RefusedField(_STRUCTURE, ()), SAMPLED, "json_schema"),
+    Known(RefusedField(_STRUCTURE), SAMPLED, "structural_tag"),
+    Known(RefusedField(_STRUCTURE), (*OPENAI, SGLANG_SAMPLING), "grammar"),
+    Known(RefusedField(_SPACES), SAMPLED, "guided_whitespace_pattern"),
     Known(RefusedField(_TOOLS, (*OFF, "none", "auto")), (CHAT,), "tool_choice function_call"),
     Known(RefusedField("its newer form is tools: use that"), (CHAT,), "functions"),
     Known(RefusedField(_ONE_SAMPLE), SAMPLED, "use_beam_search"),
@@ -149,6 +143,7 @@ KNOWN = (
     ),
     Known(PACE, (*SAMPLED, SGLANG_SAMPLING), "stream_interval"),
     Known(PACE, (VLLM_SAMPLING,), "skip_reading_prefix_cache"),
+    Known(PACE, SAMPLED, "guided_decoding_backend"),
     Known("it only weighs beams", (*SAMPLED, SGLANG_SAMPLING), "length_penalty"),
 )
 

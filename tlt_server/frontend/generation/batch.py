@@ -31,6 +31,11 @@ class Words(NamedTuple):
         """Return the path of a sampling field."""
         return self.renamed.get(field, self.sampling + field)
 
+    def structured_by(self, field: str) -> Words:
+        """Return the words for a request that asks for its structure in this field."""
+        path = self.sampling + field
+        return self._replace(renamed={**self.renamed, "structured_outputs": path})
+
 
 class PromptReading(NamedTuple):
     """The reading of prompts, where a dialect lets its users choose."""

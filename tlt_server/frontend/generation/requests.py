@@ -44,7 +44,8 @@ LogitBias = Annotated[
 ]
 MAX_ALLOWED, MAX_BAD_WORDS, MAX_WORD = 4096, 256, 256  # ids, words, characters of one
 FORMS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
-MAX_CHOICES = 1024
+Json = dict[str, Any] | str  # an object, or its text
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 MAX_NAME = 256
 ShortName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Salt = Annotated[str, Meta(max_length=256)]
@@ -186,7 +187,7 @@ class StructuredOutputs(Strict, frozen=True, kw_only=True):
     exactly_one: ClassVar[tuple[str, ...]] = FORMS
 
     json_schema: Annotated[
-        dict[str, Any] | str | None,
+        Json | None,
         Meta(
             description="a JSON schema, as an object or as its text; properties come in its order"
         ),
@@ -194,19 +195,13 @@ class StructuredOutputs(Strict, frozen=True, kw_only=True):
     regex: Annotated[
         str | None, Meta(description="a regular expression that matches the whole output")
     ] = None
-    choice: Annotated[
-        Annotated[
-            list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_CHOICES)
-        ]
-        | None,
-        Meta(description="texts, of which the output is one"),
-    ] = None
+    choice: Annotated[Choices | None, Meta(description="texts, of which the output is one")] = None
     grammar: Annotated[
         str | None,
         Meta(description="a grammar in Lark's form or in GBNF, the one with ::= in its rules"),
     ] = None
     structural_tag: Annotated[
-        dict[str, Any] | str | None,
+        Json | None,
         Meta(
             description="free text in which tags hold JSON, as an object or as its text: triggers "
             "and structures of begin, schema and end"

@@ -44,7 +44,7 @@ def written(where: str, structure: StructuredOutputs) -> Written:
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     size = len(text.encode())
     if size > MAX_BYTES:
-        raise TooLarge(f"{where}.{form} has {size} bytes; the limit is {MAX_BYTES}: simplify it")
+        raise TooLarge(f"{where} has {size} bytes; the limit is {MAX_BYTES}: simplify it")
     return Written(form, text)
 
 

@@ -74,6 +74,12 @@ class Text:
             raise ModelError(f"the chat template of {model} does not compile: {error}") from None
 
     @property
+    def specials(self) -> dict[str, int]:
+        """Return the special tokens, with their ids."""
+        added = self.tokenizer.get_added_tokens_decoder() if self.tokenizer else {}
+        return {token.content: id for id, token in added.items() if token.special}
+
+    @property
     def has_template(self) -> bool:
         return self._template is not None
 

@@ -83,7 +83,7 @@ def grammar(
     text: Text, payload: Payload, form: str, vocab_size: int, eos_token_ids: list[int]
 ) -> Grammar:
     """Return the grammar of a structure, once it has compiled."""
-    found = grammar_of(form, payload.joined().decode())
+    found = grammar_of(form, payload.joined().decode(), text.specials)
     if len(found.text) >= PACKED_CHARS:
         raise InvalidRequest(
             f"the grammar has {len(found.text)} characters in Lark's form; the limit is "

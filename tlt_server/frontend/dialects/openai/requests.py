@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.dialects.structures import BothStructured
 from tlt_server.frontend.generation.batch import PromptReading, Words
 from tlt_server.frontend.generation.requests import (
     ITEMS,
@@ -28,7 +29,6 @@ from tlt_server.frontend.generation.requests import (
     PromptIds,
     Salt,
     SamplingFields,
-    SharedSampling,
     ShortName,
     TopK,
     Train,
@@ -58,7 +58,7 @@ class StreamOptions(Tolerant, frozen=True, kw_only=True):
     ] = False
 
 
-class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
+class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
     """The fields that completions and chat completions share."""
 
     model: Annotated[str, Meta(description="served_model_name, or absent")] = ""
@@ -133,7 +133,7 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
 
     def native(self, prompts: list[str | PackedIds]) -> NativeRequest:
         """Translate to the native request, with an item per prompt."""
-        scored = self.scored_prompt()
+        scored, (_, structure) = self.scored_prompt(), self.structure
         return NativeRequest(
             requests=[
                 ItemFields(
@@ -153,6 +153,7 @@ class Asked(SharedSampling, Tolerant, frozen=True, kw_only=True):
                 max_tokens=self.length(),
                 prompt_logprobs=scored,
                 include_stop_str_in_output=self.include_stop_str_in_output,
+                structured_outputs=structure,
             ),
             stream=self.stream,
             priority=self.priority,

@@ -242,6 +242,7 @@ async def _answer(
     words: Words,
     phrase_of: type[Phrase],
 ) -> Response:
+    words = words.structured_by(asked.structure[0])
     batch = await service.validator.batch(
         asked.native(prompts), info, caller_of(request), words, asked.reading()
     )

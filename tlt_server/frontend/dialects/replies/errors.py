@@ -15,6 +15,7 @@ from tlt_server.errors import (
     Poisoned,
     QueueFull,
     QueueTimeout,
+    StructureFailed,
     TltError,
     Unavailable,
 )
@@ -27,6 +28,7 @@ UNFINISHED = (  # a request is not admitted, or does not end with a result
     DeadlineExceeded,
     EngineFailed,
     Poisoned,
+    StructureFailed,
     Unavailable,
 )
 TYPES = {
@@ -65,7 +67,7 @@ def failure_naming(fields: Collection[str]) -> Callable[[TltError], Failure]:
     """
 
     def failure(error: TltError) -> Failure:
-        word = error.message.split(" ")[0].split("[")[0].split(".")[0]
+        word = error.message.split(" ")[0].split("[")[0].split(".")[0].rstrip(":")
         other = "invalid_request_error" if error.http_status < 500 else "server_error"
         return Failure(
             Problem(

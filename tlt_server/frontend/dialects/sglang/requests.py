@@ -15,6 +15,7 @@ from starlette.requests import Request
 from tlt_server.commands import InFlight
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.dialects.structures import SglangStructured
 from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.named import repeated
 from tlt_server.frontend.generation.requests import (
@@ -27,7 +28,6 @@ from tlt_server.frontend.generation.requests import (
     NativeRequest,
     PromptIds,
     SamplingFields,
-    SharedSampling,
     ShortName,
     TopK,
     Train,
@@ -62,7 +62,7 @@ RENAMED = {
 Body = TypeVar("Body")
 
 
-class SglangSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
+class SglangSampling(SglangStructured, Tolerant, frozen=True, kw_only=True):
     """Sampling in SGLang's words; `min_new_tokens` wins over `min_tokens`."""
 
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(
@@ -149,7 +149,9 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         """Return the names of the fields in this body, for messages."""
         field = "text" if self.input_ids is None else "input_ids"
         each = "[{i}]" if isinstance(self.text or self.input_ids, list) else ""
-        return Words(field + each, "sampling_params.", "sampling_params.", RENAMED)
+        structure, _ = self.sampling_params.structure
+        words = Words(field + each, "sampling_params.", "sampling_params.", RENAMED)
+        return words.structured_by(structure)
 
     def names(self, count: int) -> list[str | None]:
         """Return the id of each prompt."""
@@ -208,6 +210,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
                 "max_tokens": params.max_new_tokens,
                 "logprobs": self.top_logprobs_num if self.return_logprob else 0,
                 "prompt_logprobs": self.top_logprobs_num if scores_prompt else None,
+                "structured_outputs": params.structure[1],
             }
             | ({"min_tokens": params.min_new_tokens} if params.min_new_tokens else {})
         )

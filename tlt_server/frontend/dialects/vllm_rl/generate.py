@@ -53,8 +53,9 @@ async def generate(service: Service, request: Request) -> Response:
     assert service.engine.info is not None
     caller = caller_of(request)
     reading = PromptReading(keep=asked.sampling_params.truncate_prompt_tokens)
+    words = WORDS.structured_by(asked.sampling_params.structure[0])
     batch = await service.validator.batch(
-        asked.native(), service.engine.info, caller, WORDS, reading
+        asked.native(), service.engine.info, caller, words, reading
     )
     token_ids = [*batch.items[0].requests[0].token_ids]
     names = (PREFIX + asked.request_id,) if asked.request_id else ()

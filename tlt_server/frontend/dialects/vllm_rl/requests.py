@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.dialects.structures import VllmStructured
 from tlt_server.frontend.generation.requests import (
     NAMES,
     Alternatives,
@@ -24,7 +25,6 @@ from tlt_server.frontend.generation.requests import (
     PromptIds,
     Salt,
     SamplingFields,
-    SharedSampling,
     ShortName,
     TopK,
     Train,
@@ -36,7 +36,7 @@ from tlt_server.frontend.weights.session import Version
 from tlt_server.frontend.weights.transfer import UpdateFields
 
 
-class VllmSampling(SharedSampling, Tolerant, frozen=True, kw_only=True):
+class VllmSampling(VllmStructured, Tolerant, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.VLLM_SAMPLING)
 
     n: Annotated[Count, Meta(description="choices")] = 1
@@ -101,6 +101,7 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
                 logprobs=params.logprobs or 0,
                 max_tokens=params.max_tokens,
                 prompt_logprobs=params.prompt_logprobs,
+                structured_outputs=params.structure[1],
             ),
             priority=self.priority,
         )

@@ -1,0 +1,178 @@
+"""The fields in which clients of OpenAI, vLLM and SGLang ask for structured outputs, and their
+translation to the native field. Of all such fields of a request one may ask for something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.generation.requests import Choices, Json, SharedSampling, StructuredOutputs
+from tlt_server.frontend.http.fields import RefusedField, Tolerant
+
+ANY_OBJECT = StructuredOutputs(json_schema={"type": "object"})
+_SPACES = RefusedField(
+    "white space in JSON is a space, or a line break with an indent: leave it out"
+)
+_PROPERTIES = RefusedField("the schema says so by additionalProperties: use that")
+
+
+class JsonSchemaFormat(Tolerant, frozen=True, kw_only=True):
+    schema: Annotated[Json, Meta(description="the JSON schema")]
+    name: Annotated[str, Meta(max_length=256, description="has no effect")] = ""
+
+
+class ResponseFormat(Tolerant, frozen=True, kw_only=True):
+    type: Annotated[
+        Literal["text", "json_object", "json_schema", "structural_tag"],
+        Meta(description="text: no structure"),
+    ]
+    json_schema: Annotated[
+        JsonSchemaFormat | None, Meta(description="the schema, with the type json_schema")
+    ] = None
+    structures: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None,
+        Meta(description="with the type structural_tag: begin, schema and end of each tag"),
+    ] = None
+    triggers: Annotated[
+        Annotated[list[str], Meta(max_length=1024)] | None,
+        Meta(description="with the type structural_tag: texts that begin a tag"),
+    ] = None
+    format: Annotated[
+        dict[str, Any] | None, Meta(description="with the type structural_tag: its newer form")
+    ] = None
+
+    def native(self) -> StructuredOutputs | None:
+        match self.type:
+            case "json_object":
+                return ANY_OBJECT
+            case "json_schema":
+                if self.json_schema is None:
+                    raise InvalidRequest(
+                        "response_format has the type json_schema and no json_schema; give it one"
+                    )
+                return StructuredOutputs(json_schema=self.json_schema.schema)
+            case "structural_tag":
+                parts = (
+                    {"format": self.format}
+                    if self.format
+                    else {"structures": self.structures, "triggers": self.triggers}
+                )
+                return StructuredOutputs(structural_tag={"type": "structural_tag", **parts})
+        return None
+
+
+class VllmStructure(Tolerant, frozen=True, kw_only=True):
+    """Exactly one of these."""
+
+    refused: ClassVar[Mapping[str, RefusedField]] = {
+        "disable_any_whitespace": _SPACES,
+        "whitespace_pattern": _SPACES,
+        "disable_additional_properties": _PROPERTIES,
+    }
+
+    json: Annotated[Json | None, Meta(description="a JSON schema")] = None
+    json_object: Annotated[bool, Meta(description="any JSON object")] = False
+    regex: Annotated[str | None, Meta(description="matches the whole output")] = None
+    choice: Annotated[Choices | None, Meta(description="texts, of which the output is one")] = None
+    grammar: Annotated[str | None, Meta(description="a grammar in GBNF or in Lark's form")] = None
+    structural_tag: Annotated[Json | None, Meta(description="see response_format")] = None
+
+    def native(self) -> StructuredOutputs | None:
+        given = {
+            "json_schema": self.json,
+            "regex": self.regex or None,
+            "choice": self.choice or None,
+            "grammar": self.grammar or None,
+            "structural_tag": self.structural_tag or None,
+        }
+        if not any(value is not None for value in given.values()):
+            return ANY_OBJECT if self.json_object else None
+        return StructuredOutputs(**given)
+
+
+class Structured(SharedSampling, frozen=True, kw_only=True):
+    """Sampling fields, next to those of which one may ask for a structure."""
+
+    def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
+        """Yield each field, and what it asks for."""
+        raise NotImplementedError
+
+    @property
+    def structure(self) -> tuple[str, StructuredOutputs | UnsetType]:
+        """Return the field that asks for a structure, and what it asks for."""
+        given = [(name, asked) for name, asked in self.structures() if asked is not None]
+        if len(given) > 1:
+            names = " and ".join(name for name, _ in given)
+            raise InvalidRequest(f"{names} both ask for a structure; give one of them")
+        return given[0] if given else ("structured_outputs", UNSET)
+
+
+class VllmStructured(Structured, frozen=True, kw_only=True):
+    """vLLM's fields, the older ones too."""
+
+    response_format: Annotated[
+        ResponseFormat | None, Meta(description="what the output looks like")
+    ] = None
+    structured_outputs: Annotated[
+        VllmStructure | None, Meta(description="the texts that the output may be")
+    ] = None
+    guided_decoding: Annotated[
+        VllmStructure | None, Meta(description="the older name of structured_outputs")
+    ] = None
+    guided_json: Annotated[Json | None, Meta(description="a JSON schema")] = None
+    guided_json_object: Annotated[bool, Meta(description="any JSON object")] = False
+    guided_regex: Annotated[str | None, Meta(description="matches the whole output")] = None
+    guided_choice: Annotated[
+        Choices | None, Meta(description="texts, of which the output is one")
+    ] = None
+    guided_grammar: Annotated[
+        str | None, Meta(description="a grammar in GBNF or in Lark's form")
+    ] = None
+
+    def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
+        for name in ("response_format", "structured_outputs", "guided_decoding"):
+            field = getattr(self, name)
+            yield name, field and field.native()
+        yield "guided_json", _native("json_schema", self.guided_json)
+        yield "guided_json_object", ANY_OBJECT if self.guided_json_object else None
+        yield "guided_regex", _native("regex", self.guided_regex or None)
+        yield "guided_choice", _native("choice", self.guided_choice or None)
+        yield "guided_grammar", _native("grammar", self.guided_grammar or None)
+
+
+class SglangStructured(Structured, frozen=True, kw_only=True):
+    """SGLang's fields."""
+
+    json_schema: Annotated[Json | None, Meta(description="a JSON schema")] = None
+    regex: Annotated[str | None, Meta(description="matches the whole output")] = None
+    ebnf: Annotated[str | None, Meta(description="a grammar in GBNF or in Lark's form")] = None
+    structural_tag: Annotated[
+        Json | None, Meta(description="triggers, and structures of begin, schema and end")
+    ] = None
+
+    def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
+        yield "json_schema", _native("json_schema", self.json_schema)
+        yield "regex", _native("regex", self.regex or None)
+        yield "ebnf", _native("grammar", self.ebnf or None)
+        yield "structural_tag", _native("structural_tag", self.structural_tag or None)
+
+
+class BothStructured(VllmStructured, frozen=True, kw_only=True):
+    """The fields of OpenAI's API as vLLM and SGLang extend it."""
+
+    regex: Annotated[str | None, Meta(description="matches the whole output")] = None
+    ebnf: Annotated[str | None, Meta(description="a grammar in GBNF or in Lark's form")] = None
+
+    def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
+        yield from super().structures()
+        yield "regex", _native("regex", self.regex or None)
+        yield "ebnf", _native("grammar", self.ebnf or None)
+
+
+def _native(form: str, value: Any) -> StructuredOutputs | None:
+    return None if value is None else msgspec.convert({form: value}, StructuredOutputs)

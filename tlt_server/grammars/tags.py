@@ -1,0 +1,167 @@
+"""Structural tags: free text in which triggers begin tags, whose content is held to a schema. They
+are turned into a grammar in Lark's form.
+
+Read in the older form (`structures` and `triggers`) and in the newer one (`format`, a tree). In
+free text the first trigger begins a tag. A special token of the model is one token in a tag.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.schemas import check_schema
+
+MAX_PARTS = 1024
+TEXT = r"/(.|\n)*/"
+Specials = Mapping[str, int]  # special tokens of the model, with their ids
+
+
+def lark_of_tags(content: Any, specials: Specials) -> str:
+    """Return the grammar of a structural tag."""
+    if not isinstance(content, dict):
+        raise _wrong("structural_tag", content, "be an object")
+    return _Writer(specials).whole(_format(content))
+
+
+def _format(content: dict[str, Any]) -> Any:
+    """Return the newer form of a structural tag."""
+    if "format" in content:
+        return content["format"]
+    tags = []
+    for each in _get(content, "structures", list, "structural_tag"):
+        begin, end = (_get(each, name, str, "structures") for name in ("begin", "end"))
+        schema = {"type": "json_schema", "json_schema": each.get("schema", {})}
+        tags.append({"begin": begin, "content": schema, "end": end})
+    triggers = _get(content, "triggers", list, "structural_tag")
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+class _Writer:
+    def __init__(self, specials: Specials) -> None:
+        self._specials, self._rules, self._parts = specials, list[str](), 0
+        self._special = (
+            re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))))
+            if specials
+            else None
+        )
+        self._kinds: Mapping[str, Callable[[dict[str, Any]], str]] = {
+            "const_string": lambda part: self._literal(_get(part, "value", str)),
+            "json_schema": self._schema,
+            "regex": lambda part: self._regex(_get(part, "pattern", str)),
+            "sequence": lambda part: " ".join(self._elements(part)),
+            "or": lambda part: " | ".join(self._elements(part)),
+            "tag": self._tag,
+            "triggered_tags": self._triggered,
+            "tags_with_separator": self._separated,
+        }
+
+    def whole(self, format: Any) -> str:
+        start = self._part(format)
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, f"TEXT: {TEXT}"])
+
+    def _part(self, part: Any) -> str:
+        """Return the name of the rule of one part of the tree."""
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise InvalidRequest(f"structural_tag has more than {MAX_PARTS} parts: simplify it")
+        if not isinstance(part, dict):
+            raise _wrong("format", part, "be an object with a type")
+        kind = part.get("type")
+        if kind == "any_text":
+            return "TEXT"
+        if kind not in self._kinds:
+            known = ", ".join([*self._kinds, "any_text"])
+            raise _wrong("type", kind, f"be one of {known}")
+        return self._rule(self._kinds[kind](part))
+
+    def _rule(self, body: str, attribute: str = "") -> str:
+        name = f"part_{len(self._rules)}"
+        self._rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def _elements(self, part: dict[str, Any]) -> list[str]:
+        elements = [self._part(each) for each in _get(part, "elements", list)]
+        if not elements:
+            raise _wrong("elements", [], "have at least one")
+        return elements
+
+    def _schema(self, part: dict[str, Any]) -> str:
+        schema = part.get("json_schema", {})
+        check_schema(schema, "the JSON schema of a tag")
+        return f"%json {json.dumps(schema)}" if isinstance(schema, dict) else "%json {}"
+
+    @staticmethod
+    def _regex(pattern: str) -> str:
+        escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern)
+        return f"/{escaped}/"
+
+    def _tag(self, part: dict[str, Any], begun: str = "") -> str:
+        """Return the body of a tag, without the text that has begun it."""
+        begin = _get(part, "begin", str).removeprefix(begun)
+        content, end = part.get("content"), part.get("end", "")
+        ends = [end] if isinstance(end, str) else end
+        if not isinstance(ends, list) or not ends or any(not isinstance(e, str) for e in ends):
+            raise _wrong("end", end, "be a string")
+        if isinstance(content, dict) and content.get("type") == "any_text":
+            if ends == [""]:
+                return f"{self._literal(begin)} TEXT"
+            lazy = " | ".join(self._rule(f"TEXT {self._literal(e)}", "[lazy]") for e in ends)
+            return f"{self._literal(begin)} ({lazy})"
+        closing = " | ".join(self._literal(e) or '""' for e in ends)
+        return f"{self._literal(begin)} {self._part(content)} ({closing})"
+
+    def _triggered(self, part: dict[str, Any]) -> str:
+        triggers, bodies = _get(part, "triggers", list), list[str]()
+        for tag in _get(part, "tags", list):
+            begin = _get(tag, "begin", str, "tags")
+            begun = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
+            if not begun:
+                raise _wrong("begin", begin, "begin with one of the triggers")
+            bodies.append(f"{self._trigger(begun)} {self._tag(tag, begun)}")
+        if not bodies:
+            raise _wrong("tags", [], "have at least one")
+        tags = self._rule(" | ".join(bodies))
+        if part.get("stop_after_first"):
+            return tags
+        return f"{tags}{'+' if part.get('at_least_one') else '*'} TEXT"
+
+    def _trigger(self, text: str) -> str:
+        """Return the rule of free text that ends with a trigger for the first time."""
+        if text in self._specials:
+            return f"TEXT <[{self._specials[text]}]>"
+        return self._rule(f"TEXT {json.dumps(text, ensure_ascii=False)}", "[lazy]")
+
+    def _separated(self, part: dict[str, Any]) -> str:
+        tags = self._rule(" | ".join(self._tag(tag) for tag in _get(part, "tags", list)))
+        separator = self._literal(_get(part, "separator", str))
+        many = tags if part.get("stop_after_first") else f"{tags} ({separator} {tags})*"
+        return many if part.get("at_least_one") else f"({many})?"
+
+    def _literal(self, text: str) -> str:
+        """Return a text as Lark's literals; special tokens in it by their ids."""
+        pieces, at = list[str](), 0
+        for found in self._special.finditer(text) if self._special else ():
+            pieces += [text[at : found.start()], f"<[{self._specials[found[0]]}]>"]
+            at = found.end()
+        pieces.append(text[at:])
+        return " ".join(
+            piece if i % 2 else json.dumps(piece, ensure_ascii=False)
+            for i, piece in enumerate(pieces)
+            if piece
+        )
+
+
+def _get(part: Any, name: str, kind: type, where: str = "format") -> Any:
+    value = part.get(name) if isinstance(part, dict) else None
+    if not isinstance(value, kind):
+        what = {str: "a string", list: "a list"}[kind]
+        raise _wrong(f"{where}.{name}", value, f"be {what}")
+    return value
+
+
+def _wrong(name: str, value: Any, requirement: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is {json.dumps(value)[:80]}; it must {requirement}")
