@@ -84,6 +84,7 @@ class Batch:
             chunks=len(prompts),
             filtered=any(chunk.sequence.is_filtered for chunk in self.chunks if chunk.samples),
             edited=any(chunk.sequence.is_edited for chunk in self.chunks if chunk.samples),
+            structured=any(chunk.sequence.is_structured for chunk in self.chunks if chunk.samples),
         )
 
 

@@ -70,8 +70,7 @@ class SamplingState:
         grammar = sampling.structured_outputs
         assert grammar is None or structures is not None, "a structure without a compiler"
         self.structure = structures.of(grammar, self.stop_ids) if structures else None
-        self._always = self.penalised or self.structure is not None
-        self._always |= len(self.bias_ids) > 0 or len(self.allowed_ids) > 0
+        self._always = self.penalised or len(self.bias_ids) > 0 or len(self.allowed_ids) > 0
         self.edits = self._always or sampling.min_tokens > 0
         self._prompt = request.token_ids
         self._committed = 0  # output tokens; kept only with penalties
@@ -139,8 +138,8 @@ class SamplingState:
         return self.structure.error if self.structure is not None else None
 
     def edits_at(self, position: int) -> bool:
-        """Tell whether the logits of the token at this absolute position are edited. Those of a
-        later one are not if those of an earlier one are not.
+        """Tell whether the logits of the token at this absolute position are edited, by more than a
+        structure. Those of a later one are not if those of an earlier one are not.
         """
         return self._always or position < self.masked_to
 
@@ -313,9 +312,10 @@ def _edited(
     """
     count, size = logits_SV.shape
     edited_S = np.full(count, -1, np.int64)
-    if not any(state.edits for state in states):
+    if not any(state.edits or state.structure for state in states):
         return np.empty((0, size), np.float32), edited_S
-    rows = [s for s in range(count) if states[state_S[s]].edits_at(int(position_S[s]))]
+    of_S = [states[state] for state in state_S]
+    rows = [s for s in range(count) if of_S[s].structure or of_S[s].edits_at(int(position_S[s]))]
     edited_S[rows] = np.arange(len(rows))
     edited_EV = np.empty((len(rows), size), np.float32)
     path_SD = np.ascontiguousarray(path_SD, np.int32)

@@ -138,6 +138,10 @@ class Sequence:
         return self.state.edits_at(self.length)
 
     @property
+    def is_structured(self) -> bool:
+        return self.state.structure is not None
+
+    @property
     def shares(self) -> bool:
         """Tell whether other sequences may use its KV."""
         return not (self.mixed_version or self.private or self.background)

@@ -73,7 +73,7 @@ class _Writer:
         kind = part.get("type")
         if kind == "any_text":
             return "TEXT"
-        if kind not in self._kinds:
+        if not isinstance(kind, str) or kind not in self._kinds:
             known = ", ".join([*self._kinds, "any_text"])
             raise _wrong("type", kind, f"be one of {known}")
         return self._rule(self._kinds[kind](part))
@@ -158,8 +158,7 @@ class _Writer:
 def _get(part: Any, name: str, kind: type, where: str = "format") -> Any:
     value = part.get(name) if isinstance(part, dict) else None
     if not isinstance(value, kind):
-        what = {str: "a string", list: "a list"}[kind]
-        raise _wrong(f"{where}.{name}", value, f"be {what}")
+        raise _wrong(f"{where}.{name}", value, "be a string" if kind is str else "be a list")
     return value
 
 

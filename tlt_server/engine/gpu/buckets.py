@@ -189,6 +189,7 @@ class Shapes:
         *,
         filtered: bool = False,
         edited: bool = False,
+        structured: bool = False,
     ) -> StepShape:
         """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts."""
         batch = self.batch(decoding, prompts=chunks > 0)
@@ -199,7 +200,15 @@ class Shapes:
         return StepShape(
             strategy,
             draft_key(batch, strategy) if strategy.drafter else None,
-            ExtendKey(batch, first, prompt_rows, padded_chunks if chunks else 0, filtered, edited),
+            ExtendKey(
+                batch,
+                first,
+                prompt_rows,
+                padded_chunks if chunks else 0,
+                filtered,
+                edited,
+                structured,
+            ),
         )
 
     def room(self, decoding: int, max_rows: int) -> int:
@@ -225,7 +234,7 @@ class Shapes:
 
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
         """Steps run once at start so that no request waits for a compiler: of the largest prompts,
-        of many short ones, with filters, with edits.
+        of many short ones, with filters, with edits, with a structure.
         """
         many = self.prompts.chunks + 1
         large = dict.fromkeys(self.step(0, OFF, max_rows, chunks).extend for chunks in (1, many))
@@ -235,6 +244,7 @@ class Shapes:
             *short,
             ExtendKey(1, 1, filtered=True),
             ExtendKey(1, 1, edited=True),
+            ExtendKey(1, 1, structured=True),
         ]
 
     def captured(self, reach: Reach) -> list[DraftKey | ExtendKey]:

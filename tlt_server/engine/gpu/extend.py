@@ -25,6 +25,7 @@ from tlt_kernels.gpu.kept import commit_kv
 from tlt_kernels.gpu.report import TokenScores, emitted, score
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.sampling import sample
+from tlt_kernels.gpu.structure import apply_masks
 from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Samples, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.drafts import Follower
@@ -35,7 +36,8 @@ from tlt_server.models.gpu.layers import RowTensors
 
 class ExtendKey(NamedTuple):
     """Static shapes of a pass. `filtered`: some request has top-k, top-p or min-p. `edited`: some
-    request has penalties, biases or masked tokens.
+    request has penalties, biases or masked tokens. `structured`: some request has a structured
+    output, so the pass is two halves.
     """
 
     batch: int
@@ -44,10 +46,17 @@ class ExtendKey(NamedTuple):
     chunks: int = 0
     filtered: bool = False
     edited: bool = False
+    structured: bool = False
 
     @property
     def plain(self) -> bool:
         return self.decode_rows == self.batch
+
+
+class SecondHalf(NamedTuple):
+    """What is captured of the second half of a pass."""
+
+    key: ExtendKey
 
 
 class Report(NamedTuple):
@@ -78,6 +87,7 @@ class Extend:
             dtype=torch.int32,
             device=state.upload_U.device,
         )
+        self._features_RF: Tensor | None = None  # kept between the halves
         self.attend = attention.planned(rows, requests=key.batch, prompt_rows=key.prompt_rows)
 
     def select(self, nodes: Nodes | None, own_columns: int | None = None) -> None:
@@ -99,12 +109,26 @@ class Extend:
         )
 
     def run(self) -> None:
-        """Run the whole pass; hidden states and logits of the samples outlive it."""
+        """Run the whole pass, or its first half; hidden states and logits of the samples outlive
+        it.
+        """
         forwarded, logits_SV = self.forward(), self.logits()
         if self.key.edited:
             count_text(self.state.batch_slots)
             edit(logits_SV, self.trees.sample_row_S, self.rows, self.state.batch_slots)
-        self.finish(forwarded, self.sample(logits_SV))
+        if not self.key.structured:
+            self.finish(forwarded, self.sample(logits_SV))
+            return
+        if self._features_RF is None:
+            self._features_RF = torch.empty_like(forwarded.features_RF)
+        self._features_RF.copy_(forwarded.features_RF)
+
+    def run_second(self) -> None:
+        """Run the second half, once the masks are there."""
+        assert self.key.structured and self._features_RF is not None
+        logits_SV = self._logits_SV
+        apply_masks(logits_SV, self.trees.sample_row_S, self.state.masks)
+        self.finish(Forward(self._hidden_RH, self._features_RF), self.sample(logits_SV))
 
     def forward(self) -> Forward:
         """Run the target over all rows."""
@@ -140,7 +164,11 @@ class Extend:
         hidden_SH = self._hidden_RH
         if self.key.prompt_rows:
             hidden_SH = gather(hidden_SH, self.trees.sample_row_S)
-        return self.state.model.logits(hidden_SH, self.state.logits_SV[: len(hidden_SH)])
+        return self.state.model.logits(hidden_SH, self._logits_SV)
+
+    @property
+    def _logits_SV(self) -> Tensor:
+        return self.state.logits_SV[: self.key.decode_rows + self.key.chunks]
 
     def sample(self, logits_SV: Tensor) -> Samples:
         return sample(
@@ -162,7 +190,7 @@ class Extend:
         scored = score(
             logits_SV, row_S, token_S, rows, batch_slots, filtered=self.key.filtered, best=best
         )
-        if raw and self.key.edited:
+        if raw and (self.key.edited or self.key.structured):
             again = score(self.logits(), row_S, token_S, rows, batch_slots, filtered=False, best=0)
             scored = scored._replace(raw_logprob_S=again.raw_logprob_S)
         return Report(*(values_S[sample_AN] for values_S in scored))

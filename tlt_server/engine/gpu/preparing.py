@@ -10,7 +10,7 @@ from functools import partial
 from tlt_kernels.gpu.variants import Unloaded, Variant, listed, only_loaded
 from tlt_server.engine.devices import OnProgress
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.models.gpu.exchange import Stored, compile_exchange
@@ -55,7 +55,10 @@ def rehearse(runner: GpuRunner, keys: Keys) -> None:
     """Launch all that steps of these keys launch, once, and capture nothing."""
     with runner.at_rest():
         for key in keys:
-            runner.work(runner.pass_of(key))()
+            part = runner.pass_of(key)
+            runner.work(part)()
+            if isinstance(part, Extend) and part.key.structured:
+                part.run_second()
             if isinstance(key, DraftKey):
                 runner.cap_rows(key)
         _between(runner, keys)

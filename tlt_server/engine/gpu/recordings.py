@@ -49,7 +49,8 @@ class GraphRecordings:
         prompts = context.prefill_rows, context.chunks
         batch = self._shapes.batch(context.decoding, prompts=context.chunks > 0)
         drafts = drafter, batch, context.chunks > 0
-        extends = bool(drafter), batch, prompts, context.filtered, context.edited
+        variant = context.filtered, context.edited, context.structured
+        extends = bool(drafter), batch, prompts, variant
         if drafts not in self._answers:
             self._answers[drafts] = np.array(
                 [
@@ -105,4 +106,5 @@ class GraphRecordings:
             context.chunks,
             filtered=context.filtered,
             edited=context.edited,
+            structured=context.structured,
         )

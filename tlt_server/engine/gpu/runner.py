@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
+from tlt_kernels.gpu.accept import EntryOutcomes, fields
 from tlt_kernels.gpu.caps import cap_rows
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_kernels.gpu.upload import Upload, apply
@@ -25,15 +25,17 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.asked import edits_of, limits_rows
 from tlt_server.engine.gpu.buckets import Shapes
-from tlt_server.engine.gpu.capture import CapturedStep, StateCapture
+from tlt_server.engine.gpu.capture import StateCapture
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, Follower, GpuDrafter, drafters_of
 from tlt_server.engine.gpu.drafts.tables import DeviceTable
-from tlt_server.engine.gpu.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
+from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.page_states import PageStates
-from tlt_server.engine.gpu.reports import Reporter, Reports
+from tlt_server.engine.gpu.reports import Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.engine.gpu.structured import StructureMasks
 from tlt_server.engine.gpu.texts import SentText, Texts
 from tlt_server.engine.gpu.tree_samples import TreeSample, TreeSampler, read
 from tlt_server.engine.runner import NOT_FINITE, Finished
@@ -42,20 +44,6 @@ from tlt_server.errors import EngineFailed
 from tlt_server.records import Cycle, Strategy
 
 RING = 8  # uploads, and outcomes, that may be on their way
-
-
-class Flight(NamedTuple):
-    """A step whose outcome is on its way."""
-
-    batch: Batch
-    strategy: Strategy
-    key: ExtendKey
-    decoding: list[Chunk]
-    prompts: list[Chunk]
-    outcome: PinnedBuffer
-    reports: Reports | None
-    trees: TreeSample | None
-    captured: CapturedStep | None
 
 
 class Held(NamedTuple):
@@ -98,6 +86,7 @@ class GpuRunner:
         self._outcomes = PinnedRing(RING, entries * fields(state.depth), pinned=pinned)
         self._trees = TreeSampler(RING, pinned=pinned)
         self._pinned = pinned
+        self._masks = StructureMasks(state, pinned=pinned)
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self.texts = texts
         self._capture = StateCapture(states, steps=RING, pinned=pinned) if states else None
@@ -145,16 +134,14 @@ class GpuRunner:
         if len(self._flights) <= int(busy):
             return None
         flight = self._flights.popleft()
-        flight.outcome.wait()
-        entries = flight.key.batch + flight.key.chunks
-        width = fields(self.state.depth)
-        outcome = parse(flight.outcome.array[: entries * width].reshape(entries, width))
+        outcome = flight.outcomes(self.state.depth)
         if self._capture and flight.captured:
             self._capture.collected(flight.captured)
-        of_work = self._entries(flight.decoding, flight.prompts, flight.key.batch)
         if flight.reports:
             flight = flight._replace(reports=self._reporter.read(flight.reports))
-        emissions = {id(work): self._emission(outcome, e, work, flight) for e, work in of_work}
+        emissions = {
+            id(work): self._emission(outcome, e, work, flight) for e, work in flight.entries
+        }
         verified = int(outcome.verified_E[: len(flight.decoding)].sum())
         cycle = Cycle(
             context=flight.batch.context,
@@ -187,6 +174,8 @@ class GpuRunner:
         self.graphs.run(key, self.work(part), keep=self.keeps(key))
         if isinstance(key, DraftKey):
             self.cap_rows(key)
+        elif isinstance(part, Extend) and key.structured:
+            self._run_second(part)
 
     def rehearse_reports(self, key: ExtendKey) -> None:
         self._reporter.rehearse(self.extend_pass(key))
@@ -214,6 +203,7 @@ class GpuRunner:
             len(chunks),
             filtered=batch.context.filtered,
             edited=batch.context.edited,
+            structured=batch.context.structured,
         )
         extend = self.extend_pass(key)
         drafted: DraftPass | None = None
@@ -229,7 +219,17 @@ class GpuRunner:
         captured = None
         if self._capture:
             captured = self._capture.choose(batch.chunks, self.state.depth if drafted else 0)
+        entries = entries_of(decoding, prompts, key.batch)
+        if key.structured:
+            if key.plain:  # the pass selects the same again
+                self._take_over()
+                extend.select(None)
+            self._masks.copy_trees(extend)
         self.graphs.run(key, self.work(extend), keep=self.shapes.keeps(key))
+        if key.structured:
+            newest = newest_tokens(self._flights, self.state.depth)
+            self._masks.upload(extend, entries, newest)
+            self._run_second(extend)
         if self._capture and captured:
             self._capture.launched(captured)
         if drafted and self.learns and not key.plain:
@@ -238,16 +238,15 @@ class GpuRunner:
         outcome.tensor[: extend.outcome_EF.numel()].copy_(
             extend.outcome_EF.view(-1), non_blocking=True
         )
-        entries = self._entries(decoding, prompts, key.batch)
         reports = self._reporter.launch(extend, entries)
         outcome.mark()
         self._flights.append(
             Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees, captured)
         )
 
-    @staticmethod
-    def _entries(decoding: list[Chunk], prompts: list[Chunk], size: int) -> list[tuple[int, Chunk]]:
-        return [*enumerate(decoding), *((size + w, work) for w, work in enumerate(prompts))]
+    def _run_second(self, extend: Extend) -> None:
+        keep = self.shapes.keeps(extend.key)
+        self.graphs.run(SecondHalf(extend.key), extend.run_second, keep=keep)
 
     def _hold(self, work: Chunk) -> None:
         """Send a sequence that has started, and pages that a batch slot has got since."""
@@ -375,7 +374,7 @@ class GpuRunner:
         emission = Emission()
         if work.samples:
             if outcome.broken_E[entry]:
-                return Emission(error=EngineFailed(NOT_FINITE))
+                return Emission(error=work.sequence.state.error or EngineFailed(NOT_FINITE))
             count = int(outcome.count_E[entry])
             emission = Emission(
                 tokens=outcome.token_EA[entry, :count].tolist(),

@@ -12,9 +12,11 @@ vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from tlt_kernels.gpu.structure import Masks
 from tlt_kernels.gpu.tensors import BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_server.attention.rows import KVCache
@@ -56,6 +58,12 @@ class DeviceState:
     # Its fp32 logits, edited. Reports are read from both after the step.
     logits_SV: Tensor
     depth: int  # longest draft path
+
+    @cached_property
+    def masks(self) -> Masks:
+        """Room for the masks of structured outputs, made when the first one comes."""
+        samples, vocabulary = self.logits_SV.shape
+        return Masks.allocate(samples, vocabulary, device=str(self.logits_SV.device))
 
     def batch_slot_B(self, batch: int) -> Tensor:
         return self.layout.batch_slot_B(self.upload_U, batch)

@@ -83,7 +83,7 @@ class VllmStructure(Tolerant, frozen=True, kw_only=True):
     structural_tag: Annotated[Json | None, Meta(description="see response_format")] = None
 
     def native(self) -> StructuredOutputs | None:
-        given = {
+        given: dict[str, Any] = {
             "json_schema": self.json,
             "regex": self.regex or None,
             "choice": self.choice or None,

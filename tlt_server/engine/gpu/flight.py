@@ -1,0 +1,57 @@
+"""A step of the GPU runner whose outcome is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
+from tlt_server.engine.batch import Batch, Chunk
+from tlt_server.engine.gpu.capture import CapturedStep
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.reports import Reports
+from tlt_server.engine.gpu.ring import PinnedBuffer
+from tlt_server.engine.gpu.tree_samples import TreeSample
+from tlt_server.engine.sequence import Sequence as EngineSequence
+from tlt_server.records import Strategy
+
+
+def entries_of(
+    decoding: Sequence[Chunk], prompts: Sequence[Chunk], size: int
+) -> list[tuple[int, Chunk]]:
+    """Return the chunks with their entries; those of prompts come after a bucket of `size`."""
+    return [*enumerate(decoding), *((size + w, work) for w, work in enumerate(prompts))]
+
+
+class Flight(NamedTuple):
+    batch: Batch
+    strategy: Strategy
+    key: ExtendKey
+    decoding: list[Chunk]
+    prompts: list[Chunk]
+    outcome: PinnedBuffer
+    reports: Reports | None
+    trees: TreeSample | None
+    captured: CapturedStep | None
+
+    @property
+    def entries(self) -> list[tuple[int, Chunk]]:
+        return entries_of(self.decoding, self.prompts, self.key.batch)
+
+    def outcomes(self, depth: int) -> EntryOutcomes:
+        """Wait for the outcome, and return views of it. `depth`: of the longest draft path."""
+        self.outcome.wait()
+        entries, width = self.key.batch + self.key.chunks, fields(depth)
+        return parse(self.outcome.array[: entries * width].reshape(entries, width))
+
+
+def newest_tokens(flights: Iterable[Flight], depth: int) -> dict[EngineSequence, list[int]]:
+    """Wait for steps in flight, and return the tokens that they give structured outputs."""
+    found: dict[EngineSequence, list[int]] = {}
+    for flight in flights:
+        outcome = flight.outcomes(depth)
+        for e, work in flight.entries:
+            if work.samples and work.sequence.is_structured and not work.void:
+                tokens = outcome.token_EA[e, : int(outcome.count_E[e])].tolist()
+                found.setdefault(work.sequence, []).extend(tokens)
+    return found
