@@ -58,6 +58,9 @@ class Pretended(Interpreted):
     prompts = CAPTURED
 
 
+VARIANTS = ((), ("filtered",), ("edited",), ("structured",))
+
+
 def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None, ExtendKey]]:
     """Yield the passes of steps under a policy's strategies: steps without prompts, with one, and
     with more than a captured step has.
@@ -72,15 +75,12 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None,
             for strategy in (policy.strategies(decoding, prompts=chunks > 0) if decoding else [OFF])
             for key in shapes.step(decoding, strategy, chunks, chunks)[1:]
         }
-        for strategy, rows, (filtered, edited) in product(
-            dict.fromkeys(strategies.values()),
-            PROMPT_ROWS if chunks else (0,),
-            ((False, False), (True, False), (False, True)),
+        for strategy, rows, variant in product(
+            dict.fromkeys(strategies.values()), PROMPT_ROWS if chunks else (0,), VARIANTS
         ):
             prompt_rows = max(chunks, rows) if chunks else 0
-            shape = shapes.step(
-                decoding, strategy, prompt_rows, chunks, filtered=filtered, edited=edited
-            )
+            flags = dict.fromkeys(variant, True)
+            shape = shapes.step(decoding, strategy, prompt_rows, chunks, **flags)
             yield shape.draft, shape.extend
 
 
@@ -125,6 +125,8 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
                 runner.learn(extend, drafted)
             if key not in passed:
                 runner.work(extend)()
+                if key.structured:
+                    extend.run_second()
                 for best in (0, MIN_BEST, 8 * MIN_BEST):
                     extend.report(torch.zeros(1, dtype=torch.int32), best, raw=True)
                     extend.score_prompt(0, 3 * best + 1, best)

@@ -9,21 +9,21 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
 from tlt_server.bench.exact import ExactEngines, compare, rollout
 from tlt_server.bench.exact_plan import KINDS, PLANS, ExactSize, pages_for, varied
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
-SIZE = ExactSize(requests=10, max_tokens=24, long=1, long_tokens=90, alone=2)
+SIZE = ExactSize(requests=11, max_tokens=24, long=1, long_tokens=90, alone=2)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
     return EngineSettings(
-        model=str(write_target(root / "target")),
+        model=str(write_alphabet(write_target(root / "target"))),
         device="cpu",
         drafter=str(write_eagle(root / "drafter")),
         kv_memory_mb=64,

@@ -5,21 +5,26 @@ under every strategy, alone and in company, after a preemption and after an engi
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import msgspec
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 
 from tests.engine.pushing import Pushable
+from tests.engine.schemas import Schemas
 from tests.engine.tiny import EOS, LETTERS, write_alphabet, write_eagle, write_target
 from tlt_server.commands import SetPolicy
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.structures import Structures
 from tlt_server.grammars.compiler import Compiler
+from tlt_server.grammars.forms import grammar_of
 from tlt_server.records import GenerateRequest, Grammar, Sampling, Strategy
 
 SCHEMA = {
@@ -199,6 +204,7 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
     draw = np.random.default_rng(3)
     for grammar in GRAMMARS:
         tree, stops = structures.of(grammar, {*eos, 50}), {*eos, 50}
+        start = Compiler(model, vocab_size, eos).compile(grammar)
         assert tree is not None
         committed: list[int] = []
         for _ in range(12):
@@ -206,7 +212,7 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
             for _ in range(4):
                 mask_W = np.zeros(words, np.int32)
                 tree.fill(path, mask_W)
-                slow = Compiler(model, vocab_size, eos).compile(grammar)
+                slow = start.deep_copy()
                 assert slow.consume_tokens([*committed, *path])
                 bits = np.unpackbits(mask_W.view(np.uint8), count=vocab_size, bitorder="little")
                 expected = {
@@ -220,3 +226,29 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
             tree.fill([*path, EOS, EOS], outside)
             committed.append(path[0]) if path else None
             tree.commit(path[:1])
+
+
+def test_outputs_of_generated_schemas_are_valid(settings: EngineSettings, engine: Pushable) -> None:
+    """The soak asks for a thousand. A schema with numbers may not end within max_tokens."""
+    count = int(os.environ.get("TLT_SCHEMAS", "24"))
+    schemas = [Schemas(seed).whole() for seed in range(count)]
+    engine.engine.send(SetPolicy("fixed", STRATEGIES[1]))
+    batch = [
+        request(
+            i,
+            grammar_of("json_schema", json.dumps(schema)),
+            max_tokens=400,
+            temperature=float(i % 2),
+            logit_bias={EOS: 2.0},
+        )
+        for i, schema in enumerate(schemas)
+    ]
+    engine.run(*batch)
+    ended = 0
+    for r, schema in zip(batch, schemas, strict=True):
+        last = engine.said[r.id][-1]
+        assert last.error is None, (schema, last.error)
+        if last.finish_reason == "stop":
+            ended += 1
+            jsonschema.validate(json.loads(text(engine, r.id)), schema, Draft202012Validator)
+    assert ended >= 0.8 * count

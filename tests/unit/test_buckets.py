@@ -289,8 +289,9 @@ def test_the_largest_prompts_are_rehearsed_but_not_kept_and_variants_of_their_ow
     None
 ):
     shapes = Shapes(64, MIN_DEPTH)
-    *keys, many_short, filters, edits = shapes.rehearsed(8192)
-    assert filters.filtered and edits.edited and shapes.keeps(filters) and shapes.keeps(edits)
+    *keys, many_short, filters, edits, halves = shapes.rehearsed(8192)
+    assert filters.filtered and edits.edited and halves.structured
+    assert all(map(shapes.keeps, (filters, edits, halves)))
     assert (many_short.chunks, many_short.prompt_rows) == (64, PROMPT_SIZES[0]) and shapes.keeps(
         many_short
     )
@@ -298,5 +299,5 @@ def test_the_largest_prompts_are_rehearsed_but_not_kept_and_variants_of_their_ow
         shapes.keeps(key) for key in keys
     )
     assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
-    assert shapes.rehearsed(PROMPT_SIZES[-1]) == [many_short, filters, edits]
-    assert Shapes(PROMPT_CHUNKS, MIN_DEPTH).rehearsed(PROMPT_SIZES[-1]) == [filters, edits]
+    assert shapes.rehearsed(PROMPT_SIZES[-1]) == [many_short, filters, edits, halves]
+    assert Shapes(PROMPT_CHUNKS, MIN_DEPTH).rehearsed(PROMPT_SIZES[-1]) == [filters, edits, halves]

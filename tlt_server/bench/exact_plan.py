@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from tlt_server.bench.covering import Configuration
-from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.records import GenerateRequest, Grammar, Strategy
 from tlt_server.shared_settings import PolicyName
 
 Arms = Mapping[str, tuple[PolicyName, Strategy | None]]  # name -> policy, its one strategy
@@ -109,7 +109,14 @@ PLANS = {
 PLANS["interpreter"] = PLANS["cuda"]
 
 
-# The requests take these in turn. They are seven, so that long requests are of different kinds.
+SCHEMA = Grammar(
+    kind="json_schema",
+    text='{"type":"object","properties":{"steps":{"type":"array","items":{"type":"integer"}},'
+    '"answer":{"type":"string"}},"required":["steps","answer"],"additionalProperties":false}',
+)
+LINES = Grammar(kind="lark", text='start: line+\nline: /[0-9+*() -]{1,12}/ "=" /[0-9]{1,4}/ "\\n"')
+WORDS = Grammar(kind="regex", text="([a-z]{2,8}[ ,.]){3,60}")
+# The requests take these in turn. They are eleven, so that long requests are of different kinds.
 KINDS: tuple[dict[str, object], ...] = (
     {},
     {"repetition_penalty": 1.05, "presence_penalty": 0.1},
@@ -118,6 +125,10 @@ KINDS: tuple[dict[str, object], ...] = (
     {"frequency_penalty": 0.2, "temperature": 0.0, "bad_words": ((5,), (9,))},
     {"logit_bias": dict.fromkeys(range(8), 0.5), "min_tokens": 24},
     {"presence_penalty": -0.3, "top_p": 0.95, "min_tokens": 12, "prompt_logprobs": 2},
+    {"structured_outputs": SCHEMA, "ignore_eos": False},
+    {"structured_outputs": LINES, "ignore_eos": False, "temperature": 0.0},
+    {"structured_outputs": WORDS, "ignore_eos": False, "top_p": 0.9, "presence_penalty": 0.2},
+    {"structured_outputs": WORDS, "ignore_eos": False, "prompt_logprobs": 1},
 )
 
 

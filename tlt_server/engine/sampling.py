@@ -134,7 +134,7 @@ class SamplingState:
 
     @property
     def error(self) -> StructureFailed | None:
-        """Why no token can follow, if that is so."""
+        """The reason why no token can follow, if there is one."""
         return self.structure.error if self.structure is not None else None
 
     def edits_at(self, position: int) -> bool:

@@ -32,8 +32,8 @@ WORD = 32  # tokens whose bits share one number
 
 
 @dataclass
-class Work:
-    """What structures have cost since the engine started."""
+class Cost:
+    """The work that structures have caused since the engine started."""
 
     compiled: int = 0  # grammars
     cached: int = 0  # sequences whose grammar was there
@@ -45,13 +45,13 @@ class Structure:
     """One sequence's matcher. Its grammar may still be being compiled."""
 
     def __init__(
-        self, compiled: Future[LLMatcher], stop_ids: Collection[int], vocab_size: int, work: Work
+        self, compiled: Future[LLMatcher], stop_ids: Collection[int], vocab_size: int, cost: Cost
     ) -> None:
         """`stop_ids` may come wherever the text is complete."""
-        self._compiled, self._words, self._work = compiled, -(-vocab_size // WORD), work
+        self._compiled, self._words, self._cost = compiled, -(-vocab_size // WORD), cost
         self._matcher: LLMatcher | None = None
         self._committed: list[int] = []
-        self._consumed = 0  # of those
+        self._consumed = 0  # committed tokens that the matcher has seen
         self._stop_ids = frozenset(id for id in stop_ids if 0 <= id < vocab_size)
         self._stops_W = np.zeros(self._words, np.int32)
         for id in self._stop_ids:
@@ -76,7 +76,7 @@ class Structure:
         assert mask_W.shape == (self._words,) and mask_W.flags.c_contiguous
         started = time.perf_counter()
         self._fill(path, mask_W)
-        self._work.mask_s += time.perf_counter() - started
+        self._cost.mask_s += time.perf_counter() - started
 
     def _fill(self, path: Sequence[int], mask_W: NDArray[np.int32]) -> None:
         matcher = self._at_end()
@@ -127,7 +127,7 @@ class Structures:
         self._compiler = Compiler(model, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._work = Work()
+        self._cost = Cost()
 
     def of(self, grammar: Grammar | None, stop_ids: Collection[int]) -> Structure | None:
         """Return the structure of a new sequence, whose grammar is compiled in the background."""
@@ -139,19 +139,19 @@ class Structures:
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         else:
-            self._work.cached += 1
+            self._cost.cached += 1
             self._compiled.move_to_end(grammar)
-        return Structure(found, stop_ids, self._vocab_size, self._work)
+        return Structure(found, stop_ids, self._vocab_size, self._cost)
 
     def gauges(self) -> dict[str, float]:
-        return {f"structures_{name}": value for name, value in asdict(self._work).items()}
+        return {f"structures_{name}": value for name, value in asdict(self._cost).items()}
 
     def _begin(self, grammar: Grammar) -> Future[LLMatcher]:
         started = time.perf_counter()
 
         def done(_: Future[LLMatcher]) -> None:
-            self._work.compiled += 1
-            self._work.compile_s += time.perf_counter() - started
+            self._cost.compiled += 1
+            self._cost.compile_s += time.perf_counter() - started
 
         compiled = self._compiler.begin(grammar)
         compiled.add_done_callback(done)

@@ -42,7 +42,7 @@ class Compiler:
         """
         before = threading.stack_size(STACK_BYTES)
         try:
-            return self._thread.submit(self._compile, grammar)  # which starts the thread
+            return self._thread.submit(self._compile, grammar)  # the first one starts the thread
         finally:
             threading.stack_size(before)
 

@@ -13,7 +13,7 @@ from tlt_server.grammars.tags import Specials, lark_of_tags
 from tlt_server.records import Grammar
 
 NO_SPECIALS: Specials = MappingProxyType({})
-MAX_RULES = 1024  # of a grammar; the library descends once per rule
+MAX_RULES = 1024  # limit on a grammar; the library descends once per rule
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]]*\])?[ \t]*:", re.MULTILINE)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _JSON = re.compile(r"%json\b")
@@ -22,8 +22,8 @@ _UNFOLLOWED = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature)\s*=")
 
 
 def grammar_of(form: str, text: str, specials: Specials = NO_SPECIALS) -> Grammar:
-    """Return the grammar of a text in one of `FORMS`. `InvalidRequest` says what is wrong with it,
-    as far as that shows before it is compiled. `specials`: the model's special tokens.
+    """Return the grammar of a text in one of `FORMS`. `InvalidRequest` says what is wrong with it
+    that shows before it is compiled. `specials`: the model's special tokens.
     """
     if form == "structural_tag":
         return _grammar(lark_of_tags(read_json(text, "the structural tag"), specials))

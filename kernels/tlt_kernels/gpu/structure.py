@@ -23,7 +23,7 @@ class Masks(NamedTuple):
     """Views of one buffer, so that one copy brings both."""
 
     whole: Tensor
-    mask_S: Tensor  # which mask a sample has; -1 = none
+    mask_S: Tensor  # index of a sample's mask; -1 = none
     mask_MW: Tensor  # bit t % 32 of word t / 32: token t may follow
 
     @staticmethod

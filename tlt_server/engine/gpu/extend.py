@@ -54,7 +54,7 @@ class ExtendKey(NamedTuple):
 
 
 class SecondHalf(NamedTuple):
-    """What is captured of the second half of a pass."""
+    """Names the second half of a pass among the captured graphs."""
 
     key: ExtendKey
 

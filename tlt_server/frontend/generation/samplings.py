@@ -14,7 +14,7 @@ from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.batch import Words
-from tlt_server.frontend.generation.requests import SamplingFields
+from tlt_server.frontend.generation.requests import SamplingFields, StructuredOutputs
 from tlt_server.frontend.generation.structures import Written, check_with, written
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
@@ -66,16 +66,11 @@ class Samplings:
                 f"{words.called('min_tokens')} is {get('min_tokens')}; the limit is the longest "
                 f"output, {max_tokens}: lower it"
             )
-        if 0 < get("temperature") < MIN_TEMPERATURE:
-            raise InvalidRequest(
-                f"{where}temperature is {get('temperature'):g}; it must be 0 or at least "
-                f"{MIN_TEMPERATURE:g}: use 0 for greedy decoding"
-            )
+        _check_temperature(where, get("temperature"))
         prompt_logprobs = (
             info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
         )
         self._check_logprobs(words, get("logprobs"), get("prompt_logprobs"), prompt_logprobs)
-        structure = given("structured_outputs")
         fields = {name: get(name) for name in SamplingFields.__struct_fields__}
         fields |= {
             "max_tokens": max_tokens,
@@ -85,14 +80,19 @@ class Samplings:
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),
             "allowed_token_ids": self._allowed(where, given("allowed_token_ids"), info),
             "bad_words": self._bad_words(where, get("bad_words"), bad_words),
-            "structured_outputs": None
-            if structure is UNSET
-            else grammars[written(words.called("structured_outputs"), structure)],
+            "structured_outputs": self._grammar(words, given("structured_outputs"), grammars),
         }
         sampling = Sampling(**fields)
         check_with(where, sampling, bool(info.eos_token_ids))
         _check_some_left(where, sampling, info)
         return sampling
+
+    @staticmethod
+    def _grammar(
+        words: Words, asked: StructuredOutputs | UnsetType, grammars: Mapping[Written, Grammar]
+    ) -> Grammar | None:
+        where = words.called("structured_outputs")
+        return None if asked is UNSET else grammars[written(where, asked)]
 
     def _check_logprobs(
         self, words: Words, alternatives: int, asked: int | None, prompt: int | None
@@ -173,6 +173,14 @@ class Samplings:
                     f"{info.vocab_size - 1}"
                 )
         return {int(key): value for key, value in bias.items()}
+
+
+def _check_temperature(where: str, temperature: float) -> None:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise InvalidRequest(
+            f"{where}temperature is {temperature:g}; it must be 0 or at least "
+            f"{MIN_TEMPERATURE:g}: use 0 for greedy decoding"
+        )
 
 
 def _check_some_left(where: str, sampling: Sampling, info: EngineInfo) -> None:

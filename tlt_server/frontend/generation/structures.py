@@ -20,7 +20,7 @@ from tlt_server.frontend.reading.jobs import Slice
 from tlt_server.frontend.reading.reader import LANES
 from tlt_server.records import Grammar, Sampling
 
-MAX_BYTES = 2**17  # of a schema or grammar
+MAX_BYTES = 2**17  # limit on a schema or grammar
 KEPT = 256  # structures that are known to compile, or not to
 
 
@@ -28,7 +28,7 @@ class Written(NamedTuple):
     """A structure as it was asked for. Equal ones have one grammar."""
 
     form: str  # a field of `StructuredOutputs`
-    text: str  # of choices and objects, the JSON
+    text: str  # choices and objects as JSON
 
 
 def written(where: str, structure: StructuredOutputs) -> Written:
