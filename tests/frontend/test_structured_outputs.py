@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer
+from tlt_server.frontend.generation import structures
 from tlt_server.records import Grammar
 
 
@@ -43,6 +44,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"$ref": "#"}}, "the JSON schema does not compile: it allows no text"),
     ({"json_schema": {"type": "strin"}}, "Invalid type: strin"),
     ({"json_schema": {"multipleOf": 10**6}}, "the limit is 10000"),
+    ({"json_schema": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.13}]}}, "the limit is 10000"),
     ({"json_schema": {"pattern": "a(b"}}, "unclosed group"),
     ({"json_schema": {"$ref": "http://a/b"}}, "does not compile"),
     ({"grammar": 'start: "a" "b"\nb: ('}, "at line 2, column 5: Expected token ')'"),
@@ -214,3 +216,17 @@ def test_a_structural_tag_that_cannot_be_kept_is_refused(server: LiveServer) -> 
     ):
         response = send(server, {"structural_tag": tag})
         assert response.status_code == 400 and says in response.text, tag
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_remembered(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that compiles it is ended, and the next one serves other requests."""
+    assert send(server, {"regex": "[a-b]"}).status_code == 200
+    monkeypatch.setattr(structures, "COMPILE_S", 0.05)
+    slow = {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}
+    for _ in range(2):
+        response = send(server, {"json_schema": slow})
+        assert response.status_code == 400 and "more than 0.05 s to compile" in response.text
+    monkeypatch.undo()
+    assert send(server, {"regex": "[a-c]+"}).status_code == 200

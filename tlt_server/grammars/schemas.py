@@ -5,7 +5,9 @@ path, since the output would then not be what the schema says.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
@@ -27,7 +29,7 @@ ANNOTATIONS = frozenset(
 ENFORCED = ONE | MANY | NAMED | PLAIN
 MAX_SCHEMAS = 4096  # in one schema
 MAX_LEVELS = 64
-MAX_MULTIPLE = 10_000  # the automaton of multipleOf has a state per remainder
+MAX_MULTIPLE = 10_000  # limit on the least common multiple of all multipleOf
 
 
 def read_json(text: str, what: str = "the JSON schema") -> Any:
@@ -50,7 +52,7 @@ def _no_number(name: str) -> Any:
 
 def check_schema(schema: Any, where: str = "the JSON schema") -> None:
     """Refuse keywords that would be ignored, and sizes that would cost too much."""
-    left = MAX_SCHEMAS
+    left, multiples = MAX_SCHEMAS, set[Fraction]()
     waiting = [(schema, "", 0)]
     while waiting:
         found, path, level = waiting.pop()
@@ -67,6 +69,9 @@ def check_schema(schema: Any, where: str = "the JSON schema") -> None:
                 "object, true or false"
             )
         _check_keywords(found, path, where)
+        if (multiple := _multiple(found)) is not None:
+            multiples.add(multiple)
+            _check_multiples(multiples, path, where)
         waiting += [(part, f"{path}{step}"[-200:], level + 1) for step, part in _parts(found)]
 
 
@@ -80,11 +85,24 @@ def _check_keywords(schema: Mapping[str, Any], path: str, where: str) -> None:
             f"{where} has the keyword {keyword[:80]!r} at {path or 'its top'}, which would be "
             f"ignored{nearest(keyword[:80], sorted(ENFORCED))}: leave it out, and check the output"
         )
-    multiple = schema.get("multipleOf")
-    if isinstance(multiple, int | float) and multiple > MAX_MULTIPLE:
+
+
+def _multiple(schema: Mapping[str, Any]) -> Fraction | None:
+    value = schema.get("multipleOf")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        return None  # the compiler refuses it
+    return Fraction(repr(value))
+
+
+def _check_multiples(multiples: Collection[Fraction], path: str, where: str) -> None:
+    """Bound the automaton of numbers, which may have a state per remainder of them all."""
+    scale = math.lcm(*(multiple.denominator for multiple in multiples))
+    states = math.lcm(*(int(multiple * scale) for multiple in multiples))
+    if states > MAX_MULTIPLE:
         raise InvalidRequest(
-            f"{where} has multipleOf {multiple} at {path or 'its top'}; the limit is "
-            f"{MAX_MULTIPLE}: leave it out"
+            f"{where} has values of multipleOf up to {path or 'its top'} with the least common "
+            f"multiple {float(Fraction(states, scale)):g}, which is {states} times their unit; the "
+            f"limit is {MAX_MULTIPLE}: leave some out"
         )
 
 

@@ -16,11 +16,12 @@ from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.requests import FORMS, NativeRequest, StructuredOutputs
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
-from tlt_server.frontend.reading.jobs import Slice
+from tlt_server.frontend.reading.jobs import Patience, Slice
 from tlt_server.frontend.reading.reader import LANES
 from tlt_server.records import Grammar, Sampling
 
 MAX_BYTES = 2**17  # limit on a schema or grammar
+COMPILE_S = 10.0  # a slow machine takes 2 s for the largest grammar that compiles
 KEPT = 256  # structures that are known to compile, or not to
 
 
@@ -98,6 +99,13 @@ class Grammars:
         return known
 
 
+def _too_slow() -> Exception:
+    return InvalidRequest(
+        f"the grammar takes more than {COMPILE_S:g} s to compile; simplify it, above all its "
+        "repetitions and numbers"
+    )
+
+
 async def _compiled(asked: Written, info: EngineInfo) -> Grammar | str:
     """Return the grammar of a structure, or why it has none."""
     data = asked.text.encode()
@@ -105,7 +113,9 @@ async def _compiled(asked: Written, info: EngineInfo) -> Grammar | str:
     work = [Slice(header, lambda: sliced([data]))]
     try:
         # As a large job, since a small text may take a while too.
-        [found] = await ask(work, total=LANES[0] + 1, largest=len(data))
+        [found] = await ask(
+            work, total=LANES[0] + 1, largest=len(data), patience=Patience(COMPILE_S, _too_slow)
+        )
     except InvalidRequest as error:
         return error.message
     assert isinstance(found, Grammar)

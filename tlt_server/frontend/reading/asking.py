@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Never, TypeVar
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tlt_server.errors import Cancelled
-from tlt_server.frontend.reading.jobs import Slice
+from tlt_server.frontend.reading.jobs import Patience, Slice
 from tlt_server.frontend.reading.reader import Reader
 
 T = TypeVar("T")
@@ -51,12 +51,14 @@ class Asking:
         await self.app(scope, receive, send)
 
 
-async def ask(slices: Iterable[Slice], *, total: int, largest: int) -> list[Any]:
+async def ask(
+    slices: Iterable[Slice], *, total: int, largest: int, patience: Patience | None = None
+) -> list[Any]:
     """Return the value of each slice, from the reading process. The body of the request has been
     read. `Cancelled`: the client has left.
     """
     asker = _ASKER.get()
-    work = asker.reader.ask(asker.key, slices, total=total, largest=largest)
+    work = asker.reader.ask(asker.key, slices, total=total, largest=largest, patience=patience)
     return await unless(asker.left(), work)
 
 

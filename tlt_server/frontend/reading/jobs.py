@@ -27,11 +27,19 @@ class Slice(NamedTuple):
     payload: Callable[[], Iterable[bytes]]  # makes the frames after the header
 
 
+class Patience(NamedTuple):
+    """A limit on the time of a slice, and the error of one that takes longer."""
+
+    seconds: float
+    error: Callable[[], Exception]
+
+
 class Job:
     """One piece of work: its slices, and the values that came back."""
 
-    def __init__(self, key: str, slices: Iterable[Slice]) -> None:
-        self.key, self.values = key, list[Any]()
+    def __init__(self, key: str, slices: Iterable[Slice], patience: Patience | None = None) -> None:
+        """`patience`: with slices, if less than for others."""
+        self.key, self.values, self.patience = key, list[Any](), patience
         self.done: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._slices: Iterator[Slice] = iter(slices)
         self.slice = next(self._slices, None)  # the one that is next, or under way

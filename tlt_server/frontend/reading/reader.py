@@ -27,7 +27,7 @@ import structlog
 from tlt_server.errors import TltError, TooLarge, Unavailable
 from tlt_server.frontend.reading.doubling import DoublingWait
 from tlt_server.frontend.reading.frames import Channel
-from tlt_server.frontend.reading.jobs import Job, JobQueue, Slice
+from tlt_server.frontend.reading.jobs import Job, JobQueue, Patience, Slice
 from tlt_server.frontend.reading.trees import Builder
 
 LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
@@ -84,13 +84,19 @@ class Reader:
         return self._process.pid if self._process is not None else None
 
     async def ask(
-        self, key: str, slices: Iterable[Slice], *, total: int, largest: int
+        self,
+        key: str,
+        slices: Iterable[Slice],
+        *,
+        total: int,
+        largest: int,
+        patience: Patience | None = None,
     ) -> list[Any]:
         """Return the value of each slice. `total` and `largest` are the bytes of all slices and of
         the largest one. If this is cancelled, no further slice is done.
         """
         self.start()
-        job = Job(key, slices)
+        job = Job(key, slices, patience)
         if job.slice is None:
             return []
         lane = 0 if total <= LANES[0] else next(i for i in (1, 2) if largest <= LANES[i])
@@ -136,7 +142,9 @@ class Reader:
             return True
         for lane, job in ran:
             if hung in (None, job):
-                job.fail(self._gone(status, largest=lane == len(LANES) - 1))
+                late = hung is job and job.patience
+                gone = self._gone(status, largest=lane == len(LANES) - 1)
+                job.fail(job.patience.error() if late and job.patience else gone)
                 self._rest(job.key)
         if not ran:
             return False
@@ -222,8 +230,9 @@ class Reader:
         queue, clock = self._lanes[number], asyncio.get_running_loop().time
         self._under_way[number] = job
         began = clock()
+        patience_s = job.patience.seconds if job.patience else limit_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(min(limit_s, patience_s)):
                 await _exchange(channel, job)
         except TimeoutError:
             self._hung = job
