@@ -184,6 +184,7 @@ def _connect(
             SamplingState(request, vocab_size, eos_token_ids),
             settings.page_size,
             recorder.trace(request) if recorder else None,
+            pushes.unloads.adapter(request.lora),
         )
 
     gate = StepGate()
@@ -309,7 +310,14 @@ def _options(
     )
     staged = state and state / "staged"
     storage = Storage(settings.weight_staging, device.free, device.device, staged)
-    return Options(settings.channels, intake, spool, storage)
+    return Options(
+        settings.channels,
+        intake,
+        spool,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        storage=storage,
+    )
 
 
 def _unexpected(content: bytes, source: str) -> object:

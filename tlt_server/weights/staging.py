@@ -99,7 +99,9 @@ class Staging:
             )
 
     def _staged(self) -> Changed | None:
-        live, spool = self._hooks.live(), self._hooks.options.spool
+        live, options = self._hooks.live(), self._hooks.options
+        # An adapter is pushed again after a restart.
+        spool = options.spool if self._manifest.role != "adapter" else None
         if spool is not None:
             spool.begin()
         changed = self._candidate.take(self._manifest, live, self._receiver, self._enter)

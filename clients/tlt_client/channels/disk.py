@@ -23,9 +23,10 @@ from tlt_client.channels import (
     Sender,
     TensorBatch,
     Tensors,
+    pushed,
     split,
 )
-from tlt_client.channels.checkpoint import INDEX, SINGLE, checkpoint
+from tlt_client.channels.checkpoint import ADAPTER, INDEX, SINGLE, Files, checkpoint
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
 from tlt_client.channels.tensors import FILE_BYTES, entry, files, written
@@ -37,13 +38,16 @@ if TYPE_CHECKING:
 class DiskReceiver:
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.root is not None
-        paths = {role: push.path for role in ("target", "drafter") if push.role in (role, "all")}
+        paths = dict.fromkeys(pushed(push.role), push.path)
         if push.role == "all":
             paths["drafter"] = push.drafter_path
         self._sources = {
             role: self._opened(intake.root, path, intake.marker) for role, path in paths.items()
         }
-        self._files = {role: checkpoint(source) for role, source in self._sources.items()}
+        self._files = {
+            role: Files(source, [ADAPTER]) if role == "adapter" else checkpoint(source)
+            for role, source in self._sources.items()
+        }
         self.layouts = [
             Layout(role, str(self._sources[role].path / file), spec)
             for role, shards in self._files.items()
