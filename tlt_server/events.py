@@ -59,6 +59,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(description="that compute")]
     phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
     pid: Annotated[int, Meta(description="of the engine process")] = 0
+    adapters: Annotated[
+        dict[str, str], Meta(description="LoRA adapter that is loaded -> its version")
+    ] = {}
     spooled: Annotated[
         bool, Meta(description="whether committed versions are kept for a restart")
     ] = False

@@ -98,6 +98,7 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "priority": (3, {}),
     "train": (False, {}),
     "model": ("none", {}),
+    "lora_path": ("none", {}),
     "rid": ("a", {}),
     "request_id": ("a", {}),
     "return_text_in_logprobs": (True, {"return_logprob": True}),

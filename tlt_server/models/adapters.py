@@ -1,5 +1,5 @@
-"""LoRA adapters of a target in PEFT's layout: `adapter_config.json`, and two matrices for each linear
-map that is adapted, so that y = x W^T + scale * (x A^T) B^T.
+"""LoRA adapters of a target in PEFT's layout: `adapter_config.json`, and two matrices for each
+linear map that is adapted, so that y = x W^T + scale * (x A^T) B^T.
 
 What this server cannot compute exactly as PEFT would (DoRA, biases, ranks that differ by module,
 other modules) is refused by field and value.
@@ -39,7 +39,7 @@ IGNORED = frozenset(
 READ = frozenset("r lora_alpha use_rslora target_modules peft_type init_lora_weights bias".split())
 # Ways to begin that leave the weights of the model as they are.
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
-NEUTRAL = (None, False, [], {}, "")
+NEUTRAL: tuple[object, ...] = (None, False, [], {}, "")
 
 
 class Sizes(NamedTuple):
@@ -72,7 +72,8 @@ class AdapterConfig:
     def parse(cls, raw: Mapping[str, Any], where: str, max_rank: int) -> AdapterConfig:
         """`ModelError` names field, value and remedy; `where` is what holds the fields."""
         _check_neutral(raw, where)
-        rank, alpha = raw.get("r"), raw.get("lora_alpha")
+        rank: Any = raw.get("r")
+        alpha: Any = raw.get("lora_alpha")
         if not _whole(rank) or not 1 <= rank <= max_rank:
             raise _wrong(
                 where, "r", rank, f"it must be 1 to {max_rank} (--max-lora-rank): train with less"

@@ -158,8 +158,8 @@ class Candidate:
         """Make room for a role's tensors, and check that the right ones will come."""
         if name == "adapter":
             steps = replace(self._steps, keep=None, in_place=False)
-            made = self._adapter(manifest, live, receiver)
-            self._roles[name] = Arriving.into(name, made, steps)
+            weights = self._adapter(manifest, live, receiver)
+            self._roles[name] = Arriving.into(name, weights, steps)
             self._roles[name].open(receiver, declared, partial=False)
             return
         network, place = live.by_role[name].network, receiver.places[name]

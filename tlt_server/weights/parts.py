@@ -129,6 +129,9 @@ class Adapter:
         return LoadedAdapter(self.name, self.version, self.digest, self.slot)
 
 
+Part = Target | Drafter | Adapter
+
+
 @dataclass(frozen=True)
 class Changed:
     """The weights that a push brings or a rollback restores, of one or both roles or of an adapter;
@@ -140,7 +143,7 @@ class Changed:
     adapter: Adapter | None = None
 
     @property
-    def by_role(self) -> dict[str, Target | Drafter | Adapter]:
+    def by_role(self) -> dict[str, Part]:
         every = {"target": self.target, "drafter": self.drafter, "adapter": self.adapter}
         return {role: part for role, part in every.items() if part is not None}
 

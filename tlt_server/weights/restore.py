@@ -71,7 +71,7 @@ def _restored(
             lambda phase: None,
         )
         assert changed is not None  # one manifest brings all
-        part = changed.by_role[role]
+        part = live.updated(changed).by_role[role]
     else:
         part = replace(live.complete().by_role[role], version=kept.version)
     if part.digest != kept.digest:
