@@ -231,6 +231,7 @@ class StepContext(Struct, frozen=True):
     chunks: int = 0  # prompts that share the step
     filtered: bool = False  # top-k, top-p or min-p for some request
     edited: bool = False  # logits edited for some request
+    adapted: bool = False  # an adapter for some request
 
     def taking(self, drafter: str) -> int:
         """Return the requests that take drafts of this drafter."""

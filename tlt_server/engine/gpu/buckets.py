@@ -136,6 +136,7 @@ class Shapes:
     max_running: int
     depth: int
     prompts: PromptShape = CAPTURED
+    adapters: bool = False  # requests may have LoRA adapters
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
@@ -189,6 +190,7 @@ class Shapes:
         *,
         filtered: bool = False,
         edited: bool = False,
+        adapted: bool = False,
     ) -> StepShape:
         """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts."""
         batch = self.batch(decoding, prompts=chunks > 0)
@@ -199,7 +201,9 @@ class Shapes:
         return StepShape(
             strategy,
             draft_key(batch, strategy) if strategy.drafter else None,
-            ExtendKey(batch, first, prompt_rows, padded_chunks if chunks else 0, filtered, edited),
+            ExtendKey(
+                batch, first, prompt_rows, padded_chunks if chunks else 0, filtered, edited, adapted
+            ),
         )
 
     def room(self, decoding: int, max_rows: int) -> int:
@@ -235,6 +239,7 @@ class Shapes:
             *short,
             ExtendKey(1, 1, filtered=True),
             ExtendKey(1, 1, edited=True),
+            *([ExtendKey(1, 1, adapted=True)] if self.adapters else []),
         ]
 
     def captured(self, reach: Reach) -> list[DraftKey | ExtendKey]:
@@ -255,15 +260,16 @@ class Shapes:
 
     def captured_later(self, reach: Reach) -> list[DraftKey | ExtendKey]:
         """Keys that are captured when there is time: those of the start, which a sleep or another
-        policy may leave open, then the same steps with filters, with edits and with both.
+        policy may leave open, then the same steps with filters, with edits, with adapters, and with
+        several of them.
         """
         keys = self.captured(reach)
         extends = [key for key in keys if isinstance(key, ExtendKey)]
-        others = ((True, False), (False, True), (True, True))
+        others: list[tuple[str, ...]] = [("filtered",), ("edited",), ("filtered", "edited")]
+        if self.adapters:
+            others = [("adapted",), *others, *((*other, "adapted") for other in others)]
         return keys + [
-            key._replace(filtered=filtered, edited=edited)
-            for filtered, edited in others
-            for key in extends
+            key._replace(**dict.fromkeys(other, True)) for other in others for key in extends
         ]
 
     def _keys(

@@ -214,6 +214,7 @@ class GpuRunner:
             len(chunks),
             filtered=batch.context.filtered,
             edited=batch.context.edited,
+            adapted=batch.context.adapted,
         )
         extend = self.extend_pass(key)
         drafted: DraftPass | None = None
@@ -295,6 +296,7 @@ class GpuRunner:
                 first=shared.first,
                 hint_page=sequence.pages[start // size - 1] if reads_page else -1,
                 edits=edits_of(sequence),
+                adapter=sequence.slot,
             )
         )
 

@@ -114,9 +114,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         Meta(description="names the request, or each prompt, for POST /abort_request"),
     ] = None
     lora_path: Annotated[
-        ShortName
-        | Annotated[list[NameOrNone], Meta(min_length=1, extra={"limit": NAMES})]
-        | None,
+        ShortName | Annotated[list[NameOrNone], Meta(min_length=1, extra={"limit": NAMES})] | None,
         Meta(description="the LoRA adapter that computes it, or of each prompt, by name"),
     ] = None
     return_logprob: Annotated[bool, Meta(description="report log-probs")] = False
