@@ -106,7 +106,7 @@ class LoadedAdapter(Struct, frozen=True):
 
     name: str
     version: str
-    digest: str  # of its content, scale included
+    digest: str  # names its content, scale included
     slot: int
 
     def version_of(self, target: str) -> str:

@@ -1,5 +1,5 @@
-"""LoRA adapters on the interpreter: the tokens of the CPU engine, the same bits under every strategy
-and in any company, and changes of adapters next to steps in flight.
+"""LoRA adapters on the interpreter: the tokens of the CPU engine, the same bits under every
+strategy and in any company, and changes of adapters next to steps in flight.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class AdaptedProjection(NamedTuple):
 
 
 class AdaptedLayer(NamedTuple):
-    """What a layer's projections add to the rows of a step."""
+    """The additions of a layer's projections to the rows of a step."""
 
     qkv: AdaptedProjection
     output: AdaptedProjection

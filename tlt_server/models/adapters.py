@@ -42,23 +42,23 @@ BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 NEUTRAL: tuple[object, ...] = (None, False, [], {}, "")
 
 
-class Sizes(NamedTuple):
+class LinearSizes(NamedTuple):
     inputs: int
     outputs: int
 
 
-def linear_sizes(config: ModelConfig) -> dict[str, Sizes]:
+def linear_sizes(config: ModelConfig) -> dict[str, LinearSizes]:
     """Return the sizes of the linear maps of a layer."""
     hidden, mlp = config.hidden_size, config.intermediate_size
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {
-        "q_proj": Sizes(hidden, queries),
-        "k_proj": Sizes(hidden, keys),
-        "v_proj": Sizes(hidden, keys),
-        "o_proj": Sizes(queries, hidden),
-        "gate_proj": Sizes(hidden, mlp),
-        "up_proj": Sizes(hidden, mlp),
-        "down_proj": Sizes(mlp, hidden),
+        "q_proj": LinearSizes(hidden, queries),
+        "k_proj": LinearSizes(hidden, keys),
+        "v_proj": LinearSizes(hidden, keys),
+        "o_proj": LinearSizes(queries, hidden),
+        "gate_proj": LinearSizes(hidden, mlp),
+        "up_proj": LinearSizes(hidden, mlp),
+        "down_proj": LinearSizes(mlp, hidden),
     }
 
 
@@ -126,7 +126,7 @@ def _wrong(where: str, field: str, value: Any, remedy: str) -> ModelError:
     return ModelError(f"{where}: {field} is {repr(value)[:80]}; {remedy}")
 
 
-class Pair(NamedTuple):
+class MatrixPair(NamedTuple):
     """One linear map's own matrices."""
 
     a_rK: Tensor
@@ -143,7 +143,7 @@ class AdapterWeights:
         self.config, self.adapter = config, adapter
         sizes = linear_sizes(config)
         self._pairs = {
-            (layer, name): Pair(
+            (layer, name): MatrixPair(
                 torch.zeros(adapter.rank, sizes[name].inputs, dtype=dtype),
                 torch.zeros(sizes[name].outputs, adapter.rank, dtype=dtype),
             )
@@ -151,7 +151,7 @@ class AdapterWeights:
             for name in adapter.targets
         }
 
-    def pairs(self) -> Iterator[tuple[int, str, Pair]]:
+    def pairs(self) -> Iterator[tuple[int, str, MatrixPair]]:
         """Yield layer, linear map and matrices."""
         for (layer, name), pair in self._pairs.items():
             yield layer, name, pair

@@ -23,9 +23,9 @@ from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL, dot, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import RowTable
 
-ROWS = 16  # of a tile
-SEGMENT = 1024  # inputs that one program adds
-MIN_RANK = 16  # the least that a tensor core adds
+ROWS = 16  # rows of a tile
+SEGMENT = 1024  # inputs that one program adds up
+MIN_RANK = 16  # products that a tensor core adds at once
 MAX_PARTS = 3
 
 

@@ -31,7 +31,7 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.drafts import Follower
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
-from tlt_server.models.gpu.adapted import AdaptedLayer
+from tlt_server.models.gpu.adapted import GpuAdaptedLayer
 from tlt_server.models.gpu.layers import RowTensors
 
 
@@ -65,7 +65,7 @@ class Adapted(NamedTuple):
     """The rows of a pass with an adapter, and what each layer adds to them."""
 
     rows: AdapterRows
-    layers: list[AdaptedLayer]
+    layers: list[GpuAdaptedLayer]
 
 
 class Extend:

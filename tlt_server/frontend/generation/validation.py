@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from msgspec import UNSET
 
 from tlt_server.config import ResolvedConfig
-from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, NotFound, TooLarge
+from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
+from tlt_server.frontend.generation.adapters import check_adapter
 from tlt_server.frontend.generation.batch import (
     NATIVE,
     WHOLE,
@@ -87,7 +88,7 @@ class Validator:
             if i % BREATH == BREATH - 1:
                 await asyncio.sleep(0)
             self._check_shape(words, i, item)
-            _check_adapter(words.field.format(i=i), item.lora, info)
+            check_adapter(words.field.format(i=i), item.lora, info)
         self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request, info, reading)
         samplings = await self._samplings(words, request, prompts, info)
@@ -383,15 +384,6 @@ def _drafts(field: str, sd: bool | str | SdFields, loaded: Sequence[str]) -> boo
             "Name one of these, or leave it out"
         )
     return DraftLimits(drafter=sd.drafter or "", max_depth=sd.max_depth, max_rows=sd.max_rows)
-
-
-def _check_adapter(field: str, name: str, info: EngineInfo) -> None:
-    if name and name not in info.adapters:
-        raise NotFound(
-            f"{field}lora is {shown(name)}, which is not loaded (loaded: "
-            f"{shown(', '.join(info.adapters) or 'none')}); load it first: POST /update_weights "
-            "with role adapter, /v1/load_lora_adapter or /load_lora_adapter"
-        )
 
 
 def _check_priority(priority: int, caller: Caller) -> None:

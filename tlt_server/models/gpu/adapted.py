@@ -15,12 +15,12 @@ from torch import Tensor
 from tlt_kernels.gpu.lora import MIN_RANK, AdapterRows, add_lora, tile_columns
 from tlt_server.errors import StartupError
 from tlt_server.models.adapted import FUSED
-from tlt_server.models.adapters import AdapterWeights, Pair, linear_sizes
+from tlt_server.models.adapters import AdapterWeights, MatrixPair, linear_sizes
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.layers import Placement
 
 
-class ProjectionSlots(NamedTuple):
+class GpuProjectionSlots(NamedTuple):
     """The matrices of one fused projection, for every slot."""
 
     parts: dict[str, int]
@@ -28,7 +28,7 @@ class ProjectionSlots(NamedTuple):
     b_SNr: Tensor
     scale_S: Tensor
 
-    def fill(self, slot: int, part: str, pair: Pair) -> None:
+    def fill(self, slot: int, part: str, pair: MatrixPair) -> None:
         """Copy a part's matrices, of at most the padded rank, to a slot of zeros."""
         at, rank, padded = [*self.parts].index(part), len(pair.a_rK), self.b_SNr.shape[2]
         first = sum([*self.parts.values()][:at])
@@ -36,8 +36,8 @@ class ProjectionSlots(NamedTuple):
         self.b_SNr[slot, first : first + self.parts[part], :rank].copy_(pair.b_Nr)
 
 
-class AdaptedProjection(NamedTuple):
-    slots: ProjectionSlots
+class GpuAdaptedProjection(NamedTuple):
+    slots: GpuProjectionSlots
     rows: AdapterRows
 
     def add(self, x_MK: Tensor, out_MN: Tensor) -> None:
@@ -46,13 +46,13 @@ class AdaptedProjection(NamedTuple):
         add_lora(x_MK, *self.slots[1:], parts, self.rows, out_MN)
 
 
-class AdaptedLayer(NamedTuple):
-    """What a layer's projections add to the rows of a step."""
+class GpuAdaptedLayer(NamedTuple):
+    """The additions of a layer's projections to the rows of a step."""
 
-    qkv: AdaptedProjection
-    output: AdaptedProjection
-    gate_up: AdaptedProjection
-    down: AdaptedProjection
+    qkv: GpuAdaptedProjection
+    output: GpuAdaptedProjection
+    gate_up: GpuAdaptedProjection
+    down: GpuAdaptedProjection
 
 
 class GpuAdapterSlots:
@@ -66,7 +66,7 @@ class GpuAdapterSlots:
             for name, maps in FUSED.items():
                 parts = {part: sizes[part].outputs for part in maps}
                 _check_tiles(name, parts)
-                layer[name] = ProjectionSlots(
+                layer[name] = GpuProjectionSlots(
                     parts,
                     placement.empty(slots, padded * len(parts), sizes[maps[0]].inputs).zero_(),
                     placement.empty(slots, sum(parts.values()), padded).zero_(),
@@ -86,10 +86,10 @@ class GpuAdapterSlots:
                 if part in projection.parts:
                     projection.fill(slot, part, pair)
 
-    def of_rows(self, rows: AdapterRows) -> list[AdaptedLayer]:
+    def of_rows(self, rows: AdapterRows) -> list[GpuAdaptedLayer]:
         """Return, by layer, what is added in a step with these rows."""
         return [
-            AdaptedLayer(**{n: AdaptedProjection(slots, rows) for n, slots in layer.items()})
+            GpuAdaptedLayer(**{n: GpuAdaptedProjection(slots, rows) for n, slots in layer.items()})
             for layer in self._layers
         ]
 

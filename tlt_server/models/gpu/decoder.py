@@ -19,7 +19,7 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.gpu.adapted import AdaptedLayer
+from tlt_server.models.gpu.adapted import GpuAdaptedLayer
 from tlt_server.models.gpu.layers import (
     Attend,
     GpuGatedMlp,
@@ -103,7 +103,7 @@ class GpuDecoder:
         cache: KVCache,
         attend: Attend,
         out_RH: Tensor | None = None,
-        adapted: Sequence[AdaptedLayer] | None = None,
+        adapted: Sequence[GpuAdaptedLayer] | None = None,
     ) -> Forward:
         """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Hidden states, in
         `out_RH` where that is given, and features are in the weights' type. `adapted`: what

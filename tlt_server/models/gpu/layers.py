@@ -24,7 +24,7 @@ from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
 
 if TYPE_CHECKING:  # it needs `Placement`
-    from tlt_server.models.gpu.adapted import AdaptedLayer
+    from tlt_server.models.gpu.adapted import GpuAdaptedLayer
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class GpuSelfAttention:
         attend: Attend,
         *,
         first: int = 0,
-        adapted: AdaptedLayer | None = None,
+        adapted: GpuAdaptedLayer | None = None,
     ) -> Tensor:
         """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R,
         H] of the output.
@@ -169,7 +169,7 @@ class GpuGatedMlp:
             intermediate, {"down_proj": hidden}, bias=False, placement=placement
         )
 
-    def __call__(self, x_RH: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:
+    def __call__(self, x_RH: Tensor, adapted: GpuAdaptedLayer | None = None) -> Tensor:
         """Partial sums [P, R, H]."""
         if adapted is None:
             gated_RI = self.matmuls.gated(x_RH, self.gate_up.weight_XK)

@@ -198,6 +198,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         params = self.sampling_params
         given: Any = self.input_ids if self.text is None else self.text
         prompts: list[str | PackedIds] = given if isinstance(given, list) else [given]
+        names, adapters = self.names(len(prompts)), self.adapters(len(prompts))
         return NativeRequest(
             requests=[
                 ItemFields(
@@ -209,9 +210,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
                     lora=lora,
                     train=self.train,
                 )
-                for prompt, name, lora in zip(
-                    prompts, self.names(len(prompts)), self.adapters(len(prompts)), strict=True
-                )
+                for prompt, name, lora in zip(prompts, names, adapters, strict=True)
             ],
             sampling=self._sampling(),
             stream=self.stream,
@@ -298,9 +297,6 @@ class SglangLoad(Tolerant, frozen=True, kw_only=True):
             min_length=1, description="directory of the adapter, absolute or below the weight root"
         ),
     ]
-    pinned: Annotated[
-        bool, Meta(description="accepted and without effect: what is loaded stays loaded")
-    ] = False
 
 
 class SglangUnload(Tolerant, frozen=True, kw_only=True):
