@@ -245,7 +245,10 @@ def test_tensors_that_do_not_fit_are_refused(refusing: Adapting, root: Path) -> 
         "shape": ({**good, CONTENT: good[CONTENT][:, 1:].contiguous()}, "has shape [4, 63]"),
         "nan": ({**good, CONTENT: good[CONTENT] / 0}, "NaN or infinite"),
         "missing": ({k: v for k, v in good.items() if k != CONTENT}, "is missing"),
-        "more": ({**good, "base_model.model.lm_head.lora_A.weight": good[CONTENT]}, "no place"),
+        "more": (
+            {**good, "base_model.model.lm_head.lora_A.weight": good[CONTENT].clone()},
+            "no place",
+        ),
     }
     for name, (tensors, said) in cases.items():
         path = write_adapter(root / f"bad-{name}", root / "base", 1)

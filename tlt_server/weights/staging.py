@@ -29,6 +29,7 @@ class Hooks:
     options: Options
     memory_is_free: Callable[[], list[threading.Event]]  # set once what was dropped is freed
     live: Callable[[], Live]  # with checksums
+    unsummed: Callable[[], Live]  # with those that were needed before
     on_phase: Callable[[str], None]
     clock: Callable[[], float]
 
@@ -99,9 +100,10 @@ class Staging:
             )
 
     def _staged(self) -> Changed | None:
-        live, options = self._hooks.live(), self._hooks.options
-        # An adapter is pushed again after a restart.
-        spool = options.spool if self._manifest.role != "adapter" else None
+        spool, find = self._hooks.options.spool, self._hooks.live
+        if self._manifest.role == "adapter":  # it is compared with none, and pushed after a restart
+            spool, find = None, self._hooks.unsummed
+        live = find()
         if spool is not None:
             spool.begin()
         changed = self._candidate.take(self._manifest, live, self._receiver, self._enter)

@@ -62,6 +62,7 @@ class Transaction:
             options,
             self.cleanup.ends,
             self.versions.completed,
+            lambda: self.versions.live,
             lambda phase: self.on_phase(phase),
             clock,
         )

@@ -114,9 +114,6 @@ class CudaDevice:
             target, network = self._empty(config, self._placement)
             fill(target.parameters(), directory, ignored=unread(config))
             live = Live(Target.loaded(settings.weight_version, target, directory))
-            if slots := settings.max_loras:
-                rank = settings.max_lora_rank
-                self._adapters = GpuAdapterSlots(config, slots, rank, self._placement)
             drafter = settings.drafter_directory
             if network is None or drafter is None:
                 return live
@@ -163,6 +160,11 @@ class CudaDevice:
         assert isinstance(live.target.network, GpuDecoder)
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
+        if settings.max_loras:
+            with self._memory(f"{settings.max_loras} LoRA adapters"):
+                self._adapters = GpuAdapterSlots(
+                    model.config, settings.max_loras, settings.max_lora_rank, self._placement
+                )
         plan = MemoryPlan(settings, self._needs(model, network), max_model_len, *self._free())
         check_plan(plan)
         pages = plan.pages
