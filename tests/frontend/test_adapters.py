@@ -75,6 +75,11 @@ def test_models_and_weights_list_adapters(server: LiveServer) -> None:
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'tlt_lora_adapter_info{name="math",version="named"} 1.0' in metrics
     assert 'tlt_weight_pushes_total{result="committed",role="adapter"} 1.0' in metrics
+    post(server, "/v1/completions", model="math", n=3, **PROMPT)
+    counted = 'tlt_lora_sequences_total{name="math"} 3.0'
+    assert counted in httpx.get(f"{server.url}/metrics").text
+    httpx.delete(f"{server.url}/adapters/math")
+    assert 'name="math"' not in httpx.get(f"{server.url}/metrics").text
 
 
 def test_loading_again_needs_load_inplace_and_a_name_of_its_own(server: LiveServer) -> None:

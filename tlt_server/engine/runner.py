@@ -136,9 +136,9 @@ class CpuRunner:
         self._finished = Finished(batch, emissions, cycle, drafts.drafted)
 
     def _adapted(self, batch: Batch, step: LaidOut) -> list[AdaptedLayer] | None:
-        slot_W = np.array([chunk.sequence.slot for chunk in batch.chunks], np.int32)
-        if self.adapters is None or (slot_W < 0).all():
+        if self.adapters is None:
             return None
+        slot_W = np.array([chunk.sequence.slot for chunk in batch.chunks], np.int32)
         return self.adapters.of_rows(slot_W[step.layout.request_R])
 
     def _states(self, forward: Forward) -> list[tuple[Tensor, Tensor]]:

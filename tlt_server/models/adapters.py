@@ -39,6 +39,7 @@ IGNORED = frozenset(
 READ = frozenset("r lora_alpha use_rslora target_modules peft_type init_lora_weights bias".split())
 # Ways to begin that leave the weights of the model as they are.
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+MAX_ALPHA = 2**20
 NEUTRAL: tuple[object, ...] = (None, False, [], {}, "")
 
 
@@ -78,8 +79,8 @@ class AdapterConfig:
             raise _wrong(
                 where, "r", rank, f"it must be 1 to {max_rank} (--max-lora-rank): train with less"
             )
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha is True:
-            raise _wrong(where, "lora_alpha", alpha, "it must be a number")
+        if not _number(alpha) or not 0 < alpha <= MAX_ALPHA:
+            raise _wrong(where, "lora_alpha", alpha, f"it must be above 0, at most {MAX_ALPHA}")
         root = raw.get("use_rslora")
         if root not in (None, True, False):
             raise _wrong(where, "use_rslora", root, "it must be true or false")
@@ -120,6 +121,10 @@ def _targets(given: Any, where: str) -> tuple[str, ...]:
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
 
 
 def _wrong(where: str, field: str, value: Any, remedy: str) -> ModelError:

@@ -26,7 +26,7 @@ from tlt_client.channels import (
     pushed,
     split,
 )
-from tlt_client.channels.checkpoint import ADAPTER, INDEX, SINGLE, Files, checkpoint
+from tlt_client.channels.checkpoint import ADAPTER, ADAPTER_CONFIG, INDEX, SINGLE, Files, checkpoint
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
 from tlt_client.channels.tensors import FILE_BYTES, entry, files, written
@@ -129,6 +129,8 @@ class DiskSender(Sender):
                     ((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes
                 )
                 entries += [one | {"name": names[one["name"]]} for one in wrote]
+                if whose == "adapter":
+                    _as_adapter(folder, fields.pop("adapter_config", {}))
             return self._client.push_weights(version, tensors=entries, **paths, **fields)
         finally:
             shutil.rmtree(directory)
@@ -150,6 +152,13 @@ def _opened(path: str, flags: int) -> int:
     descriptor = os.open(path, flags, 0o644)
     os.fchmod(descriptor, 0o644)
     return descriptor
+
+
+def _as_adapter(folder: Path, config: Mapping[str, Any]) -> None:
+    """Give the one file that was written its name in PEFT's layout, and the config its own file."""
+    (folder / SINGLE).rename(folder / ADAPTER)
+    with open(folder / ADAPTER_CONFIG, "w", opener=_opened) as opened:
+        opened.write(json.dumps(config))
 
 
 def write(

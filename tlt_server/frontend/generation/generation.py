@@ -65,6 +65,9 @@ class Generations:
         self.metrics.sequences.prompt.inc(
             sum(len(request.token_ids) for item in batch.items for request in item.requests)
         )
+        for item in batch.items:
+            if lora := item.requests[0].lora:
+                self.metrics.weights.asked(lora, len(item.requests))
         return generation
 
     def submit(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tlt_client.arguments import VERSION
-from tlt_server.commands import Manifest, UnloadAdapter
+from tlt_server.commands import Manifest, PushWeights, UnloadAdapter
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import WeightReport
 from tlt_server.frontend.http.fields import shown
@@ -36,12 +36,12 @@ class Adapters:
             )
 
     async def load(self, name: str, path: str) -> WeightReport:
-        """Push an adapter from a directory. Requests that run with another of its name go on with
-        this one.
+        """Push an adapter from a directory, outside of any weight update. Requests that run with
+        another of its name go on with this one.
         """
         self.check_name(name)
-        with self._session.pushing() as update:
-            return await update.push(Manifest(role="adapter", adapter=name, path=path))
+        manifest = Manifest(role="adapter", adapter=name, path=path)
+        return await self._session.ask(PushWeights(self._session.command_id(), manifest))
 
     async def unload(
         self, name: str, in_flight: Literal["drain", "abort"] = "drain"
