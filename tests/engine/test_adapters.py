@@ -4,6 +4,7 @@ and changes of adapters while requests run.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,6 +206,28 @@ def test_slots_are_limited_and_free_again(
     assert engine.run(asked("c")) == expected
     closed = Pushable(replace(settings, max_loras=0))
     assert closed.push(root / "a", role="adapter", adapter="a").result == "forbidden"
+
+
+def test_a_restarted_engine_has_the_adapters_that_were_loaded(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    kept = replace(settings, state_dir=tmp_path / "state")
+    own = write_adapter(root / "own", root / "base", 2)
+    engine = Adapting(kept, a=root / "a", b=root / "b")
+    engine.load("a", own, "two")
+    shutil.rmtree(own)
+    assert engine.push(root / "new", "v1").result == "committed"
+    expected = engine.run(asked("a"), asked("b"))
+    again = Adapting(kept)
+    assert [*again.info.adapters] == ["a", "b"] and again.info.adapters["a"] == "two"
+    assert again.run(asked("a"), asked("b")) == expected
+    assert again.spans("a-0")[0][0] == "v1+a@two"
+    again.report(again.send_unload("b"))
+    assert Adapting(kept).info.adapters == {"a": "two"}
+    (folder,) = {path.parent for path in (tmp_path / "state").rglob("adapter_config.json")}
+    (folder / "adapter_config.json").write_text("{}")
+    assert Adapting(kept).info.adapters == {}
+    assert Adapting(replace(kept, max_loras=0)).info.weight_version == "v1"
 
 
 BAD = {

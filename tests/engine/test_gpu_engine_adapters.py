@@ -47,12 +47,10 @@ def adapted(i: int, lora: str, *args: int, **sampling: object) -> GenerateReques
 
 def asked() -> list[GenerateRequest]:
     return [
-        adapted(0, "a", 6, max_tokens=9),
-        adapted(1, "", 4, max_tokens=8),
-        adapted(2, "b", 5, max_tokens=9, temperature=0.0),
-        adapted(3, "a", 15, max_tokens=6, logprobs=2, raw_logprobs=True),
-        adapted(4, "b", 3, max_tokens=8, top_k=9, presence_penalty=0.4),
-        adapted(5, "", 7, max_tokens=6),
+        adapted(0, "a", 6, max_tokens=7),
+        adapted(1, "", 4, max_tokens=6),
+        adapted(2, "b", 5, max_tokens=7, temperature=0.0, presence_penalty=0.4),
+        adapted(3, "a", 15, max_tokens=5, logprobs=2, raw_logprobs=True),
     ]
 
 
@@ -122,15 +120,15 @@ def test_a_new_version_takes_the_slot_after_the_steps_in_flight(
     engine: Pushable, twin: Pushable, settings: EngineSettings
 ) -> None:
     choose(engine, None)
-    root, one = Path(settings.weight_root), adapted(0, "a", 6, max_tokens=20)
+    root, one = Path(settings.weight_root), adapted(0, "a", 6, max_tokens=12)
     for each in (engine, twin):
         each.said.clear()
         each.submit(one)
-        each.step(6)
+        each.step(5)
         load(each, root, "a", "a2")
         each.finish()
     spans = engine.spans("r0")
-    assert len(spans) == 2 and 0 < spans[1][1] < 20
+    assert len(spans) == 2 and 0 < spans[1][1] < 12
     twin.said.clear()
     for each in (engine, twin):
         each.run(one)

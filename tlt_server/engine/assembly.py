@@ -93,7 +93,8 @@ def assemble(
         max_model_len = served_length(settings, config)
         live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
         if spool:
-            live, lost = restore(spool, live, parse_calibration)
+            limits = settings.max_loras, settings.max_lora_rank
+            live, lost = restore(spool, live, parse_calibration, *limits)
         detail.append(str(settings.model))
     with phase("allocate KV") as detail:
         memory = device.allocate(live, max_model_len)
@@ -270,6 +271,7 @@ def _describe(
         model=settings.served_model_name or Path(settings.model).resolve().name,
         weight_version=live.target.version,
         drafter_version=live.drafter_version,
+        adapters={name: part.version for name, part in live.adapters.items()},
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=list(model.eos_token_ids),

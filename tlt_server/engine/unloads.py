@@ -7,7 +7,7 @@ from __future__ import annotations
 from tlt_server.commands import UnloadAdapter
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.weight_reports import WeightReports
-from tlt_server.errors import Conflict, NotFound
+from tlt_server.errors import Conflict, NotFound, TltError
 from tlt_server.records import LoadedAdapter, StepOutput
 from tlt_server.weights.transaction import Transaction
 
@@ -22,7 +22,7 @@ class Unloads:
     @property
     def due(self) -> bool:
         """Tell whether nothing uses an adapter any more that is to be unloaded."""
-        return any(not self._scheduler.using(name) for name in self._waiting)
+        return bool(self._unused())
 
     def adapter(self, name: str) -> LoadedAdapter | None:
         """Return the adapter of this name for a new sequence; None for an empty name. `NotFound`
@@ -62,7 +62,19 @@ class Unloads:
 
     def advance(self) -> None:
         """Unload what nothing uses any more."""
-        for name in [name for name in self._waiting if not self._scheduler.using(name)]:
-            self._transaction.versions.unload(name)
-            for id in self._waiting.pop(name):
-                self._reports.report(id, "unloaded", role="adapter", version="")
+        for name in self._unused():
+            ids = self._waiting.pop(name)
+            try:
+                self._transaction.versions.unload(name)
+            except TltError as error:
+                for id in ids:
+                    self._reports.refuse(id, error, role="adapter")
+            else:
+                for id in ids:
+                    self._reports.report(id, "unloaded", role="adapter")
+
+    def _unused(self) -> list[str]:
+        """Return the adapters to be unloaded now. A push that is on its way is recorded first."""
+        if self._transaction.push is not None:
+            return []
+        return [name for name in self._waiting if not self._scheduler.using(name)]

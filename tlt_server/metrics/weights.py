@@ -75,7 +75,7 @@ class WeightMetrics:
     def reported(self, report: WeightReport) -> None:
         self._quarantined.set(bool(report.state.quarantined))
         self.live(report.state.target, report.state.drafter)
-        self._load(report.state.adapters)
+        self.load(report.state.adapters)
         if report.result not in QUESTIONS:
             self._pushes.labels(report.role or "none", report.result).inc()
         for phase, seconds in report.phases.items():
@@ -83,9 +83,9 @@ class WeightMetrics:
 
     def engine_gone(self) -> None:
         self._quarantined.set(0)  # the next epoch loads whole versions
-        self._load({})
+        self.load({})
 
-    def _load(self, adapters: Mapping[str, str]) -> None:
+    def load(self, adapters: Mapping[str, str]) -> None:
         """Show these adapters, by name, and forget others: a trainer may name each of its steps."""
         self._adapters.clear()
         for adapter in adapters.items():

@@ -8,6 +8,7 @@ has left neither the old nor the new version, which `overwritten` says.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -157,7 +158,7 @@ class Candidate:
     ) -> None:
         """Make room for a role's tensors, and check that the right ones will come."""
         if name == "adapter":
-            steps = replace(self._steps, keep=None, in_place=False)
+            steps = replace(self._steps, in_place=False)
             weights = self._adapter(manifest, live, receiver)
             self._roles[name] = Arriving.into(name, weights, steps)
             self._roles[name].open(receiver, declared, partial=False)
@@ -182,6 +183,8 @@ class Candidate:
         if data is not None:
             where = f"{receiver.places['adapter']}/{ADAPTER_CONFIG}"
             raw = json_object(data, where)
+        if self._steps.keep is not None:
+            self._steps.keep("adapter", ADAPTER_CONFIG, [data or json.dumps(raw).encode()])
         config = AdapterConfig.parse(raw, where, self._max_lora_rank)
         dtype = next(iter(model.parameters().values())).dtype
         return AdapterWeights(model.config, config, dtype)

@@ -100,10 +100,11 @@ class Staging:
             )
 
     def _staged(self) -> Changed | None:
-        spool, find = self._hooks.options.spool, self._hooks.live
-        if self._manifest.role == "adapter":  # it is compared with none, and pushed after a restart
-            spool, find = None, self._hooks.unsummed
-        live = find()
+        spool, hooks = self._hooks.options.spool, self._hooks
+        # An adapter is compared with no other weights, but recorded with them.
+        live = (
+            hooks.unsummed() if spool is None and self._manifest.role == "adapter" else hooks.live()
+        )
         if spool is not None:
             spool.begin()
         changed = self._candidate.take(self._manifest, live, self._receiver, self._enter)

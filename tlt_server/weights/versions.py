@@ -125,14 +125,30 @@ class Versions:
         taken = {other.slot for other in self.live.adapters.values()}
         free = (slot for slot in range(len(taken) + 1) if slot not in taken)
         adapter = replaced_part(adapter, slot=replaced.slot if replaced else next(free))
-        self.live = self.live.updated(Changed(adapter=adapter))
+        self._record_adapters(self.live.updated(Changed(adapter=adapter)))
         if replaced is not None:
             self._cleanup.drop([replaced.network])
         return self.live
 
     def unload(self, name: str) -> None:
-        self._cleanup.drop([self.live.adapters[name].network])
-        self.live = self.live.without(name)
+        """Drop an adapter that nothing uses; no push may be on its way."""
+        if self._spool is not None:
+            self.live = self.live.complete()
+        network, live = self.live.adapters[name].network, self.live.without(name)
+        self.record(Changed(), live)
+        self._record_adapters(live)
+        self._cleanup.drop([network])
+
+    def _record_adapters(self, live: Live) -> None:
+        """Make these adapters live, for a restart too, as was prepared."""
+        if self._spool is not None:
+            try:
+                self._spool.commit()
+            except OSError as error:
+                raise not_recorded(error) from None
+        self.live = live
+        if self._spool is not None:
+            self._cleanup.discard(self._spool.garbage([self.live, self.previous]))
 
     def rename(self, version: str, of: str = "") -> bool:
         """Call the live target by the label `version`; False where that is its label. `Conflict`

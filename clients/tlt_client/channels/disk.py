@@ -45,7 +45,9 @@ class DiskReceiver:
             role: self._opened(intake.root, path, intake.marker) for role, path in paths.items()
         }
         self._files = {
-            role: Files(source, [ADAPTER]) if role == "adapter" else checkpoint(source)
+            role: Files(source, [ADAPTER])
+            if role == "adapter" and not source.has(INDEX)
+            else checkpoint(source)
             for role, source in self._sources.items()
         }
         self.layouts = [

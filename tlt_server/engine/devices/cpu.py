@@ -141,6 +141,8 @@ class CpuDevice:
         )
         assert isinstance(network, Decoder)
         network.self_test(slots.samples())
+        for adapter in live.adapters.values():
+            slots.fill(adapter.slot, adapter.network)
         return slots
 
     def free(self) -> Free:

@@ -165,6 +165,8 @@ class CudaDevice:
                 self._adapters = GpuAdapterSlots(
                     model.config, settings.max_loras, settings.max_lora_rank, self._placement
                 )
+                for adapter in live.adapters.values():
+                    self._adapters.fill(adapter.slot, adapter.network)
         plan = MemoryPlan(settings, self._needs(model, network), max_model_len, *self._free())
         check_plan(plan)
         pages = plan.pages
