@@ -6,7 +6,7 @@ They travel as msgpack and keep their order. Every `ControlCommand` is answered 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -105,7 +105,7 @@ class Stop(Struct, frozen=True, tag="stop"):
 
 
 Role = Literal["target", "drafter"]
-PushRole = Role | Literal["all"]
+PushRole = Role | Literal["all", "adapter"]
 
 
 class TensorEntry(Struct, frozen=True, kw_only=True):
@@ -146,6 +146,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     session: str = ""  # id of the session that it belongs to
     # version of the target that must be live: a drafter was trained for it; empty: any
     of: str = ""
+    adapter: str = ""  # role adapter: its name
+    # fields of its adapter_config.json, where the channel brings no such file
+    adapter_config: dict[str, Any] = {}
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -222,6 +225,16 @@ class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
     role: Role | None = None
 
 
+class UnloadAdapter(Struct, frozen=True, tag="unload_adapter"):
+    """Take no new request for an adapter, and free its slot once what runs with it has ended:
+    `drain` waits for that, `abort` ends it.
+    """
+
+    id: str
+    name: str
+    in_flight: Literal["drain", "abort"] = "drain"
+
+
 class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):
     id: str
     checksums: bool = False
@@ -261,6 +274,7 @@ WeightCommand = (
     | ReadWeights
     | HandOver
     | RollbackWeights
+    | UnloadAdapter
     | LookAtWeights
     | JoinGroup
     | LeaveGroup

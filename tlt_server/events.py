@@ -59,6 +59,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(description="that compute")]
     phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
     pid: Annotated[int, Meta(description="of the engine process")] = 0
+    adapters: Annotated[
+        dict[str, str], Meta(description="LoRA adapter that is loaded -> its version")
+    ] = {}
     spooled: Annotated[
         bool, Meta(description="whether committed versions are kept for a restart")
     ] = False
@@ -150,6 +153,9 @@ class WeightState(Struct, frozen=True, kw_only=True):
         ),
     ] = {}
     groups: Annotated[list[str], Meta(description="process groups that were joined")] = []
+    adapters: Annotated[
+        dict[str, str], Meta(description="LoRA adapter that is loaded -> its version")
+    ] = {}
     sockets: Annotated[
         str,
         Meta(description="directory of the sockets of pushes by ipc; empty: the channel is closed"),
@@ -161,8 +167,8 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
 
     id: str
     state: WeightState
-    # committed, staged, gathering, unchanged, aborted, named, rolled_back, looked, joined, left; or
-    # an error's code
+    # committed, staged, gathering, unchanged, aborted, named, rolled_back, unloaded, looked,
+    # joined, left; or an error's code
     result: str = ""
     error: tuple[str, str] | None = None  # (code, message)
     version: str = ""

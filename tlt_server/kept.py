@@ -11,7 +11,7 @@ WEIGHTS, CURRENT = "weights", "current.json"
 
 
 class KeptVersion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One role's live version and where its files are."""
+    """The live version of a role, or of an adapter, and where its files are."""
 
     version: str
     digest: str
@@ -21,3 +21,4 @@ class KeptVersion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Current(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str  # the directory the server was started with
     roles: dict[str, KeptVersion]
+    adapters: dict[str, KeptVersion] = {}  # LoRA adapters by name

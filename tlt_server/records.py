@@ -89,6 +89,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
     seed: Annotated[int, Meta(ge=0)]  # unsigned 64 bit; keys the noise
     group_id: str = ""
     salt: str = ""  # separates prefix-cache tenants
+    lora: str = ""  # the adapter that computes it; empty: none
     owner: str = ""  # name of the API key that asked; empty on a server without keys
     priority: int = 0  # lower values start first
     sd: bool | DraftLimits = True  # False: this request is never speculated on
@@ -110,6 +111,23 @@ class GenerateRequest(Struct, frozen=True, kw_only=True, gc=False):
         where there are keys.
         """
         return f"{self.owner}\n{self.salt}" if self.owner else self.salt
+
+
+class LoadedAdapter(Struct, frozen=True):
+    """A LoRA adapter that sequences can use, without its tensors."""
+
+    name: str
+    version: str
+    digest: str  # names its content, scale included
+    slot: int
+
+    def version_of(self, target: str) -> str:
+        """Return the version of tokens that the target with this adapter computes."""
+        return adapted_version(target, self.name, self.version)
+
+
+def adapted_version(target: str, name: str, version: str) -> str:
+    return f"{target}+{name}@{version}"
 
 
 class Strategy(Struct, frozen=True, order=True):
@@ -226,6 +244,7 @@ class StepContext(Struct, frozen=True):
     filtered: bool = False  # top-k, top-p or min-p for some request
     edited: bool = False  # logits edited for some request
     structured: bool = False  # some request has a structured output
+    adapted: bool = False  # an adapter for some request
 
     def taking(self, drafter: str) -> int:
         """Return the requests that take drafts of this drafter."""

@@ -182,6 +182,14 @@ class SharedSettings:
         ),
     ] = None
 
+    # LoRA adapters of the target
+    max_loras: Annotated[
+        int, Doc("adapters", "LoRA adapters that can be loaded at once; 0: none.", 0, 1024)
+    ] = 0
+    max_lora_rank: Annotated[
+        int, Doc("rank", "Largest rank of an adapter; memory is set apart for it at start.", 1, 128)
+    ] = 16
+
     # a drafter that follows the target
     drafter_training: Annotated[
         Literal["off", "idle", "device", "share"],

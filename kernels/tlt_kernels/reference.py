@@ -116,3 +116,24 @@ def attend_rows(
         weight = torch.softmax(torch.einsum("nd,tnd->nt", q_RND[r].to(dtype), k) * scale, dim=-1)
         out_RND[r] = torch.einsum("nt,tnd->nd", weight, v)
     return out_RND
+
+
+def add_lora(
+    x_MK: Tensor,
+    a_SXK: Tensor,
+    b_SNr: Tensor,
+    scale_S: Tensor,
+    parts: tuple[int, ...],
+    slot_M: Tensor,
+    out_MN: Tensor,
+) -> Tensor:
+    """`slot_M`: the slot of each row's adapter; -1 for none."""
+    rank, found_MN = b_SNr.shape[2], out_MN.clone()
+    for m, slot in enumerate(slot_M.tolist()):
+        if slot < 0:
+            continue
+        low_X = scale_S[slot] * (a_SXK[slot] @ x_MK[m])
+        b_parts = b_SNr[slot].split(list(parts))
+        added = [b @ low_X[i * rank : (i + 1) * rank] for i, b in enumerate(b_parts)]
+        found_MN[m] += torch.cat(added)
+    return found_MN

@@ -57,6 +57,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "64",
         "--weight-channels",
         "disk,http,broadcast,ipc",
+        "--max-loras",
+        "2",
         "--grpc-port",
         "0",
     ) as running:

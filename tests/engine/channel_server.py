@@ -53,6 +53,8 @@ class Server:
                 weight_channels="disk,http,broadcast,ipc",
                 weight_staging=staging,
                 state_dir=str(root / "state"),
+                max_loras=1,
+                max_lora_rank=4,
             )
         )
         self.runner = asyncio.Runner()

@@ -39,6 +39,7 @@ from tlt_server.commands import (
     Sleep,
     Stop,
     Submit,
+    UnloadAdapter,
     WakeUp,
     WeightCommand,
     decode_command,
@@ -333,7 +334,16 @@ class FakeEngine:
                 result, self.weights = "left", msgspec.structs.replace(self.weights, groups=[])
             case RollbackWeights(_, to):
                 version, result, role = to or "v0", "rolled_back", "target"
-        if result in ("committed", "rolled_back"):
+            case UnloadAdapter(_, name):
+                result, role = "unloaded", "adapter"
+                left = {at: own for at, own in self.weights.adapters.items() if at != name}
+                if left == self.weights.adapters:
+                    result, error = "not_found", ("not_found", f"adapter {name!r} is not loaded")
+                self.weights = msgspec.structs.replace(self.weights, adapters=left)
+        if role == "adapter" and result == "committed":
+            loaded = self.weights.adapters | {manifest.adapter: version}
+            self.weights = msgspec.structs.replace(self.weights, adapters=loaded)
+        elif result in ("committed", "rolled_back"):
             self.weights = WeightState(target=version, previous={"target": self.weights.target})
         phases = (
             {"read": 0.2, "commit": 0.001}

@@ -111,6 +111,7 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "priority": (3, {}),
     "train": (False, {}),
     "model": ("none", {}),
+    "lora_path": ("none", {}),
     "rid": ("a", {}),
     "request_id": ("a", {}),
     "return_text_in_logprobs": (True, {"return_logprob": True}),
@@ -257,7 +258,7 @@ def test_a_field_that_is_done_changes_what_it_should(
         base = observed(server, body, **needs)
         assert observed(server, body, **needs) == base
         found = observed(server, body, **{**needs, name: value})
-        assert found != base and found[0] == (404 if name == "model" else 200)
+        assert found != base and found[0] == (404 if name in ("model", "lora_path") else 200)
 
 
 def test_a_prompt_is_truncated_to_its_last_tokens(server: LiveServer) -> None:

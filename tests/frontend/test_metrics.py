@@ -270,7 +270,8 @@ def test_a_weight_command_ends_with_nothing_that_has_no_series_from_the_start() 
         package / "weights" / "dormant.py"
     }  # metrics of a sleep
     engine = [
-        package / "engine" / f"{name}.py" for name in ("pushes", "weight_reads", "group_joins")
+        package / "engine" / f"{name}.py"
+        for name in ("pushes", "weight_reads", "group_joins", "unloads")
     ]
     for file in (*pushing, *engine, package / "models" / "loader.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -335,6 +335,10 @@ def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> 
         "/init_weights_update_group",
         "/update_weights_from_distributed",
         "/get_weights_by_name",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
     }
     for path, (method, example) in examples.items():
         response = httpx.request(method, server.url + path, json=example)

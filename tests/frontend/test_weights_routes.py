@@ -69,6 +69,7 @@ def test_a_manifest_reaches_the_engine_and_the_reply_describes_the_outcome(
         "spooled": False,
         "quarantined": {},
         "groups": [],
+        "adapters": {},
         "sockets": "",
         "uploads": [],
         "update": None,

@@ -58,6 +58,7 @@ def test_admissions_and_pages_arrive() -> None:
             group=batch_slot + 4,
             first=batch_slot + 7,
             hint_page=12 if batch_slot == 3 else -1,
+            adapter=batch_slot - 1,
         )
         expected.token_QT[batch_slot, :length] = tokens
         expected.page_table_QP[batch_slot, : len(pages)] = pages
@@ -76,6 +77,7 @@ def test_admissions_and_pages_arrive() -> None:
             ("max_rows", batch_slot + 5),
             ("group", batch_slot + 4),
             ("first", batch_slot + 7),
+            ("adapter", batch_slot - 1),
         ):
             getattr(expected, f"{name}_Q")[batch_slot] = value
         expected.stop_QK[batch_slot] = 2, 11, -1

@@ -301,3 +301,17 @@ def test_the_largest_prompts_are_rehearsed_but_not_kept_and_variants_of_their_ow
     assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
     assert shapes.rehearsed(PROMPT_SIZES[-1]) == [many_short, filters, edits, halves]
     assert Shapes(PROMPT_CHUNKS, MIN_DEPTH).rehearsed(PROMPT_SIZES[-1]) == [filters, edits, halves]
+
+
+def test_steps_with_adapters_are_captured_later_and_first_only_where_there_are_any() -> None:
+    def adapted(shapes: Shapes) -> list[bool]:
+        keys = shapes.captured_later(policy_of("goodput", shapes).strategies)
+        first = len(shapes.captured(policy_of("goodput", shapes).strategies))
+        assert len(keys) == len(set(keys))
+        return [key.adapted for key in keys[first:] if isinstance(key, ExtendKey)]
+
+    without, within = adapted(Shapes(4, DEEPEST)), adapted(Shapes(4, DEEPEST, adapters=True))
+    assert not any(without)
+    each = len(without) // 3
+    assert all(within[:each]) and len(within) == 7 * each
+    assert ExtendKey(1, 1, adapted=True) in Shapes(4, DEEPEST, adapters=True).rehearsed(64)

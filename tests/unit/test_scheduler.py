@@ -120,7 +120,7 @@ def test_every_sequence_ends_as_if_alone(
         while flying:
             land()
         version, in_flight = due[0]
-        if in_flight == "drain" and scheduler.started:
+        if in_flight == "drain" and scheduler.started():
             gate.hold(Reason.DRAINING)
         else:
             gate.release(Reason.DRAINING)

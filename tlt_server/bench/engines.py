@@ -29,8 +29,9 @@ def release() -> None:
 
 
 class LoadedOnce:
-    """Makes devices that share one copy of the weights: the first engine loads it. Nothing may be
-    pushed to such engines. They get ready for `strategies`, too, next to those of their policy.
+    """Makes devices that share one copy of the weights: the first engine loads it. Only adapters
+    may be pushed to such engines. They get ready for `strategies`, too, next to those of their
+    policy.
     """
 
     def __init__(self, strategies: Sequence[Strategy] = ()) -> None:
@@ -74,8 +75,9 @@ class _Shared:
             return (*reach(requests, prompts=prompts), *self._source.strategies)
 
         equipped = self._device.equip(live, memory, wider, page_table_SP, on_progress, quiet)
-        return equipped._replace(install=_refuse)
 
+        def install(live: Live, changed: Changed) -> None:
+            assert changed.role == "adapter", "weights that engines share do not change"
+            equipped.install(live, changed)
 
-def _refuse(live: Live, changed: Changed) -> None:
-    raise AssertionError("weights that engines share do not change")
+        return equipped._replace(install=install)

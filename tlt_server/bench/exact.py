@@ -5,7 +5,8 @@ One reference run without speculation, then a pairwise covering array of the oth
 engine serves all runs of a batch, since a start takes longer than a run: between two runs it
 forgets every prefix and text, and the next run has another policy, fewer pages, a smaller chunk.
 Compared are the tokens and the bits of every log-prob, of prompts too where they are asked for.
-Many requests have penalties, biases, min_tokens or prompt log-probs. `--plant-fault` moves logits
+Many requests have penalties, biases, min_tokens, prompt log-probs or one of two LoRA adapters.
+`--plant-fault` moves logits
 by one ulp in thirty steps of one run, to show that the check can fail. With `--numerics fast`,
 which promises no such thing, the rate of differing tokens is reported and nothing fails.
 """
@@ -16,15 +17,18 @@ import argparse
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
 from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.bench.engines import LoadedOnce, release
-from tlt_server.bench.exact_plan import PLANS, ExactSize, pages_for, varied, with_length
+from tlt_server.bench.exact_plan import ADAPTERS, PLANS, ExactSize, pages_for, varied, with_length
 from tlt_server.bench.faults import planted
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
@@ -114,6 +118,8 @@ class ExactEngines:
         self.base, self.plan, self._on_phase = base, PLANS[str(base.device)], on_phase
         self._source = LoadedOnce(self.plan.strategies)
         self._engine: Engine | None = None
+        self._adapters = TemporaryDirectory(prefix="tlt-exact-")
+        write_adapters(Path(base.model), Path(self._adapters.name))
         self._of: tuple[int, bool, bool] | None = None
 
     def engine(self, batch: int, *, fault: bool, reference: bool) -> Engine:
@@ -129,8 +135,12 @@ class ExactEngines:
                 max_running=batch,
                 max_rows=self.plan.max_rows,
                 graphs=self.base.graphs and not fault,
+                weight_root=Path(self._adapters.name),
+                max_loras=len(ADAPTERS) - 1,
+                max_lora_rank=RANK,
             )
             self._engine, _ = assemble(settings, self._on_phase, make_device=self._source.device)
+            load_adapters(self._engine)
             self._of = batch, fault, reference
         return self._engine
 

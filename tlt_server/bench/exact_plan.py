@@ -132,6 +132,9 @@ KINDS: tuple[dict[str, object], ...] = (
 )
 
 
+ADAPTERS = ("", "one", "two")  # names of LoRA adapters, likewise; empty: none
+
+
 def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRequest:
     """One request in requests / long writes all of `long_tokens`, so that long ones run side by
     side and press on the pages.
@@ -146,9 +149,9 @@ def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRe
 
 
 def varied(request: GenerateRequest, i: int) -> GenerateRequest:
-    """Return the request with the edits of logits and the scores that its turn has."""
+    """Return the request with the edits of logits, the scores and the adapter that its turn has."""
     changed = msgspec.structs.replace(request.sampling, **KINDS[i % len(KINDS)])
-    return msgspec.structs.replace(request, sampling=changed)
+    return msgspec.structs.replace(request, sampling=changed, lora=ADAPTERS[i % len(ADAPTERS)])
 
 
 def pages_for(

@@ -94,7 +94,8 @@ def assemble(
         max_model_len = served_length(settings, config)
         live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
         if spool:
-            live, lost = restore(spool, live, parse_calibration)
+            limits = settings.max_loras, settings.max_lora_rank
+            live, lost = restore(spool, live, parse_calibration, *limits)
         detail.append(str(settings.model))
     with phase("allocate KV") as detail:
         memory = device.allocate(live, max_model_len)
@@ -187,6 +188,7 @@ def _connect(
             SamplingState(request, vocab_size, eos_token_ids, structures),
             settings.page_size,
             recorder.trace(request) if recorder else None,
+            pushes.unloads.adapter(request.lora),
         )
 
     gate = StepGate()
@@ -273,6 +275,7 @@ def _describe(
         model=settings.served_model_name or Path(settings.model).resolve().name,
         weight_version=live.target.version,
         drafter_version=live.drafter_version,
+        adapters={name: part.version for name, part in live.adapters.items()},
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=list(model.eos_token_ids),
@@ -313,7 +316,14 @@ def _options(
     )
     staged = state and state / "staged"
     storage = Storage(settings.weight_staging, device.free, device.device, staged)
-    return Options(settings.channels, intake, spool, storage)
+    return Options(
+        settings.channels,
+        intake,
+        spool,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        storage=storage,
+    )
 
 
 def _unexpected(content: bytes, source: str) -> object:

@@ -85,6 +85,7 @@ class Batch:
             filtered=any(chunk.sequence.is_filtered for chunk in self.chunks if chunk.samples),
             edited=any(chunk.sequence.is_edited for chunk in self.chunks if chunk.samples),
             structured=any(chunk.sequence.is_structured for chunk in self.chunks if chunk.samples),
+            adapted=any(chunk.sequence.adapter is not None for chunk in self.chunks),
         )
 
 

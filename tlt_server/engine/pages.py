@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Sequence, Set
 PageKey = bytes
 
 
-def root_key(weight_version: str, tenant: str) -> PageKey:
-    """Return the key before the first page. KV of another weight version or tenant never
-    matches.
+def root_key(weight_version: str, tenant: str, adapter: str = "") -> PageKey:
+    """Return the key before the first page. KV of another weight version, tenant or content of an
+    adapter never matches.
     """
-    return hashlib.blake2b(repr((weight_version, tenant)).encode(), digest_size=16).digest()
+    names = repr((weight_version, tenant, adapter))
+    return hashlib.blake2b(names.encode(), digest_size=16).digest()
 
 
 def next_key(previous: PageKey, tokens: Sequence[int]) -> PageKey:

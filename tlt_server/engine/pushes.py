@@ -25,11 +25,13 @@ from tlt_server.commands import (
     PushWeights,
     ReadWeights,
     RollbackWeights,
+    UnloadAdapter,
     WeightCommand,
 )
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.group_joins import GroupJoins
 from tlt_server.engine.scheduler import Scheduler
+from tlt_server.engine.unloads import Unloads
 from tlt_server.engine.weight_reads import WeightReads
 from tlt_server.engine.weight_reports import WeightReports
 from tlt_server.errors import Conflict, TltError, Unavailable
@@ -69,13 +71,15 @@ class WeightPushes:
         self._reports = WeightReports(transaction)
         self._reads = WeightReads(transaction.versions, self._reports, costs)
         self._joins = GroupJoins(transaction, self._reports)
+        self.unloads = Unloads(transaction, scheduler, self._reports)
         self._rollback: _Rollback | None = None
         self._ended: list[StepOutput] = []
 
     @property
     def due(self) -> bool:
         """Tell whether the next step has something to do for a change, without a command."""
-        return self._gate.held_for(Reason.SETTLING) or self.transaction.cleanup.due
+        held = self._gate.held_for(Reason.SETTLING)
+        return held or self.transaction.cleanup.due or self.unloads.due
 
     @property
     def busy(self) -> bool:
@@ -156,6 +160,9 @@ class WeightPushes:
                 self._ask_commit(command)
             case RollbackWeights():
                 self._ask_rollback(command)
+            case UnloadAdapter():
+                self._check_drains(command.in_flight, adapter=command.name)
+                self._ended += self.unloads.ask(command)
             case AbortWeights():
                 self._abort(command)
             case NameWeights():
@@ -174,6 +181,7 @@ class WeightPushes:
     def _push(self, command: PushWeights) -> None:
         self._check_no_rollback()
         manifest = command.manifest
+        self.unloads.check_free(manifest.adapter)
         push = self.transaction.begin(manifest)
         waits = isinstance(push.state, Waiting)
         if waits and manifest.commit and not (push.asked or push.candidate.headless):
@@ -185,7 +193,7 @@ class WeightPushes:
     def _check_can_drain(self, push: Push) -> None:
         """Refuse now what would be refused once all of it is there."""
         try:
-            self._check_drains(push.manifest.in_flight, push.manifest.roles)
+            self._check_drains(push.manifest.in_flight, push.manifest.roles, push.manifest.adapter)
         except Conflict:
             self.transaction.close()
             self._release()
@@ -199,7 +207,7 @@ class WeightPushes:
             self._reports.report(command.id, "unchanged", parts=live)
             return
         push, staged = ready
-        self._check_drains(push.manifest.in_flight, push.manifest.roles)
+        self._check_drains(push.manifest.in_flight, push.manifest.roles, push.manifest.adapter)
         if command.name:
             staged = transaction.name_staged(staged, command.name)
         push.state = replace(staged, due=True)
@@ -250,10 +258,14 @@ class WeightPushes:
                 "first); send this again after it is answered, or abort it (POST /weights/abort)"
             )
 
-    def _check_drains(self, in_flight: InFlight, roles: Collection[str]) -> None:
-        """`Conflict` where the change would wait for the end of sequences that do not go on."""
-        started = self._scheduler.started
-        if in_flight == "drain" and "target" in roles and self._gate.by_operator and started:
+    def _check_drains(
+        self, in_flight: InFlight, roles: Collection[str] = (), adapter: str = ""
+    ) -> None:
+        """`Conflict` where the change of these roles, or of an adapter, would wait for the end of
+        sequences that do not go on.
+        """
+        started = self._scheduler.started(adapter) if adapter or "target" in roles else 0
+        if in_flight == "drain" and self._gate.by_operator and started:
             raise Conflict(
                 f"in_flight is drain, and {started} requests that have started do not go on while "
                 "generation is paused or asleep; resume it first (POST /engine/resume, "
@@ -266,6 +278,7 @@ class WeightPushes:
         """Make the change whose moment has come. Return the outputs that this brings."""
         self._gate.release(Reason.SETTLING)
         self.transaction.cleanup.run()  # the last call's garbage, which no frame holds any more
+        self.unloads.advance()
         if self._rollback is not None and self._may_change(
             self._rollback.in_flight, self._rollback.parts
         ):
@@ -306,7 +319,9 @@ class WeightPushes:
 
     def _drains(self, in_flight: InFlight, changed: Changed) -> bool:
         """Tell whether what runs must end before these weights change; then no sequence starts."""
-        if in_flight != "drain" or changed.target is None or not self._scheduler.started:
+        adapter = changed.adapter.name if changed.adapter else ""
+        concerns = in_flight == "drain" and (changed.target is not None or adapter)
+        if not concerns or not self._scheduler.started(adapter):
             return False
         self._gate.hold(Reason.DRAINING)
         return True
@@ -356,6 +371,9 @@ class WeightPushes:
         self._install(live, changed)
         if changed.target is not None:
             self._ended += self._scheduler.change_version(changed.target.version, in_flight)
+        if changed.adapter is not None:
+            loaded = live.adapters[changed.adapter.name].loaded
+            self._ended += self._scheduler.change_adapter(loaded, in_flight)
 
     def _close(
         self,

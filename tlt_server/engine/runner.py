@@ -24,6 +24,7 @@ from tlt_server.engine.batching import LaidOut, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
+from tlt_server.models.adapted import AdaptedLayer, AdapterSlots
 from tlt_server.models.decoder import Decoder
 from tlt_server.records import OFF, Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
@@ -55,7 +56,9 @@ class CpuRunner:
         cache: KVCache,
         drafters: dict[str, CpuDrafter],
         page_table_SP: NDArray[np.int32],
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self.adapters = adapters
         self.model, self._cache, self._drafters, self._page_table_SP = (
             model,
             cache,
@@ -106,7 +109,7 @@ class CpuRunner:
             drafts.candidates,
             drafts.chosen_N,
         )
-        forward = self.model.forward(step.rows, self._cache)
+        forward = self.model.forward(step.rows, self._cache, self._adapted(batch, step))
         for kept_SX, states_RX in self._states(forward):
             kept_SX.numpy()[step.layout.kv_slot_R] = states_RX.numpy()
         sampled, walk = self._sample(batch, step, forward)
@@ -131,6 +134,12 @@ class CpuRunner:
             drafted=len(drafts.chosen_N),
         )
         self._finished = Finished(batch, emissions, cycle, drafts.drafted)
+
+    def _adapted(self, batch: Batch, step: LaidOut) -> list[AdaptedLayer] | None:
+        if self.adapters is None:
+            return None
+        slot_W = np.array([chunk.sequence.slot for chunk in batch.chunks], np.int32)
+        return self.adapters.of_rows(slot_W[step.layout.request_R])
 
     def _states(self, forward: Forward) -> list[tuple[Tensor, Tensor]]:
         """Return the arrays of states that are kept per KV slot, each with this step's rows."""

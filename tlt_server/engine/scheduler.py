@@ -20,6 +20,7 @@ from tlt_server.commands import InFlight
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.deadlines import Deadlines
 from tlt_server.engine.gate import StepGate
+from tlt_server.engine.new_weights import NewWeights
 from tlt_server.engine.outputs import End, output, truncate
 from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sequence import SavedKV, Sequence
@@ -29,7 +30,7 @@ from tlt_server.engine.step_cost import StepCost
 from tlt_server.engine.time_shares import TimeShares
 from tlt_server.engine.waiting import WaitingSequences
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
-from tlt_server.records import OFF, StepOutput, Strategy
+from tlt_server.records import OFF, LoadedAdapter, StepOutput, Strategy
 
 
 def unpadded(decoding: int, max_rows: int) -> int:
@@ -69,6 +70,7 @@ class Scheduler:
         self._time_shares = TimeShares(
             running, self._waiting, cost or StepCost(), max_rows=max_rows
         )
+        self._new_weights = NewWeights(running, self._waiting, self._requeue, self.abort)
         self._starts = Starts(
             gate, running, self._waiting, self._preempt, restore, clock, self._time_shares.expected
         )
@@ -304,7 +306,7 @@ class Scheduler:
             return self._end(sequence, End("error", error=emission.error))
         # Without a token the request wanted the prompt only.
         end = truncate(emission, sequence.state.stop_ids, sequence.remaining)
-        emission.weight_version = version if emission.tokens else ""
+        emission.weight_version = sequence.version_of(version) if emission.tokens else ""
         if sequence.trace is not None:
             sequence.trace.emitted(sequence, emission, strategy, decodes=chunk.decodes)
         sequence.append(emission.tokens)
@@ -323,40 +325,27 @@ class Scheduler:
                 self.pool.publish(page, key)
             sequence.published = full
 
-    # -- a new weight version ----------------------------------------------------------------------
+    # -- new weights -------------------------------------------------------------------------------
 
-    @property
-    def started(self) -> int:
-        """Count the sequences of which a version has computed something."""
-        return sum(s.has_started for s in self._by_id.values())
+    def using(self, adapter: str = "") -> list[Sequence]:
+        """Return the sequences with this adapter; all where it is empty."""
+        return [s for s in self._by_id.values() if adapter in ("", s.request.lora)]
+
+    def started(self, adapter: str = "") -> int:
+        """Count those of them of which a version has computed something."""
+        return sum(s.has_started for s in self.using(adapter))
 
     def change_version(self, version: str, in_flight: InFlight) -> list[StepOutput]:
-        """Compute every step from now on with `version`. Return the sequences that this ends.
-
-        `continue` keeps the KV of decoding sequences. `recompute` drops all KV: the same tokens go
-        on as if this version had read them. `abort` ends what has started with the tokens it has.
-        `drain` has waited until nothing runs. A sequence without complete KV (a prompt read in
-        part, a preempted sequence whose KV was not saved) starts over under this version in every
-        mode.
-        """
+        """Compute every step from now on with `version`. Return the sequences that this ends."""
         self.weight_version = version
-        ended = (
-            [self._end(s, End("abort")) for s in list(self._by_id.values()) if s.has_started]
-            if in_flight == "abort"
-            else []
-        )
-        for sequence in reversed(
-            [s for s in self.running if in_flight == "recompute" or not s.decoding]
-        ):
-            self._requeue(sequence)
-        for sequence in self._waiting:
-            if in_flight == "recompute":
-                sequence.saved = None
-            if sequence.saved is None:
-                sequence.start_over(version)
-        for sequence in self.running:
-            sequence.mixed_version = True
-        return ended
+        return self._new_weights.take_over(self.using(), version, in_flight)
+
+    def change_adapter(self, adapter: LoadedAdapter, in_flight: InFlight) -> list[StepOutput]:
+        """Compute the sequences with this adapter by this version of it from now on. Return those
+        that this ends.
+        """
+        affected = self.using(adapter.name)
+        return self._new_weights.replaced(affected, adapter, self.weight_version, in_flight)
 
     # -- looking in --------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tlt_server.engine.pages import PageKey, next_key, root_key
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.traces import Noting
-from tlt_server.records import GenerateRequest, TokenLogprobs
+from tlt_server.records import GenerateRequest, LoadedAdapter, TokenLogprobs
 
 
 class SavedKV(NamedTuple):
@@ -36,9 +36,11 @@ class Sequence:
         state: SamplingState,
         page_size: int,
         trace: Noting | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> None:
         self.request = request
         self.state = state
+        self.adapter = adapter
         self.trace = trace  # its record, where it is kept for training
         self.prompt_len = len(request.token_ids)
         self.length = self.prompt_len + len(request.generated)
@@ -147,6 +149,15 @@ class Sequence:
         return not (self.mixed_version or self.private or self.background)
 
     @property
+    def slot(self) -> int:
+        """Return the slot of its adapter; -1 without one."""
+        return self.adapter.slot if self.adapter else -1
+
+    def version_of(self, target: str) -> str:
+        """Return the version of tokens that this version of the target computes for it."""
+        return self.adapter.version_of(target) if self.adapter else target
+
+    @property
     def has_started(self) -> bool:
         return self.output_len > 0 or self.batch_slot >= 0 or self.preemptions > 0
 
@@ -155,7 +166,8 @@ class Sequence:
         sequence, and again when KV is dropped.
         """
         assert self.batch_slot < 0 and self.saved is None
-        self._keys = [root_key(version, self.request.tenant)]
+        content = self.adapter.digest if self.adapter else ""
+        self._keys = [root_key(version, self.request.tenant, content)]
         self.mixed_version = False
         if not self.output_len:
             self.cached_tokens = None

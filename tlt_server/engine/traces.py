@@ -80,9 +80,11 @@ class Recorder:
 
     def trace(self, request: GenerateRequest) -> Trace | None:
         """Return a trace for a sequence that may be recorded. One that an earlier engine started
-        has no record of its first tokens.
+        has no record of its first tokens, and the drafter learns to follow the target without
+        adapters.
         """
-        return Trace(self) if request.train and not request.generated else None
+        kept = request.train and not request.generated and not request.lora
+        return Trace(self) if kept else None
 
     def installed(self, calibration: str) -> None:
         """Note that another calibration table is in force."""

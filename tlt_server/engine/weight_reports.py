@@ -97,5 +97,6 @@ class WeightReports:
             spooled=options.spool is not None,
             quarantined=dict(versions.quarantined),
             groups=sorted(options.intake.groups),
+            adapters={name: part.version for name, part in versions.live.adapters.items()},
             sockets=str(options.intake.sockets or ""),
         )

@@ -24,6 +24,7 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.reading.reader import Reader
 from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.frontend.weights.adapters import Adapters
 from tlt_server.frontend.weights.adoption import Adoption
 from tlt_server.frontend.weights.broadcasts import Broadcasts
 from tlt_server.frontend.weights.checker import WeightChecker
@@ -69,6 +70,10 @@ class Service:
             stages=self.config.weight_staging != "none",
             ttl_s=self.config.weight_update_ttl_s,
         )
+
+    @cached_property
+    def adapters(self) -> Adapters:
+        return Adapters(self.session, (self.config.served_model_name, str(self.config.model)))
 
     @cached_property
     def broadcasts(self) -> Broadcasts:

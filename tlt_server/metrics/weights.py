@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 
 from tlt_server.events import WeightReport
 from tlt_server.metrics.kinds import Kinds
@@ -16,7 +17,8 @@ PUSH_RESULTS = (
     "unchanged",
     "aborted",
     "named",
-    "rolled_back",  # and the codes of errors that end one
+    "rolled_back",
+    "unloaded",  # and the codes of errors that end one
     "invalid_request",
     "forbidden",
     "not_found",
@@ -26,6 +28,7 @@ PUSH_RESULTS = (
     "conflict",
     "push_failed",
 )
+ROLES = ("target", "drafter", "all", "adapter", "none")
 QUESTIONS = ("looked", "joined", "left")  # results of commands that push nothing
 
 
@@ -46,6 +49,13 @@ class WeightMetrics:
             "tlt_weights_quarantined",
             "1 while a push that wrote over the weights in use has failed: nothing is served.",
         )
+        self._adapters = kinds.gauge(
+            "tlt_lora_adapter_info", "1 for each LoRA adapter that is loaded.", "name", "version"
+        )
+        self._asked = kinds.counter(
+            "tlt_lora_sequences", "Sequences accepted for each LoRA adapter that is loaded.", "name"
+        )
+        self._loaded: set[str] = set()
         self._pushes = kinds.counter(
             "tlt_weight_pushes",
             "Pushes and rollbacks, by role and result or error code.",
@@ -58,13 +68,14 @@ class WeightMetrics:
             PUSH_S,
             "phase",
         )
-        for role, result in itertools.product(("target", "drafter", "all", "none"), PUSH_RESULTS):
+        for role, result in itertools.product(ROLES, PUSH_RESULTS):
             self._pushes.labels(role, result)
         self._live = ("", "")  # target's and drafter's version
 
     def reported(self, report: WeightReport) -> None:
         self._quarantined.set(bool(report.state.quarantined))
         self.live(report.state.target, report.state.drafter)
+        self.load(report.state.adapters)
         if report.result not in QUESTIONS:
             self._pushes.labels(report.role or "none", report.result).inc()
         for phase, seconds in report.phases.items():
@@ -72,6 +83,23 @@ class WeightMetrics:
 
     def engine_gone(self) -> None:
         self._quarantined.set(0)  # the next epoch loads whole versions
+        self.load({})
+
+    def load(self, adapters: Mapping[str, str]) -> None:
+        """Show these adapters, by name, and forget others: a trainer may name each of its steps."""
+        self._adapters.clear()
+        for adapter in adapters.items():
+            self._adapters.labels(*adapter).set(1)
+        for name in self._loaded - adapters.keys():
+            self._asked.remove(name)
+        for name in adapters.keys() - self._loaded:
+            self._asked.labels(name)
+        self._loaded = {*adapters}
+
+    def asked(self, adapter: str, sequences: int) -> None:
+        """Count sequences that were accepted for an adapter."""
+        if adapter in self._loaded:
+            self._asked.labels(adapter).inc(sequences)
 
     def live(self, target: str, drafter: str) -> None:
         """Show the versions that are live, and since when if they are other ones."""

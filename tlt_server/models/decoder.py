@@ -10,6 +10,8 @@ Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from tlt_server.attention import BACKENDS, Attention
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.errors import ModelError
 from tlt_server.models import Forward
+from tlt_server.models.adapted import AdaptedLayer
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.layers import GatedMlp, LayerShape, SelfAttention
 from tlt_server.models.names import target_parameters
@@ -129,9 +132,11 @@ class Decoder:
             feature_layers=self.feature_layers,
         )
 
-    def forward(self, rows: Rows, cache: KVCache) -> Forward:
+    def forward(
+        self, rows: Rows, cache: KVCache, adapted: Sequence[AdaptedLayer] | None = None
+    ) -> Forward:
         """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Requires `position_R <
-        max_position`.
+        max_position`. `adapted`: what adapters add to some of the rows, by layer.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
         residual_RH = self.embedding_VH.index_select(0, rows.token_R)
@@ -140,14 +145,17 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if index in self.feature_layers:
                 inputs[index] = residual_RH.clone()
-            attended_RH = layer.self_attention(normed_RH, keys[index], values[index], rows)
+            own = adapted[index] if adapted is not None else None
+            attended_RH = layer.self_attention(
+                normed_RH, keys[index], values[index], rows, adapted=own
+            )
             normed_RH = add_rms_norm(attended_RH, residual_RH, layer.post_attention_norm_H, eps)
             next_norm_H = (
                 self.layers[index + 1].input_norm_H
                 if index + 1 < len(self.layers)
                 else self.final_norm_H
             )
-            normed_RH = add_rms_norm(layer.mlp(normed_RH), residual_RH, next_norm_H, eps)
+            normed_RH = add_rms_norm(layer.mlp(normed_RH, own), residual_RH, next_norm_H, eps)
         inputs[len(self.layers)] = normed_RH
         features = [inputs[index] for index in self.feature_layers]
         return Forward(
@@ -183,10 +191,12 @@ class Decoder:
         """
         return dict(target_parameters(self, self.head_HV.t()))
 
-    def self_test(self) -> None:
-        """Check strict numerics on this model's own matmuls; see `Numerics.self_test`."""
+    def self_test(self, others: Iterable[tuple[Tensor, None]] = ()) -> None:
+        """Check strict numerics on this model's own matmuls, and by `others`; see
+        `Numerics.self_test`.
+        """
         attention, mlp = self.layers[0].self_attention, self.layers[0].mlp
         projections = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         self.numerics.self_test(
-            [*((p.weight_KX, p.bias_X) for p in projections), (self.head_HV, None)]
+            [*((p.weight_KX, p.bias_X) for p in projections), (self.head_HV, None), *others]
         )

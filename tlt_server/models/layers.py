@@ -16,6 +16,7 @@ from torch import Tensor
 from tlt_kernels.cpu import elementwise
 from tlt_server.attention import Attention
 from tlt_server.attention.rows import Rows
+from tlt_server.models.adapted import AdaptedLayer, AdaptedProjection
 from tlt_server.models.names import Parameters
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import RotaryTable
@@ -33,8 +34,11 @@ class Projection:
         self.weight_KX = torch.zeros(inputs, sum(parts.values()))
         self.bias_X = torch.zeros(sum(parts.values())) if bias else None
 
-    def __call__(self, x_RK: Tensor) -> Tensor:
-        return self.numerics.linear(x_RK, self.weight_KX, self.bias_X)
+    def __call__(self, x_RK: Tensor, adapted: AdaptedProjection | None = None) -> Tensor:
+        out_RX = self.numerics.linear(x_RK, self.weight_KX, self.bias_X)
+        if adapted is not None:
+            adapted.add(x_RK, out_RX)
+        return out_RX
 
     def parameters(self, prefix: str = "") -> Parameters:
         start = 0
@@ -86,12 +90,19 @@ class SelfAttention:
         self.k_weight_D = torch.ones(head_dim) if shape.qk_norm else None
 
     def __call__(
-        self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
+        self,
+        x_RH: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        rows: Rows,
+        first: int = 0,
+        adapted: AdaptedLayer | None = None,
     ) -> Tensor:
         """Write the rows' keys and values, then attend over positions [first, own]: [R, H]."""
-        q_RND = self._store(self.qkv(x_RH), self.heads, k_SKD, v_SKD, rows)
+        qkv_RX = self.qkv(x_RH, adapted and adapted.qkv)
+        q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
         out_RND = self.attention.attend(q_RND, k_SKD, v_SKD, rows, first)
-        return self.output(out_RND.view(len(rows), self.query_width))
+        return self.output(out_RND.view(len(rows), self.query_width), adapted and adapted.output)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows) -> None:
         """Write the rows' keys and values, and nothing else."""
@@ -129,5 +140,6 @@ class GatedMlp:
         )
         self.down = Projection(intermediate, {"down_proj": hidden}, bias=bias, numerics=numerics)
 
-    def __call__(self, x_RH: Tensor) -> Tensor:
-        return self.down(elementwise.silu_mul(self.gate_up(x_RH)))
+    def __call__(self, x_RH: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:
+        gate_up_RX = self.gate_up(x_RH, adapted and adapted.gate_up)
+        return self.down(elementwise.silu_mul(gate_up_RX), adapted and adapted.down)

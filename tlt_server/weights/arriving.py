@@ -24,7 +24,7 @@ from tlt_server.models.draft_layouts import layout_of
 from tlt_server.models.loader import check_finite, check_layout, check_names
 from tlt_server.weights.checksums import content
 from tlt_server.weights.declared import check_content, check_shape
-from tlt_server.weights.parts import Drafter, DrafterNetwork, Target, TargetNetwork
+from tlt_server.weights.parts import Adapter, Drafter, Network, Target
 from tlt_server.weights.spool import Data
 
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -52,7 +52,7 @@ class Steps:
 @dataclass
 class Arriving:
     role: str
-    network: TargetNetwork | DrafterNetwork
+    network: Network
     parameters: Mapping[str, Tensor]
     others: Set[str]  # names that may come and are no parameters
     steps: Steps
@@ -67,7 +67,7 @@ class Arriving:
     def into(
         cls,
         role: str,
-        network: TargetNetwork | DrafterNetwork,
+        network: Network,
         steps: Steps,
         arrived: Mapping[str, str] = MappingProxyType({}),
     ) -> Arriving:
@@ -223,6 +223,10 @@ class Arriving:
             if self.steps.keep is not None:
                 self.steps.keep(self.role, CALIBRATION, [data])
         return Drafter("", self.network, calibration, sums)  # type: ignore[arg-type]
+
+    def adapter(self, name: str) -> Adapter:
+        """Return the adapter that is called so."""
+        return Adapter(name, "", self.network, dict(self.sums))  # type: ignore[arg-type]
 
     def keep_whole(self) -> None:
         """Keep the files that come whole, and an index, so that the folder is a directory that a

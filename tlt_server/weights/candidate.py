@@ -8,19 +8,25 @@ has left neither the old nor the new version, which `overwritten` says.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tlt_client.channels import Receiver, owner
+from tlt_client.channels.checkpoint import ADAPTER_CONFIG
 from tlt_client.channels.errors import ChannelError
+from tlt_client.channels.source import json_object
 from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
+from tlt_server.models.adapters import AdapterConfig, AdapterWeights
 from tlt_server.weights.arriving import Arriving, Enter, Steps, check_config
 from tlt_server.weights.checksums import digest
 from tlt_server.weights.declared import check_dtype
-from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Target, TargetNetwork
+from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Network, Target, TargetNetwork
 from tlt_server.weights.storage import disk_is_full, ran_out
 
 
@@ -29,11 +35,13 @@ class Candidate:
     that begins with `headless` is that target, to which its sender adds the tied head.
     """
 
-    def __init__(self, steps: Steps, headless: Target | None = None) -> None:
+    def __init__(
+        self, steps: Steps, headless: Target | None = None, max_lora_rank: int = 0
+    ) -> None:
         self.opened: Manifest | None = None  # the newest that a receiver takes, or has taken
         self.headless = headless is not None
         self._version = headless.version if headless else ""
-        self._steps = steps
+        self._steps, self._max_lora_rank = steps, max_lora_rank
         self._receiver: Receiver | None = None  # while a manifest is taken
         self._stopped = False
         self._roles: dict[str, Arriving] = {}
@@ -63,9 +71,9 @@ class Candidate:
         if receiver is not None:
             receiver.stop()
 
-    def release(self) -> list[TargetNetwork | DrafterNetwork]:
+    def release(self) -> list[Network]:
         """Give up what has come; return the networks that held it."""
-        networks = [role.network for role in self._roles.values()]
+        networks: list[Network] = [role.network for role in self._roles.values()]
         self._roles.clear()
         return networks
 
@@ -126,10 +134,15 @@ class Candidate:
             if "drafter" in self._roles and live.drafter is not None
             else None
         )
+        adapter = None
+        if "adapter" in self._roles:
+            adapter = self._roles["adapter"].adapter(manifest.adapter)
         receiver.confirm()
         enter("spool")
         for role in self._roles.values():
             role.keep_whole()
+        if adapter is not None:
+            return Changed(adapter=adapter).named(manifest.version or adapter.digest[:12])
         changed = Changed(target, drafter)
         name = Path(manifest.path).name or manifest.channel
         version = self._version or manifest.version or f"{name}@{digest(changed.sums)[:8]}"
@@ -144,6 +157,12 @@ class Candidate:
         declared: Mapping[str, TensorEntry],
     ) -> None:
         """Make room for a role's tensors, and check that the right ones will come."""
+        if name == "adapter":
+            steps = replace(self._steps, in_place=False)
+            weights = self._adapter(manifest, live, receiver)
+            self._roles[name] = Arriving.into(name, weights, steps)
+            self._roles[name].open(receiver, declared, partial=False)
+            return
         network, place = live.by_role[name].network, receiver.places[name]
         check_config(network.config, receiver.file(name, "config.json"), f"{place}/config.json")
         if name not in self._roles:
@@ -155,6 +174,20 @@ class Candidate:
             )
             self._roles[name] = Arriving.into(name, made, self._steps)
         self._roles[name].open(receiver, declared, partial=manifest.partial)
+
+    def _adapter(self, manifest: Manifest, live: Live, receiver: Receiver) -> AdapterWeights:
+        """Return the matrices to fill, in the model's type."""
+        data, model = receiver.file("adapter", ADAPTER_CONFIG), live.target.network
+        where = "adapter_config"
+        raw: Mapping[str, Any] = manifest.adapter_config
+        if data is not None:
+            where = f"{receiver.places['adapter']}/{ADAPTER_CONFIG}"
+            raw = json_object(data, where)
+        if self._steps.keep is not None:
+            self._steps.keep("adapter", ADAPTER_CONFIG, [data or json.dumps(raw).encode()])
+        config = AdapterConfig.parse(raw, where, self._max_lora_rank)
+        dtype = next(iter(model.parameters().values())).dtype
+        return AdapterWeights(model.config, config, dtype)
 
     def _network(
         self, name: str, live: Live, own_embedding: bool | None
@@ -179,13 +212,13 @@ class Candidate:
 
 def _declared(manifest: Manifest, live: Live) -> dict[str, dict[str, TensorEntry]]:
     """Return what the manifest says of each role's tensors."""
-    if manifest.role != "target" and live.drafter is None:
+    if "drafter" in manifest.roles and live.drafter is None:
         raise WeightsRefused(
             f"role is {manifest.role!r}, but this server drafts without a network; start it with "
             "--drafter DIR, or push the target alone"
         )
     parameters = {role: part.network.parameters() for role, part in live.by_role.items()}
-    declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}}
+    declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}, "adapter": {}}
     for entry in manifest.tensors:
         role, name = owner(entry.name, manifest.role)
         if name in declared[role]:
@@ -193,7 +226,7 @@ def _declared(manifest: Manifest, live: Live) -> dict[str, dict[str, TensorEntry
                 f"the manifest names tensor {entry.name!r} twice; name each tensor once"
             )
         declared[role][name] = entry
-        check_dtype(entry, parameters[role].get(name))
+        check_dtype(entry, parameters.get(role, {}).get(name))
     return declared
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tlt_server.threads import Errands
-from tlt_server.weights.parts import Changed, DrafterNetwork, TargetNetwork, let_go
+from tlt_server.weights.parts import Changed, Network, let_go
 from tlt_server.weights.spool import Spool
 
 
@@ -19,7 +19,7 @@ class Cleanup:
         self._spool = spool
         self._freeing = Errands("free weights")
         self._settling = Errands("settle spool") if spool is not None else self._freeing
-        self._networks: list[TargetNetwork | DrafterNetwork] = []
+        self._networks: list[Network] = []
         self._folders: list[list[Path]] = []  # a list for each commit
 
     @property
@@ -27,7 +27,7 @@ class Cleanup:
         """Tell whether `run` has something to do."""
         return bool(self._networks or self._folders)
 
-    def drop(self, networks: Iterable[TargetNetwork | DrafterNetwork]) -> None:
+    def drop(self, networks: Iterable[Network]) -> None:
         self._networks += networks
 
     def drop_parts(self, parts: Changed) -> None:

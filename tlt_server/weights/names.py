@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from tlt_server.errors import Conflict
 from tlt_server.labels import apart
 from tlt_server.weights.checksums import digest
-from tlt_server.weights.parts import Changed, Drafter, Live, Target
+from tlt_server.weights.parts import Changed, Live, Part
 
 REMEMBERED = 2**14
 
@@ -53,7 +53,7 @@ class Names:
                 return parts.named(apart(part.version, digest(parts.sums)))
         return parts
 
-    def add(self, role: str, part: Target | Drafter) -> None:
+    def add(self, role: str, part: Part) -> None:
         self._digests.setdefault((role, part.version), part.digest)
         while len(self._digests) > REMEMBERED:
             self._digests.popitem(last=False)

@@ -7,7 +7,7 @@ once made.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from tlt_client.channels import DRAFTER_PREFIX
+from tlt_server.models.adapters import AdapterWeights
 from tlt_server.models.config import ModelConfig
+from tlt_server.records import LoadedAdapter
 from tlt_server.weights.checksums import digest, live_sums, origin_of
 
 
@@ -52,6 +54,9 @@ class DrafterNetwork(Protocol):
         """Make the same network next to `target`, with storage of its own."""
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
+
+
+Network = TargetNetwork | DrafterNetwork | AdapterWeights
 
 
 @dataclass(frozen=True)
@@ -106,18 +111,41 @@ class Drafter:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A version of a LoRA adapter of the target. Another version of the same name replaces it."""
+
+    name: str
+    version: str
+    network: AdapterWeights
+    sums: Mapping[str, str]
+    slot: int = -1  # where it is loaded
+
+    @cached_property
+    def digest(self) -> str:
+        return digest({**self.sums, "scale": self.network.adapter.scale.hex()})
+
+    @property
+    def loaded(self) -> LoadedAdapter:
+        return LoadedAdapter(self.name, self.version, self.digest, self.slot)
+
+
+Part = Target | Drafter | Adapter
+
+
+@dataclass(frozen=True)
 class Changed:
-    """The weights of one or both roles that a push brings or a rollback restores; also the previous
-    version of each role, where one is kept.
+    """The weights that a push brings or a rollback restores, of one or both roles or of an adapter;
+    also the previous version of each role, where one is kept.
     """
 
     target: Target | None = None
     drafter: Drafter | None = None
+    adapter: Adapter | None = None
 
     @property
-    def by_role(self) -> dict[str, Target | Drafter]:
-        both = {"target": self.target, "drafter": self.drafter}
-        return {role: part for role, part in both.items() if part is not None}
+    def by_role(self) -> dict[str, Part]:
+        every = {"target": self.target, "drafter": self.drafter, "adapter": self.adapter}
+        return {role: part for role, part in every.items() if part is not None}
 
     @property
     def role(self) -> str:
@@ -137,6 +165,7 @@ class Changed:
         return Changed(
             self.target and replace(self.target, version=version),
             self.drafter and replace(self.drafter, version=version),
+            self.adapter and replace(self.adapter, version=version),
         )
 
     def only(self, roles: Collection[str]) -> Changed:
@@ -155,6 +184,8 @@ class Live:
 
     target: Target
     drafter: Drafter | None = None
+    # by name; of the target, whichever version of it is live
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
 
     @property
     def drafter_version(self) -> str:
@@ -163,14 +194,22 @@ class Live:
 
     @property
     def by_role(self) -> dict[str, Target | Drafter]:
-        return self.only(("target", "drafter")).by_role
+        both = {"target": self.target, "drafter": self.drafter}
+        return {role: part for role, part in both.items() if part is not None}
 
     def only(self, roles: Collection[str]) -> Changed:
         return Changed(self.target, self.drafter).only(roles)
 
     def updated(self, newer: Changed) -> Live:
         """Replace the roles that `newer` has."""
-        return Live(newer.target or self.target, newer.drafter or self.drafter)
+        adapter, adapters = newer.adapter, self.adapters
+        if adapter is not None:
+            adapters = {**adapters, adapter.name: adapter}
+        return Live(newer.target or self.target, newer.drafter or self.drafter, adapters)
+
+    def without(self, adapter: str) -> Live:
+        kept = {name: part for name, part in self.adapters.items() if name != adapter}
+        return replace(self, adapters=kept)
 
     @property
     def draft_network(self) -> str:
@@ -189,6 +228,7 @@ class Live:
         return Live(
             target if target.sums else replace(target, sums=target.live_sums()),
             drafter and (drafter if drafter.sums else replace(drafter, sums=drafter.live_sums())),
+            self.adapters,
         )
 
     def live_sums(self) -> dict[str, str]:
@@ -211,7 +251,7 @@ def drafter_tensors(network: DrafterNetwork) -> dict[str, Tensor]:
     }
 
 
-def let_go(networks: list[TargetNetwork | DrafterNetwork]) -> None:
+def let_go(networks: list[Network]) -> None:
     """Empty the list and free the memory that has no other holder. `set_` does so without the
     interpreter's lock, as unmapping a gigabyte takes 100 ms.
     """

@@ -7,6 +7,7 @@ serves nothing from them until a push replaces them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.spool import Spool
 
+STEPS = Steps(None, lambda content, source: None, lambda need, buffers, make: make())
+
 
 class Restored(NamedTuple):
     live: Live
@@ -28,10 +31,15 @@ class Restored(NamedTuple):
 
 
 def restore(
-    spool: Spool, started: Live, parse_calibration: Callable[[bytes, str], object]
+    spool: Spool,
+    started: Live,
+    parse_calibration: Callable[[bytes, str], object],
+    max_loras: int = 0,
+    max_lora_rank: int = 0,
 ) -> Restored:
     """Replace the weights in `started`, which the model directories hold, by those committed last,
-    where the spool has them.
+    where the spool has them, and add the adapters that were loaded. One that cannot be restored is
+    not loaded, so requests for it are refused.
     """
     live, lost = started, {}
     for role, kept in spool.current().items():
@@ -45,8 +53,29 @@ def restore(
                 f"the committed weight version {kept.version!r} of the {role} is lost: "
                 f"{error.message}; restore {spool.directory} and restart"
             )
+    for name, kept in [*spool.adapters.items()][:max_loras]:
+        try:
+            live = _with_adapter(name, kept, spool, live, max_lora_rank)
+        except TltError as error:
+            print(f"tlt: adapter {name!r} is not loaded again: {error.message}", file=sys.stderr)
     spool.sweep()
     return Restored(live, lost)
+
+
+def _with_adapter(
+    name: str, kept: KeptVersion, spool: Spool, live: Live, max_lora_rank: int
+) -> Live:
+    manifest = Manifest(
+        role="adapter", adapter=name, version=kept.version, path=kept.directory or "none"
+    )
+    changed = Candidate(STEPS, max_lora_rank=max_lora_rank).take(
+        manifest, live, lambda m: DiskReceiver(m, Intake(root=spool.directory)), lambda phase: None
+    )
+    assert changed is not None and changed.adapter is not None
+    if changed.adapter.digest != kept.digest:
+        raise StartupError(f"the content of {kept.directory} has changed")
+    adapter = replace(changed.adapter, slot=len(live.adapters))
+    return live.updated(Changed(adapter=adapter))
 
 
 def _restored(
@@ -71,7 +100,7 @@ def _restored(
             lambda phase: None,
         )
         assert changed is not None  # one manifest brings all
-        part = changed.by_role[role]
+        part = live.updated(changed).by_role[role]
     else:
         part = replace(live.complete().by_role[role], version=kept.version)
     if part.digest != kept.digest:

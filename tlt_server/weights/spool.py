@@ -23,7 +23,7 @@ import msgspec
 from tlt_server.errors import PushFailed, StartupError, TltError
 from tlt_server.kept import CURRENT, WEIGHTS, Current, KeptVersion
 from tlt_server.private import FILE, private_directory, private_file
-from tlt_server.weights.parts import Changed, Live
+from tlt_server.weights.parts import Changed, Live, Part
 
 PUSH_PREFIX = "push-"
 # Errors of a file system that cannot link.
@@ -45,6 +45,7 @@ class Spool:
         # Role -> the version that could not be restored, recorded until a commit of that role.
         self._lost: dict[str, KeptVersion] = {}
         self._pushing: set[str] = set()  # roles that the next commit brings
+        self.adapters: Mapping[str, KeptVersion] = {}  # those that `current` found
 
     # -- while a push is staged, in its thread -----------------------------------------------------
 
@@ -87,18 +88,18 @@ class Spool:
             else {}
         )
         prepared, pushing = {**self._places, **new}, set(pushed.by_role)
-        roles = {
-            role: KeptVersion(
-                version=part.version,
-                digest=part.digest,
-                directory=prepared.get((role, part.digest), ""),
-            )
-            for role, part in live.by_role.items()
-        }
-        roles |= {role: kept for role, kept in self._lost.items() if role not in pushing}
+
+        def kept(role: str, part: Part) -> KeptVersion:
+            directory = prepared.get((role, part.digest), "")
+            return KeptVersion(version=part.version, digest=part.digest, directory=directory)
+
+        roles = {role: kept(role, part) for role, part in live.by_role.items()}
+        roles |= {role: lost for role, lost in self._lost.items() if role not in pushing}
+        adapters = {name: kept("adapter", part) for name, part in live.adapters.items()}
         unfinished = self._draft.with_suffix(".unfinished")
         with open(unfinished, "wb", opener=private_file) as out:
-            out.write(msgspec.json.encode(Current(model=self._model, roles=roles)))
+            current = Current(model=self._model, roles=roles, adapters=adapters)
+            out.write(msgspec.json.encode(current))
             out.flush()
             os.fsync(out.fileno())
         unfinished.replace(self._draft)
@@ -116,7 +117,11 @@ class Spool:
         """Return the folders that neither a restart nor a rollback to one of `wanted` can need.
         Only while no push is staged.
         """
-        used = {(role, part.digest) for parts in wanted for role, part in parts.by_role.items()}
+        used = set()
+        for parts in wanted:
+            used |= {(role, part.digest) for role, part in parts.by_role.items()}
+            if isinstance(parts, Live):
+                used |= {("adapter", part.digest) for part in parts.adapters.values()}
         used |= {(role, kept.digest) for role, kept in self._lost.items()}
         self._places = {key: place for key, place in self._places.items() if key in used}
         kept = {place.partition("/")[0] for place in self._places.values()}
@@ -154,7 +159,9 @@ class Spool:
                 f"the state directory {self.directory} belongs to the model {current.model}, not "
                 f"{self._model}; name another --state-dir"
             )
-        for role, kept in current.roles.items():
+        self.adapters = current.adapters
+        adapters = [("adapter", kept) for kept in current.adapters.values()]
+        for role, kept in [*current.roles.items(), *adapters]:
             if kept.directory:
                 self._places[role, kept.digest] = kept.directory
         return current.roles

@@ -29,6 +29,7 @@ class Hooks:
     options: Options
     memory_is_free: Callable[[], list[threading.Event]]  # set once what was dropped is freed
     live: Callable[[], Live]  # with checksums
+    unsummed: Callable[[], Live]  # with those that were needed before
     on_phase: Callable[[str], None]
     clock: Callable[[], float]
 
@@ -99,7 +100,11 @@ class Staging:
             )
 
     def _staged(self) -> Changed | None:
-        live, spool = self._hooks.live(), self._hooks.options.spool
+        spool, hooks = self._hooks.options.spool, self._hooks
+        # An adapter is compared with no other weights, but recorded with them.
+        live = (
+            hooks.unsummed() if spool is None and self._manifest.role == "adapter" else hooks.live()
+        )
         if spool is not None:
             spool.begin()
         changed = self._candidate.take(self._manifest, live, self._receiver, self._enter)

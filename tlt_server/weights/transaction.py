@@ -62,6 +62,7 @@ class Transaction:
             options,
             self.cleanup.ends,
             self.versions.completed,
+            lambda: self.versions.live,
             lambda phase: self.on_phase(phase),
             clock,
         )
@@ -84,6 +85,8 @@ class Transaction:
         if manifest.partial and headless is None and (push := self._gathering(manifest)):
             push.manifest, push.state = manifest, Waiting()
             return push
+        if manifest.role == "adapter":
+            self.options.check_slot(manifest.adapter, self.versions.live.adapters)
         if self.push is not None:
             if self.push.manifest == manifest and not (manifest.partial or self.push.ending):
                 return self.push
@@ -91,7 +94,8 @@ class Transaction:
                 f"version {self.push.title} is being pushed; wait for it or abort it, then push "
                 "again"
             )
-        self.push = Push(manifest, manifest, Candidate(self._steps, headless))
+        candidate = Candidate(self._steps, headless, self.options.max_lora_rank)
+        self.push = Push(manifest, manifest, candidate)
         if self.versions.repeats(manifest):
             self.push.state = Unchanged(self.versions.live.only(manifest.roles))
         return self.push
@@ -265,6 +269,9 @@ class Transaction:
         """Return what was staged under the name that the manifest's version means. `Conflict` when
         that names other content.
         """
+        if changed.adapter is not None:
+            self.versions.check_adapter(changed.adapter)
+            return changed
         if manifest.labelled:
             name, changed = changed.version, self.versions.labelled(changed)
             if changed.version != name:
@@ -302,7 +309,8 @@ class Transaction:
             return
         match push.state:
             case Unchanged(changed):
-                self.versions.note(push.version, changed.by_role)
+                if changed.adapter is None:
+                    self.versions.note(push.version, changed.by_role)
             case state:
                 if not isinstance(state, Waiting):
                     self.versions.forget(push.version)
@@ -344,7 +352,10 @@ class Transaction:
     def commit(self, push: Push, staged: Staged) -> Live:
         """Make the staged weights live. The caller installs the result before the next step."""
         in_place = self.options.storage.in_place
-        live = self.versions.commit(staged.changed, push.manifest, in_place=in_place)
+        if staged.changed.adapter is not None:
+            live = self.versions.load(staged.changed.adapter)
+        else:
+            live = self.versions.commit(staged.changed, push.manifest, in_place=in_place)
         self.push = None
         return live
 

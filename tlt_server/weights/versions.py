@@ -7,6 +7,7 @@ weights. A version string means one content: other bits under the same name are 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace as replaced_part
 
 from msgspec.structs import replace
 
@@ -15,7 +16,7 @@ from tlt_server.errors import Conflict
 from tlt_server.labels import label_of
 from tlt_server.weights.cleanup import Cleanup
 from tlt_server.weights.names import Names
-from tlt_server.weights.parts import Changed, Live
+from tlt_server.weights.parts import Adapter, Changed, Live
 from tlt_server.weights.spool import Spool, not_recorded
 
 
@@ -60,6 +61,12 @@ class Versions:
 
     def has(self, changed: Changed) -> bool:
         """Tell whether these weights are live under these versions."""
+        if changed.adapter is not None:
+            adapter = self.live.adapters.get(changed.adapter.name)
+            return adapter is not None and (adapter.version, adapter.digest) == (
+                changed.adapter.version,
+                changed.adapter.digest,
+            )
         live = self.live.by_role
         return not self.quarantined and all(
             role in live and (live[role].version, live[role].digest) == (part.version, part.digest)
@@ -102,6 +109,46 @@ class Versions:
         self.last = _repeatable(manifest)
         self.note(changed.version, changed.by_role)
         return self.live
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """`Conflict` where the name and version belong to other content that is loaded."""
+        live = self.live.adapters.get(adapter.name)
+        if live and (live.version, live.digest != adapter.digest) == (adapter.version, True):
+            raise Conflict(
+                f"version {adapter.version!r} of adapter {adapter.name!r} is loaded with other "
+                "content; give changed weights a new version"
+            )
+
+    def load(self, adapter: Adapter) -> Live:
+        """Make an adapter live, in the slot of the version that it replaces, or in a free one."""
+        replaced = self.live.adapters.get(adapter.name)
+        taken = {other.slot for other in self.live.adapters.values()}
+        free = (slot for slot in range(len(taken) + 1) if slot not in taken)
+        adapter = replaced_part(adapter, slot=replaced.slot if replaced else next(free))
+        self._record_adapters(self.live.updated(Changed(adapter=adapter)))
+        if replaced is not None:
+            self._cleanup.drop([replaced.network])
+        return self.live
+
+    def unload(self, name: str) -> None:
+        """Drop an adapter that nothing uses; no push may be on its way."""
+        if self._spool is not None:
+            self.live = self.live.complete()
+        network, live = self.live.adapters[name].network, self.live.without(name)
+        self.record(Changed(), live)
+        self._record_adapters(live)
+        self._cleanup.drop([network])
+
+    def _record_adapters(self, live: Live) -> None:
+        """Make these adapters live, for a restart too, as was prepared."""
+        if self._spool is not None:
+            try:
+                self._spool.commit()
+            except OSError as error:
+                raise not_recorded(error) from None
+        self.live = live
+        if self._spool is not None:
+            self._cleanup.discard(self._spool.garbage([self.live, self.previous]))
 
     def rename(self, version: str, of: str = "") -> bool:
         """Call the live target by the label `version`; False where that is its label. `Conflict`

@@ -53,7 +53,7 @@ class Announcement(Protocol):
     """The fields of a manifest that channels need."""
 
     @property
-    def role(self) -> str: ...  # target | drafter | all
+    def role(self) -> str: ...  # target | drafter | all | adapter
 
     @property
     def path(self) -> str: ...
@@ -208,6 +208,8 @@ def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
 
 def owner(name: str, role: str) -> tuple[str, str]:
     """Return the role of a tensor in a push of `role`, and its name there."""
+    if role == "adapter":
+        return role, name
     if role == "drafter" or (role == "all" and name.startswith(DRAFTER_PREFIX)):
         return "drafter", name.removeprefix(DRAFTER_PREFIX)
     return "target", name
@@ -227,11 +229,12 @@ def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
     has an entry.
     """
     roles = split((tensor.name for tensor in push.tensors), push.role)
-    return {
-        role: dict.fromkeys(roles.get(role, ()), where)
-        for role in ("target", "drafter")
-        if push.role in (role, "all")
-    }
+    return {role: dict.fromkeys(roles.get(role, ()), where) for role in pushed(push.role)}
+
+
+def pushed(role: str) -> tuple[str, ...]:
+    """Return the roles of the tensors in a push of `role`."""
+    return ("target", "drafter") if role == "all" else (role,)
 
 
 def by_role(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# A LoRA adapter in PEFT's layout
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # A drafter's calibration table. Other engines read every *.safetensors file of a directory as
 # weights, so it has another ending.
 CALIBRATION = "calibration.json"

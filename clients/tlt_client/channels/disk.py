@@ -23,9 +23,10 @@ from tlt_client.channels import (
     Sender,
     TensorBatch,
     Tensors,
+    pushed,
     split,
 )
-from tlt_client.channels.checkpoint import INDEX, SINGLE, checkpoint
+from tlt_client.channels.checkpoint import ADAPTER, ADAPTER_CONFIG, INDEX, SINGLE, Files, checkpoint
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
 from tlt_client.channels.tensors import FILE_BYTES, entry, files, written
@@ -37,13 +38,18 @@ if TYPE_CHECKING:
 class DiskReceiver:
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.root is not None
-        paths = {role: push.path for role in ("target", "drafter") if push.role in (role, "all")}
+        paths = dict.fromkeys(pushed(push.role), push.path)
         if push.role == "all":
             paths["drafter"] = push.drafter_path
         self._sources = {
             role: self._opened(intake.root, path, intake.marker) for role, path in paths.items()
         }
-        self._files = {role: checkpoint(source) for role, source in self._sources.items()}
+        self._files = {
+            role: Files(source, [ADAPTER])
+            if role == "adapter" and not source.has(INDEX)
+            else checkpoint(source)
+            for role, source in self._sources.items()
+        }
         self.layouts = [
             Layout(role, str(self._sources[role].path / file), spec)
             for role, shards in self._files.items()
@@ -125,6 +131,8 @@ class DiskSender(Sender):
                     ((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes
                 )
                 entries += [one | {"name": names[one["name"]]} for one in wrote]
+                if whose == "adapter":
+                    _as_adapter(folder, fields.pop("adapter_config", {}))
             return self._client.push_weights(version, tensors=entries, **paths, **fields)
         finally:
             shutil.rmtree(directory)
@@ -146,6 +154,13 @@ def _opened(path: str, flags: int) -> int:
     descriptor = os.open(path, flags, 0o644)
     os.fchmod(descriptor, 0o644)
     return descriptor
+
+
+def _as_adapter(folder: Path, config: Mapping[str, Any]) -> None:
+    """Give the one file that was written its name in PEFT's layout, and the config its own file."""
+    (folder / SINGLE).rename(folder / ADAPTER)
+    with open(folder / ADAPTER_CONFIG, "w", opener=_opened) as opened:
+        opened.write(json.dumps(config))
 
 
 def write(

@@ -22,7 +22,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[Item, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingFields, _Mapping]] = ..., timeout_s: _Optional[float] = ..., queue_timeout_s: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Item(_message.Message):
-    __slots__ = ("id", "prompt", "token_ids", "messages", "group_id", "salt", "n", "seed", "sd", "sd_object", "sampling", "train")
+    __slots__ = ("id", "prompt", "token_ids", "messages", "group_id", "salt", "n", "seed", "sd", "sd_object", "sampling", "train", "lora")
     ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class Item(_message.Message):
     SD_OBJECT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TRAIN_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
     id: str
     prompt: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -47,7 +48,8 @@ class Item(_message.Message):
     sd_object: SdFields
     sampling: SamplingFields
     train: bool
-    def __init__(self, id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., group_id: _Optional[str] = ..., salt: _Optional[str] = ..., n: _Optional[int] = ..., seed: _Optional[int] = ..., sd: _Optional[bool] = ..., sd_object: _Optional[_Union[SdFields, _Mapping]] = ..., sampling: _Optional[_Union[SamplingFields, _Mapping]] = ..., train: _Optional[bool] = ...) -> None: ...
+    lora: str
+    def __init__(self, id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., group_id: _Optional[str] = ..., salt: _Optional[str] = ..., n: _Optional[int] = ..., seed: _Optional[int] = ..., sd: _Optional[bool] = ..., sd_object: _Optional[_Union[SdFields, _Mapping]] = ..., sampling: _Optional[_Union[SamplingFields, _Mapping]] = ..., train: _Optional[bool] = ..., lora: _Optional[str] = ...) -> None: ...
 
 class SdFields(_message.Message):
     __slots__ = ("drafter", "max_depth", "max_rows")
@@ -567,7 +569,7 @@ class GroupsReply(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("version", "path", "role", "channel", "drafter_path", "tensors", "group", "packed", "bucket_bytes", "in_flight", "commit", "partial")
+    __slots__ = ("version", "path", "role", "channel", "drafter_path", "tensors", "group", "packed", "bucket_bytes", "in_flight", "commit", "partial", "adapter", "adapter_config")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -580,6 +582,8 @@ class Manifest(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_CONFIG_FIELD_NUMBER: _ClassVar[int]
     version: str
     path: str
     role: str
@@ -592,7 +596,29 @@ class Manifest(_message.Message):
     in_flight: str
     commit: bool
     partial: bool
-    def __init__(self, version: _Optional[str] = ..., path: _Optional[str] = ..., role: _Optional[str] = ..., channel: _Optional[str] = ..., drafter_path: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorFields, _Mapping]]] = ..., group: _Optional[str] = ..., packed: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., in_flight: _Optional[str] = ..., commit: _Optional[bool] = ..., partial: _Optional[bool] = ...) -> None: ...
+    adapter: str
+    adapter_config: AdapterFields
+    def __init__(self, version: _Optional[str] = ..., path: _Optional[str] = ..., role: _Optional[str] = ..., channel: _Optional[str] = ..., drafter_path: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorFields, _Mapping]]] = ..., group: _Optional[str] = ..., packed: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., in_flight: _Optional[str] = ..., commit: _Optional[bool] = ..., partial: _Optional[bool] = ..., adapter: _Optional[str] = ..., adapter_config: _Optional[_Union[AdapterFields, _Mapping]] = ...) -> None: ...
+
+class AdapterFields(_message.Message):
+    __slots__ = ("r", "lora_alpha", "use_rslora", "target_modules")
+    R_FIELD_NUMBER: _ClassVar[int]
+    LORA_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    USE_RSLORA_FIELD_NUMBER: _ClassVar[int]
+    TARGET_MODULES_FIELD_NUMBER: _ClassVar[int]
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    target_modules: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, r: _Optional[int] = ..., lora_alpha: _Optional[float] = ..., use_rslora: _Optional[bool] = ..., target_modules: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name", "in_flight")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    in_flight: str
+    def __init__(self, name: _Optional[str] = ..., in_flight: _Optional[str] = ...) -> None: ...
 
 class TensorFields(_message.Message):
     __slots__ = ("name", "dtype", "shape", "checksum")
@@ -665,7 +691,7 @@ class PushReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ...) -> None: ...
 
 class WeightState(_message.Message):
-    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update")
+    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update", "adapters")
     class PreviousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -687,6 +713,13 @@ class WeightState(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class AdaptersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
@@ -697,6 +730,7 @@ class WeightState(_message.Message):
     SOCKETS_FIELD_NUMBER: _ClassVar[int]
     UPLOADS_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     target: str
     drafter: str
     previous: _containers.ScalarMap[str, str]
@@ -707,7 +741,8 @@ class WeightState(_message.Message):
     sockets: str
     uploads: _containers.RepeatedCompositeFieldContainer[UploadStatus]
     update: UpdateStatus
-    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ..., update: _Optional[_Union[UpdateStatus, _Mapping]] = ...) -> None: ...
+    adapters: _containers.ScalarMap[str, str]
+    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ..., update: _Optional[_Union[UpdateStatus, _Mapping]] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class UpdateStatus(_message.Message):
     __slots__ = ("selector", "pushes", "age_s", "ends_in_s")
@@ -792,7 +827,7 @@ class ServerInfo(_message.Message):
     def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., paused: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., numerics: _Optional[str] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., open_sequences: _Optional[int] = ..., max_queue: _Optional[int] = ..., config: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., vllm_config: _Optional[_Union[VllmConfigInfo, _Mapping]] = ..., model_path: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., weight_version: _Optional[str] = ..., max_total_num_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., context_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., num_gpus: _Optional[int] = ..., disaggregation_mode: _Optional[str] = ..., enable_memory_saver: _Optional[bool] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device")
+    __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device", "adapters")
     class ChoicesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -808,6 +843,13 @@ class EngineInfo(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     class LostEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class AdaptersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -840,6 +882,7 @@ class EngineInfo(_message.Message):
     SPOOLED_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     TRAINING_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     model: str
     weight_version: str
     drafter_version: str
@@ -866,7 +909,8 @@ class EngineInfo(_message.Message):
     spooled: bool
     lost: _containers.ScalarMap[str, str]
     training_device: str
-    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_running: _Optional[int] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., numerics: _Optional[str] = ..., max_rows: _Optional[int] = ..., attention: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., gpu: _Optional[str] = ..., products: _Optional[str] = ..., graphs: _Optional[bool] = ..., choices: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., spooled: _Optional[bool] = ..., lost: _Optional[_Mapping[str, str]] = ..., training_device: _Optional[str] = ...) -> None: ...
+    adapters: _containers.ScalarMap[str, str]
+    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_running: _Optional[int] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., numerics: _Optional[str] = ..., max_rows: _Optional[int] = ..., attention: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., gpu: _Optional[str] = ..., products: _Optional[str] = ..., graphs: _Optional[bool] = ..., choices: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., spooled: _Optional[bool] = ..., lost: _Optional[_Mapping[str, str]] = ..., training_device: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class VllmConfigInfo(_message.Message):
     __slots__ = ("model_config", "weight_transfer_config", "parallel_config", "lora_config")
@@ -877,8 +921,16 @@ class VllmConfigInfo(_message.Message):
     model_config: ModelConfigInfo
     weight_transfer_config: TransferConfig
     parallel_config: ParallelConfigInfo
-    lora_config: _struct_pb2.NullValue
-    def __init__(self, model_config: _Optional[_Union[ModelConfigInfo, _Mapping]] = ..., weight_transfer_config: _Optional[_Union[TransferConfig, _Mapping]] = ..., parallel_config: _Optional[_Union[ParallelConfigInfo, _Mapping]] = ..., lora_config: _Optional[_Union[_struct_pb2.NullValue, str]] = ...) -> None: ...
+    lora_config: LoraConfigInfo
+    def __init__(self, model_config: _Optional[_Union[ModelConfigInfo, _Mapping]] = ..., weight_transfer_config: _Optional[_Union[TransferConfig, _Mapping]] = ..., parallel_config: _Optional[_Union[ParallelConfigInfo, _Mapping]] = ..., lora_config: _Optional[_Union[LoraConfigInfo, _Mapping]] = ...) -> None: ...
+
+class LoraConfigInfo(_message.Message):
+    __slots__ = ("max_loras", "max_lora_rank")
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
+    max_loras: int
+    max_lora_rank: int
+    def __init__(self, max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ...) -> None: ...
 
 class ModelConfigInfo(_message.Message):
     __slots__ = ("dtype", "max_model_len", "logprobs_mode")

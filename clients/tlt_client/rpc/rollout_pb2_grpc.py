@@ -139,6 +139,11 @@ class RolloutServiceStub:
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.RollbackRequest.SerializeToString,
                 response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.PushReply.FromString,
                 _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/tlt.v1.RolloutService/UnloadAdapter',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.PushReply.FromString,
+                _registered_method=True)
         self.GetWeights = channel.unary_unary(
                 '/tlt.v1.RolloutService/GetWeights',
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.GetWeightsRequest.SerializeToString,
@@ -310,6 +315,13 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UnloadAdapter(self, request, context):
+        """DELETE /adapters/{name}
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetWeights(self, request, context):
         """GET /weights
         """
@@ -437,6 +449,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
             'Rollback': grpc.unary_unary_rpc_method_handler(
                     servicer.Rollback,
                     request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.RollbackRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.PushReply.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.PushReply.SerializeToString,
             ),
             'GetWeights': grpc.unary_unary_rpc_method_handler(
@@ -1021,6 +1038,33 @@ class RolloutService:
             target,
             '/tlt.v1.RolloutService/Rollback',
             tlt__client_dot_rpc_dot_rollout__pb2.RollbackRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.PushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/UnloadAdapter',
+            tlt__client_dot_rpc_dot_rollout__pb2.UnloadAdapterRequest.SerializeToString,
             tlt__client_dot_rpc_dot_rollout__pb2.PushReply.FromString,
             options,
             channel_credentials,

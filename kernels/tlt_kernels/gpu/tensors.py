@@ -57,6 +57,7 @@ class BatchSlots(NamedTuple):
     listed_QL: Tensor
     bias_QL: Tensor  # float32
     uncounted_Q: Tensor  # 1 = count_QV has not been made from the text and the lists
+    adapter_Q: Tensor  # slot of its LoRA adapter; -1 none
     count_QV: Tensor  # occurrences in the output, IN_PROMPT and ALLOWED
 
     @property
@@ -115,6 +116,7 @@ class BatchSlots(NamedTuple):
             listed_QL=zeros(q, listed),
             bias_QL=zeros(q, listed, dtype=f),
             uncounted_Q=zeros(q),
+            adapter_Q=none(q),
             count_QV=zeros(q, vocabulary),
         )
 

@@ -118,12 +118,13 @@ class Upload:
         first: int = 0,
         hint_page: int = -1,
         edits: Edits = NO_EDITS,
+        adapter: int = -1,
     ) -> bool:
         """Start a sequence. `tokens` is all it has, prompt and earlier output; `pages` are those of
         its first positions.
 
-        drafters, max_depth, max_rows, group, first: as in `BatchSlots`. hint_page: the page before
-        its first uncomputed position, whose stored feature becomes its hint; -1 = none.
+        drafters, max_depth, max_rows, group, first, adapter: as in `BatchSlots`. hint_page: the
+        page before its first uncomputed position, whose stored feature becomes its hint; -1 = none.
         """
         assert len(stop_ids) <= self.layout.stops, (
             f"{len(stop_ids)} stop ids, a batch slot holds {self.layout.stops}"
@@ -151,7 +152,8 @@ class Upload:
         lists = self._store(
             np.concatenate([edits.bias_ids, edits.mask_ids, edits.allowed_ids, bias])
         )
-        record_F[19:ADMISSION] = edits.prompt, edits.masked_to, biases, masks, allowed, lists
+        record_F[19:25] = edits.prompt, edits.masked_to, biases, masks, allowed, lists
+        record_F[25] = adapter
         record_F[ADMISSION:] = -1
         record_F[ADMISSION : ADMISSION + len(stop_ids)] = stop_ids
         self._admissions += 1
@@ -218,7 +220,7 @@ def _apply(
     token_QT, length_Q, limit_Q, capacity_Q, page_table_QP, seed_Q, temperature_Q, top_p_Q, min_p_Q,
     top_k_Q, stop_QK, done_Q, drafters_Q, max_depth_Q, max_rows_Q, group_Q, first_Q, hint_QH,
     repetition_Q, presence_Q, frequency_Q, prompt_Q, masked_to_Q, biases_Q, masks_Q, allowed_Q,
-    listed_QL, bias_QL, uncounted_Q,
+    listed_QL, bias_QL, uncounted_Q, adapter_Q,
     T, P, page_hint_PH, ADMISSION: tl.constexpr, EXTENSION: tl.constexpr, TEXT: tl.constexpr,
     K: tl.constexpr, L: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -261,6 +263,7 @@ def _apply(
         tl.store(biases_Q + batch_slot, tl.load(record + 21))
         tl.store(masks_Q + batch_slot, tl.load(record + 22))
         tl.store(allowed_Q + batch_slot, allowed)
+        tl.store(adapter_Q + batch_slot, tl.load(record + 25))
         for k in tl.static_range(K):
             tl.store(stop_QK + batch_slot * K + k, tl.load(record + ADMISSION + k))
         page = tl.load(record + 15)

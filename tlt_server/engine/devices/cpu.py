@@ -20,6 +20,7 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import kv_pages, training_share
 from tlt_server.machine import host_memory
+from tlt_server.models.adapted import AdapterSlots
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
@@ -116,7 +117,9 @@ class CpuDevice:
             name: load_object(DRAFTERS[name].cpu.implementation).make(setup)
             for name in self._settings.drafters
         }
-        runner = CpuRunner(live.target.network, memory.kv, drafters, page_table_SP)
+        runner = CpuRunner(
+            live.target.network, memory.kv, drafters, page_table_SP, self._adapter_slots(live)
+        )
         caches = (memory.kv, *(cache for drafter in drafters.values() for cache in drafter.caches))
         equipment = CpuEquipment(runner, tuple(drafters.values()), caches)
         return Equipped(
@@ -128,6 +131,19 @@ class CpuDevice:
             equipment.forget,
             runner.tables,
         )
+
+    def _adapter_slots(self, live: Live) -> AdapterSlots | None:
+        settings, network = self._settings, live.target.network
+        if not settings.max_loras:
+            return None
+        slots = AdapterSlots(
+            network.config, settings.max_loras, settings.max_lora_rank, self._numerics
+        )
+        assert isinstance(network, Decoder)
+        network.self_test(slots.samples())
+        for adapter in live.adapters.values():
+            slots.fill(adapter.slot, adapter.network)
+        return slots
 
     def free(self) -> Free:
         available = host_memory().available
@@ -145,6 +161,10 @@ class CpuEquipment:
     def install(self, live: Live, changed: Changed) -> None:
         assert isinstance(live.target.network, Decoder)
         self.runner.model = live.target.network
+        if changed.adapter is not None:
+            assert self.runner.adapters is not None
+            adapter = live.adapters[changed.adapter.name]
+            self.runner.adapters.fill(adapter.slot, adapter.network)
         weights = _draft_weights(live)
         for drafter in self.drafters:
             drafter.install(weights)

@@ -39,7 +39,7 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
-from tlt_server.engine.gpu.kv import DraftKV, GpuKV
+from tlt_server.engine.gpu.kv import DraftKV, GpuKV, make_cache
 from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
 from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.preparing import load_exchange, prepare
@@ -53,6 +53,7 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.gpu.layers import Placement
@@ -87,7 +88,9 @@ class CudaDevice:
         )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._kernels: KernelStart | None = None  # where launches are captured at start
-        self.sizes = Shapes(settings.max_running, max(MIN_DEPTH, settings.deepest), self.prompts)
+        depth, adapters = max(MIN_DEPTH, settings.deepest), settings.max_loras > 0
+        self.sizes = Shapes(settings.max_running, depth, self.prompts, adapters)
+        self._adapters: GpuAdapterSlots | None = None
         self.recordings = GraphRecordings(self.sizes)
 
     @property
@@ -157,17 +160,24 @@ class CudaDevice:
         assert isinstance(live.target.network, GpuDecoder)
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
+        if settings.max_loras:
+            with self._memory(f"{settings.max_loras} LoRA adapters"):
+                self._adapters = GpuAdapterSlots(
+                    model.config, settings.max_loras, settings.max_lora_rank, self._placement
+                )
+                for adapter in live.adapters.values():
+                    self._adapters.fill(adapter.slot, adapter.network)
         plan = MemoryPlan(settings, self._needs(model, network), max_model_len, *self._free())
         check_plan(plan)
         pages = plan.pages
         with self._memory(f"{pages} KV pages", plan):
             slots = KVSlots(pages * PAGE_SIZE, max(MAX_VERIFIED, settings.max_running), TREE_ROWS)
             scratch = slots.verified + 1
-            cache = _cache(model.config, pages, scratch, self._placement, model.config.layers)
+            cache = make_cache(model.config, pages, scratch, self._placement, model.config.layers)
             draft = None
             if network:
                 draft = DraftKV(
-                    _cache(network.config, pages, scratch + slots.tree, self._placement, 1),
+                    make_cache(network.config, pages, scratch + slots.tree, self._placement, 1),
                     torch.zeros(
                         pages,
                         network.config.hidden_size,
@@ -307,6 +317,7 @@ class CudaDevice:
             hidden_RH,
             logits_SV,
             shapes.depth,
+            self._adapters,
         )
 
     def _backend(self, config: ModelConfig) -> GpuAttention:
@@ -342,21 +353,6 @@ class CudaDevice:
             raise StartupError(exhausted(plan, what, str(error), free=free, total=total)) from error
 
 
-def _cache(
-    config: ModelConfig, pages: int, scratch: int, placement: Placement, layers: int
-) -> KVCache:
-    return KVCache(
-        layers=layers,
-        pages=pages,
-        page_size=PAGE_SIZE,
-        scratch=scratch,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=placement.dtype,
-        device=str(placement.device),
-    )
-
-
 @dataclass(frozen=True)
 class GpuEquipment:
     """The runner with all that pushes exchange and sleeps give back."""
@@ -370,10 +366,10 @@ class GpuEquipment:
     def install(self, live: Live, changed: Changed) -> None:
         self.synchronize()  # staging copied on another stream
         with torch.cuda.stream(self.runner.stream):
-            self._exchange(changed)
+            self._exchange(live, changed)
         self.synchronize()  # before another stream fills what the old version gives back
 
-    def _exchange(self, changed: Changed) -> None:
+    def _exchange(self, live: Live, changed: Changed) -> None:
         if changed.target is not None:
             assert isinstance(changed.target.network, GpuDecoder)
             exchange(self.runner.state.model, changed.target.network)
@@ -381,6 +377,10 @@ class GpuEquipment:
         if changed.drafter is not None:
             for drafts in self.drafters:
                 drafts.install(changed.drafter)
+        if changed.adapter is not None:
+            assert self.runner.state.adapters is not None
+            adapter = live.adapters[changed.adapter.name]
+            self.runner.state.adapters.fill(adapter.slot, adapter.network)
 
     def free(self) -> None:
         if self.states is not None:

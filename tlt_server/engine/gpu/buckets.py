@@ -136,6 +136,7 @@ class Shapes:
     max_running: int
     depth: int
     prompts: PromptShape = CAPTURED
+    adapters: bool = False  # requests may have LoRA adapters
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
@@ -190,6 +191,7 @@ class Shapes:
         filtered: bool = False,
         edited: bool = False,
         structured: bool = False,
+        adapted: bool = False,
     ) -> StepShape:
         """Shape a step of `decoding` requests and `rows` rows of `chunks` prompts."""
         batch = self.batch(decoding, prompts=chunks > 0)
@@ -208,6 +210,7 @@ class Shapes:
                 filtered,
                 edited,
                 structured,
+                adapted,
             ),
         )
 
@@ -245,6 +248,7 @@ class Shapes:
             ExtendKey(1, 1, filtered=True),
             ExtendKey(1, 1, edited=True),
             ExtendKey(1, 1, structured=True),
+            *([ExtendKey(1, 1, adapted=True)] if self.adapters else []),
         ]
 
     def captured(self, reach: Reach) -> list[DraftKey | ExtendKey]:
@@ -265,15 +269,16 @@ class Shapes:
 
     def captured_later(self, reach: Reach) -> list[DraftKey | ExtendKey]:
         """Keys that are captured when there is time: those of the start, which a sleep or another
-        policy may leave open, then the same steps with filters, with edits and with both.
+        policy may leave open, then the same steps with filters, with edits, with adapters, and with
+        several of them.
         """
         keys = self.captured(reach)
         extends = [key for key in keys if isinstance(key, ExtendKey)]
-        others = ((True, False), (False, True), (True, True))
+        others: list[tuple[str, ...]] = [("filtered",), ("edited",), ("filtered", "edited")]
+        if self.adapters:
+            others = [("adapted",), *others, *((*other, "adapted") for other in others)]
         return keys + [
-            key._replace(filtered=filtered, edited=edited)
-            for filtered, edited in others
-            for key in extends
+            key._replace(**dict.fromkeys(other, True)) for other in others for key in extends
         ]
 
     def _keys(

@@ -22,6 +22,7 @@ from tlt_kernels.gpu.accept import accept, fields
 from tlt_kernels.gpu.edits import count_emitted, count_text, edit
 from tlt_kernels.gpu.gather import gather
 from tlt_kernels.gpu.kept import commit_kv
+from tlt_kernels.gpu.lora import AdapterRows, find_rows
 from tlt_kernels.gpu.report import TokenScores, emitted, score
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.sampling import sample
@@ -31,13 +32,14 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.drafts import Follower
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
+from tlt_server.models.gpu.adapted import GpuAdaptedLayer
 from tlt_server.models.gpu.layers import RowTensors
 
 
 class ExtendKey(NamedTuple):
     """Static shapes of a pass. `filtered`: some request has top-k, top-p or min-p. `edited`: some
     request has penalties, biases or masked tokens. `structured`: some request has a structured
-    output, so the pass is two halves.
+    output, so the pass is two halves. `adapted`: some request has a LoRA adapter.
     """
 
     batch: int
@@ -47,6 +49,7 @@ class ExtendKey(NamedTuple):
     filtered: bool = False
     edited: bool = False
     structured: bool = False
+    adapted: bool = False
 
     @property
     def plain(self) -> bool:
@@ -65,6 +68,13 @@ class Report(NamedTuple):
     raw_logprob_AN: Tensor
     token_ANK: Tensor  # best first; -1 after the last one that filters keep
     logprob_ANK: Tensor
+
+
+class Adapted(NamedTuple):
+    """The rows of a pass with an adapter, and what each layer adds to them."""
+
+    rows: AdapterRows
+    layers: list[GpuAdaptedLayer]
 
 
 class Extend:
@@ -88,6 +98,11 @@ class Extend:
             device=state.upload_U.device,
         )
         self._features_RF: Tensor | None = None  # kept between the halves
+        self._adapted: Adapted | None = None
+        if key.adapted:
+            assert state.adapters is not None
+            found = AdapterRows.allocate(state.adapters.count, rows, device=device)
+            self._adapted = Adapted(found, state.adapters.of_rows(found))
         self.attend = attention.planned(rows, requests=key.batch, prompt_rows=key.prompt_rows)
 
     def select(self, nodes: Nodes | None, own_columns: int | None = None) -> None:
@@ -148,11 +163,14 @@ class Extend:
                 trash=state.kv_slots.trash,
             )
         self.attend.plan(rows, state.batch_slots.page_table_QP)
+        if self._adapted is not None:
+            find_rows(rows, state.batch_slots.adapter_Q, self._adapted.rows)
         return state.model.forward(
             RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R),
             state.cache,
             self.attend,
             self._hidden_RH,
+            self._adapted.layers if self._adapted else None,
         )
 
     @property

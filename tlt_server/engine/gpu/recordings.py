@@ -49,7 +49,7 @@ class GraphRecordings:
         prompts = context.prefill_rows, context.chunks
         batch = self._shapes.batch(context.decoding, prompts=context.chunks > 0)
         drafts = drafter, batch, context.chunks > 0
-        variant = context.filtered, context.edited, context.structured
+        variant = context.filtered, context.edited, context.structured, context.adapted
         extends = bool(drafter), batch, prompts, variant
         if drafts not in self._answers:
             self._answers[drafts] = np.array(
@@ -107,4 +107,5 @@ class GraphRecordings:
             filtered=context.filtered,
             edited=context.edited,
             structured=context.structured,
+            adapted=context.adapted,
         )

@@ -204,6 +204,7 @@ class GpuRunner:
             filtered=batch.context.filtered,
             edited=batch.context.edited,
             structured=batch.context.structured,
+            adapted=batch.context.adapted,
         )
         extend = self.extend_pass(key)
         drafted: DraftPass | None = None
@@ -294,6 +295,7 @@ class GpuRunner:
                 first=shared.first,
                 hint_page=sequence.pages[start // size - 1] if reads_page else -1,
                 edits=edits_of(sequence),
+                adapter=sequence.slot,
             )
         )
 

@@ -20,6 +20,7 @@ from tlt_kernels.gpu.structure import Masks
 from tlt_kernels.gpu.tensors import BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_server.attention.rows import KVCache
+from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
 
 SCORED = 256  # prompt tokens that are scored at once
@@ -58,6 +59,7 @@ class DeviceState:
     # Its fp32 logits, edited. Reports are read from both after the step.
     logits_SV: Tensor
     depth: int  # longest draft path
+    adapters: GpuAdapterSlots | None = None  # None: the server takes no adapters
 
     @cached_property
     def masks(self) -> Masks:

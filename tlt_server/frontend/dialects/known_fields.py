@@ -36,7 +36,7 @@ _OWN_SAMPLER = "no such sampling here: leave it out"
 _CODE = "the server runs no code of requests: leave it out"
 _MESSAGES = "the prompt would need it: put it into the text or messages"
 _TEXT = "this server reads and writes text only: leave it out"
-_MODEL = "one model is served, without adapters: leave it out"
+_MODEL = "an adapter is asked for by its name as model: use that"
 _STOP = "not supported: use stop or max_tokens"
 
 REPLY = "the reply only lacks it"
@@ -101,9 +101,9 @@ KNOWN = (
         "image_data video_data audio_data input_embeds positional_embed_overrides "
         "multi_item_delimiter_indices",
     ),
-    Known(RefusedField(_MODEL), (*OPENAI, SGLANG), "lora_path"),
+    Known(RefusedField(_MODEL), OPENAI, "lora_path"),
     Known(RefusedField(_MODEL), (*OPENAI, VLLM), "lora_request lora_name"),
-    Known(RefusedField(_MODEL), (SGLANG,), "lora_id"),
+    Known(RefusedField("an adapter is asked for by lora_path: use that"), (SGLANG,), "lora_id"),
     Known(REPLY, SAMPLED, "logprob_token_ids"),
     Known(
         REPLY,

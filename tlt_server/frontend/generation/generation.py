@@ -26,7 +26,7 @@ from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
-from tlt_server.records import StepOutput
+from tlt_server.records import StepOutput, adapted_version
 
 log = structlog.get_logger()
 
@@ -65,6 +65,9 @@ class Generations:
         self.metrics.sequences.prompt.inc(
             sum(len(request.token_ids) for item in batch.items for request in item.requests)
         )
+        for item in batch.items:
+            if lora := item.requests[0].lora:
+                self.metrics.weights.asked(lora, len(item.requests))
         return generation
 
     def submit(
@@ -259,7 +262,9 @@ class _Measured:
     def _stale_tokens(self, sequence: GrowingChoice) -> int:
         """Return how many tokens another version than the live one has computed."""
         info = self._engine.info
-        live = info.weight_version if info is not None else ""
+        live, lora = info.weight_version if info is not None else "", sequence.request.lora
+        if info is not None and lora:
+            live = adapted_version(live, lora, info.adapters.get(lora, ""))
         return sum(
             span.end - span.start for span in sequence.weight_versions if span.version != live
         )

@@ -306,6 +306,9 @@ class ItemFields(Strict, frozen=True, kw_only=True):
     salt: Annotated[
         Salt, Meta(description="requests share cached prefixes only with those of the same salt")
     ] = ""
+    lora: Annotated[
+        str, Meta(max_length=MAX_NAME, description="the LoRA adapter that computes it; empty: none")
+    ] = ""
     n: Annotated[Count, Meta(description="choices")] = 1
     seed: Annotated[
         Seed | None,

@@ -19,6 +19,7 @@ from tlt_server.config import ResolvedConfig
 from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
+from tlt_server.frontend.generation.adapters import check_adapter
 from tlt_server.frontend.generation.batch import (
     NATIVE,
     WHOLE,
@@ -88,6 +89,7 @@ class Validator:
             if i % BREATH == BREATH - 1:
                 await asyncio.sleep(0)
             self._check_shape(words, i, item)
+            check_adapter(words.field.format(i=i), item.lora, info)
         self._check_room(self._demand(request, info, caller.name, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request, info, reading)
         samplings = await self._samplings(words, request, prompts, info)
@@ -115,6 +117,7 @@ class Validator:
                             seed=self._choice_seed(seed, choice),
                             group_id=item.group_id or id,
                             salt=item.salt,
+                            lora=item.lora,
                             owner=caller.name,
                             priority=request.priority,
                             sd=drafts,

@@ -317,7 +317,10 @@ class EngineClient:
     def _weights_reported(self, report: WeightReport) -> None:
         if self.info is not None:
             self.info = msgspec.structs.replace(
-                self.info, weight_version=report.state.target, drafter_version=report.state.drafter
+                self.info,
+                weight_version=report.state.target,
+                drafter_version=report.state.drafter,
+                adapters=report.state.adapters,
             )
         self._metrics.weights.reported(report)
         waiting = bool(self.versions.lost)

@@ -50,6 +50,8 @@ class WantedVersions:
         committed; naming a version brings no weights. A quarantined version is lost too.
         """
         self.lost |= report.state.quarantined
+        if report.role == "adapter":
+            return  # requests name the adapters that they want
         if report.result in ("committed", "named", "rolled_back", "unchanged"):
             live = {"target": report.state.target, "drafter": report.state.drafter}
             for role in ROLES if report.role in ("all", "") else (report.role,):

@@ -102,6 +102,7 @@ OPERATIONS: dict[str, Operation] = {
     "CommitWeights": Operation("POST", "/weights/{version}/commit"),
     "AbortWeights": Operation("POST", "/weights/{version}/abort"),
     "Rollback": Operation("POST", "/weights/rollback"),
+    "UnloadAdapter": Operation("DELETE", "/adapters/{name}", in_query=True),
     "GetWeights": Operation("GET", "/weights", in_query=True),
     "GetInfo": Operation("GET", "/server_info", in_query=True),
     "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),

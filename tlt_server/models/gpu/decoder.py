@@ -9,6 +9,8 @@ Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.adapted import GpuAdaptedLayer
 from tlt_server.models.gpu.layers import (
     Attend,
     GpuGatedMlp,
@@ -95,10 +98,16 @@ class GpuDecoder:
         return GpuDecoder(self.config, placement=self.placement, feature_layers=self.feature_layers)
 
     def forward(
-        self, rows: RowTensors, cache: KVCache, attend: Attend, out_RH: Tensor | None = None
+        self,
+        rows: RowTensors,
+        cache: KVCache,
+        attend: Attend,
+        out_RH: Tensor | None = None,
+        adapted: Sequence[GpuAdaptedLayer] | None = None,
     ) -> Forward:
         """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Hidden states, in
-        `out_RH` where that is given, and features are in the weights' type.
+        `out_RH` where that is given, and features are in the weights' type. `adapted`: what
+        adapters add to some of the rows, by layer.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
         residual_RH, normed_RH = embed_rms_norm(
@@ -107,12 +116,19 @@ class GpuDecoder:
         features_RF = self.placement.empty(len(residual_RH), self.feature_width)
         for index, layer in enumerate(self.layers):
             self._keep(index, residual_RH, features_RF)
-            part_PRH = layer.self_attention(normed_RH, keys[index], values[index], rows, attend)
+            own = adapted[index] if adapted is not None else None
+            part_PRH = layer.self_attention(
+                normed_RH, keys[index], values[index], rows, attend, adapted=own
+            )
             normed_RH = add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
             last = index + 1 == len(self.layers)
             next_norm_H = self.final_norm_H if last else self.layers[index + 1].input_norm_H
             normed_RH = add_rms_norm(
-                layer.mlp(normed_RH), residual_RH, next_norm_H, eps, out_RH=out_RH if last else None
+                layer.mlp(normed_RH, own),
+                residual_RH,
+                next_norm_H,
+                eps,
+                out_RH=out_RH if last else None,
             )
         self._keep(len(self.layers), normed_RH, features_RF)
         return Forward(normed_RH, features_RF)

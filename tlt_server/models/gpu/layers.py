@@ -11,16 +11,20 @@ width, S slots, X fused width, P partial sums.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from tlt_kernels.gpu.lora import silu_mul
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.gpu.matmuls import Matmuls
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
+
+if TYPE_CHECKING:  # it needs `Placement`
+    from tlt_server.models.gpu.adapted import GpuAdaptedLayer
 
 
 @dataclass(frozen=True)
@@ -110,16 +114,20 @@ class GpuSelfAttention:
         attend: Attend,
         *,
         first: int = 0,
+        adapted: GpuAdaptedLayer | None = None,
     ) -> Tensor:
         """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R,
         H] of the output.
         """
         qkv_RX = self.matmuls.linear(x_RH, self.qkv.weight_XK, self.qkv.bias_X)
+        if adapted is not None:
+            adapted.qkv.add(x_RH, qkv_RX)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
-        out_RND = attend(q_RND, k_SKD, v_SKD, first=first)
-        return self.matmuls.partials(
-            out_RND.view(len(x_RH), self.query_width), self.output.weight_XK
-        )
+        out_RX = attend(q_RND, k_SKD, v_SKD, first=first).view(len(x_RH), self.query_width)
+        part_PRH = self.matmuls.partials(out_RX, self.output.weight_XK)
+        if adapted is not None:
+            adapted.output.add(out_RX, part_PRH[0])
+        return part_PRH
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
         """Write the rows' keys and values, and nothing else."""
@@ -161,8 +169,14 @@ class GpuGatedMlp:
             intermediate, {"down_proj": hidden}, bias=False, placement=placement
         )
 
-    def __call__(self, x_RH: Tensor) -> Tensor:
+    def __call__(self, x_RH: Tensor, adapted: GpuAdaptedLayer | None = None) -> Tensor:
         """Partial sums [P, R, H]."""
-        return self.matmuls.partials(
-            self.matmuls.gated(x_RH, self.gate_up.weight_XK), self.down.weight_XK
-        )
+        if adapted is None:
+            gated_RI = self.matmuls.gated(x_RH, self.gate_up.weight_XK)
+            return self.matmuls.partials(gated_RI, self.down.weight_XK)
+        gate_up_RX = self.matmuls.linear(x_RH, self.gate_up.weight_XK, out_dtype=torch.float32)
+        adapted.gate_up.add(x_RH, gate_up_RX)
+        gated_RI = silu_mul(gate_up_RX, x_RH.dtype)  # the bits of `gated` without an adapter
+        part_PRH = self.matmuls.partials(gated_RI, self.down.weight_XK)
+        adapted.down.add(gated_RI, part_PRH[0])
+        return part_PRH

@@ -180,17 +180,22 @@ class Model(Struct, frozen=True):
         str,
         Meta(
             description="the directory of the model, or its name for a key that may neither push "
-            "nor operate"
+            "nor operate; of a LoRA adapter its version"
         ),
     ]
-    parent: Annotated[None, Meta(description="always null: no adapter")] = None
+    parent: Annotated[
+        str | None, Meta(description="of a LoRA adapter the model's name; else null")
+    ] = None
     created: Annotated[int, Meta(description="not known: 0")] = 0
     object: Annotated[Literal["model"], Meta(description="the kind of entry")] = "model"
     owned_by: Annotated[Literal["tlt"], Meta(description="always the same")] = "tlt"
 
 
 class Models(Struct, frozen=True):
-    data: Annotated[list[Model], Meta(description="the names of the one model that is served")]
+    data: Annotated[
+        list[Model],
+        Meta(description="the names of the one model that is served, then its LoRA adapters"),
+    ]
     object: Annotated[Literal["list"], Meta(description="the kind of reply")] = "list"
 
 

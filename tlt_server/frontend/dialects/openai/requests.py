@@ -61,7 +61,9 @@ class StreamOptions(Tolerant, frozen=True, kw_only=True):
 class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
     """The fields that completions and chat completions share."""
 
-    model: Annotated[str, Meta(description="served_model_name, or absent")] = ""
+    model: Annotated[
+        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
+    ] = ""
     n: Annotated[Count, Meta(description="choices per prompt")] = 1
     seed: Annotated[
         AnySeed | None,
@@ -131,8 +133,8 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
     def reading(self) -> PromptReading:
         return PromptReading(self.add_special_tokens is not False, self.truncate_prompt_tokens)
 
-    def native(self, prompts: list[str | PackedIds]) -> NativeRequest:
-        """Translate to the native request, with an item per prompt."""
+    def native(self, prompts: list[str | PackedIds], lora: str = "") -> NativeRequest:
+        """Translate to the native request, with an item per prompt, computed by an adapter."""
         scored, (_, structure) = self.scored_prompt(), self.structure
         return NativeRequest(
             requests=[
@@ -142,6 +144,7 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
                     n=self.n,
                     seed=seed_of(self.seed),
                     salt=self.cache_salt,
+                    lora=lora,
                     train=self.train,
                 )
                 for prompt in prompts
@@ -320,7 +323,9 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     add_special_tokens: Annotated[
         bool | None, Meta(description="absent: true for a text, false for a conversation")
     ] = None
-    model: Annotated[str, Meta(description="served_model_name, or absent")] = ""
+    model: Annotated[
+        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
+    ] = ""
 
 
 def template_arguments(

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest, NotFound, TltError, Unavailable
 from tlt_server.events import EngineInfo
+from tlt_server.frontend.dialects.models import adapter_of, unknown
 from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.dialects.openai.replies import (
     ChatCompletion,
@@ -95,7 +96,7 @@ async def model(service: Service, request: Request) -> Response:
     """Describe the served model, by one of its names."""
     found = _models(service, request).get(request.path_params["name"])
     if found is None:
-        raise _unknown(service, request.path_params["name"])
+        raise unknown(service, request.path_params["name"])
     return json_response(found)
 
 
@@ -103,15 +104,12 @@ def _models(service: Service, request: Request) -> dict[str, Model]:
     info, root = service.engine.info, model_path(service, caller_of(request))
     longest = info.max_model_len if info is not None else service.config.max_model_len
     assert isinstance(longest, int)
-    names = dict.fromkeys((service.config.served_model_name, root))
-    return {name: Model(name, longest, root) for name in names}
-
-
-def _unknown(service: Service, name: str) -> NotFound:
     served = service.config.served_model_name
-    return NotFound(
-        f"model is {name[:100]!r}; this server serves {served!r}: name that one, or none"
-    )
+    found = {name: Model(name, longest, root) for name in (served, root)}
+    adapters = info.adapters if info is not None else {}
+    return found | {
+        name: Model(name, longest, version, served) for name, version in adapters.items()
+    }
 
 
 @ROUTES.post(
@@ -243,9 +241,9 @@ async def _answer(
     phrase_of: type[Phrase],
 ) -> Response:
     words = words.structured_by(asked.structure[0])
-    batch = await service.validator.batch(
-        asked.native(prompts), info, caller_of(request), words, asked.reading()
-    )
+    lora = adapter_of(service, asked.model)
+    native = asked.native(prompts, lora)
+    batch = await service.validator.batch(native, info, caller_of(request), words, asked.reading())
     kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
     name = asked.request_id or given_id(request.headers.raw) or uuid.uuid4().hex
     id = f"{kind}-{name}"
@@ -261,7 +259,7 @@ async def _answer(
         frozenset(info.eos_token_ids) - set(asked.stop_token_ids or ()),
         id,
         int(time.time()),
-        service.config.served_model_name,
+        lora or service.config.served_model_name,
     )
     if asked.stream:
         return EventStream(_chunks(phrase, batch, generation, asked.stream_options), generation)
@@ -278,8 +276,7 @@ async def _read(service: Service, request: Request, model: type[Any]) -> tuple[A
         # Checked before a large body is parsed.
         service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     asked = await service.bodies.read(model, body)
-    if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
-        raise _unknown(service, asked.model)
+    adapter_of(service, asked.model)
     assert service.engine.info is not None
     return asked, service.engine.info
 

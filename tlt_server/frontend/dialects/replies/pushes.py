@@ -12,7 +12,7 @@ from tlt_server.frontend.http.replies import json_response
 from tlt_server.labels import label_of
 
 PushState = Literal[
-    "committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back"
+    "committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back", "unloaded"
 ]
 
 

@@ -43,6 +43,11 @@ class ParallelConfigInfo(Struct, frozen=True):
     data_parallel_size: Annotated[int, Meta(description="always 1")] = 1
 
 
+class LoraConfigInfo(Struct, frozen=True):
+    max_loras: Annotated[int, Meta(description="adapters that can be loaded at once")]
+    max_lora_rank: Annotated[int, Meta(description="largest rank of an adapter")]
+
+
 class VllmConfigInfo(Struct, frozen=True):
     """The configuration in the form that clients of vLLM read."""
 
@@ -51,7 +56,9 @@ class VllmConfigInfo(Struct, frozen=True):
     parallel_config: Annotated[ParallelConfigInfo, Meta(description="how it is spread")] = (
         ParallelConfigInfo()
     )
-    lora_config: Annotated[None, Meta(description="always null: no adapters")] = None
+    lora_config: Annotated[
+        LoraConfigInfo | None, Meta(description="null: no LoRA adapters are taken")
+    ] = None
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
@@ -140,6 +147,9 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         vllm_config=VllmConfigInfo(
             ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None),
             TransferConfig(_transfer(config.channels, info)),
+            lora_config=LoraConfigInfo(config.max_loras, config.max_lora_rank)
+            if config.max_loras
+            else None,
         ),
         model_path=model,
         tokenizer_path=model,

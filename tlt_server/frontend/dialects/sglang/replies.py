@@ -101,6 +101,16 @@ class Generated(Struct, frozen=True, kw_only=True):
     ] = UNSET
 
 
+class LoadedAdapters(Struct, frozen=True):
+    """The LoRA adapters after a change of them."""
+
+    loaded_adapters: Annotated[
+        dict[str, str], Meta(description="adapter that is loaded -> its version")
+    ]
+    success: Annotated[bool, Meta(description="always true: a failure is an error")] = True
+    error_message: Annotated[str, Meta(description="always empty")] = ""
+
+
 class Outcome(Struct, frozen=True, kw_only=True):
     """The outcome of a change."""
 

@@ -36,6 +36,7 @@ from tlt_server.frontend.generation.requests import (
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
 from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.adapters import AdapterName
 from tlt_server.frontend.weights.broadcasts import (
     Address,
     GroupName,
@@ -60,6 +61,7 @@ RENAMED = {
     "prompt_logprobs": "top_logprobs_num",
 }
 Body = TypeVar("Body")
+NameOrNone = Annotated[ShortName | None, Meta(description="null: none")]
 
 
 class SglangSampling(SglangStructured, Tolerant, frozen=True, kw_only=True):
@@ -110,6 +112,10 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
     rid: Annotated[
         ShortName | Annotated[list[ShortName], Meta(min_length=1, extra={"limit": NAMES})] | None,
         Meta(description="names the request, or each prompt, for POST /abort_request"),
+    ] = None
+    lora_path: Annotated[
+        ShortName | Annotated[list[NameOrNone], Meta(min_length=1, extra={"limit": NAMES})] | None,
+        Meta(description="the LoRA adapter that computes it, or of each prompt, by name"),
     ] = None
     return_logprob: Annotated[bool, Meta(description="report log-probs")] = False
     return_text_in_logprobs: Annotated[
@@ -174,6 +180,17 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
             )
         return [*names]
 
+    def adapters(self, count: int) -> list[str]:
+        """Return the adapter of each prompt."""
+        if not isinstance(self.lora_path, list):
+            return [self.lora_path or ""] * count
+        if len(self.lora_path) != count:
+            raise InvalidRequest(
+                f"lora_path has {len(self.lora_path)} names and there are {count} prompts; give "
+                "each prompt one, or one for all"
+            )
+        return [name or "" for name in self.lora_path]
+
     def native(self) -> NativeRequest:
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest(
@@ -183,6 +200,7 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
         params = self.sampling_params
         given: Any = self.input_ids if self.text is None else self.text
         prompts: list[str | PackedIds] = given if isinstance(given, list) else [given]
+        names, adapters = self.names(len(prompts)), self.adapters(len(prompts))
         return NativeRequest(
             requests=[
                 ItemFields(
@@ -191,9 +209,10 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
                     token_ids=prompt if isinstance(prompt, PackedIds) else None,
                     n=params.n,
                     seed=seed_of(params.sampling_seed),
+                    lora=lora,
                     train=self.train,
                 )
-                for prompt, name in zip(prompts, self.names(len(prompts)), strict=True)
+                for prompt, name, lora in zip(prompts, names, adapters, strict=True)
             ],
             sampling=self._sampling(),
             stream=self.stream,
@@ -271,6 +290,20 @@ class DiskFields(PushFields, frozen=True, kw_only=True):
     weight_version: Annotated[
         Version | None, Meta(description="absent: the directory's name and digest")
     ] = None
+
+
+class SglangLoad(Tolerant, frozen=True, kw_only=True):
+    lora_name: AdapterName
+    lora_path: Annotated[
+        Directory,
+        Meta(
+            min_length=1, description="directory of the adapter, absolute or below the weight root"
+        ),
+    ]
+
+
+class SglangUnload(Tolerant, frozen=True, kw_only=True):
+    lora_name: AdapterName
 
 
 class SglangGroup(Tolerant, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import NotFound
+from tlt_server.frontend.dialects.models import adapter_of
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED
 from tlt_server.frontend.dialects.replies.logprobs import Speller, scored, scored_prompt, whole
 from tlt_server.frontend.dialects.replies.usage import UsageCount
@@ -45,17 +46,13 @@ async def generate(service: Service, request: Request) -> Response:
     # Checked before a large prompt.
     service.engine.check_room(Demand(sequences=1, owner=caller_of(request).name))
     asked = await service.bodies.read(TokensRequest, body)
-    if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
-        served = service.config.served_model_name
-        raise NotFound(
-            f"model is {asked.model[:100]!r}; this server serves {served!r}: name that one, or none"
-        )
+    lora = adapter_of(service, asked.model)
     assert service.engine.info is not None
     caller = caller_of(request)
     reading = PromptReading(keep=asked.sampling_params.truncate_prompt_tokens)
     words = WORDS.structured_by(asked.sampling_params.structure[0])
     batch = await service.validator.batch(
-        asked.native(), service.engine.info, caller, words, reading
+        asked.native(lora), service.engine.info, caller, words, reading
     )
     token_ids = [*batch.items[0].requests[0].token_ids]
     names = (PREFIX + asked.request_id,) if asked.request_id else ()

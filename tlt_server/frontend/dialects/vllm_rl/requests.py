@@ -32,7 +32,8 @@ from tlt_server.frontend.generation.requests import (
     seed_of,
 )
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
-from tlt_server.frontend.weights.session import Version
+from tlt_server.frontend.weights.adapters import AdapterName
+from tlt_server.frontend.weights.session import Directory, Version
 from tlt_server.frontend.weights.transfer import UpdateFields
 
 
@@ -67,7 +68,9 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
         Meta(description="comes back, and names the request for POST /abort_requests"),
     ] = None
     sampling_params: Annotated[VllmSampling, Meta(description="how to sample")] = VllmSampling()
-    model: Annotated[str, Meta(description="served_model_name, or absent")] = ""
+    model: Annotated[
+        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
+    ] = ""
     cache_salt: Annotated[
         Salt, Meta(description="requests share cached prefixes only with those of the same salt")
     ] = ""
@@ -77,7 +80,7 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
         False
     )
 
-    def native(self) -> NativeRequest:
+    def native(self, lora: str) -> NativeRequest:
         if self.stream:
             raise InvalidRequest(
                 "stream is true; this route gives one whole reply: leave it out, or stream from "
@@ -92,6 +95,7 @@ class TokensRequest(Tolerant, frozen=True, kw_only=True):
                     n=params.n,
                     seed=seed_of(params.seed),
                     salt=self.cache_salt,
+                    lora=lora,
                     train=self.train,
                 )
             ],
@@ -114,6 +118,23 @@ class VllmAbort(Tolerant, frozen=True, kw_only=True):
             description="names that requests were given; without a body all that is open is aborted"
         ),
     ]
+
+
+class VllmLoad(Tolerant, frozen=True, kw_only=True):
+    lora_name: AdapterName
+    lora_path: Annotated[
+        Directory,
+        Meta(
+            min_length=1, description="directory of the adapter, absolute or below the weight root"
+        ),
+    ]
+    load_inplace: Annotated[
+        bool, Meta(description="replace the adapter of this name; else that is refused")
+    ] = False
+
+
+class VllmUnload(Tolerant, frozen=True, kw_only=True):
+    lora_name: AdapterName
 
 
 class StartFields(Tolerant, frozen=True, kw_only=True):

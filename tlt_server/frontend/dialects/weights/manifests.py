@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from tlt_server.commands import Manifest, Role, TensorEntry
 from tlt_server.errors import InvalidRequest
@@ -87,6 +87,7 @@ def manifest_of(asked: ManifestFields | DirectoryFields, role: Role) -> Manifest
         )
     _check_fields(asked)
     _check_tensors(asked)
+    _check_adapter(asked)
     return Manifest(
         role=asked.role,
         version=asked.version,
@@ -103,6 +104,8 @@ def manifest_of(asked: ManifestFields | DirectoryFields, role: Role) -> Manifest
         partial=asked.partial,
         in_flight=asked.in_flight,
         commit=asked.commit,
+        adapter=asked.adapter or "",
+        adapter_config=to_builtins(asked.adapter_config) if asked.adapter_config else {},
     )
 
 
@@ -124,6 +127,26 @@ def _check_fields(asked: ManifestFields) -> None:
         raise InvalidRequest(
             f"partial is true, which channel {channel} does not take; leave it out and name all "
             "tensors"
+        )
+
+
+def _check_adapter(asked: ManifestFields) -> None:
+    """Check that an adapter, and nothing else, has a name and, where no file says it, a config."""
+    pushes, configured = asked.role == "adapter", asked.adapter_config is not None
+    if pushes != (asked.adapter is not None):
+        raise InvalidRequest(
+            f"role is {asked.role!r} and adapter is {'given' if asked.adapter else 'absent'}; role "
+            "adapter needs it, other roles do not take it"
+        )
+    if configured != (pushes and asked.channel != "disk"):
+        raise InvalidRequest(
+            f"role is {asked.role!r}, the channel {asked.channel} and adapter_config is "
+            f"{'given' if configured else 'absent'}; an adapter needs it on channels other than "
+            "disk, which has adapter_config.json, and nothing else takes it"
+        )
+    if pushes and asked.partial:
+        raise InvalidRequest(
+            "partial is true, which role adapter does not take; name all tensors in one call"
         )
 
 

@@ -21,6 +21,7 @@ from tlt_server.errors import (
     Conflict,
     EngineFailed,
     Forbidden,
+    InvalidRequest,
     NotFound,
     PushFailed,
     Unavailable,
@@ -38,7 +39,7 @@ from tlt_server.frontend.dialects.weights.requests import (
     RollbackFields,
 )
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import NoFields
+from tlt_server.frontend.http.fields import NoFields, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
@@ -47,6 +48,13 @@ from tlt_server.frontend.weights.uploads import Uploads, UploadStatus
 
 ROUTES = Routes()
 GONE = (EngineFailed, Unavailable)
+ADAPTER = Parameter("name", "path", "the adapter's name")
+ENDS = Parameter(
+    "in_flight",
+    "query",
+    "what becomes of its running requests: they end first, or are ended",
+    {"type": "string", "enum": ["drain", "abort"], "default": "drain"},
+)
 VERSION = Parameter("version", "path", "the version that the push named")
 
 
@@ -87,6 +95,7 @@ async def push(service: Service, request: Request) -> Response:
             asked = await service.bodies.read(PUSH, body)
             if not isinstance(asked, UpdateFields):
                 manifest = await asyncio.to_thread(manifest_of, asked, update.role)
+                service.adapters.check_name(manifest.adapter)
         if isinstance(asked, UpdateFields):
             return outcome(await service.transfer.push(update, asked), labelled=True)
         if manifest.channel == "http" and service.uploads is not None:
@@ -117,6 +126,25 @@ def _may_pass(report: WeightReport) -> bool:
         return False
     error = from_code(*report.error)
     return error.retryable or (isinstance(error, Conflict) and not report.phases)
+
+
+@ROUTES.delete(
+    "/adapters/{name}",
+    needs="push-weights",
+    parameters=(ADAPTER, ENDS),
+    gives=PushReply,
+    raises=(InvalidRequest, NotFound, Conflict, *GONE),
+)
+async def unload(service: Service, request: Request) -> Response:
+    """Unload a LoRA adapter. New requests for it are refused at once; the reply comes when its last
+    request has ended.
+    """
+    ends = {"drain": False, "abort": True}.get(request.query_params.get("in_flight", "drain"))
+    if ends is None:
+        asked = shown(request.query_params["in_flight"])
+        raise InvalidRequest(f"in_flight is {asked}; it must be drain or abort")
+    name = request.path_params["name"]
+    return outcome(await service.adapters.unload(name, "abort" if ends else "drain"))
 
 
 @ROUTES.get("/weights", needs="push-weights", gives=WeightsReply, raises=GONE)

@@ -8,7 +8,9 @@ from msgspec import Meta
 
 from tlt_client.arguments import MAX_VERSION
 from tlt_server.commands import InFlight
+from tlt_server.frontend.http.bounds import MAX_INT32
 from tlt_server.frontend.http.fields import Strict, Tolerant
+from tlt_server.frontend.weights.adapters import AdapterName
 from tlt_server.frontend.weights.broadcasts import (
     MAX_TENSORS,
     Address,
@@ -43,6 +45,20 @@ class TensorFields(Strict, frozen=True, kw_only=True):
     ] = ""
 
 
+class AdapterFields(Strict, frozen=True, kw_only=True):
+    """The fields of PEFT's adapter_config.json that are read."""
+
+    r: Annotated[int, Meta(ge=1, le=MAX_INT32, description="rank")]
+    lora_alpha: Annotated[float, Meta(description="the scale is this by the rank")]
+    use_rslora: Annotated[
+        bool, Meta(description="the scale is lora_alpha by the root of the rank")
+    ] = False
+    target_modules: Annotated[
+        list[Annotated[str, Meta(max_length=128)]],
+        Meta(min_length=1, max_length=64, description="linear maps that are adapted"),
+    ]
+
+
 class ManifestFields(Strict, frozen=True, kw_only=True):
     version: Version
     path: Annotated[
@@ -54,9 +70,22 @@ class ManifestFields(Strict, frozen=True, kw_only=True):
         ),
     ] = None
     role: Annotated[
-        Literal["target", "drafter", "all"],
-        Meta(description="what is pushed; all: both in one transaction"),
+        Literal["target", "drafter", "all", "adapter"],
+        Meta(
+            description="what is pushed; all: target and drafter in one transaction; adapter: a "
+            "LoRA adapter of the target"
+        ),
     ] = "target"
+    adapter: Annotated[
+        AdapterName | None, Meta(description="with role adapter: the name that requests give it")
+    ] = None
+    adapter_config: Annotated[
+        AdapterFields | None,
+        Meta(
+            description="with role adapter: what adapter_config.json says, where the channel is "
+            "not disk"
+        ),
+    ] = None
     channel: Annotated[
         Literal["disk", "http", "broadcast", "ipc"],
         Meta(

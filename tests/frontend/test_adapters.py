@@ -1,0 +1,153 @@
+"""LoRA adapters in every dialect: loaded, named by requests, listed, unloaded, refused by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_server.commands import Manifest, PushWeights, UnloadAdapter
+
+PROMPT = {"prompt": "abc", "max_tokens": 4}
+CONFIG = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+TENSORS = [{"name": "w", "dtype": "float32", "shape": [2], "checksum": "x"}]
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(model, served_model_name="tiny", max_loras=2, max_lora_rank=8) as running:
+        yield running
+
+
+def post(server: LiveServer, route: str, **body: object) -> httpx.Response:
+    return httpx.post(f"{server.url}{route}", json=body, timeout=30)
+
+
+def load(server: LiveServer, name: str = "math", **fields: object) -> httpx.Response:
+    return post(server, "/v1/load_lora_adapter", lora_name=name, lora_path="a", **fields)
+
+
+def test_requests_name_their_adapter_in_each_dialect(server: LiveServer) -> None:
+    assert load(server).text == "Success: LoRA adapter 'math' added successfully."
+    command = server.engine.weight_commands[0]
+    assert isinstance(command, PushWeights)
+    assert command.manifest == Manifest(role="adapter", adapter="math", path="a")
+    replies = [
+        post(server, "/v1/completions", model="math", **PROMPT),
+        post(server, "/generate", requests=[{"prompt": "abc", "lora": "math"}]),
+        post(server, "/inference/v1/generate", model="math", token_ids=[97]),
+        post(server, "/generate", text="abc", lora_path="math"),
+        post(server, "/generate", text=["abc", "abd"], lora_path=["math", None]),
+        post(server, "/v1/completions", model="tiny", **PROMPT),
+    ]
+    assert [reply.status_code for reply in replies] == [200] * 6
+    assert replies[0].json()["model"] == "math"
+    asked = ["math", "math", "math", "math", "math", "", ""]
+    assert [request.lora for request in server.engine.submitted] == asked
+
+
+def test_an_adapter_that_is_not_loaded_is_not_found(server: LiveServer) -> None:
+    load(server)
+    for reply in (
+        post(server, "/v1/completions", model="art", **PROMPT),
+        post(server, "/generate", requests=[{"prompt": "abc", "lora": "art"}]),
+        post(server, "/inference/v1/generate", model="art", token_ids=[97]),
+        post(server, "/generate", text="abc", lora_path="art"),
+    ):
+        assert reply.status_code == 404 and "'art'" in reply.text and "math" in reply.text
+    assert not server.engine.submitted
+
+
+def test_models_and_weights_list_adapters(server: LiveServer) -> None:
+    load(server)
+    models = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [(each["id"], each["parent"]) for each in models][-1] == ("math", "tiny")
+    assert models[0]["parent"] is None
+    assert httpx.get(f"{server.url}/v1/models/math").json()["parent"] == "tiny"
+    assert httpx.get(f"{server.url}/weights").json()["adapters"] == {"math": "named"}
+    info = httpx.get(f"{server.url}/server_info").json()
+    assert info["vllm_config"]["lora_config"] == {"max_loras": 2, "max_lora_rank": 8}
+    assert info["engine"]["adapters"] == {"math": "named"}
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'tlt_lora_adapter_info{name="math",version="named"} 1.0' in metrics
+    assert 'tlt_weight_pushes_total{result="committed",role="adapter"} 1.0' in metrics
+    post(server, "/v1/completions", model="math", n=3, **PROMPT)
+    counted = 'tlt_lora_sequences_total{name="math"} 3.0'
+    assert counted in httpx.get(f"{server.url}/metrics").text
+    httpx.delete(f"{server.url}/adapters/math")
+    assert 'name="math"' not in httpx.get(f"{server.url}/metrics").text
+
+
+def test_loading_again_needs_load_inplace_and_a_name_of_its_own(server: LiveServer) -> None:
+    load(server)
+    again = load(server)
+    assert again.status_code == 400 and "load_inplace" in again.text
+    assert load(server, load_inplace=True).status_code == 200
+    taken = load(server, "tiny")
+    assert taken.status_code == 400 and "name of the model itself" in taken.text
+    assert load(server, "a/b").status_code == 400
+    again = post(server, "/load_lora_adapter", lora_name="math", lora_path="a")
+    assert again.status_code == 409 and "unload it first" in again.text
+
+
+def test_adapters_are_unloaded_in_each_dialect(server: LiveServer) -> None:
+    for name, unload in (
+        ("a", lambda: post(server, "/v1/unload_lora_adapter", lora_name="a")),
+        ("b", lambda: post(server, "/unload_lora_adapter", lora_name="b")),
+        ("c", lambda: httpx.delete(f"{server.url}/adapters/c?in_flight=abort")),
+    ):
+        reply = post(server, "/load_lora_adapter", lora_name=name, lora_path="a")
+        assert reply.json() == {
+            "success": True,
+            "error_message": "",
+            "loaded_adapters": {name: "named"},
+        }
+        assert unload().status_code == 200
+        assert unload().status_code == 404
+    command = server.engine.weight_commands[-1]
+    assert isinstance(command, UnloadAdapter) and command.in_flight == "abort"
+    assert httpx.delete(f"{server.url}/adapters/c?in_flight=keep").status_code == 400
+    refused = post(server, "/load_lora_adapter_from_tensors", lora_name="a")
+    assert refused.status_code == 415 and "pickle" in refused.text
+
+
+def test_a_manifest_of_an_adapter_says_what_no_file_does(server: LiveServer) -> None:
+    manifest = {"version": "1", "role": "adapter", "adapter": "math", "path": "a"}
+    reply = post(server, "/update_weights", **manifest, in_flight="drain")
+    assert (reply.json()["role"], reply.json()["state"]) == ("adapter", "committed")
+    shared = {"version": "2", "role": "adapter", "adapter": "math", "channel": "broadcast"}
+    shared |= {"group": "g", "tensors": TENSORS, "adapter_config": CONFIG}
+    assert post(server, "/update_weights", **shared).status_code == 200
+    pushed = server.engine.weight_commands[-1]
+    assert isinstance(pushed, PushWeights)
+    assert pushed.manifest.adapter_config == {**CONFIG, "use_rslora": False}
+    for change, said in (
+        ({"adapter": None}, "adapter"),
+        ({"role": "target"}, "adapter"),
+        ({"adapter_config": None}, "adapter_config"),
+        ({"partial": True}, "partial"),
+        ({"adapter": "tiny"}, "name of the model itself"),
+        ({"adapter_config": {**CONFIG, "use_dora": True}}, "use_dora"),
+    ):
+        body = {name: value for name, value in (shared | change).items() if value is not None}
+        refused = post(server, "/update_weights", **body)
+        assert refused.status_code == 400 and said in refused.text, change
+
+
+def test_a_push_of_an_adapter_loses_no_target_and_the_next_engine_has_none(
+    server: LiveServer,
+) -> None:
+    load(server)
+    server.engine.dies = True
+    reply = None
+    for _ in range(100):
+        reply = post(server, "/v1/completions", model="math", **PROMPT)
+        if reply.status_code == 404:
+            break
+        time.sleep(0.05)
+    assert reply is not None and reply.status_code == 404
+    assert post(server, "/v1/completions", **PROMPT).status_code == 200

@@ -1,0 +1,46 @@
+"""Random LoRA adapters for benches, in PEFT's layout, and engines that have them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tlt_server.bench.exact_plan import ADAPTERS
+from tlt_server.commands import Manifest, PushWeights
+from tlt_server.engine.loop import Engine
+from tlt_server.models.adapters import BLOCKS, AdapterConfig, AdapterWeights
+from tlt_server.models.config import ModelConfig
+
+RANK = 8
+EFFECT = 0.05  # size of what is added, relative to the input
+
+
+def write_adapters(model: Path, root: Path) -> None:
+    """Write an adapter of the model for each name, with another rank each."""
+    config = ModelConfig.read(model)
+    for seed, name in enumerate(ADAPTERS[1:]):
+        generator = torch.Generator().manual_seed(seed)
+        rank = RANK - seed
+        weights = AdapterWeights(config, AdapterConfig(rank, 1.0, tuple(BLOCKS)), torch.float32)
+        for _, _, (a_rK, b_Nr) in weights.pairs():
+            a_rK.normal_(0, a_rK.shape[1] ** -0.5, generator=generator)
+            b_Nr.normal_(0, EFFECT * rank**-0.5, generator=generator)
+        directory = root / name
+        directory.mkdir()
+        save_file(weights.parameters(), directory / "adapter_model.safetensors")
+        said = {"r": rank, "lora_alpha": rank, "target_modules": [*BLOCKS]}
+        (directory / "adapter_config.json").write_text(json.dumps(said))
+
+
+def load_adapters(engine: Engine) -> None:
+    """Push every adapter to an engine with nothing to do, from below its weight root."""
+    for name in ADAPTERS[1:]:
+        engine.send(PushWeights(name, Manifest(role="adapter", adapter=name, path=name)))
+        while not (reports := engine.reports()):
+            engine.step()
+            time.sleep(0.001)
+        assert [report.error for report in reports] == [None]

@@ -1,0 +1,171 @@
+"""LoRA adapters of a target in PEFT's layout: `adapter_config.json`, and two matrices for each
+linear map that is adapted, so that y = x W^T + scale * (x A^T) B^T.
+
+What this server cannot compute exactly as PEFT would (DoRA, biases, ranks that differ by module,
+other modules) is refused by field and value.
+
+Legend: r rank, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_server.errors import ModelError
+from tlt_server.models.config import ModelConfig
+
+BLOCKS = {  # linear map -> the block of a layer that holds it
+    "q_proj": "self_attn",
+    "k_proj": "self_attn",
+    "v_proj": "self_attn",
+    "o_proj": "self_attn",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+}
+PREFIX = "base_model.model.model.layers."
+# Fields without effect on what is computed.
+IGNORED = frozenset(
+    "arrow_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config "
+    "inference_mode loftq_config lora_dropout lora_ga_config megatron_core peft_version "
+    "qalora_group_size revision runtime_config task_type".split()
+)
+READ = frozenset("r lora_alpha use_rslora target_modules peft_type init_lora_weights bias".split())
+# Ways to begin that leave the weights of the model as they are.
+BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+MAX_ALPHA = 2**20
+NEUTRAL: tuple[object, ...] = (None, False, [], {}, "")
+
+
+class LinearSizes(NamedTuple):
+    inputs: int
+    outputs: int
+
+
+def linear_sizes(config: ModelConfig) -> dict[str, LinearSizes]:
+    """Return the sizes of the linear maps of a layer."""
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return {
+        "q_proj": LinearSizes(hidden, queries),
+        "k_proj": LinearSizes(hidden, keys),
+        "v_proj": LinearSizes(hidden, keys),
+        "o_proj": LinearSizes(queries, hidden),
+        "gate_proj": LinearSizes(hidden, mlp),
+        "up_proj": LinearSizes(hidden, mlp),
+        "down_proj": LinearSizes(mlp, hidden),
+    }
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    rank: int
+    scale: float
+    targets: tuple[str, ...]  # names of BLOCKS, in its order
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str, max_rank: int) -> AdapterConfig:
+        """`ModelError` names field, value and remedy; `where` is what holds the fields."""
+        _check_neutral(raw, where)
+        rank: Any = raw.get("r")
+        alpha: Any = raw.get("lora_alpha")
+        if not _whole(rank) or not 1 <= rank <= max_rank:
+            raise _wrong(
+                where, "r", rank, f"it must be 1 to {max_rank} (--max-lora-rank): train with less"
+            )
+        if not _number(alpha) or not 0 < alpha <= MAX_ALPHA:
+            raise _wrong(where, "lora_alpha", alpha, f"it must be above 0, at most {MAX_ALPHA}")
+        root = raw.get("use_rslora")
+        if root not in (None, True, False):
+            raise _wrong(where, "use_rslora", root, "it must be true or false")
+        scale = alpha / (math.sqrt(rank) if root else rank)
+        return cls(rank, scale, _targets(raw.get("target_modules"), where))
+
+
+def _check_neutral(raw: Mapping[str, Any], where: str) -> None:
+    if raw.get("peft_type") not in (None, "LORA"):
+        raise _wrong(where, "peft_type", raw["peft_type"], "only LORA is served")
+    if raw.get("bias") not in (None, "none"):
+        raise _wrong(where, "bias", raw["bias"], 'only "none" is served: train without biases')
+    begun = raw.get("init_lora_weights")
+    if not any(begun is known or begun == known for known in BEGINNINGS):
+        raise _wrong(
+            where,
+            "init_lora_weights",
+            begun,
+            "it changes the model's own weights, so the adapter does not fit them: convert it to "
+            "an ordinary one (save_pretrained with path_initial_model_for_weight_conversion)",
+        )
+    for name in sorted(raw.keys() - IGNORED - READ):
+        if raw[name] not in NEUTRAL:
+            raise _wrong(where, name, raw[name], "this server does not compute that: leave it out")
+
+
+def _targets(given: Any, where: str) -> tuple[str, ...]:
+    named = [*BLOCKS] if given == "all-linear" else given
+    if not isinstance(named, list) or not named or not all(isinstance(n, str) for n in named):
+        raise _wrong(where, "target_modules", given, f"it must list some of {', '.join(BLOCKS)}")
+    for name in named:
+        block, _, own = name.rpartition(".")
+        if own not in BLOCKS or block not in ("", BLOCKS[own]):
+            raise _wrong(where, "target_modules", name, f"only {', '.join(BLOCKS)} can be adapted")
+    wanted = {name.rpartition(".")[2] for name in named}
+    return tuple(name for name in BLOCKS if name in wanted)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return _whole(value) or isinstance(value, float)
+
+
+def _wrong(where: str, field: str, value: Any, remedy: str) -> ModelError:
+    return ModelError(f"{where}: {field} is {repr(value)[:80]}; {remedy}")
+
+
+class MatrixPair(NamedTuple):
+    """One linear map's own matrices."""
+
+    a_rK: Tensor
+    b_Nr: Tensor
+
+
+class AdapterWeights:
+    """The matrices of one adapter, in memory of the host."""
+
+    vocabulary_map: frozenset[str] = frozenset()  # a push of it brings no other tensors
+
+    def __init__(self, config: ModelConfig, adapter: AdapterConfig, dtype: torch.dtype) -> None:
+        """`config`: of the model that is adapted."""
+        self.config, self.adapter = config, adapter
+        sizes = linear_sizes(config)
+        self._pairs = {
+            (layer, name): MatrixPair(
+                torch.zeros(adapter.rank, sizes[name].inputs, dtype=dtype),
+                torch.zeros(sizes[name].outputs, adapter.rank, dtype=dtype),
+            )
+            for layer in range(config.layers)
+            for name in adapter.targets
+        }
+
+    def pairs(self) -> Iterator[tuple[int, str, MatrixPair]]:
+        """Yield layer, linear map and matrices."""
+        for (layer, name), pair in self._pairs.items():
+            yield layer, name, pair
+
+    def parameters(self) -> dict[str, Tensor]:
+        """PEFT's name -> tensor."""
+        named: dict[str, Tensor] = {}
+        for layer, name, pair in self.pairs():
+            prefix = f"{PREFIX}{layer}.{BLOCKS[name]}.{name}."
+            named[f"{prefix}lora_A.weight"] = pair.a_rK
+            named[f"{prefix}lora_B.weight"] = pair.b_Nr
+        return named

@@ -1,0 +1,102 @@
+"""LoRA on a GPU: the matrices of all loaded adapters, each in a slot of fixed addresses, which
+captured passes read. The target of any version uses them.
+
+Legend: K inputs, N outputs of a fused map, r padded rank, X = r times its parts, S slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tlt_kernels.gpu.lora import MIN_RANK, AdapterRows, add_lora, tile_columns
+from tlt_server.errors import StartupError
+from tlt_server.models.adapted import FUSED
+from tlt_server.models.adapters import AdapterWeights, MatrixPair, linear_sizes
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.layers import Placement
+
+
+class GpuProjectionSlots(NamedTuple):
+    """The matrices of one fused projection, for every slot."""
+
+    parts: dict[str, int]
+    a_SXK: Tensor
+    b_SNr: Tensor
+    scale_S: Tensor
+
+    def fill(self, slot: int, part: str, pair: MatrixPair) -> None:
+        """Copy a part's matrices, of at most the padded rank, to a slot of zeros."""
+        at, rank, padded = [*self.parts].index(part), len(pair.a_rK), self.b_SNr.shape[2]
+        first = sum([*self.parts.values()][:at])
+        self.a_SXK[slot, at * padded : at * padded + rank].copy_(pair.a_rK)
+        self.b_SNr[slot, first : first + self.parts[part], :rank].copy_(pair.b_Nr)
+
+
+class GpuAdaptedProjection(NamedTuple):
+    slots: GpuProjectionSlots
+    rows: AdapterRows
+
+    def add(self, x_MK: Tensor, out_MN: Tensor) -> None:
+        """Add to the rows of `out_MN` what their adapters make of the rows of `x_MK`."""
+        parts = tuple(self.slots.parts.values())
+        add_lora(x_MK, *self.slots[1:], parts, self.rows, out_MN)
+
+
+class GpuAdaptedLayer(NamedTuple):
+    """The additions of a layer's projections to the rows of a step."""
+
+    qkv: GpuAdaptedProjection
+    output: GpuAdaptedProjection
+    gate_up: GpuAdaptedProjection
+    down: GpuAdaptedProjection
+
+
+class GpuAdapterSlots:
+    def __init__(self, config: ModelConfig, slots: int, rank: int, placement: Placement) -> None:
+        sizes, padded = linear_sizes(config), max(MIN_RANK, triton.next_power_of_2(rank))
+        self.count, device = slots, placement.device
+        self._scale_S = torch.zeros(slots, dtype=torch.float32, device=device)
+        self._layers = []
+        for _ in range(config.layers):
+            layer = {}
+            for name, maps in FUSED.items():
+                parts = {part: sizes[part].outputs for part in maps}
+                _check_tiles(name, parts)
+                layer[name] = GpuProjectionSlots(
+                    parts,
+                    placement.empty(slots, padded * len(parts), sizes[maps[0]].inputs).zero_(),
+                    placement.empty(slots, sum(parts.values()), padded).zero_(),
+                    self._scale_S,
+                )
+            self._layers.append(layer)
+
+    def fill(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter into a slot, in place of the one it holds, on the current stream."""
+        self._scale_S[slot] = weights.adapter.scale
+        for layer in self._layers:
+            for projection in layer.values():
+                projection.a_SXK[slot].zero_()
+                projection.b_SNr[slot].zero_()
+        for at, part, pair in weights.pairs():
+            for projection in self._layers[at].values():
+                if part in projection.parts:
+                    projection.fill(slot, part, pair)
+
+    def of_rows(self, rows: AdapterRows) -> list[GpuAdaptedLayer]:
+        """Return, by layer, what is added in a step with these rows."""
+        return [
+            GpuAdaptedLayer(**{n: GpuAdaptedProjection(slots, rows) for n, slots in layer.items()})
+            for layer in self._layers
+        ]
+
+
+def _check_tiles(name: str, parts: dict[str, int]) -> None:
+    if tile_columns(tuple(parts.values())) < MIN_RANK:
+        raise StartupError(
+            f"max_loras: the outputs of {name} are {parts}, and the kernels of a GPU need "
+            f"multiples of {MIN_RANK}; serve without --max-loras, or with --device cpu"
+        )
