@@ -50,7 +50,7 @@ def test_only_the_servers_user_may_open_what_the_server_keeps(tmp_path: Path) ->
     spool.begin()
     spool.keep("target", "model.safetensors", [b"bytes"])
     spool.keep("target", "config.json", [b"{}"])
-    live: Any = SimpleNamespace(by_role={})
+    live: Any = SimpleNamespace(by_role={}, adapters={})
     spool.prepare(live, live)
     spool.commit()
     assert spool.current() == {}

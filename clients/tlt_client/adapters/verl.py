@@ -314,7 +314,7 @@ def rollout_class() -> type[Any]:
                 )
             if peft_config is not None:
                 raise NotServed(
-                    "the weights are a LoRA adapter's, but this server takes merged ones; set "
+                    "the weights are a LoRA adapter's, which this rollout does not push yet; set "
                     "model.lora.merge=True"
                 )
             tensors = _in_thread(weights, asyncio.get_running_loop())
