@@ -146,6 +146,28 @@ def padded(figures: Figures) -> Iterator[str]:
     )
 
 
+def structures(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    yield (
+        "Time per token of requests with a JSON schema over that of requests without, which take "
+        "turns; and what of it is masks."
+    )
+    yield table(
+        ("strategy", "batch", "us per token", "with a schema", "ratio", "masks, us"),
+        (
+            (
+                r["strategy"],
+                r["batch"],
+                f"{r['plain_us']:.0f}",
+                f"{r['structured_us']:.0f}",
+                f"{r['ratio']:.3f}",
+                f"{r['mask_us']:.0f}",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
 def graphs(figures: Figures) -> Iterator[str]:
     yield model(figures)
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["phases_s"].items())

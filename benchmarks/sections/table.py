@@ -16,6 +16,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "graphs": ("Graphs and start-up", engine.graphs),
     "starts": ("Starts of a server", engine.starts),
     "exact": ("Exactness", engine.exact),
+    "structures": ("Structured outputs", engine.structures),
     "rollout": ("Rollouts with a long tail", rollouts.rollout),
     "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),
     "replay": ("Regret of the policies", rollouts.replay),

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, sample_rows, score_targets
+from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, mask_row, sample_rows, score_targets
 from tlt_server.engine.structures import WORD, Structures
 from tlt_server.errors import InvalidRequest, StructureFailed
 from tlt_server.records import GenerateRequest, Sampling, TokenLogprobs
@@ -159,29 +159,31 @@ class SamplingState:
                 "path and position disagree"
             )
             self._count(len(logits_V))
-        repetition, presence, frequency = self.penalties
-        edit_row(
-            logits_V,
-            self.bias_ids,
-            self.bias,
-            self._prompt_V,
-            self._count_V,
-            path_D,
-            np.float32(repetition),
-            np.float32(presence),
-            np.float32(frequency),
-            self.mask_ids if position < self.masked_to else NO_IDS,
-            edited_V,
-        )
+        if self.edits_at(position):
+            repetition, presence, frequency = self.penalties
+            edit_row(
+                logits_V,
+                self.bias_ids,
+                self.bias,
+                self._prompt_V,
+                self._count_V,
+                path_D,
+                np.float32(repetition),
+                np.float32(presence),
+                np.float32(frequency),
+                self.mask_ids if position < self.masked_to else NO_IDS,
+                edited_V,
+            )
+        else:
+            edited_V[:] = logits_V
         if len(self.allowed_ids):
             kept = edited_V[self.allowed_ids]
             edited_V.fill(-np.inf)
             edited_V[self.allowed_ids] = kept
         if self.structure is not None:
             mask_W = np.empty(-(-len(logits_V) // WORD), np.int32)
-            self.structure.fill(path_D[path_D >= 0].tolist(), mask_W)
-            may_V = np.unpackbits(mask_W.view(np.uint8), count=len(logits_V), bitorder="little")
-            edited_V[may_V == 0] = -np.inf
+            self.structure.fill([token for token in path_D.tolist() if token >= 0], mask_W)
+            mask_row(edited_V, mask_W)
 
 
 class Sampled(NamedTuple):
@@ -285,6 +287,7 @@ def compile_kernels() -> None:
         np.zeros((1, 0), np.int32),
     )
     prompt_logprobs(logits, [0], 1)
+    mask_row(np.zeros(1, np.float32), np.zeros(1, np.int32))
 
 
 def _packed(sampling: Sampling, seed: int) -> bytes:

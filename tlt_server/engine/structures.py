@@ -105,11 +105,11 @@ class Structure:
                 self._matcher = self._compiled.result().deep_copy()
             except InvalidRequest as error:
                 self.error, self._over = StructureFailed(error.message), True
-        if self._matcher is not None and self._consumed < len(self._committed):
-            new = self._committed[self._consumed :]
-            self._consumed = len(self._committed)
-            if not self._matcher.consume_tokens(new):
-                self._failed(self._matcher, drafts=False)
+        matcher, known = self._matcher, len(self._committed)
+        if matcher is not None and self._consumed < known:
+            new, self._consumed = self._committed[self._consumed :], known
+            if not matcher.consume_tokens(new):
+                self._failed(matcher, drafts=False)
         return self._matcher
 
     def _failed(self, matcher: LLMatcher, *, drafts: bool) -> None:

@@ -323,3 +323,11 @@ def edit_row(
                 count_V[token] -= 1
     for i in range(masked_ids.shape[0]):
         edited_V[masked_ids[i]] = np.float32(-np.inf)
+
+
+@njit(cache=True, nogil=True)
+def mask_row(edited_V, mask_W):
+    """Set the logits of tokens whose bit is 0 to -inf: bit t % 32 of int32 word t // 32."""
+    for v in range(edited_V.shape[0]):
+        if (mask_W[v >> 5] >> (v & 31)) & 1 == 0:
+            edited_V[v] = np.float32(-np.inf)

@@ -1,0 +1,125 @@
+"""`tlt bench structures`: the time per token of requests with a JSON schema, against requests
+without one, plain and speculated on.
+
+Both kinds take turns on one engine; the median of the rounds' ratios counts. The schema is a list
+of records that is longer than the output, so both kinds emit the same number of tokens. What a
+random prompt leads to is noise to a drafter, in a schema less so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from tlt_server.bench.engines import LoadedOnce
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.steps import random_requests
+from tlt_server.commands import SetPolicy, Submit
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.loop import Engine
+from tlt_server.records import OFF, GenerateRequest, Grammar, Strategy
+
+PROMPT, NEW, QUICK_NEW = 32, 192, 64  # tokens
+ROUNDS = 7
+STRATEGIES = {
+    "cpu": (OFF, Strategy("eagle", 7, 4, 16)),
+    "cuda": (OFF, Strategy("eagle", 7, 1, 8), Strategy("eagle", 7, 4, 32)),
+}
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "count": {"type": "integer"},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4},
+    },
+    "required": ["name", "count", "flags"],
+    "additionalProperties": False,
+}
+SCHEMA = Grammar(
+    kind="json_schema", text=json.dumps({"type": "array", "items": RECORD, "minItems": NEW})
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON."""
+    batches, new = args.batch or args.batches[args.quick], QUICK_NEW if args.quick else NEW
+    settings = replace(settings_of(args), policy="off", max_running=max(batches))
+    settings = replace(
+        settings, max_model_len=at_most_what_it_takes(settings.model, 2 * (PROMPT + NEW))
+    )
+    console, rows = wide_console(), list[dict[str, Any]]()
+    strategies = STRATEGIES[args.device] if "eagle" in settings.drafters else (OFF,)
+    with progress_bar(console) as progress:
+        task = progress.add_task("load", total=1 + len(batches) * len(strategies))
+        engine, _ = assemble(settings, make_device=LoadedOnce().device)
+        for strategy in strategies:
+            engine.send(SetPolicy("fixed", strategy) if strategy.drafter else SetPolicy("off"))
+            for batch in batches:
+                progress.update(task, advance=1, description=f"{strategy.name}, batch {batch}")
+                requests = random_requests(batch, PROMPT, new, seed=args.seed)
+                rows.append(
+                    {"strategy": strategy.name, "batch": batch, **compared(engine, requests)}
+                )
+    figures = {"bench": "structures", "quick": bool(args.quick), **described(settings)}
+    figures |= {"prompt": PROMPT, "new": new, "rows": rows}
+    table = Table("strategy", "batch", "us per token", "with a schema", "ratio", "masks")
+    for r in rows:
+        table.add_row(
+            r["strategy"],
+            str(r["batch"]),
+            f"{r['plain_us']:.0f}",
+            f"{r['structured_us']:.0f}",
+            f"{r['ratio']:.3f}",
+            f"{r['mask_us']:.0f}",
+        )
+    console.print(table)
+    finish(args, figures, on_gpu=args.device == "cuda")
+    return 0
+
+
+def compared(engine: Engine, requests: list[GenerateRequest]) -> dict[str, float]:
+    """Return the median times per token, their ratio, and the time of masks per token."""
+    structured = [
+        msgspec.structs.replace(
+            request,
+            sampling=msgspec.structs.replace(
+                request.sampling, structured_outputs=SCHEMA, ignore_eos=False
+            ),
+        )
+        for request in requests
+    ]
+    for each in (requests, structured):  # compiles, and records graphs
+        time_per_token(engine, each)
+    before = engine.gauges()["structures_mask_s"]
+    pairs = [
+        (time_per_token(engine, requests), time_per_token(engine, structured))
+        for _ in range(ROUNDS)
+    ]
+    tokens = ROUNDS * sum(request.sampling.max_tokens for request in requests)
+    return {
+        "plain_us": 1e6 * statistics.median(plain for plain, _ in pairs),
+        "structured_us": 1e6 * statistics.median(mine for _, mine in pairs),
+        "ratio": statistics.median(mine / plain for plain, mine in pairs),
+        "mask_us": 1e6 * (engine.gauges()["structures_mask_s"] - before) / tokens,
+    }
+
+
+def time_per_token(engine: Engine, requests: list[GenerateRequest]) -> float:
+    """Return the seconds per token of this batch after its first tokens."""
+    engine.send(Submit(requests))
+    began, tokens = 0.0, 0
+    while not engine.idle:
+        emitted = sum(len(output.token_ids) for output in engine.step())
+        if began:
+            tokens += emitted
+        elif emitted:
+            began = time.perf_counter()
+    return (time.perf_counter() - began) / tokens
