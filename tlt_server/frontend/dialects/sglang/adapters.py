@@ -15,7 +15,8 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.sglang.replies import LoadedAdapters, outcome_of
-from tlt_server.frontend.dialects.sglang.requests import SglangLoad, SglangUnload, read
+from tlt_server.frontend.dialects.sglang.requests import read
+from tlt_server.frontend.dialects.sglang.weight_requests import SglangLoad, SglangUnload
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import AnyFields, shown
 from tlt_server.frontend.http.replies import json_response

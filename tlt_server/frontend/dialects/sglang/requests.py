@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from tlt_server.commands import InFlight
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.structures import SglangStructured
@@ -36,22 +35,8 @@ from tlt_server.frontend.generation.requests import (
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
 from tlt_server.frontend.http.fields import RefusedField, Tolerant, shown
 from tlt_server.frontend.service import Service
-from tlt_server.frontend.weights.adapters import AdapterName
-from tlt_server.frontend.weights.broadcasts import (
-    Address,
-    GroupName,
-    Packing,
-    Port,
-    Rank,
-    Shapes,
-    TensorNames,
-    TypeNames,
-    WorldSize,
-)
-from tlt_server.frontend.weights.session import Directory, Selector, Version
 from tlt_server.packed import PackedIds
 
-GROUP = "weight_update_group"  # where a trainer names none
 PROMPTS = Limit("max_batch_items", "prompts", "split the batch", TooLarge)
 MAX_TAGS = 16
 RENAMED = {
@@ -250,111 +235,6 @@ class SglangAbort(Tolerant, frozen=True, kw_only=True):
     abort_all: Annotated[bool, Meta(description="end everything that is open")] = False
 
 
-class BeginFields(Tolerant, frozen=True, kw_only=True):
-    selector: Annotated[Selector, Meta(description="the model whose weights are pushed")] = "target"
-
-
-class PushFields(Tolerant, frozen=True, kw_only=True):
-    """The fields that the pushes by all channels share."""
-
-    abort_all_requests: Annotated[
-        bool,
-        Meta(
-            description="end running sequences with what they have; else they continue under the "
-            "new weights"
-        ),
-    ] = False
-    flush_cache: Annotated[
-        bool,
-        Meta(
-            description="accepted and without effect: KV of another version never serves a new "
-            "request"
-        ),
-    ] = True
-
-    @property
-    def in_flight(self) -> InFlight:
-        return "abort" if self.abort_all_requests else "continue"
-
-
-class DiskFields(PushFields, frozen=True, kw_only=True):
-    model_path: Annotated[
-        Directory,
-        Meta(
-            min_length=1, description="directory of safetensors, absolute or below the weight root"
-        ),
-    ]
-    load_format: Annotated[
-        Literal["auto", "safetensors"], Meta(description="both mean safetensors")
-    ] = "auto"
-    weight_version: Annotated[
-        Version | None, Meta(description="absent: the directory's name and digest")
-    ] = None
-
-
-class SglangLoad(Tolerant, frozen=True, kw_only=True):
-    lora_name: AdapterName
-    lora_path: Annotated[
-        Directory,
-        Meta(
-            min_length=1, description="directory of the adapter, absolute or below the weight root"
-        ),
-    ]
-
-
-class SglangUnload(Tolerant, frozen=True, kw_only=True):
-    lora_name: AdapterName
-
-
-class SglangGroup(Tolerant, frozen=True, kw_only=True):
-    master_address: Address
-    master_port: Port
-    rank_offset: Rank = 1
-    world_size: WorldSize
-    group_name: GroupName = GROUP
-    backend: Annotated[Literal["gloo", "nccl"], Meta(description="gloo on CPUs, nccl on GPUs")] = (
-        "nccl"
-    )
-
-
-class LeaveFields(Tolerant, frozen=True, kw_only=True):
-    group_name: GroupName = GROUP
-
-
-class GroupOf(Tolerant, frozen=True, kw_only=True):
-    """The group of a body that may be wrong otherwise."""
-
-    group_name: Any = GROUP
-
-
-class DistributedFields(PushFields, frozen=True, kw_only=True):
-    names: Annotated[
-        TensorNames,
-        Meta(
-            description="names of tensors, in the order in which they are broadcast; those of the "
-            "drafter may begin with `draft.`"
-        ),
-    ]
-    dtypes: Annotated[TypeNames, Meta(description='as torch names them, such as "bfloat16"')]
-    shapes: Annotated[Shapes, Meta(description="shapes of the tensors")]
-    group_name: GroupName = GROUP
-    load_format: Annotated[
-        Literal["flattened_bucket"] | None,
-        Meta(description="all come as one bucket of raw bytes; absent: one each"),
-    ] = None
-    weight_version: Annotated[
-        Version | None, Meta(description="absent: the channel and the content's digest")
-    ] = None
-    selector: Annotated[
-        Selector | None,
-        Meta(description="whose weights these are; absent: those of POST /begin_weight_update"),
-    ] = None
-
-    @property
-    def packing(self) -> Packing:
-        return Packing(packed=True, bucket_bytes=2**40) if self.load_format else Packing()
-
-
 class MemoryFields(Tolerant, frozen=True, kw_only=True):
     tags: Annotated[
         list[Literal["weights", "kv_cache", "cuda_graph"]],
@@ -364,20 +244,6 @@ class MemoryFields(Tolerant, frozen=True, kw_only=True):
             "rest",
         ),
     ] = []
-
-
-class ReadFields(Tolerant, frozen=True, kw_only=True):
-    name: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            max_length=1024,
-            description="name of the tensor, as POST /weight_checker lists it",
-        ),
-    ]
-    truncate_size: Annotated[
-        int, Meta(ge=1, le=4096, description="the number of its first rows")
-    ] = 100
 
 
 NUMBER = re.compile("-?[0-9]{1,18}")  # a whole number in a query

@@ -24,7 +24,8 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.sglang.replies import Outcome, Rows, outcome_of, rows_of
-from tlt_server.frontend.dialects.sglang.requests import (
+from tlt_server.frontend.dialects.sglang.requests import read
+from tlt_server.frontend.dialects.sglang.weight_requests import (
     BeginFields,
     DiskFields,
     DistributedFields,
@@ -32,7 +33,6 @@ from tlt_server.frontend.dialects.sglang.requests import (
     LeaveFields,
     ReadFields,
     SglangGroup,
-    read,
 )
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import AnyFields
