@@ -274,6 +274,23 @@ class ServerSettings(SharedSettings):
     restart_window_s: Annotated[
         float, Doc("s", "Time over which max_restarts counts.", 1, 86400)
     ] = 300.0
+    tool_call_parser: Annotated[
+        str | None,
+        Doc(
+            "parser",
+            "Form in which the model writes calls: hermes, llama3_json, pythonic, or none, which "
+            "leaves them text; auto is the form that the chat template asks for.",
+            auto=True,
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str,
+        Doc(
+            "parser",
+            "Form in which the model writes reasoning, which comes apart from the content: think, "
+            "deepseek_r1 (never opened), or none.",
+        ),
+    ] = "none"
     otlp_endpoint: Annotated[
         str, Doc("URL", "OpenTelemetry collector that traces are sent to, by OTLP over HTTP.")
     ] = ""

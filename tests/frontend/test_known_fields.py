@@ -56,8 +56,11 @@ IGNORED = [(body, name) for body, name, verdict in each() if not isinstance(verd
 
 
 TAG = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}]}
-# What the template reads.
-READS = "{{ tools }}{{ reasoning_effort }}{{ enable_thinking }}"
+# What the template reads. The answer begins with what was said in the first message.
+READS = "{{ messages[0].said }}{{ tools }}{{ reasoning_effort }}{{ enable_thinking }}"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALLS = [{"role": "user", "said": '<tool_call>{"name": "f"}</tool_call>' * 2}]
+THOUGHT = [{"role": "user", "said": "<think>hm</think>so"}]
 # Field -> a value that has an effect, and the fields that it needs for that.
 DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "temperature": (0.5, {}),
@@ -120,7 +123,11 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "token_ids": ([104], {}),
     "input_ids": ([104], {"text": None}),
     "messages": ([{"role": "user", "content": "ho"}], {}),
-    "tools": ([{"type": "function"}], {}),
+    "tools": (TOOLS, {}),
+    "tool_choice": ("none", {"tools": TOOLS}),
+    "parallel_tool_calls": (False, {"tools": TOOLS, "messages": CALLS, "max_tokens": 99}),
+    "include_reasoning": (False, {"messages": THOUGHT, "max_tokens": 30}),
+    "separate_reasoning": (False, {"messages": THOUGHT, "max_tokens": 30}),
     "chat_template_kwargs": ({"enable_thinking": True}, {}),
     "reasoning_effort": ("low", {}),
     "add_generation_prompt": (False, {}),
@@ -145,7 +152,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config["chat_template"] = READS + TEMPLATE
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     _put_before_texts(model)
-    with live_server(model, served_model_name="tiny", max_prompt_tokens=500) as running:
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+    with live_server(model, served_model_name="tiny", max_prompt_tokens=500, **parsers) as running:
         yield running
 
 

@@ -22,6 +22,7 @@ from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.trainer import TrainerLink
+from tlt_server.frontend.parsers.choice import Parsers, parsers_of
 from tlt_server.frontend.reading.reader import Reader
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.weights.adoption import Adoption
@@ -57,6 +58,11 @@ class Service:
     @cached_property
     def bodies(self) -> Bodies:
         return Bodies(Bounds.of(self.config))
+
+    @cached_property
+    def parsers(self) -> Parsers:
+        config = self.config
+        return parsers_of(config.tool_call_parser, config.reasoning_parser, self.text.template)
 
     @cached_property
     def pieces(self) -> Pieces:

@@ -83,6 +83,10 @@ class Text:
     def has_template(self) -> bool:
         return self._template is not None
 
+    def reads(self, name: str) -> bool:
+        """Tell whether the chat template takes something of this name in."""
+        return name in self._variables
+
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """Token ids of each text; `special` adds what the tokenizer puts around a bare text (not
         wanted after a chat template).

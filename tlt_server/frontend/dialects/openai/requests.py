@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.dialects.openai.tools import Choice, Parallel, Tools, check_tools
 from tlt_server.frontend.dialects.structures import BothStructured
 from tlt_server.frontend.generation.batch import PromptReading, Words
 from tlt_server.frontend.generation.requests import (
@@ -221,6 +222,8 @@ class ChatMessage(Open, frozen=True, kw_only=True):
         fields = dict(self.more)
         if isinstance(fields.get("tool_calls"), list):
             fields["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
+        if "reasoning" in fields:  # as replies name it too
+            fields.setdefault("reasoning_content", fields["reasoning"])
         return {"role": self.role, "content": content, **fields}
 
 
@@ -240,7 +243,6 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAG
 
 
 # The inputs of the chat template other than the messages.
-Tools = Annotated[list[dict[str, Any]], Meta(description="passed to the chat template")]
 Options = Annotated[
     dict[str, Scalar | None],
     Meta(
@@ -274,6 +276,12 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
         Length | None, Meta(description="the newer name of max_tokens")
     ] = None
     tools: Tools = []
+    tool_choice: Choice = "auto"
+    parallel_tool_calls: Parallel = True
+    include_reasoning: Annotated[bool, Meta(description="false: reasoning is left out")] = True
+    separate_reasoning: Annotated[
+        bool, Meta(description="false: reasoning stays in the content")
+    ] = True
     chat_template_kwargs: Options = {}
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
@@ -301,6 +309,11 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     def length(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the model may call. `InvalidRequest`: they are none."""
+        check_tools(self.tools)
+        return [] if self.tool_choice == "none" else self.tools
+
 
 class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     """A text, or a conversation."""
@@ -322,6 +335,11 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     ] = None
     model: Annotated[str, Meta(description="served_model_name, or absent")] = ""
 
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Return the tools. `InvalidRequest`: they are none."""
+        check_tools(self.tools)
+        return self.tools
+
 
 def template_arguments(
     asked: ChatRequest | TokenizeRequest, messages: list[ChatMessage]
@@ -338,7 +356,7 @@ def template_arguments(
         options["reasoning_effort"] = asked.reasoning_effort
     return {
         "messages": messages,
-        "tools": asked.tools or None,
+        "tools": asked.shown_tools() or None,
         "options": options | asked.chat_template_kwargs,
         "open_end": continues,
     }

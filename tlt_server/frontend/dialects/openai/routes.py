@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
@@ -41,6 +42,8 @@ from tlt_server.frontend.dialects.openai.requests import (
     TokenizeRequest,
     template_arguments,
 )
+from tlt_server.frontend.dialects.openai.speaker import Speaker
+from tlt_server.frontend.dialects.openai.tools import by_name
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, Failure
 from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
 from tlt_server.frontend.dialects.replies.server_info import model_path
@@ -56,8 +59,9 @@ from tlt_server.frontend.http.endpoints import About, Parameter, Routes
 from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
 from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.link.admission import Demand
+from tlt_server.frontend.parsers.choice import PROMPT_END
 from tlt_server.frontend.service import Service
-from tlt_server.packed import PackedIds
+from tlt_server.packed import PackedIds, ending
 
 Phrase = CompletionPhrase | ChatPhrase
 
@@ -137,7 +141,7 @@ async def completions(service: Service, request: Request) -> Response:
     """
     asked, info = await _read(service, request, CompletionRequest)
     return await _answer(
-        service, request, asked, info, asked.prompts(), COMPLETION, CompletionPhrase
+        service, request, asked, info, asked.prompts(), COMPLETION, "cmpl", CompletionPhrase
     )
 
 
@@ -158,15 +162,32 @@ async def chat(service: Service, request: Request) -> Response:
     and null means absent.
     """
     asked, info = await _read(service, request, ChatRequest)
+    if asked.shown_tools() and service.text.has_template and not service.text.reads("tools"):
+        raise InvalidRequest(
+            "tools is given, and the chat template of this model does not show them to it: leave "
+            'them out, or set tool_choice to "none"'
+        )
     service.validator.check_choices(asked.n, caller_of(request))
-    token_ids = await _conversation(
+    token_ids, end = await _conversation(
         service,
         info,
         template_arguments(asked, asked.messages),
         special=asked.add_special_tokens is True,
         whole=asked.truncate_prompt_tokens is None,
     )
-    return await _answer(service, request, asked, info, [token_ids], CHAT, ChatPhrase)
+    phrase = partial(ChatPhrase, speaker=lambda: _speaker(service, asked, end))
+    return await _answer(service, request, asked, info, [token_ids], CHAT, "chatcmpl", phrase)
+
+
+def _speaker(service: Service, asked: ChatRequest, prompt_end: str) -> Speaker:
+    tools = asked.shown_tools()
+    answer = service.parsers.answer(
+        prompt_end,
+        by_name(tools) if tools else None,
+        parallel=asked.parallel_tool_calls,
+        reasons=asked.separate_reasoning,
+    )
+    return Speaker(answer, reasons=asked.include_reasoning)
 
 
 @ROUTES.post("/v1/tokenize", needs="data", **TOKENIZING)
@@ -183,7 +204,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         )
     if asked.messages is not None:
         arguments = template_arguments(asked, asked.messages)
-        tokens = await _conversation(
+        tokens, _ = await _conversation(
             service, info, arguments, special=asked.add_special_tokens is True
         )
     else:
@@ -240,13 +261,13 @@ async def _answer(
     info: EngineInfo,
     prompts: list[str | PackedIds],
     words: Words,
-    phrase_of: type[Phrase],
+    kind: str,
+    phrase_of: Callable[..., Phrase],
 ) -> Response:
     words = words.structured_by(asked.structure[0])
     batch = await service.validator.batch(
         asked.native(prompts), info, caller_of(request), words, asked.reading()
     )
-    kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
     name = asked.request_id or given_id(request.headers.raw) or uuid.uuid4().hex
     id = f"{kind}-{name}"
     generation = await service.start(batch, caller_of(request).name, names=(name, id))
@@ -291,12 +312,13 @@ async def _conversation(
     *,
     special: bool = False,
     whole: bool = True,
-) -> PackedIds:
+) -> tuple[PackedIds, str]:
+    """Return the tokens of a conversation, and the end of its text."""
     text = await tokenizing.render(service.text, **arguments)
     [token_ids] = await service.validator.encode(
         ["messages"], [text], info, special=special, whole=whole
     )
-    return token_ids
+    return token_ids, ending(text, PROMPT_END)
 
 
 async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) -> Response:
@@ -308,7 +330,9 @@ async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) ->
             count.add(event)
             for choice in event.choices:
                 await generation.turn(SLICE_BYTES)
-                parts.append(phrase.part(positions[event.id], whole(choice), choice))
+                delta = whole(choice)
+                await phrase.hear(delta, True, generation.turn)
+                parts.append(phrase.part(positions[event.id], delta, choice))
     parts.sort(key=lambda part: part.index)
     return sliced_response(phrase.reply(parts, count.usage()), generation.turn)  # type: ignore[arg-type]
 
@@ -328,6 +352,7 @@ async def _chunks(
                     if usage and options.continuous_usage_stats:
                         cached = sum(map(generation.cached_tokens, positions))
                         so_far = usage_of(prompt_tokens, made, cached)
+                    await phrase.hear(delta, ended is not None, generation.turn)
                     chunk = phrase.reply([phrase.part(positions[id], delta, ended)], so_far)  # type: ignore[list-item]
                     if not delta.prompt_logprobs:
                         yield event_frame(chunk)

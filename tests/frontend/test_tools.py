@@ -1,0 +1,199 @@
+"""Calls and reasoning in chat completions: messages, streams, hostile input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.openai_calls import CHAT, chunks, done, post
+from tests.frontend.saying import EOS, write_saying
+
+F = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": F}, {"type": "function", "function": {"name": "g"}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "é": "🙂"}}\n</tool_call>'
+ARGUMENTS = '{"a": 1, "é": "🙂"}'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    model = write_saying(tmp_path_factory.mktemp("model"))
+    with live_server(
+        model,
+        served_model_name="tiny",
+        engine={"max_model_len": 4096},
+        max_prompt_tokens=2048,
+        max_model_len=4096,
+        reasoning_parser="think",
+    ) as running:
+        yield running
+
+
+def says(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "tools": TOOLS, **fields}
+
+
+def message(server: LiveServer, text: str, **fields: Any) -> dict[str, Any]:
+    [choice] = done(server, CHAT, **says(text, **fields))["choices"]
+    return choice["message"] | {"finish_reason": choice["finish_reason"]}
+
+
+def streamed(server: LiveServer, text: str, **fields: Any) -> dict[str, Any]:
+    """Return what a client makes of a stream."""
+    found: dict[str, Any] = {"content": None, "role": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    for chunk in chunks(server, CHAT, **says(text, **fields)):
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning", "reasoning_content", "role"):
+                if delta.get(name):
+                    found[name] = (found.get(name) or "") + delta[name]
+            for call in delta.get("tool_calls", []):
+                if call["index"] not in calls:
+                    assert call["id"] and call["type"] == "function" and call["function"]["name"]
+                    calls[call["index"]] = call
+                else:
+                    assert not {"id", "type"} & {*call} and "name" not in call["function"]
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            found["finish_reason"] = choice["finish_reason"]
+    if calls:
+        found["tool_calls"] = [calls[index] for index in range(len(calls))]
+    return found
+
+
+def without_ids(found: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in found.get("tool_calls", [])]
+    return {**found, "tool_calls": calls, "content": found["content"] or ""}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        CALL,
+        f"I look. {CALL}\n{CALL}",
+        f"<think>\nhm {CALL}\n</think>\n\n{CALL}",
+        "<think>hm</think> so",
+        CALL.replace("1", "tru"),
+        CALL.removesuffix('"🙂"}}\n</tool_call>'),
+        f"<tool_call>{CALL}",
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_message(server: LiveServer, text: str) -> None:
+    whole = message(server, text)
+    assert without_ids(streamed(server, text)) == without_ids(whole)
+    assert whole["role"] == "assistant"
+
+
+def test_calls_are_told_from_content(server: LiveServer) -> None:
+    found = message(server, f"I look. {CALL}\n{CALL}")
+    assert found["content"] == "I look." and found["finish_reason"] == "tool_calls"
+    assert [call["function"] for call in found["tool_calls"]] == [
+        {"name": "f", "arguments": ARGUMENTS}
+    ] * 2
+    assert len({call["id"] for call in found["tool_calls"]}) == 2
+    assert message(server, CALL)["content"] is None
+    for fields in ({"tools": []}, {"tool_choice": "none"}):
+        plain = message(server, CALL, **fields)
+        assert plain["content"] == CALL and "tool_calls" not in plain
+        assert plain["finish_reason"] == "stop"
+    one = message(server, CALL + CALL, parallel_tool_calls=False)
+    assert len(one["tool_calls"]) == 1 and one["content"] == CALL
+
+
+def test_an_answer_that_is_cut_off_keeps_what_it_has(server: LiveServer) -> None:
+    for fields, reason in (({"max_tokens": 60}, "length"), ({"stop": ["🙂"]}, "tool_calls")):
+        found = message(server, CALL, **fields)
+        [call] = found["tool_calls"]
+        assert found["finish_reason"] == reason and call["function"]["name"] == "f"
+        assert ARGUMENTS.startswith(call["function"]["arguments"])
+        assert without_ids(streamed(server, CALL, **fields)) == without_ids(found)
+
+
+def test_choices_logprobs_and_tokens_are_those_of_the_text(server: LiveServer) -> None:
+    asked = says(CALL, n=2, logprobs=True, return_token_ids=True)
+    reply = done(server, CHAT, **asked)
+    for choice in reply["choices"]:
+        assert bytes(choice["token_ids"][:-1]).decode() == CALL
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+        assert len(choice["message"]["tool_calls"]) == 1
+    found = chunks(server, CHAT, **asked, stream_options={"include_usage": True})
+    assert found[-1]["usage"] == reply["usage"] and found[-1]["choices"] == []
+    parts = [part for chunk in found for part in chunk["choices"] if part["index"] == 1]
+    tokens = [token for part in parts for token in part["token_ids"]]
+    assert tokens == reply["choices"][1]["token_ids"]
+    assert [
+        entry for part in parts for entry in (part["logprobs"] or {"content": []})["content"]
+    ] == (reply["choices"][1]["logprobs"]["content"])
+
+
+def test_reasoning_comes_apart_as_asked(server: LiveServer) -> None:
+    text = "<think>\nhm\n</think>\n\nso"
+    found = message(server, text)
+    assert (found["reasoning_content"], found["reasoning"], found["content"]) == ("hm", "hm", "so")
+    left_out = message(server, text, include_reasoning=False)
+    assert left_out["content"] == "so" and "reasoning" not in left_out
+    assert message(server, text, separate_reasoning=False)["content"] == text
+
+
+def test_history_with_calls_goes_back_through_the_template(server: LiveServer) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {**message(server, CALL), "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "out"}]},
+    ]
+    assert done(server, CHAT, messages=messages, tools=TOOLS)["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "out",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "says_"),
+    [
+        ({"tools": [TOOLS[0]] * 10_000}, 400, "tools has 10000 items; the limit is 1024"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type is 'web_search'"),
+        ({"tools": [TOOLS[0], {"type": "function"}]}, 400, "tools[1].function.name is None"),
+        ({"tools": [{"function": {"name": "a\x00b"}}]}, 400, "without control characters"),
+        ({"tools": [{"function": {"name": "a" * 300}}]}, 400, "1 to 256 characters"),
+        ({"tools": [{"function": {"name": 5}}]}, 400, "tools[0].function.name is 5"),
+        ({"tools": [{"function": 5}]}, 400, "tools[0].function.name is None"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"a": "x" * 2**20}}}]},
+            400,
+            "the limit of this field is 262144",
+        ),
+        ({"tools": [{"function": {"name": "f", "p": [[[]]] * 70_000}}]}, 400, "members in all"),
+        ({"tool_choice": "any"}, 400, "tool_choice is 'any'"),
+        ({"tool_choice": {"type": "custom"}}, 400, "tool_choice.type is 'custom'"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, 400, "tool_choice"),
+        ({"parallel_tool_calls": 1}, 400, "parallel_tool_calls is 1"),
+    ],
+)
+def test_hostile_tools_are_refused_by_name(
+    server: LiveServer, fields: dict[str, Any], status: int, says_: str
+) -> None:
+    response = post(server, CHAT, **says("a", **fields))
+    assert response.status_code == status and says_ in response.text, response.text[:300]
+    assert len(response.text) < 600
+
+
+def test_a_model_that_is_not_shown_tools_refuses_them(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = write_saying(tmp_path_factory.mktemp("model"), "{{ messages[-1].content }}" + EOS)
+    with live_server(model, served_model_name="tiny") as server:
+        response = post(server, CHAT, **says("a"))
+        assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
+        assert "does not show them" in response.text
+        assert done(server, CHAT, **says("a", tool_choice="none"))
+
+
+def test_calls_stay_text_where_no_form_of_them_is_known(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = write_saying(tmp_path_factory.mktemp("model"))
+    with live_server(model, served_model_name="tiny", tool_call_parser="none") as server:
+        assert message(server, CALL)["content"] == CALL
