@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import pytest
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.openai_calls import CHAT, chunks, done, post
 from tests.frontend.saying import EOS, write_saying
+from tlt_server.grammars.compiler import Compiler
+from tlt_server.records import Grammar
 
 F = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": F}, {"type": "function", "function": {"name": "g"}}]
@@ -197,3 +199,88 @@ def test_calls_stay_text_where_no_form_of_them_is_known(
     model = write_saying(tmp_path_factory.mktemp("model"))
     with live_server(model, served_model_name="tiny", tool_call_parser="none") as server:
         assert message(server, CALL)["content"] == CALL
+
+
+def matcher(server: LiveServer, grammar: Grammar) -> Callable[[str], bool]:
+    """Return what tells whether a text is complete under a grammar."""
+    compiled = Compiler(server.config.model, 300, [256]).compile(grammar)
+
+    def accepts(text: str) -> bool:
+        state, tokens = compiled.deep_copy(), [*text.encode()]
+        return state.try_consume_tokens(tokens) == len(tokens) and state.is_accepting()
+
+    return accepts
+
+
+REQUIRED = [
+    ({"tool_choice": "required"}, ["f", "g"], True),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, ["f", "g"], False),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, ["g"], False),
+]
+
+
+@pytest.mark.parametrize(("fields", "names", "several"), REQUIRED)
+def test_calls_that_must_be_made_hold_the_answer_to_their_form(
+    server: LiveServer, fields: dict[str, Any], names: list[str], several: bool
+) -> None:
+    found = message(server, CALL, **fields)
+    assert found["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    grammar = server.engine.submitted[-1].sampling.structured_outputs
+    assert grammar is not None and grammar.kind == "lark"
+    accepts = matcher(server, grammar)
+    thought = "<think>hm</think>\n\n"
+    for name in ("f", "g"):
+        arguments = '{"a": 5}' if name == "f" else "{}"
+        call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        assert accepts(call) == accepts(thought + call) == (name in names)
+        assert not accepts("so " + call) and not accepts(thought)
+        assert accepts(f"{call}\n{call}") == (several and name in names)
+        assert not accepts(call.replace(arguments, '{"a": "x"}'))
+
+
+def test_an_answer_with_tools_is_held_to_calls_or_its_schema(server: LiveServer) -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    message(server, "a", response_format=format)
+    accepts = matcher(server, server.engine.submitted[-1].sampling.structured_outputs)
+    for text in (CALL.replace(', "é": "🙂"', ""), '{"b": null}'):
+        assert accepts(text) and accepts(f"<think>a</think>{text}")
+    assert not accepts("so") and not accepts('{"b": 1}')
+    both = post(server, CHAT, **says("a", response_format=format, tool_choice="required"))
+    assert both.status_code == 400 and "give one of them" in both.text
+    message(server, "a", tools=[], guided_choice=["x", "y"], separate_reasoning=False)
+    accepts = matcher(server, server.engine.submitted[-1].sampling.structured_outputs)
+    assert accepts("x") and not accepts("<think>a</think>x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says_"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "there are no tools: give some"),
+        (
+            {"tool_choice": {"function": {"name": "h"}}},
+            "tool_choice.function.name is 'h', which is none of the tools",
+        ),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"type": "wrong"}}}],
+                "tool_choice": "required",
+            },
+            "tool_choice: ",
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be_held_is_refused(
+    server: LiveServer, fields: dict[str, Any], says_: str
+) -> None:
+    response = post(server, CHAT, **says("a", **fields))
+    assert response.status_code == 400 and says_ in response.text, response.text
+    assert response.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_prompt_is_rendered_without_an_answer(server: LiveServer) -> None:
+    before = len(server.engine.submitted)
+    found = done(server, f"{CHAT}/render", **says("é"))
+    assert found["prompt"].startswith("é" + EOS) and f'"name": "{F["name"]}"' in found["prompt"]
+    assert found["count"] == len(found["token_ids"]) and found["token_ids"][:2] == [*"é".encode()]
+    assert len(server.engine.submitted) == before

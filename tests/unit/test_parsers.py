@@ -25,7 +25,7 @@ def answer(
     tools: str, thinking: str = "none", prompt: str = "", *, parallel: bool = True
 ) -> Answer:
     made = parsers_of(tools, thinking, None).answer(
-        prompt, OFFERED, parallel=parallel, reasons=True
+        prompt, OFFERED, forced=False, parallel=parallel, reasons=True
     )
     assert made is not None
     return made

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import NamedTuple
 
 from tlt_server.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tlt_server.frontend.parsers.answer import Answer
-from tlt_server.frontend.parsers.pieces import Parser, ToolParser
+from tlt_server.frontend.parsers.llama3_json import Llama3Json
+from tlt_server.frontend.parsers.pieces import ToolParser
+from tlt_server.frontend.parsers.thinking import Thinking
 
 MAX_CALLS = 128  # read out of one answer
 PROMPT_END = 64  # characters of the prompt that say whether it opens the reasoning
@@ -21,22 +23,30 @@ _SIGNS = (
 
 
 class Parsers(NamedTuple):
-    name: str  # of the form of calls; empty: calls stay text
-    tools: Callable[[Container[str], int], ToolParser] | None
-    thinking: Callable[[str], Parser] | None
+    name: str  # of the form of calls; empty: calls stay text, unless they are forced
+    tools: type[ToolParser] | None
+    forced: type[ToolParser]  # for answers that must call, whose form is known
+    thinking: type[Thinking] | None
 
     def answer(
-        self, prompt_end: str, offered: Container[str] | None, *, parallel: bool, reasons: bool
+        self,
+        prompt_end: str,
+        offered: Container[str] | None,
+        *,
+        forced: bool,
+        parallel: bool,
+        reasons: bool,
     ) -> Answer | None:
         """Return what reads an answer, or None where its text is the content.
 
-        `offered` are the names of the functions, None if no call is read. `parallel`: there may be
-        several calls. `reasons`: reasoning is told apart.
+        `offered` are the names of the functions, None if no call is read. `forced`: the answer is
+        held to calls. `parallel`: there may be several. `reasons`: reasoning is told apart.
         """
         thinking = self.thinking(prompt_end) if self.thinking and reasons else None
+        kind = self.forced if forced else self.tools
         tools = None
-        if self.tools is not None and offered is not None:
-            tools = self.tools(offered, MAX_CALLS if parallel else 1)
+        if kind is not None and offered is not None:
+            tools = kind(offered, MAX_CALLS if parallel else 1)
         return Answer(thinking, tools) if thinking or tools else None
 
 
@@ -46,9 +56,11 @@ def parsers_of(tool_parser: str | None, reasoning_parser: str, template: str | N
     """
     name = _suited(template or "") if tool_parser is None else tool_parser
     name = "" if name == "none" else name
+    tools = TOOL_PARSERS.resolve(name) if name else None
     return Parsers(
         name,
-        TOOL_PARSERS.resolve(name) if name else None,
+        tools,
+        tools if tools is not None and tools.form is not None else Llama3Json,
         REASONING_PARSERS.resolve(reasoning_parser) if reasoning_parser != "none" else None,
     )
 

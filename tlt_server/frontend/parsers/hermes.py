@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from typing import ClassVar
 
 from tlt_server.frontend.parsers.json_call import SPACE, JsonCall
-from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Piece, partial
+from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Form, Piece, partial
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -16,6 +17,10 @@ class Hermes:
     """Takes calls anywhere in the text; the tag says that one is meant, so any name may be called.
     A call that lacks its closing tag is one too.
     """
+
+    form: ClassVar[Form | None] = Form(
+        f'{OPEN}\n{{{{"name": {{name}}, "arguments": ', f"}}\n{CLOSE}", "\n"
+    )
 
     def __init__(self, offered: Container[str], most: int) -> None:
         self._left = most

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from typing import ClassVar
 
 from tlt_server.frontend.parsers.json_call import SPACE, JsonCall
-from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Piece
+from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Form, Piece
 
 MARK = "<|python_tag|>"  # may come first; where it is a special token, it is not in the text
 
@@ -14,6 +15,8 @@ class Llama3Json:
     """Takes calls at the beginning of the text alone, and only of functions that were offered: an
     object there may be the answer itself.
     """
+
+    form: ClassVar[Form | None] = Form('{{"name": {name}, "parameters": ', "}", "; ")
 
     def __init__(self, offered: Container[str], most: int) -> None:
         self._offered, self._left = offered, most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 MAX_HELD = 2**16  # characters that may be the beginning of a call; more come back as content
 MAX_SPACE = 64  # characters of white space that are held until it is known what follows
@@ -43,7 +43,17 @@ class Parser(Protocol):
         """Yield what was held, once the answer has ended."""
 
 
+class Form(NamedTuple):
+    """The text of calls whose arguments are JSON, to hold an answer to it."""
+
+    begin: str  # with `{name}`, the name as JSON
+    end: str
+    separator: str
+
+
 class ToolParser(Parser, Protocol):
+    form: ClassVar[Form | None]  # None: the arguments are no JSON
+
     def __init__(self, offered: Container[str], most: int) -> None:
         """`offered` are the names of the functions, `most` the calls that are read; the text of
         further ones is content.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator
+from typing import ClassVar
 
 from tlt_server.frontend.parsers.json_call import SPACE
 from tlt_server.frontend.parsers.pieces import (
@@ -13,6 +14,7 @@ from tlt_server.frontend.parsers.pieces import (
     Arguments,
     Call,
     Content,
+    Form,
     Piece,
 )
 from tlt_server.frontend.parsers.python_call import read_call
@@ -24,6 +26,8 @@ class Pythonic:
     """Takes calls at the beginning of the text alone, and only of functions that were offered: a
     list there may be the answer itself. A call is given out when it is complete.
     """
+
+    form: ClassVar[Form | None] = None
 
     def __init__(self, offered: Container[str], most: int) -> None:
         self._offered, self._left = offered, most

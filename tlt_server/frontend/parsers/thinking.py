@@ -19,9 +19,14 @@ class Thinking:
 
     def __init__(self, prompt: str) -> None:
         """`prompt` is the end of the prompt's text."""
-        self._inside = self.always or prompt.rstrip(SPACE).endswith(OPEN)
+        self._inside = self.opens(prompt)
         self._starts = True  # the answer may still begin with the tag
         self._held = ""
+
+    @classmethod
+    def opens(cls, prompt: str) -> bool:
+        """Tell whether the answer begins with reasoning, after this end of a prompt."""
+        return cls.always or prompt.rstrip(SPACE).endswith(OPEN)
 
     def push(self, text: str) -> Iterator[Piece]:
         text, self._held = self._held + text, ""

@@ -231,6 +231,14 @@ class Tokens(Struct, frozen=True):
     max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
 
 
+class Rendered(Struct, frozen=True):
+    model: Annotated[str, Meta(description="the name of the served model")]
+    prompt: Annotated[str, Meta(description="the conversation in the chat template")]
+    token_ids: Annotated[list[int], Meta(description="its tokens")]
+    count: Annotated[int, Meta(description="number of token ids")]
+    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+
+
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
     tokenizer_class: Annotated[str, Meta(description="always the same")] = "PreTrainedTokenizerFast"
     chat_template: Annotated[str | None, Meta(description="null: messages are not read")]

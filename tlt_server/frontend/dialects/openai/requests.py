@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
+from msgspec import Meta, UnsetType
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
@@ -31,6 +31,7 @@ from tlt_server.frontend.generation.requests import (
     Salt,
     SamplingFields,
     ShortName,
+    StructuredOutputs,
     TopK,
     Train,
     Truncation,
@@ -132,9 +133,11 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
     def reading(self) -> PromptReading:
         return PromptReading(self.add_special_tokens is not False, self.truncate_prompt_tokens)
 
-    def native(self, prompts: list[str | PackedIds]) -> NativeRequest:
+    def native(
+        self, prompts: list[str | PackedIds], structure: StructuredOutputs | UnsetType
+    ) -> NativeRequest:
         """Translate to the native request, with an item per prompt."""
-        scored, (_, structure) = self.scored_prompt(), self.structure
+        scored = self.scored_prompt()
         return NativeRequest(
             requests=[
                 ItemFields(
