@@ -101,6 +101,14 @@ class ServerSettings(SharedSettings):
         float, Doc("s", "Time that a finished rollout can be fetched.", 1, 10**6)
     ] = 3600.0
 
+    # responses of /v1/responses, kept to be continued
+    max_responses: Annotated[
+        int, Doc("responses", "Responses kept in memory; 0 keeps none.", 0, 2**20)
+    ] = 1024
+    max_responses_mb: Annotated[
+        int, Doc("MiB", "Size of all kept responses together.", 1, 2**20)
+    ] = 64
+
     # where it listens
     host: Annotated[
         str, Doc("address", "Address to bind; any but a loopback address needs API keys.")

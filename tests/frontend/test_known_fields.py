@@ -20,6 +20,7 @@ from tests.frontend.tiny_model import SPECIALS, TEMPLATE, write_model
 from tlt_server.frontend.dialects.known_fields import (
     CHAT,
     COMPLETIONS,
+    RESPONSES,
     SGLANG,
     SGLANG_SAMPLING,
     TOKENIZE,
@@ -33,17 +34,23 @@ ROUTES = {
     COMPLETIONS: "/v1/completions",
     CHAT: "/v1/chat/completions",
     TOKENIZE: "/tokenize",
+    RESPONSES: "/v1/responses",
     VLLM: "/inference/v1/generate",
     VLLM_SAMPLING: "/inference/v1/generate",
     SGLANG: "/generate",
     SGLANG_SAMPLING: "/generate",
 }
 SAMPLING = {VLLM_SAMPLING, SGLANG_SAMPLING}
-LENGTH = {SGLANG: "max_new_tokens", SGLANG_SAMPLING: "max_new_tokens"}
+LENGTH = {
+    RESPONSES: "max_output_tokens",
+    SGLANG: "max_new_tokens",
+    SGLANG_SAMPLING: "max_new_tokens",
+}
 BASES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hi"},
     CHAT: {"messages": USER},
     TOKENIZE: {"messages": USER},
+    RESPONSES: {"input": "hi"},
     VLLM: {"token_ids": [104, 105]},
     VLLM_SAMPLING: {"token_ids": [104, 105]},
     SGLANG: {"text": "hi"},
@@ -133,13 +140,23 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {}),
     "add_special_tokens": (True, {}),
+    "input": ("ho", {}),
+    "previous_response_id": (None, {}),
+    "instructions": ("ho", {}),
+    "store": (False, {}),
+    "max_output_tokens": (3, {}),
+    "reasoning": ({"effort": "low"}, {}),
+    "metadata": ({"a": "b"}, {}),
     "sampling_params": ({"temperature": 0.25}, {}),
     "skip_special_tokens": (False, {"no_stop_trim": True}),
     "no_stop_trim": (True, {"stop": ["i"]}),
 }
-OTHERWISE = {(COMPLETIONS, "add_special_tokens"): False}
+OTHERWISE: dict[tuple[str, str], Any] = {
+    (COMPLETIONS, "add_special_tokens"): False,
+    (RESPONSES, "text"): {"format": {"type": "json_object"}},
+}
 # What differs in each reply.
-OWN = r'"(id|created|request_id|e2e_latency)":("[^"]*"|[0-9.e-]+)'
+OWN = r'"(id|item_id|call_id|created|created_at|request_id|e2e_latency)":("[^"]*"|[0-9.e-]+)'
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +194,7 @@ def send(server: LiveServer, body: str, **fields: Any) -> httpx.Response:
     if body in (SGLANG, SGLANG_SAMPLING):
         sampling = {length: 4, "sampling_seed": 7}
     content = dict(BASES[body])
-    if body in (COMPLETIONS, CHAT):
+    if body in (COMPLETIONS, CHAT, RESPONSES):
         content |= sampling | fields
     elif body in SAMPLING:
         content["sampling_params"] = sampling | fields
@@ -208,7 +225,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
     path = f"sampling_params.{name}" if body in SAMPLING else name
     error = response.json()["error"]
     assert error["message"] == f"{path} is 'other'; {verdict.why}"
-    if body in (COMPLETIONS, CHAT, TOKENIZE):
+    if body in (COMPLETIONS, CHAT, TOKENIZE, RESPONSES):
         assert error["param"] == name and error["type"] == "invalid_request_error"
     base = submitted(server, body)
     for off in (None, *verdict.off):
@@ -259,6 +276,12 @@ def test_a_field_that_is_done_changes_what_it_should(
         assert send(server, body, stream=True).status_code == 400  # it names the streaming route
     elif (body, name) == (TOKENIZE, "prompt"):
         assert send(server, body, prompt="ho", messages=None).json()["count"] == 3
+    elif name == "previous_response_id":
+        first = send(server, body).json()["id"]
+        second = submitted(server, body, previous_response_id=first)
+        assert len(second[1]) > 2 * len(submitted(server, body)[1])
+    elif (body, name) == (RESPONSES, "request_id"):
+        assert send(server, body, request_id="a").status_code == 200
     elif name in ("rid", "request_id"):
         assert re.search(r'"(cmpl-|chatcmpl-)?a"', send(server, body, **{name: value}).text)
     else:

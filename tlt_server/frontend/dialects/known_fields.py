@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tlt_server.frontend.http.fields import OFF, RefusedField
 
-COMPLETIONS, CHAT, TOKENIZE = "completions", "chat", "tokenize"
+COMPLETIONS, CHAT, TOKENIZE, RESPONSES = "completions", "chat", "tokenize", "responses"
 VLLM, VLLM_SAMPLING = "vllm", "vllm sampling_params"
 SGLANG, SGLANG_SAMPLING = "sglang", "sglang sampling_params"
 OPENAI = (COMPLETIONS, CHAT)
@@ -143,6 +143,31 @@ KNOWN = (
     Known(PACE, (*SAMPLED, SGLANG_SAMPLING), "stream_interval"),
     Known(PACE, (VLLM_SAMPLING,), "skip_reading_prefix_cache"),
     Known(PACE, SAMPLED, "guided_decoding_backend"),
+    Known(
+        RefusedField(_MESSAGES),
+        (RESPONSES,),
+        "conversation prompt context_management web_search_options",
+    ),
+    Known(RefusedField("ask chat completions for log-probs"), (RESPONSES,), "top_logprobs"),
+    Known(
+        RefusedField("the conversation is not cut: shorten it yourself", ("disabled",)),
+        (RESPONSES,),
+        "truncation",
+    ),
+    Known(RefusedField("a reply is not awaited elsewhere: use stream"), (RESPONSES,), "background"),
+    Known(RefusedField(_STOP), (RESPONSES,), "max_tool_calls"),
+    Known(
+        RefusedField("its name is text here: use that", (*OFF, {"type": "text"})),
+        (RESPONSES,),
+        "response_format",
+    ),
+    Known(RefusedField(_STRUCTURE), (RESPONSES,), "structured_outputs"),
+    Known(REPLY, (RESPONSES,), "include stream_options"),
+    Known(
+        BOOKS,
+        (RESPONSES,),
+        "user service_tier safety_identifier prompt_cache_key prompt_cache_retention",
+    ),
     Known("it only weighs beams", (*SAMPLED, SGLANG_SAMPLING), "length_penalty"),
 )
 

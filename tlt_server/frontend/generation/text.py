@@ -124,6 +124,8 @@ class Text:
             raise InvalidRequest(
                 "this model has no chat template; send prompt or token_ids instead of messages"
             )
+        if "developer" not in (self.template or ""):
+            messages = [_of_system(message) for message in messages]
         try:
             known = {
                 name: value for name, value in (options or {}).items() if name in self._variables
@@ -162,6 +164,11 @@ class Text:
                 f"message {len(parts) - 1} times; it must be once: leave continue_final_message out"
             )
         return parts[0]
+
+
+def _of_system(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message under the older name of its role, which every template knows."""
+    return message | {"role": "system"} if message["role"] == "developer" else message
 
 
 def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Parser, Piece, Reasoning
 
-SLICE_CHARS = 2**14  # taken in at once, in a few milliseconds on a slow core
+SLICE_CHARS = 2**12  # taken in at once, in a few milliseconds on a slow core
 
 
 class Answer:

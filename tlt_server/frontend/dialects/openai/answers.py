@@ -40,8 +40,10 @@ Phrase = CompletionPhrase | ChatPhrase
 QUESTION = [{"role": "user", "content": "Compute 3*4+5."}]
 
 
-async def read(service: Service, request: Request, model: type[Any]) -> tuple[Any, EngineInfo]:
-    generates = issubclass(model, Asked)
+async def read(
+    service: Service, request: Request, model: type[Any], *, generates: bool = True
+) -> tuple[Any, EngineInfo]:
+    """Return the body of a request. `Unavailable`: it could not be answered now."""
     check = service.engine.check_available if generates else service.engine.check_running
     check()
     body = await request.body()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator
 
 from msgspec import UNSET
 
@@ -16,6 +17,14 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
+async def sliced(text: str, turn: Turn) -> AsyncIterator[str]:
+    """Yield a text in slices, with turns of other requests between them."""
+    for at in range(0, len(text), SLICE_CHARS):
+        if at:
+            await turn(SLICE_CHARS)
+        yield text[at : at + SLICE_CHARS]
+
+
 class Speaker:
     """Takes text in, and says what came since it last spoke."""
 
@@ -26,14 +35,12 @@ class Speaker:
         self._pieces: list[Piece] = []
 
     async def hear(self, text: str, turn: Turn) -> None:
-        """Take text in, with turns of other requests between slices of a long one."""
+        """Take text in."""
         if self._answer is None:
             self._pieces.append(Content(text))
             return
-        for at in range(0, len(text), SLICE_CHARS):
-            if at:
-                await turn(SLICE_CHARS)
-            self._pieces += self._answer.push(text[at : at + SLICE_CHARS])
+        async for some in sliced(text, turn):
+            self._pieces += self._answer.push(some)
 
     def end(self) -> None:
         """Take the end of the answer in."""

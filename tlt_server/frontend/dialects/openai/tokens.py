@@ -41,7 +41,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text, or of a conversation put into the chat template. This works
     in a pause and a sleep too.
     """
-    asked, info = await read(service, request, TokenizeRequest)
+    asked, info = await read(service, request, TokenizeRequest, generates=False)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest(
             f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give "
@@ -83,7 +83,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     """Return the text of token ids, special tokens included. This works in a pause and a sleep
     too.
     """
-    asked, info = await read(service, request, DetokenizeRequest)
+    asked, info = await read(service, request, DetokenizeRequest, generates=False)
     if service.text.tokenizer is None:
         raise InvalidRequest(
             "tokens cannot be read: this model directory has no tokenizer.json; decode them where "
