@@ -16,7 +16,7 @@ from tests.frontend.saying import EOS, write_saying
 from tests.frontend.test_tools import ARGUMENTS, CALL
 from tlt_server.errors import NotFound
 from tlt_server.frontend.http.keys import EVERYBODY, Caller
-from tlt_server.frontend.rollouts.responses import KeptResponse, Responses
+from tlt_server.frontend.rollouts.responses import KeptResponse, ResponseShelf
 
 # The answer is the last message; then the whole conversation, which the engine gets.
 HISTORY = (
@@ -213,7 +213,7 @@ def test_the_sdk_reads_responses_and_streams(server: LiveServer) -> None:
 
 
 def test_kept_responses_are_bounded_and_belong_to_a_key() -> None:
-    kept = Responses(3, 100)
+    kept = ResponseShelf(3, 100)
 
     def keep(id: str, owner: str, size: int = 10) -> bool:
         done = kept.keep(KeptResponse(id, owner, [], b"", size))
@@ -233,4 +233,4 @@ def test_kept_responses_are_bounded_and_belong_to_a_key() -> None:
         kept.find("b1", b)
     kept.delete("b4", b)
     kept.check()
-    assert not Responses(0, 100).keep(KeptResponse("a", "a", [], b"", 1))
+    assert not ResponseShelf(0, 100).keep(KeptResponse("a", "a", [], b"", 1))

@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 
 from tlt_server.errors import StartupError
 from tlt_server.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
-from tlt_server.frontend.parsers.answer import Answer
+from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.choice import parsers_of
 from tlt_server.frontend.parsers.json_text import JsonText
-from tlt_server.frontend.parsers.pieces import Arguments, Call, Content, Piece, Reasoning
+from tlt_server.frontend.parsers.pieces import CallArguments, CallBegins, Piece, ThoughtText
+from tlt_server.frontend.parsers.pieces import SpokenText as Text
 
+Args, Call = CallArguments, CallBegins
 OFFERED = frozenset({"f", "g"})
 
 
 def answer(
     tools: str, thinking: str = "none", prompt: str = "", *, parallel: bool = True
-) -> Answer:
+) -> AnswerReader:
     made = parsers_of(tools, thinking, None).answer(
         prompt, OFFERED, forced=False, parallel=parallel, reasons=True
     )
@@ -35,77 +37,73 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     """Return the pieces, those of one kind in a row as one."""
     found: list[Piece] = []
     for piece in pieces:
-        if found and type(found[-1]) is type(piece) and not isinstance(piece, Call):
+        if found and type(found[-1]) is type(piece) and not isinstance(piece, CallBegins):
             found[-1] = type(piece)(found[-1][0] + piece[0])
         else:
             found.append(piece)
     return found
 
 
-def read(reader: Answer, text: str, size: int = 10**9) -> list[Piece]:
+def read(reader: AnswerReader, text: str, size: int = 10**9) -> list[Piece]:
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     return joined([piece for part in parts for piece in reader.push(part)] + reader.end())
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-MADE: list[Piece] = [Call("f"), Arguments('{"a": 1}')]
+MADE: list[Piece] = [Call("f"), Args('{"a": 1}')]
 HARD = '{"a": [1, -2.5e3, {"b": "x</tool_call>\\u00e9\\"\\\\é🙂"}], "c": null}'
 CASES: list[tuple[str, str, list[Piece]]] = [
-    ("hermes", "just text", [Content("just text")]),
-    ("hermes", " \n text \n", [Content(" \n text \n")]),
+    ("hermes", "just text", [Text("just text")]),
+    ("hermes", " \n text \n", [Text(" \n text \n")]),
     ("hermes", CALL, MADE),
-    ("hermes", f"I look.\n{CALL}\n{CALL}", [Content("I look."), *MADE, *MADE]),
-    ("hermes", f"{CALL} so", [*MADE, Content("so")]),
+    ("hermes", f"I look.\n{CALL}\n{CALL}", [Text("I look."), *MADE, *MADE]),
+    ("hermes", f"{CALL} so", [*MADE, Text("so")]),
     ("hermes", CALL.removesuffix("\n</tool_call>"), MADE),
-    ("hermes", CALL.replace('{"a": 1}', HARD), [Call("f"), Arguments(HARD)]),
+    ("hermes", CALL.replace('{"a": 1}', HARD), [Call("f"), Args(HARD)]),
     ("hermes", CALL.replace('"f"', '"unheard of"'), [Call("unheard of"), MADE[1]]),
-    ("hermes", '<tool_call>{"name":"f"}</tool_call>', [Call("f"), Arguments("{}")]),
+    ("hermes", '<tool_call>{"name":"f"}</tool_call>', [Call("f"), Args("{}")]),
     ("hermes", '<tool_call>{"arguments":{"a": 1},"name":"f","id":7}</tool_call>', MADE),
-    ("hermes", "<tool_call>" + CALL, [Content("<tool_call>"), *MADE]),
-    ("hermes", "<tool_call> none </tool_call>", [Content("<tool_call> none </tool_call>")]),
-    ("hermes", '<tool_call>{"name": "f"', [Content('<tool_call>{"name": "f"')]),
-    ("hermes", "a <tool_c", [Content("a <tool_c")]),
-    ("hermes", "<tool_call>{}</tool_call>", [Content("<tool_call>{}</tool_call>")]),
-    ("hermes", CALL.replace("f", "\\n"), [Content(CALL.replace("f", "\\n"))]),
-    ("hermes", CALL.replace("f", "\\ud800"), [Content(CALL.replace("f", "\\ud800"))]),
-    ("hermes", CALL.replace("{", "[{", 1), [Content(CALL.replace("{", "[{", 1))]),
+    ("hermes", "<tool_call>" + CALL, [Text("<tool_call>"), *MADE]),
+    ("hermes", "<tool_call> none </tool_call>", [Text("<tool_call> none </tool_call>")]),
+    ("hermes", '<tool_call>{"name": "f"', [Text('<tool_call>{"name": "f"')]),
+    ("hermes", "a <tool_c", [Text("a <tool_c")]),
+    ("hermes", "<tool_call>{}</tool_call>", [Text("<tool_call>{}</tool_call>")]),
+    ("hermes", CALL.replace("f", "\\n"), [Text(CALL.replace("f", "\\n"))]),
+    ("hermes", CALL.replace("f", "\\ud800"), [Text(CALL.replace("f", "\\ud800"))]),
+    ("hermes", CALL.replace("{", "[{", 1), [Text(CALL.replace("{", "[{", 1))]),
     # What is given out already stays a call, and its client sees that the JSON is incomplete.
-    ("hermes", CALL[:40], [Call("f"), Arguments("{")]),
-    (
-        "hermes",
-        CALL.replace("1}}", "01"),
-        [Call("f"), Arguments('{"a": 01'), Content("</tool_call>")],
-    ),
+    ("hermes", CALL[:40], [Call("f"), Args("{")]),
+    ("hermes", CALL.replace("1}}", "01"), [Call("f"), Args('{"a": 01'), Text("</tool_call>")]),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', MADE),
     ("llama3_json", '\n<|python_tag|>{"name": "f", "arguments": {"a": 1}}', MADE),
     (
         "llama3_json",
         '{"name":"f","parameters":{"a": 1}}; {"name":"g"} .',
-        [*MADE, Call("g"), Arguments("{}"), Content(".")],
+        [*MADE, Call("g"), Args("{}"), Text(".")],
     ),
     (
         "llama3_json",
         '{"name": "Bob", "parameters": {}}',
-        [Content('{"name": "Bob", "parameters": {}}')],
+        [Text('{"name": "Bob", "parameters": {}}')],
     ),
-    ("llama3_json", 'So {"name": "f"}', [Content('So {"name": "f"}')]),
-    ("llama3_json", "<|python_", [Content("<|python_")]),
+    ("llama3_json", 'So {"name": "f"}', [Text('So {"name": "f"}')]),
+    ("llama3_json", "<|python_", [Text("<|python_")]),
     ("pythonic", "[f(a=1)]", MADE),
-    ("pythonic", "[f(a=1), g(), ]", [*MADE, Call("g"), Arguments("{}"), Content(", ]")]),
-    ("pythonic", "[f(a=1,), g( )] so", [*MADE, Call("g"), Arguments("{}"), Content("so")]),
+    ("pythonic", "[f(a=1), g(), ]", [*MADE, Call("g"), Args("{}"), Text(", ]")]),
+    ("pythonic", "[f(a=1,), g( )] so", [*MADE, Call("g"), Args("{}"), Text("so")]),
     (
         "pythonic",
         "[f(b='x\\'(y\\n', c=[True, None, -1.5, {\"k\": (1, 2)}])]",
-        [Call("f"), Arguments('{"b": "x\'(y\\n", "c": [true, null, -1.5, {"k": [1, 2]}]}')],
+        [Call("f"), Args('{"b": "x\'(y\\n", "c": [true, null, -1.5, {"k": [1, 2]}]}')],
     ),
-    ("pythonic", "[f(a='\\ud800')]", [Call("f"), Arguments('{"a": "\\ud800"}')]),
-    ("pythonic", "[f(1)]", [Content("[f(1)]")]),
-    ("pythonic", "[f(a=open('x'))]", [Content("[f(a=open('x'))]")]),
-    ("pythonic", "[f(a=1, a=2)]", [Content("[f(a=1, a=2)]")]),
-    ("pythonic", "[f(a=1e999)]", [Content("[f(a=1e999)]")]),
-    ("pythonic", "[h()]", [Content("[h()]")]),
-    ("pythonic", "[note] f(a=1)", [Content("[note] f(a=1)")]),
-    ("pythonic", "[f(a=1", [Content("[f(a=1")]),
+    ("pythonic", "[f(a='\\ud800')]", [Call("f"), Args('{"a": "\\ud800"}')]),
+    ("pythonic", "[f(1)]", [Text("[f(1)]")]),
+    ("pythonic", "[f(a=open('x'))]", [Text("[f(a=open('x'))]")]),
+    ("pythonic", "[f(a=1, a=2)]", [Text("[f(a=1, a=2)]")]),
+    ("pythonic", "[f(a=1e999)]", [Text("[f(a=1e999)]")]),
+    ("pythonic", "[h()]", [Text("[h()]")]),
+    ("pythonic", "[note] f(a=1)", [Text("[note] f(a=1)")]),
+    ("pythonic", "[f(a=1", [Text("[f(a=1")]),
 ]
 
 
@@ -118,32 +116,32 @@ def test_calls_are_read_and_all_else_is_content(size: int) -> None:
 def test_the_name_comes_before_the_arguments_and_these_as_they_come() -> None:
     reader = answer("hermes")
     assert reader.push('<tool_call>{"name": "f", "arguments": ') == []
-    assert reader.push('{"a"') == [Call("f"), Arguments('{"a"')]
-    assert reader.push(": tr") == [Arguments(": tr")]
-    assert reader.push("ue}}</tool") == [Arguments("ue}")]
-    assert reader.push("_call> x") == [Content("x")] and reader.end() == []
+    assert reader.push('{"a"') == [Call("f"), Args('{"a"')]
+    assert reader.push(": tr") == [Args(": tr")]
+    assert reader.push("ue}}</tool") == [Args("ue}")]
+    assert reader.push("_call> x") == [Text("x")] and reader.end() == []
 
 
 def test_one_call_alone_is_read_if_calls_are_not_parallel() -> None:
-    assert read(answer("hermes", parallel=False), CALL + CALL) == [*MADE, Content(CALL)]
+    assert read(answer("hermes", parallel=False), CALL + CALL) == [*MADE, Text(CALL)]
     many = read(answer("hermes"), CALL * 130)
-    assert len([piece for piece in many if isinstance(piece, Call)]) == 128
-    assert many[-1] == Content(CALL * 2)
+    assert len([piece for piece in many if isinstance(piece, CallBegins)]) == 128
+    assert many[-1] == Text(CALL * 2)
 
 
 @pytest.mark.parametrize(
     ("parser", "prompt", "text", "expected"),
     [
-        ("think", "", "<think>\nhm\n</think>\n\nso", [Reasoning("hm"), Content("so")]),
-        ("think", "<think>\n", "hm</think>so", [Reasoning("hm"), Content("so")]),
-        ("think", "<think>\n\n</think>\n\n", "so", [Content("so")]),
-        ("think", "", " so </think> <think>", [Content(" so </think> <think>")]),
-        ("think", "", "<think>hm <think> it", [Reasoning("hm <think> it")]),
-        ("think", "", "<think>hm </thi", [Reasoning("hm </thi")]),
-        ("think", "", "<thi", [Content("<thi")]),
-        ("think", "", f"<think>{CALL}</think>{CALL}", [Reasoning(CALL), *MADE]),
-        ("deepseek_r1", "", "hm</think>so", [Reasoning("hm"), Content("so")]),
-        ("deepseek_r1", "", "<think>hm", [Reasoning("hm")]),
+        ("think", "", "<think>\nhm\n</think>\n\nso", [ThoughtText("hm"), Text("so")]),
+        ("think", "<think>\n", "hm</think>so", [ThoughtText("hm"), Text("so")]),
+        ("think", "<think>\n\n</think>\n\n", "so", [Text("so")]),
+        ("think", "", " so </think> <think>", [Text(" so </think> <think>")]),
+        ("think", "", "<think>hm <think> it", [ThoughtText("hm <think> it")]),
+        ("think", "", "<think>hm </thi", [ThoughtText("hm </thi")]),
+        ("think", "", "<thi", [Text("<thi")]),
+        ("think", "", f"<think>{CALL}</think>{CALL}", [ThoughtText(CALL), *MADE]),
+        ("deepseek_r1", "", "hm</think>so", [ThoughtText("hm"), Text("so")]),
+        ("deepseek_r1", "", "<think>hm", [ThoughtText("hm")]),
     ],
 )
 def test_reasoning_is_told_apart(
@@ -177,7 +175,7 @@ def test_pieces_do_not_depend_on_how_the_text_is_cut_and_lose_nothing(
         pieces += reader.push(text[at : at + size])
         at += size
     assert joined(pieces + reader.end()) == whole
-    if thinking == "none" and {type(piece) for piece in whole} <= {Content}:
+    if thinking == "none" and {type(piece) for piece in whole} <= {Text}:
         assert "".join(piece[0] for piece in whole) == text
 
 

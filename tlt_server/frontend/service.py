@@ -24,7 +24,7 @@ from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.parsers.choice import Parsers, parsers_of
 from tlt_server.frontend.reading.reader import Reader
-from tlt_server.frontend.rollouts.responses import Responses
+from tlt_server.frontend.rollouts.responses import ResponseShelf
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.weights.adoption import Adoption
 from tlt_server.frontend.weights.broadcasts import Broadcasts
@@ -61,8 +61,8 @@ class Service:
         return Bodies(Bounds.of(self.config))
 
     @cached_property
-    def responses(self) -> Responses:
-        return Responses(self.config.max_responses, self.config.max_responses_mb * 2**20)
+    def responses(self) -> ResponseShelf:
+        return ResponseShelf(self.config.max_responses, self.config.max_responses_mb * 2**20)
 
     @cached_property
     def parsers(self) -> Parsers:

@@ -2,7 +2,8 @@
 and one line of a table.
 
 A parser is a pure function over text: what it gives does not depend on how the text is cut, and
-text that it cannot read comes back as content. `answer.Answer` joins the two that a request needs.
+text that it cannot read comes back as content. `answer.AnswerReader` joins the two that a request
+needs.
 """
 
 from __future__ import annotations

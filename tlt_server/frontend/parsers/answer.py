@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Parser, Piece, Reasoning
+from tlt_server.frontend.parsers.pieces import MAX_SPACE, Parser, Piece, SpokenText, ThoughtText
 
 SLICE_CHARS = 2**12  # taken in at once, in a few milliseconds on a slow core
 
 
-class Answer:
+class AnswerReader:
     def __init__(self, thinking: Parser | None, tools: Parser | None) -> None:
         """`thinking` comes first, and `tools` reads what it takes for content."""
         self._thinking, self._tools = thinking, tools
-        self._kind: type[Piece] | None = None  # of the last piece
+        self._kind: type[Piece] | None = None  # the kind of the last piece
         self._space = ""
 
     def push(self, text: str) -> list[Piece]:
-        pieces = [Content(text)] if self._thinking is None else self._thinking.push(text)
+        pieces = [SpokenText(text)] if self._thinking is None else self._thinking.push(text)
         return [*self._spaced(self._called(pieces))]
 
     def end(self) -> list[Piece]:
@@ -30,18 +30,18 @@ class Answer:
         if self._tools is not None:
             pieces += self._tools.end()
         found = [*self._spaced(pieces)]
-        if self._space and self._kind in (None, Content, Reasoning):
+        if self._space and self._kind in (None, SpokenText, ThoughtText):
             found.append(self._run(self._space))
         self._space = ""
         return found
 
     def _run(self, text: str) -> Piece:
         """Return text of the kind that the last piece had."""
-        return Reasoning(text) if self._kind is Reasoning else Content(text)
+        return ThoughtText(text) if self._kind is ThoughtText else SpokenText(text)
 
     def _called(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for piece in pieces:
-            if isinstance(piece, Content) and self._tools is not None:
+            if isinstance(piece, SpokenText) and self._tools is not None:
                 yield from self._tools.push(piece.text)
             else:
                 yield piece
@@ -49,12 +49,12 @@ class Answer:
     def _spaced(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Yield the pieces without the white space between two kinds."""
         for piece in pieces:
-            if not isinstance(piece, Content | Reasoning):
+            if not isinstance(piece, SpokenText | ThoughtText):
                 self._kind, self._space = type(piece), ""
                 yield piece
                 continue
             text, kind = piece.text, type(piece)
-            if kind is self._kind or (self._kind is None and kind is Content):
+            if kind is self._kind or (self._kind is None and kind is SpokenText):
                 text = self._space + text
             else:
                 text = text.lstrip()

@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from tlt_server.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
-from tlt_server.frontend.parsers.answer import Answer
+from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.llama3_json import Llama3Json
 from tlt_server.frontend.parsers.pieces import ToolParser
 from tlt_server.frontend.parsers.thinking import Thinking
@@ -23,7 +23,7 @@ _SIGNS = (
 
 
 class Parsers(NamedTuple):
-    name: str  # of the form of calls; empty: calls stay text, unless they are forced
+    name: str  # the form of calls; empty: they stay text, unless they are forced
     tools: type[ToolParser] | None
     forced: type[ToolParser]  # for answers that must call, whose form is known
     thinking: type[Thinking] | None
@@ -36,7 +36,7 @@ class Parsers(NamedTuple):
         forced: bool,
         parallel: bool,
         reasons: bool,
-    ) -> Answer | None:
+    ) -> AnswerReader | None:
         """Return what reads an answer, or None where its text is the content.
 
         `offered` are the names of the functions, None if no call is read. `forced`: the answer is
@@ -47,7 +47,7 @@ class Parsers(NamedTuple):
         tools = None
         if kind is not None and offered is not None:
             tools = kind(offered, MAX_CALLS if parallel else 1)
-        return Answer(thinking, tools) if thinking or tools else None
+        return AnswerReader(thinking, tools) if thinking or tools else None
 
 
 def parsers_of(tool_parser: str | None, reasoning_parser: str, template: str | None) -> Parsers:

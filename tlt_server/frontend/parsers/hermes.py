@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator
 from typing import ClassVar
 
 from tlt_server.frontend.parsers.json_call import SPACE, JsonCall
-from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Form, Piece, partial
+from tlt_server.frontend.parsers.pieces import MAX_SPACE, Form, Piece, SpokenText, partial
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -51,10 +51,10 @@ class Hermes:
                 keep = partial(text, OPEN) if self._left else 0
                 text, self._held = text[: len(text) - keep], text[len(text) - keep :]
                 if text:
-                    yield Content(text)
+                    yield SpokenText(text)
                 return
             if start:
-                yield Content(text[:start])
+                yield SpokenText(text[:start])
             at, self._left = start + len(OPEN), self._left - 1
             self._call = JsonCall(OPEN, lambda name: True)
 
@@ -62,5 +62,5 @@ class Hermes:
         if self._call is not None:
             yield from self._call.end()
         elif self._held:
-            yield Content(self._held)
+            yield SpokenText(self._held)
         self._held, self._call = "", None

@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 
 from tlt_server.frontend.parsers.json_text import JsonText
-from tlt_server.frontend.parsers.pieces import MAX_HELD, Arguments, Call, Content, Piece, is_name
+from tlt_server.frontend.parsers.pieces import (
+    MAX_HELD,
+    CallArguments,
+    CallBegins,
+    Piece,
+    SpokenText,
+    is_name,
+)
 
 ARGUMENTS = ("arguments", "parameters")
 SPACE = " \t\r\n"
@@ -52,7 +59,7 @@ class JsonCall:
         """Yield what is held, as content."""
         held, self._held, self._held_size = "".join(self._held), [], 0
         if held:
-            yield Content(held)
+            yield SpokenText(held)
 
     def _read_sign(self, letter: str) -> Iterator[Piece]:
         expects = self._expects
@@ -94,9 +101,9 @@ class JsonCall:
     def _begin(self, arguments: str) -> Iterator[Piece]:
         """Yield the call, which is certain from here on."""
         self._begun, self._held, self._held_size = True, [], 0
-        yield Call(self._name)
+        yield CallBegins(self._name)
         if arguments:
-            yield Arguments(arguments)
+            yield CallArguments(arguments)
 
     def _read_value(self, text: str) -> Iterator[Piece]:
         start, arguments = self.at, self._expects == "in arguments"
@@ -107,7 +114,7 @@ class JsonCall:
         taken = text[start : self.at]
         if arguments and self._begun:
             if taken:
-                yield Arguments(taken)
+                yield CallArguments(taken)
         else:
             (self._early if arguments else self._text).append(taken)
             self._hold(taken)

@@ -22,7 +22,7 @@ class JsonText:
         self.ended = self.failed = False
         self._closes: list[str] = []  # closing brackets of the open containers
         self._expects = "value"
-        self._rest = ""  # of a word, or what a number has so far
+        self._rest = ""  # what a word still needs, or what a number has so far
         self._hex = 0  # digits of an escape that are still to come
 
     def feed(self, text: str, at: int, end: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 from typing import ClassVar
 
 from tlt_server.frontend.parsers.json_call import SPACE, JsonCall
-from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Form, Piece
+from tlt_server.frontend.parsers.pieces import MAX_SPACE, Form, Piece, SpokenText
 
 MARK = "<|python_tag|>"  # may come first; where it is a special token, it is not in the text
 
@@ -21,7 +21,7 @@ class Llama3Json:
     def __init__(self, offered: Container[str], most: int) -> None:
         self._offered, self._left = offered, most
         self._held = ""
-        self._separators = ""  # that may come before the next call
+        self._separators = ""  # signs that may come before the next call
         self._is_text = False
         self._call: JsonCall | None = None
 
@@ -35,7 +35,7 @@ class Llama3Json:
                     self._is_text, self._separators = self._call.failed, ";,"
                     self._call = None
             elif self._is_text:
-                yield Content(text[at:])
+                yield SpokenText(text[at:])
                 return
             else:
                 text, self._held = self._held + text[at:], ""
@@ -64,5 +64,5 @@ class Llama3Json:
         if self._call is not None:
             yield from self._call.end()
         elif self._held:
-            yield Content(self._held)
+            yield SpokenText(self._held)
         self._held, self._call = "", None

@@ -10,27 +10,27 @@ MAX_SPACE = 64  # characters of white space that are held until it is known what
 MAX_NAME = 256  # characters of a function's name
 
 
-class Content(NamedTuple):
+class SpokenText(NamedTuple):
     text: str
 
 
-class Reasoning(NamedTuple):
+class ThoughtText(NamedTuple):
     text: str
 
 
-class Call(NamedTuple):
+class CallBegins(NamedTuple):
     """A call begins."""
 
     name: str
 
 
-class Arguments(NamedTuple):
+class CallArguments(NamedTuple):
     """More of the JSON of the newest call's arguments."""
 
     text: str
 
 
-Piece = Content | Reasoning | Call | Arguments
+Piece = SpokenText | ThoughtText | CallBegins | CallArguments
 
 
 class Parser(Protocol):

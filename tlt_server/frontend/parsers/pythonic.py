@@ -11,11 +11,11 @@ from tlt_server.frontend.parsers.pieces import (
     MAX_HELD,
     MAX_NAME,
     MAX_SPACE,
-    Arguments,
-    Call,
-    Content,
+    CallArguments,
+    CallBegins,
     Form,
     Piece,
+    SpokenText,
 )
 from tlt_server.frontend.parsers.python_call import read_call
 
@@ -40,7 +40,7 @@ class Pythonic:
 
     def push(self, text: str) -> Iterator[Piece]:
         if self._place == "text":
-            yield Content(text)
+            yield SpokenText(text)
             return
         self._held += text
         while self._scanned < len(self._held) and self._place != "text":
@@ -110,10 +110,10 @@ class Pythonic:
             return
         self._left -= 1
         self._held, self._scanned, self._place = self._held[self._scanned :], 0, "next"
-        yield Call(call[0])
-        yield Arguments(call[1])
+        yield CallBegins(call[0])
+        yield CallArguments(call[1])
 
     def end(self) -> Iterator[Piece]:
         held, self._held, self._scanned = self._held, "", 0
         if held:
-            yield Content(held)
+            yield SpokenText(held)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tlt_server.frontend.parsers.pieces import MAX_SPACE, Content, Piece, Reasoning, partial
+from tlt_server.frontend.parsers.pieces import MAX_SPACE, Piece, SpokenText, ThoughtText, partial
 
 OPEN, CLOSE = "<think>", "</think>"
 SPACE = " \t\r\n"
@@ -46,13 +46,13 @@ class Thinking:
             settled = len(reasoning) - keep
             self._held = reasoning[settled:]
             if settled:
-                yield Reasoning(reasoning[:settled])
+                yield ThoughtText(reasoning[:settled])
         if text:
-            yield Content(text)
+            yield SpokenText(text)
 
     def end(self) -> Iterator[Piece]:
         if self._held:
-            yield Reasoning(self._held) if self._inside else Content(self._held)
+            yield ThoughtText(self._held) if self._inside else SpokenText(self._held)
         self._held = ""
 
 

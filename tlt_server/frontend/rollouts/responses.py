@@ -20,7 +20,7 @@ class KeptResponse(NamedTuple):
     size: int  # bytes of both
 
 
-class Responses:
+class ResponseShelf:
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._kept: dict[str, KeptResponse] = {}  # in order of creation

@@ -17,7 +17,7 @@ from tlt_server.frontend.dialects.openai.requests import ChatRequest, template_a
 from tlt_server.frontend.dialects.openai.tools import by_name
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.parsers.answer import Answer
+from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.choice import PROMPT_END
 from tlt_server.frontend.service import Service
 from tlt_server.packed import PackedIds, PackedText, ending
@@ -27,7 +27,7 @@ class Prepared(NamedTuple):
     text: str | PackedText
     token_ids: PackedIds
     held: Held
-    answer: Callable[[], Answer | None]  # makes what reads one answer
+    answer: Callable[[], AnswerReader | None]  # makes what reads one answer
 
 
 async def prepared(

@@ -149,7 +149,7 @@ class ChatPhrase:
         self._asked, self._speller, self._new_speaker = asked, speller, speaker
         self._prompt_ids = batch.items[0].requests[0].token_ids
         self._ending = _Ending(asked.return_weight_versions, eos)
-        self._speakers: dict[int, Speaker] = {}  # of choices that have begun
+        self._speakers: dict[int, Speaker] = {}  # by choice, once it begins
         self._first: set[int] = set()  # choices that have had no part yet
         self._head = ChatCompletion(
             id=id,

@@ -9,8 +9,14 @@ from msgspec import UNSET
 
 from tlt_server.frontend.dialects.openai.replies import CalledFunction, Speech, ToolCall
 from tlt_server.frontend.http.loop_share import Turn
-from tlt_server.frontend.parsers.answer import SLICE_CHARS, Answer
-from tlt_server.frontend.parsers.pieces import Arguments, Call, Content, Piece, Reasoning
+from tlt_server.frontend.parsers.answer import SLICE_CHARS, AnswerReader
+from tlt_server.frontend.parsers.pieces import (
+    CallArguments,
+    CallBegins,
+    Piece,
+    SpokenText,
+    ThoughtText,
+)
 
 
 def new_call_id() -> str:
@@ -28,7 +34,7 @@ async def sliced(text: str, turn: Turn) -> AsyncIterator[str]:
 class Speaker:
     """Takes text in, and says what came since it last spoke."""
 
-    def __init__(self, answer: Answer | None, *, reasons: bool) -> None:
+    def __init__(self, answer: AnswerReader | None, *, reasons: bool) -> None:
         """`answer` reads the text, None: all of it is content. `reasons`: reasoning is shown."""
         self.calls = 0  # said so far
         self._answer, self._reasons = answer, reasons
@@ -37,7 +43,7 @@ class Speaker:
     async def hear(self, text: str, turn: Turn) -> None:
         """Take text in."""
         if self._answer is None:
-            self._pieces.append(Content(text))
+            self._pieces.append(SpokenText(text))
             return
         async for some in sliced(text, turn):
             self._pieces += self._answer.push(some)
@@ -73,13 +79,13 @@ class Speaker:
         """Return what came of calls. The first may have begun before, and then lacks its name."""
         calls: list[ToolCall] = []
         for piece in self._pieces:
-            if isinstance(piece, Call):
+            if isinstance(piece, CallBegins):
                 function = CalledFunction(arguments="", name=piece.name)
                 calls.append(
                     ToolCall(function, index=self.calls, id=new_call_id(), type="function")
                 )
                 self.calls += 1
-            elif isinstance(piece, Arguments):
+            elif isinstance(piece, CallArguments):
                 if not calls:
                     calls.append(ToolCall(CalledFunction(arguments=""), index=self.calls - 1))
                 calls[-1].function.arguments += piece.text
@@ -88,8 +94,8 @@ class Speaker:
     def _said(self) -> Speech:
         """Return the text that came, and forget what did."""
         speech = Speech()
-        content = "".join(piece.text for piece in self._pieces if isinstance(piece, Content))
-        reasoning = "".join(piece.text for piece in self._pieces if isinstance(piece, Reasoning))
+        content = "".join(piece.text for piece in self._pieces if isinstance(piece, SpokenText))
+        reasoning = "".join(piece.text for piece in self._pieces if isinstance(piece, ThoughtText))
         if content:
             speech.content = content
         if reasoning and self._reasons:

@@ -27,8 +27,8 @@ from tlt_server.frontend.dialects.openai.responses.writer import Writer
 from tlt_server.frontend.dialects.openai.speaker import sliced
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.http.loop_share import Turn
-from tlt_server.frontend.parsers.answer import Answer
-from tlt_server.frontend.parsers.pieces import Content, Piece
+from tlt_server.frontend.parsers.answer import AnswerReader
+from tlt_server.frontend.parsers.pieces import Piece, SpokenText
 from tlt_server.frontend.rollouts.responses import KeptResponse
 
 Keep = Callable[[KeptResponse], bool]  # returns whether the response is kept
@@ -43,7 +43,7 @@ class GrowingResponse:
         id: str,
         owner: str,
         model: str,
-        answer: Answer | None,
+        answer: AnswerReader | None,
         messages: list[ChatMessage],
     ) -> None:
         """`answer` reads the text, None: all of it is content. `messages`: the conversation before
@@ -81,14 +81,14 @@ class GrowingResponse:
         """Take in what came of the choice, and yield the events of it."""
         async for text in sliced(event.delta.text or "", turn):
             pieces: list[Piece] = (
-                [Content(text)] if self._answer is None else self._answer.push(text)
+                [SpokenText(text)] if self._answer is None else self._answer.push(text)
             )
             for each in self._numbered(self._writer.write(pieces)):
                 yield each
         if event.ended is not None:
             last = [] if self._answer is None else self._answer.end()
             if not self._writer.output and not last:
-                last = [Content("")]
+                last = [SpokenText("")]
             for each in self._numbered(self._writer.write(last)):
                 yield each
             reason = event.ended.finish_reason
@@ -101,7 +101,7 @@ class GrowingResponse:
                 yield each
 
     def _read(self, text: str) -> list[Piece]:
-        return [Content(text)] if self._answer is None else self._answer.push(text)
+        return [SpokenText(text)] if self._answer is None else self._answer.push(text)
 
     def finish(self, item: FinishedItem, keep: Keep) -> Iterator[ResponseEvent]:
         """Take the end in, and offer the response to be kept."""

@@ -25,7 +25,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
             f"input has {len(given)} items; it must have from 1 to {MAX_MESSAGES}: send the newest"
         )
     found: list[ChatMessage] = []
-    open_turn: dict[str, Any] | None = None  # of the assistant
+    open_turn: dict[str, Any] | None = None  # the assistant's
     for i, item in enumerate(given):
         role, fields = _read(f"input[{i}]", item)
         if role != "assistant":

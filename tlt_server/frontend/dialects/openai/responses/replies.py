@@ -103,6 +103,22 @@ class Deleted(Struct, frozen=True):
     deleted: Annotated[bool, Meta(description="always true")] = True
 
 
+EVENTS = (
+    *(f"response.{state}" for state in ("created", "in_progress", "completed", "incomplete")),
+    "response.failed",
+    "response.output_item.added",
+    "response.output_item.done",
+    "response.content_part.added",
+    "response.content_part.done",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.done",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+)
+
+
 class ResponseEvent(Struct, kw_only=True):
     """One event of a stream; which fields it has follows from its type."""
 

@@ -15,6 +15,7 @@ from tlt_server.frontend.dialects.openai.requests import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.growing import GrowingResponse, Keep
 from tlt_server.frontend.dialects.openai.responses.items import messages_of
 from tlt_server.frontend.dialects.openai.responses.replies import (
+    EVENTS,
     Deleted,
     ModelResponse,
     ResponseEvent,
@@ -42,7 +43,7 @@ ID = Parameter("id", "path", "id of a response that is kept")
     takes=ResponseRequest,
     example={"input": "Compute 3*4+5.", "max_output_tokens": 64},
     gives=ModelResponse,
-    streams=(("message", ResponseEvent),),
+    streams=tuple((name, ResponseEvent) for name in EVENTS),
     raises=(NotFound, *UNFINISHED),
 )
 async def create(service: Service, request: Request) -> Response:

@@ -19,7 +19,7 @@ from tlt_server.frontend.dialects.openai.responses.replies import (
     ThoughtPart,
 )
 from tlt_server.frontend.dialects.openai.speaker import new_call_id
-from tlt_server.frontend.parsers.pieces import Arguments, Call, Content, Piece
+from tlt_server.frontend.parsers.pieces import CallArguments, CallBegins, Piece, SpokenText
 
 
 class Writer:
@@ -32,9 +32,9 @@ class Writer:
 
     def write(self, pieces: Iterable[Piece]) -> Iterator[ResponseEvent]:
         for piece in pieces:
-            if isinstance(piece, Arguments):
+            if isinstance(piece, CallArguments):
                 yield from self._grow(piece.text)
-            elif isinstance(piece, Call):
+            elif isinstance(piece, CallBegins):
                 yield from self.close("completed")
                 id = f"fc_{uuid.uuid4().hex}"
                 call = CallItem(
@@ -46,7 +46,7 @@ class Writer:
                 )
                 yield self._begin(call)
             else:
-                yield from self._speak(piece.text, spoken=isinstance(piece, Content))
+                yield from self._speak(piece.text, spoken=isinstance(piece, SpokenText))
 
     def _speak(self, text: str, *, spoken: bool) -> Iterator[ResponseEvent]:
         kind: type[MessageItem | ThoughtItem] = MessageItem if spoken else ThoughtItem
