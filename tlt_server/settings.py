@@ -282,6 +282,13 @@ class ServerSettings(SharedSettings):
     restart_window_s: Annotated[
         float, Doc("s", "Time over which max_restarts counts.", 1, 86400)
     ] = 300.0
+    allow_chat_template: Annotated[
+        bool,
+        Doc(
+            "true | false",
+            "Requests may bring a chat template, which runs in a sandbox for 2 s at most.",
+        ),
+    ] = False
     tool_call_parser: Annotated[
         str | None,
         Doc(

@@ -135,6 +135,7 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel_tool_calls": (False, {"tools": TOOLS, "messages": CALLS, "max_tokens": 99}),
     "include_reasoning": (False, {"messages": THOUGHT, "max_tokens": 30}),
     "separate_reasoning": (False, {"messages": THOUGHT, "max_tokens": 30}),
+    "chat_template": ("own {{ messages[0].content }}", {}),
     "chat_template_kwargs": ({"enable_thinking": True}, {}),
     "reasoning_effort": ("low", {}),
     "add_generation_prompt": (False, {}),
@@ -169,8 +170,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config["chat_template"] = READS + TEMPLATE
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     _put_before_texts(model)
-    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
-    with live_server(model, served_model_name="tiny", max_prompt_tokens=500, **parsers) as running:
+    parsers: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+    with live_server(
+        model, served_model_name="tiny", max_prompt_tokens=500, allow_chat_template=True, **parsers
+    ) as running:
         yield running
 
 

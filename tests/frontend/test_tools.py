@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.openai_calls import CHAT, chunks, done, post
+from tests.frontend.openai_calls import CHAT, USER, chunks, done, post
 from tests.frontend.saying import EOS, write_saying
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.records import Grammar
@@ -30,6 +31,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         max_model_len=4096,
         reasoning_parser="think",
     ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trusting(model: Path) -> Iterator[LiveServer]:
+    with live_server(model, served_model_name="tiny", allow_chat_template=True) as running:
         yield running
 
 
@@ -284,3 +291,33 @@ def test_a_prompt_is_rendered_without_an_answer(server: LiveServer) -> None:
     assert found["prompt"].startswith("é" + EOS) and f'"name": "{F["name"]}"' in found["prompt"]
     assert found["count"] == len(found["token_ids"]) and found["token_ids"][:2] == [*"é".encode()]
     assert len(server.engine.submitted) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "says_"),
+    [
+        ("{{", "chat_template does not compile"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 s"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
+        ("{% include 'x' %}", "refuses these messages"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("a" * 70_000, "at most 65536 characters"),
+    ],
+)
+def test_a_template_of_a_request_is_bounded(
+    trusting: LiveServer, template: str, says_: str
+) -> None:
+    for path in (CHAT, "/tokenize"):
+        response = post(trusting, path, messages=USER, chat_template=template)
+        assert response.status_code == 400 and says_ in response.text, response.text[:300]
+
+
+def test_a_template_of_a_request_runs_where_the_server_allows_it(
+    server: LiveServer, trusting: LiveServer
+) -> None:
+    asked = {"messages": USER, "chat_template": "own {{ messages[0].content }}" + EOS}
+    assert message(trusting, "", **asked)["content"] == "own hi"
+    refused = post(server, CHAT, **asked)
+    assert refused.status_code == 400 and "--allow-chat-template" in refused.text
+    assert refused.json()["error"]["param"] == "chat_template"

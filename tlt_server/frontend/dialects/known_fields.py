@@ -80,11 +80,6 @@ KNOWN = (
     Known(RefusedField(_MESSAGES), (COMPLETIONS,), "suffix"),
     Known(RefusedField(_MESSAGES), (*OPENAI, SGLANG), "session_params"),
     Known(
-        RefusedField("only the model's own template is run: leave it out"),
-        (CHAT, TOKENIZE),
-        "chat_template",
-    ),
-    Known(
         RefusedField("the last tokens are kept: truncate it yourself", ("left",)),
         SAMPLED,
         "truncation_side",

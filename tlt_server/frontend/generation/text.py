@@ -8,6 +8,7 @@ must not.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import secrets
@@ -78,6 +79,20 @@ class Text:
         """Return the special tokens, with their ids."""
         added = self.tokenizer.get_added_tokens_decoder() if self.tokenizer else {}
         return {token.content: id for id, token in added.items() if token.special}
+
+    def with_template(self, template: str) -> Text:
+        """Return the same tokenizer with another template. `InvalidRequest`: it is none."""
+        other = copy.copy(self)
+        try:
+            other._template, other._variables = _compile(template), _variables(template)
+        except MemoryError:
+            raise
+        except Exception as error:  # a client's code; the library has many errors
+            raise InvalidRequest(
+                f"chat_template does not compile: {str(error)[:200]}; send it in Jinja's form"
+            ) from None
+        other.template = template
+        return other
 
     @property
     def has_template(self) -> bool:

@@ -66,6 +66,8 @@ async def prepared(
 def _check_shown(service: Service, asked: ChatRequest, must_call: bool) -> None:
     """Refuse tools that the model would not see, unless the answer is held to calls."""
     text = service.text
+    if asked.chat_template is not None:
+        return
     if asked.shown_tools() and not must_call and text.has_template and not text.reads("tools"):
         raise InvalidRequest(
             "tools is given, and the chat template of this model does not show them to it: leave "
@@ -82,6 +84,11 @@ async def conversation(
     whole: bool = True,
 ) -> tuple[str | PackedText, PackedIds]:
     """Return the text of a conversation, and its tokens."""
+    if arguments["template"] is not None and not service.config.allow_chat_template:
+        raise InvalidRequest(
+            "chat_template is given, and this server runs only the model's own template: leave it "
+            "out, or start the server with --allow-chat-template"
+        )
     text = await tokenizing.render(service.text, **arguments)
     [token_ids] = await service.validator.encode(
         ["messages"], [text], info, special=special, whole=whole

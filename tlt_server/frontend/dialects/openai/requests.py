@@ -45,6 +45,7 @@ from tlt_server.packed import PackedIds
 COMPLETION = Words("prompt[{i}]", "", "", clamps=True)
 CHAT = Words("messages", "", "", clamps=True)
 MAX_PARTS = 2**12  # limit on one message
+MAX_TEMPLATE = 2**16  # characters
 MAX_OPTIONS = 64  # limit on the options of a chat template
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -254,6 +255,10 @@ Options = Annotated[
         "enable_thinking",
     ),
 ]
+Template = Annotated[
+    Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None,
+    Meta(description="in place of the model's own, where the server has allow_chat_template"),
+]
 OpenTurn = Annotated[
     bool | None,
     Meta(description="open the assistant's turn; absent: unless the final message is continued"),
@@ -285,6 +290,7 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     separate_reasoning: Annotated[
         bool, Meta(description="false: reasoning stays in the content")
     ] = True
+    chat_template: Template = None
     chat_template_kwargs: Options = {}
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
@@ -329,6 +335,7 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
         Messages | None, Meta(description="a conversation, put into the chat template")
     ] = None
     tools: Tools = []
+    chat_template: Template = None
     chat_template_kwargs: Options = {}
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
@@ -362,6 +369,7 @@ def template_arguments(
         "tools": asked.shown_tools() or None,
         "options": options | asked.chat_template_kwargs,
         "open_end": continues,
+        "template": asked.chat_template,
     }
 
 
