@@ -71,7 +71,9 @@ def decode(text: Text, payload: Payload, special: bool) -> PackedText:
     return PackedText.of(found)
 
 
-def render(text: Text, payload: Payload, open_end: bool, template: str | None) -> PackedText:
+def render(
+    text: Text, payload: Payload, open_end: bool = False, template: str | None = None
+) -> PackedText:
     """Return the conversation in the chat template, or in one of a request, which may not run as
     long as it likes.
     """
