@@ -66,6 +66,13 @@ class PackedText:
         return b"".join(self.parts).decode()
 
 
+def ending(text: str | PackedText, chars: int) -> str:
+    """Return the last characters of a text, at most as many as a part has."""
+    if isinstance(text, PackedText):
+        text = b"".join(text.parts[-2:]).decode()
+    return text[-chars:]
+
+
 def json_text(text: str | PackedText) -> Iterator[bytes]:
     """Yield the text as JSON, in pieces of bounded size."""
     yield b'"'

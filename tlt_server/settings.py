@@ -101,6 +101,14 @@ class ServerSettings(SharedSettings):
         float, Doc("s", "Time that a finished rollout can be fetched.", 1, 10**6)
     ] = 3600.0
 
+    # responses of /v1/responses, kept to be continued
+    max_responses: Annotated[
+        int, Doc("responses", "Responses kept in memory; 0 keeps none.", 0, 2**20)
+    ] = 1024
+    max_responses_mb: Annotated[
+        int, Doc("MiB", "Size of all kept responses together.", 1, 2**20)
+    ] = 64
+
     # where it listens
     host: Annotated[
         str, Doc("address", "Address to bind; any but a loopback address needs API keys.")
@@ -274,6 +282,30 @@ class ServerSettings(SharedSettings):
     restart_window_s: Annotated[
         float, Doc("s", "Time over which max_restarts counts.", 1, 86400)
     ] = 300.0
+    allow_chat_template: Annotated[
+        bool,
+        Doc(
+            "true | false",
+            "Requests may bring a chat template, which runs in a sandbox for 2 s at most.",
+        ),
+    ] = False
+    tool_call_parser: Annotated[
+        str | None,
+        Doc(
+            "parser",
+            "Form in which the model writes calls: hermes, llama3_json, pythonic, or none, which "
+            "leaves them text; auto is the form that the chat template asks for.",
+            auto=True,
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str,
+        Doc(
+            "parser",
+            "Form in which the model writes reasoning, which comes apart from the content: think, "
+            "deepseek_r1 (never opened), or none.",
+        ),
+    ] = "none"
     otlp_endpoint: Annotated[
         str, Doc("URL", "OpenTelemetry collector that traces are sent to, by OTLP over HTTP.")
     ] = ""

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
@@ -17,6 +18,11 @@ MODEL = "target"
 QUESTION: Any = [{"role": "user", "content": "Compute 3*4+5."}]
 PROMPTS = ["2+2=", "3*4+5="]
 LENGTH = 48
+
+
+class Sum(BaseModel):
+    sign: Literal["+", "-"]
+    small: bool
 
 
 @pytest.fixture
@@ -211,3 +217,31 @@ def test_refusals_are_the_sdks_own_errors(sdk: openai.OpenAI) -> None:
     )
     with pytest.raises(openai.NotFoundError, match="this server serves 'target'"):
         sdk.chat.completions.create(model="other", messages=QUESTION)
+
+
+def test_a_model_that_never_saw_a_tool_calls_one_if_it_must(sdk: openai.OpenAI) -> None:
+    """The calls are the same with speculation and without, and their arguments fit the schema."""
+    tools: Any = [openai.pydantic_function_tool(Sum, name=name) for name in ("add", "take")]
+    found = []
+    for sd in ("goodput", "off"):
+        sdk.put("/../strategy", body={"policy": sd}, cast_to=object)
+        for choice in ("required", {"type": "function", "function": {"name": "take"}}):
+            answer = sdk.chat.completions.parse(
+                model=MODEL,
+                messages=QUESTION,
+                tools=tools,
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                seed=7,
+                n=2,
+            )
+            for each in answer.choices:
+                assert each.finish_reason == "tool_calls" and not each.message.content
+                for call in each.message.tool_calls or []:
+                    assert isinstance(call.function.parsed_arguments, Sum)
+                    assert choice == "required" or call.function.name == "take"
+                    found.append((sd, call.function.name, call.function.arguments))
+    half = len(found) // 2
+    assert half and [each[1:] for each in found[:half]] == [each[1:] for each in found[half:]]
+    typed = sdk.responses.parse(model=MODEL, input="2+2=", text_format=Sum)
+    assert isinstance(typed.output_parsed, Sum)

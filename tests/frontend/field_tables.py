@@ -13,6 +13,7 @@ from msgspec import Struct
 from tlt_server.frontend.dialects.known_fields import (
     CHAT,
     COMPLETIONS,
+    RESPONSES,
     SGLANG,
     SGLANG_SAMPLING,
     TOKENIZE,
@@ -25,6 +26,7 @@ from tlt_server.frontend.dialects.openai.requests import (
     CompletionRequest,
     TokenizeRequest,
 )
+from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields, SglangSampling
 from tlt_server.frontend.dialects.vllm_rl.requests import TokensRequest, VllmSampling
 from tlt_server.frontend.http.fields import RefusedField
@@ -34,13 +36,14 @@ STRUCTS: dict[str, type[Struct]] = {
     COMPLETIONS: CompletionRequest,
     CHAT: ChatRequest,
     TOKENIZE: TokenizeRequest,
+    RESPONSES: ResponseRequest,
     VLLM: TokensRequest,
     VLLM_SAMPLING: VllmSampling,
     SGLANG: GenerateFields,
     SGLANG_SAMPLING: SglangSampling,
 }
 PAGES = {
-    "openai": (COMPLETIONS, CHAT, TOKENIZE),
+    "openai": (COMPLETIONS, CHAT, TOKENIZE, RESPONSES),
     "vllm_rl": (VLLM, VLLM_SAMPLING),
     "sglang": (SGLANG, SGLANG_SAMPLING),
 }

@@ -20,6 +20,7 @@ from tests.frontend.tiny_model import SPECIALS, TEMPLATE, write_model
 from tlt_server.frontend.dialects.known_fields import (
     CHAT,
     COMPLETIONS,
+    RESPONSES,
     SGLANG,
     SGLANG_SAMPLING,
     TOKENIZE,
@@ -33,17 +34,23 @@ ROUTES = {
     COMPLETIONS: "/v1/completions",
     CHAT: "/v1/chat/completions",
     TOKENIZE: "/tokenize",
+    RESPONSES: "/v1/responses",
     VLLM: "/inference/v1/generate",
     VLLM_SAMPLING: "/inference/v1/generate",
     SGLANG: "/generate",
     SGLANG_SAMPLING: "/generate",
 }
 SAMPLING = {VLLM_SAMPLING, SGLANG_SAMPLING}
-LENGTH = {SGLANG: "max_new_tokens", SGLANG_SAMPLING: "max_new_tokens"}
+LENGTH = {
+    RESPONSES: "max_output_tokens",
+    SGLANG: "max_new_tokens",
+    SGLANG_SAMPLING: "max_new_tokens",
+}
 BASES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hi"},
     CHAT: {"messages": USER},
     TOKENIZE: {"messages": USER},
+    RESPONSES: {"input": "hi"},
     VLLM: {"token_ids": [104, 105]},
     VLLM_SAMPLING: {"token_ids": [104, 105]},
     SGLANG: {"text": "hi"},
@@ -56,8 +63,11 @@ IGNORED = [(body, name) for body, name, verdict in each() if not isinstance(verd
 
 
 TAG = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}]}
-# What the template reads.
-READS = "{{ tools }}{{ reasoning_effort }}{{ enable_thinking }}"
+# What the template reads. The answer begins with what was said in the first message.
+READS = "{{ messages[0].said }}{{ tools }}{{ reasoning_effort }}{{ enable_thinking }}"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALLS = [{"role": "user", "said": '<tool_call>{"name": "f"}</tool_call>' * 2}]
+THOUGHT = [{"role": "user", "said": "<think>hm</think>so"}]
 # Field -> a value that has an effect, and the fields that it needs for that.
 DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "temperature": (0.5, {}),
@@ -121,19 +131,34 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "token_ids": ([104], {}),
     "input_ids": ([104], {"text": None}),
     "messages": ([{"role": "user", "content": "ho"}], {}),
-    "tools": ([{"type": "function"}], {}),
+    "tools": (TOOLS, {}),
+    "tool_choice": ("none", {"tools": TOOLS}),
+    "parallel_tool_calls": (False, {"tools": TOOLS, "messages": CALLS, "max_tokens": 99}),
+    "include_reasoning": (False, {"messages": THOUGHT, "max_tokens": 30}),
+    "separate_reasoning": (False, {"messages": THOUGHT, "max_tokens": 30}),
+    "chat_template": ("own {{ messages[0].content }}", {}),
     "chat_template_kwargs": ({"enable_thinking": True}, {}),
     "reasoning_effort": ("low", {}),
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {}),
     "add_special_tokens": (True, {}),
+    "input": ("ho", {}),
+    "previous_response_id": (None, {}),
+    "instructions": ("ho", {}),
+    "store": (False, {}),
+    "max_output_tokens": (3, {}),
+    "reasoning": ({"effort": "low"}, {}),
+    "metadata": ({"a": "b"}, {}),
     "sampling_params": ({"temperature": 0.25}, {}),
     "skip_special_tokens": (False, {"no_stop_trim": True}),
     "no_stop_trim": (True, {"stop": ["i"]}),
 }
-OTHERWISE = {(COMPLETIONS, "add_special_tokens"): False}
+OTHERWISE: dict[tuple[str, str], Any] = {
+    (COMPLETIONS, "add_special_tokens"): False,
+    (RESPONSES, "text"): {"format": {"type": "json_object"}},
+}
 # What differs in each reply.
-OWN = r'"(id|created|request_id|e2e_latency)":("[^"]*"|[0-9.e-]+)'
+OWN = r'"(id|item_id|call_id|created|created_at|request_id|e2e_latency)":("[^"]*"|[0-9.e-]+)'
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +171,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config["chat_template"] = READS + TEMPLATE
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     _put_before_texts(model)
-    with live_server(model, served_model_name="tiny", max_prompt_tokens=500) as running:
+    parsers: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+    with live_server(
+        model, served_model_name="tiny", max_prompt_tokens=500, allow_chat_template=True, **parsers
+    ) as running:
         yield running
 
 
@@ -170,7 +198,7 @@ def send(server: LiveServer, body: str, **fields: Any) -> httpx.Response:
     if body in (SGLANG, SGLANG_SAMPLING):
         sampling = {length: 4, "sampling_seed": 7}
     content = dict(BASES[body])
-    if body in (COMPLETIONS, CHAT):
+    if body in (COMPLETIONS, CHAT, RESPONSES):
         content |= sampling | fields
     elif body in SAMPLING:
         content["sampling_params"] = sampling | fields
@@ -201,7 +229,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(
     path = f"sampling_params.{name}" if body in SAMPLING else name
     error = response.json()["error"]
     assert error["message"] == f"{path} is 'other'; {verdict.why}"
-    if body in (COMPLETIONS, CHAT, TOKENIZE):
+    if body in (COMPLETIONS, CHAT, TOKENIZE, RESPONSES):
         assert error["param"] == name and error["type"] == "invalid_request_error"
     base = submitted(server, body)
     for off in (None, *verdict.off):
@@ -252,6 +280,12 @@ def test_a_field_that_is_done_changes_what_it_should(
         assert send(server, body, stream=True).status_code == 400  # it names the streaming route
     elif (body, name) == (TOKENIZE, "prompt"):
         assert send(server, body, prompt="ho", messages=None).json()["count"] == 3
+    elif name == "previous_response_id":
+        first = send(server, body).json()["id"]
+        second = submitted(server, body, previous_response_id=first)
+        assert len(second[1]) > 2 * len(submitted(server, body)[1])
+    elif (body, name) == (RESPONSES, "request_id"):
+        assert send(server, body, request_id="a").status_code == 200
     elif name in ("rid", "request_id"):
         assert re.search(r'"(cmpl-|chatcmpl-)?a"', send(server, body, **{name: value}).text)
     else:

@@ -15,6 +15,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from tests.frontend.live_server import LiveServer, live_server
+from tlt_server.frontend.dialects.openai.responses.replies import EVENTS
 
 OPEN = {"/health", "/readyz", "/livez", "/startupz", "/ping", "/"}
 ROUTES = {
@@ -35,6 +36,10 @@ ROUTES = {
     ("get", "/v1/models"),
     ("post", "/v1/completions"),
     ("post", "/v1/chat/completions"),
+    ("post", "/v1/chat/completions/render"),
+    ("post", "/v1/responses"),
+    ("get", "/v1/responses/{id}"),
+    ("delete", "/v1/responses/{id}"),
     ("post", "/tokenize"),
     ("post", "/detokenize"),
     ("get", "/openapi.json"),
@@ -109,7 +114,7 @@ SHAPES = {  # dialect -> types of its errors
     "areal": ["ArealOutcome"],
 }
 PUSHES = {"/update_weights", "/update_weight_version", "/update_weights_from_disk"}
-GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions"}
+GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses"}
 
 
 @pytest.fixture
@@ -214,9 +219,8 @@ def test_every_field_of_a_reply_is_described(document: dict[str, Any]) -> None:
         "RolloutSummary.status",
         "WireError.code",
     } <= found.keys()
-    assert [name for name, description in found.items() if not description] == ["Phase.type"], (
-        "a struct's tag takes no words"
-    )
+    bare = [name for name, description in found.items() if not description]
+    assert all(name.endswith(".type") for name in bare), "only a struct's tag takes no words"
     schemas = document["components"]["schemas"]
     assert all(name.isalpha() for name in schemas), "no name shows its module"
     assert schemas["Choice"]["properties"]["finish_reason"]["enum"] == ["abort", "length", "stop"]
@@ -304,10 +308,11 @@ def test_streams_are_described_by_their_events(
             "example"
         ]
         stream = httpx.post(server.url + path, json=body | {"stream": True}).text
-        assert set(re.findall(r"^event: (\w+)$", stream, re.MULTILINE)) <= events
-        assert events == (
-            {"token", "result", "error", "done", "message"} if path == "/generate" else {"message"}
-        )
+        assert set(re.findall(r"^event: ([\w.]+)$", stream, re.MULTILINE)) <= events
+        assert events == {
+            "/generate": {"token", "result", "error", "done", "message"},
+            "/v1/responses": {*EVENTS},
+        }.get(path, {"message"})
 
 
 def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> None:
@@ -322,6 +327,7 @@ def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> 
         "/detokenize",
         "/v1/tokenize",
         "/v1/detokenize",
+        "/v1/chat/completions/render",
         "/areal_update_weights",
         "/areal_set_update_weight_meta",
         "/areal_init_weights_update_group",

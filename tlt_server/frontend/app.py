@@ -63,6 +63,7 @@ def build_app(
         exception_handlers=refusals.handlers(),
     )
     app.state.service = service
+    assert service.parsers  # `StartupError`: there is none of that name
     service.metrics.exchanges.ready.set_function(lambda: service.ready)
     return Access(app, service.metrics, table.template, begin)
 

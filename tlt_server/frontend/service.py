@@ -22,7 +22,9 @@ from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.trainer import TrainerLink
+from tlt_server.frontend.parsers.choice import Parsers, parsers_of
 from tlt_server.frontend.reading.reader import Reader
+from tlt_server.frontend.rollouts.responses import ResponseShelf
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.weights.adapters import Adapters
 from tlt_server.frontend.weights.adoption import Adoption
@@ -58,6 +60,15 @@ class Service:
     @cached_property
     def bodies(self) -> Bodies:
         return Bodies(Bounds.of(self.config))
+
+    @cached_property
+    def responses(self) -> ResponseShelf:
+        return ResponseShelf(self.config.max_responses, self.config.max_responses_mb * 2**20)
+
+    @cached_property
+    def parsers(self) -> Parsers:
+        config = self.config
+        return parsers_of(config.tool_call_parser, config.reasoning_parser, self.text.template)
 
     @cached_property
     def pieces(self) -> Pieces:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tlt_server.frontend.http.fields import OFF, RefusedField
 
-COMPLETIONS, CHAT, TOKENIZE = "completions", "chat", "tokenize"
+COMPLETIONS, CHAT, TOKENIZE, RESPONSES = "completions", "chat", "tokenize", "responses"
 VLLM, VLLM_SAMPLING = "vllm", "vllm sampling_params"
 SGLANG, SGLANG_SAMPLING = "sglang", "sglang sampling_params"
 OPENAI = (COMPLETIONS, CHAT)
@@ -30,7 +30,6 @@ class Known(NamedTuple):
 
 _STRUCTURE = "structures have other fields here, see response_format or regex: use those"
 _SPACES = "white space in JSON is a space, or a line break with an indent: leave it out"
-_TOOLS = 'calls are not enforced yet: use "auto", and check the answer'
 _ONE_SAMPLE = "a choice is one sample with a seed: ask for n choices, and rank them"
 _OWN_SAMPLER = "no such sampling here: leave it out"
 _CODE = "the server runs no code of requests: leave it out"
@@ -49,7 +48,11 @@ KNOWN = (
     Known(RefusedField(_STRUCTURE), SAMPLED, "structural_tag"),
     Known(RefusedField(_STRUCTURE), (*OPENAI, SGLANG_SAMPLING), "grammar"),
     Known(RefusedField(_SPACES), SAMPLED, "guided_whitespace_pattern"),
-    Known(RefusedField(_TOOLS, (*OFF, "none", "auto")), (CHAT,), "tool_choice function_call"),
+    Known(
+        RefusedField("its newer form is tool_choice: use that", (*OFF, "none", "auto")),
+        (CHAT,),
+        "function_call",
+    ),
     Known(RefusedField("its newer form is tools: use that"), (CHAT,), "functions"),
     Known(RefusedField(_ONE_SAMPLE), SAMPLED, "use_beam_search"),
     Known(RefusedField(_ONE_SAMPLE, (0, 1)), (*SAMPLED, SGLANG_SAMPLING), "best_of beam_width"),
@@ -76,11 +79,6 @@ KNOWN = (
     ),
     Known(RefusedField(_MESSAGES), (COMPLETIONS,), "suffix"),
     Known(RefusedField(_MESSAGES), (*OPENAI, SGLANG), "session_params"),
-    Known(
-        RefusedField("only the model's own template is run: leave it out"),
-        (CHAT, TOKENIZE),
-        "chat_template",
-    ),
     Known(
         RefusedField("the last tokens are kept: truncate it yourself", ("left",)),
         SAMPLED,
@@ -109,14 +107,10 @@ KNOWN = (
         REPLY,
         OPENAI,
         "return_hidden_states return_routed_experts return_prompt_text return_token_offsets "
-        "return_cached_tokens_details include_reasoning skip_special_tokens "
-        "spaces_between_special_tokens",
+        "return_cached_tokens_details skip_special_tokens spaces_between_special_tokens",
     ),
-    Known(
-        REPLY,
-        (CHAT,),
-        "echo parallel_tool_calls separate_reasoning stream_reasoning return_meta_info",
-    ),
+    Known(REPLY, (COMPLETIONS,), "include_reasoning"),
+    Known(REPLY, (CHAT,), "echo stream_reasoning return_meta_info"),
     Known(REPLY, (TOKENIZE,), "return_token_strs"),
     Known(
         REPLY,
@@ -144,6 +138,31 @@ KNOWN = (
     Known(PACE, (*SAMPLED, SGLANG_SAMPLING), "stream_interval"),
     Known(PACE, (VLLM_SAMPLING,), "skip_reading_prefix_cache"),
     Known(PACE, SAMPLED, "guided_decoding_backend"),
+    Known(
+        RefusedField(_MESSAGES),
+        (RESPONSES,),
+        "conversation prompt context_management web_search_options",
+    ),
+    Known(RefusedField("ask chat completions for log-probs"), (RESPONSES,), "top_logprobs"),
+    Known(
+        RefusedField("the conversation is not cut: shorten it yourself", ("disabled",)),
+        (RESPONSES,),
+        "truncation",
+    ),
+    Known(RefusedField("a reply is not awaited elsewhere: use stream"), (RESPONSES,), "background"),
+    Known(RefusedField(_STOP), (RESPONSES,), "max_tool_calls"),
+    Known(
+        RefusedField("its name is text here: use that", (*OFF, {"type": "text"})),
+        (RESPONSES,),
+        "response_format",
+    ),
+    Known(RefusedField(_STRUCTURE), (RESPONSES,), "structured_outputs"),
+    Known(REPLY, (RESPONSES,), "include stream_options"),
+    Known(
+        BOOKS,
+        (RESPONSES,),
+        "user service_tier safety_identifier prompt_cache_key prompt_cache_retention",
+    ),
     Known("it only weighs beams", (*SAMPLED, SGLANG_SAMPLING), "length_penalty"),
 )
 

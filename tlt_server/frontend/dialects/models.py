@@ -26,3 +26,8 @@ def adapter_of(service: Service, model: str) -> str:
     if model not in ("", service.config.served_model_name, str(service.config.model)):
         raise unknown(service, model)
     return ""
+
+
+def named(service: Service, model: str) -> str:
+    """Return the name of what computes a request that names this model."""
+    return adapter_of(service, model) or service.config.served_model_name

@@ -8,6 +8,7 @@ must not.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import secrets
@@ -79,9 +80,27 @@ class Text:
         added = self.tokenizer.get_added_tokens_decoder() if self.tokenizer else {}
         return {token.content: id for id, token in added.items() if token.special}
 
+    def with_template(self, template: str) -> Text:
+        """Return the same tokenizer with another template. `InvalidRequest`: it is none."""
+        other = copy.copy(self)
+        try:
+            other._template, other._variables = _compile(template), _variables(template)
+        except MemoryError:
+            raise
+        except Exception as error:  # a client's code; the library has many errors
+            raise InvalidRequest(
+                f"chat_template does not compile: {str(error)[:200]}; send it in Jinja's form"
+            ) from None
+        other.template = template
+        return other
+
     @property
     def has_template(self) -> bool:
         return self._template is not None
+
+    def reads(self, name: str) -> bool:
+        """Tell whether the chat template takes something of this name in."""
+        return name in self._variables
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """Token ids of each text; `special` adds what the tokenizer puts around a bare text (not
@@ -120,6 +139,8 @@ class Text:
             raise InvalidRequest(
                 "this model has no chat template; send prompt or token_ids instead of messages"
             )
+        if "developer" not in (self.template or ""):
+            messages = [_of_system(message) for message in messages]
         try:
             known = {
                 name: value for name, value in (options or {}).items() if name in self._variables
@@ -158,6 +179,11 @@ class Text:
                 f"message {len(parts) - 1} times; it must be once: leave continue_final_message out"
             )
         return parts[0]
+
+
+def _of_system(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message under the older name of its role, which every template knows."""
+    return message | {"role": "system"} if message["role"] == "developer" else message
 
 
 def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from tlt_server.frontend.generation.text import Text, for_template
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
 from tlt_server.frontend.reading.jobs import Slice
+from tlt_server.frontend.reading.reader import LANES
 from tlt_server.frontend.reading.trees import cut
 from tlt_server.packed import PackedIds, PackedText
 
@@ -101,17 +102,23 @@ async def render(
     options: Mapping[str, Any] | None = None,
     *,
     open_end: bool = False,
+    template: str | None = None,
 ) -> str | PackedText:
     """Return the conversation in the chat template, with `open_end` without what follows the text
-    of the final message. Messages are objects, or structs that know theirs.
+    of the final message. Messages are objects, or structs that know theirs. A `template` of the
+    request takes the place of the model's, and never runs in this process.
     """
     frames, size = list[bytes](), 0
     for frame in cut([[*messages], tools, options]):
         frames.append(frame)
         size += len(frame)
         await asyncio.sleep(0)
-    if not text.has_template or size <= INLINE_CONVERSATION_BYTES:
+    inline = not text.has_template or size <= INLINE_CONVERSATION_BYTES
+    if template is None and inline:
         return text.render(for_template(messages), tools, options, open_end=open_end)
-    [value] = await ask([Slice(("render", open_end), lambda: frames)], total=size, largest=size)
+    work = [Slice(("render", open_end, template), lambda: frames)]
+    # What a template of a request costs is not known, so it goes with the large ones.
+    total = size if template is None else size + LANES[0]
+    [value] = await ask(work, total=total, largest=size)
     found: str | PackedText = value
     return found

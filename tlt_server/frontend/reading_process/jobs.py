@@ -13,10 +13,13 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.text import Text, for_template
 from tlt_server.frontend.reading.frames import BlockingChannel
 from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, named
+from tlt_server.frontend.reading_process.deadline import time_limit
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.forms import grammar_of
 from tlt_server.packed import PackedIds, PackedText
 from tlt_server.records import Grammar
+
+TEMPLATE_S = 2.0  # time of a template of a request
 
 
 class Payload:
@@ -68,10 +71,19 @@ def decode(text: Text, payload: Payload, special: bool) -> PackedText:
     return PackedText.of(found)
 
 
-def render(text: Text, payload: Payload, open_end: bool = False) -> PackedText:
-    """Return the conversation in the chat template."""
+def render(
+    text: Text, payload: Payload, open_end: bool = False, template: str | None = None
+) -> PackedText:
+    """Return the conversation in the chat template, or in one of a request, which may not run as
+    long as it likes.
+    """
     messages, tools, options = payload.tree()
-    return PackedText.of(text.render(for_template(messages), tools, options, open_end=open_end))
+    messages = for_template(messages)
+    if template is None:
+        return PackedText.of(text.render(messages, tools, options, open_end=open_end))
+    with time_limit(TEMPLATE_S):
+        own = text.with_template(template)
+        return PackedText.of(own.render(messages, tools, options, open_end=open_end))
 
 
 def parse(text: Text, payload: Payload, function: str, *arguments: Any) -> Any:

@@ -7,6 +7,8 @@ of a stream add up to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
@@ -15,10 +17,10 @@ from tlt_server.frontend.dialects.openai.replies import (
     ChatCompletion,
     Completion,
     CompletionChoice,
-    Speech,
     figures,
 )
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
+from tlt_server.frontend.dialects.openai.speaker import Speaker
 from tlt_server.frontend.dialects.replies.logprobs import (
     PromptLogprobs,
     Scored,
@@ -30,6 +32,7 @@ from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.http.loop_share import Turn
 
 
 class _Ending(Struct, frozen=True):
@@ -80,6 +83,9 @@ class CompletionPhrase:
             parts[0].metrics if len(self._prompt_ids) == self._asked.n == 1 and parts else UNSET
         )
         return msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
+
+    async def hear(self, delta: Delta, ended: bool, turn: Turn) -> None:
+        """Take a delta in before `part`."""
 
     def part(self, prompt: int, delta: Delta, ended: FinishedChoice | None) -> CompletionChoice:
         """Return the part for a delta of a choice of that prompt; with `ended`, the last part."""
@@ -137,11 +143,14 @@ class ChatPhrase:
         id: str,
         created: int,
         model: str,
+        *,
+        speaker: Callable[[], Speaker],
     ) -> None:
-        self._asked, self._speller = asked, speller
+        self._asked, self._speller, self._new_speaker = asked, speller, speaker
         self._prompt_ids = batch.items[0].requests[0].token_ids
         self._ending = _Ending(asked.return_weight_versions, eos)
-        self._begun: set[int] = set()
+        self._speakers: dict[int, Speaker] = {}  # by choice, once it begins
+        self._first: set[int] = set()  # choices that have had no part yet
         self._head = ChatCompletion(
             id=id,
             created=created,
@@ -160,18 +169,30 @@ class ChatPhrase:
         self._head.prompt_token_ids = self._head.prompt_logprobs = UNSET  # sent once
         return reply
 
+    async def hear(self, delta: Delta, ended: bool, turn: Turn) -> None:
+        """Take the text of a delta in before `part`."""
+        if delta.index not in self._speakers:
+            self._speakers[delta.index] = self._new_speaker()
+            self._first.add(delta.index)
+        speaker = self._speakers[delta.index]
+        await speaker.hear(delta.text or "", turn)
+        if ended:
+            speaker.end()
+
     def part(self, prompt: int, delta: Delta, ended: FinishedChoice | None) -> ChatChoice:
         """Return the part for a delta of a choice; with `ended`, its last part."""
-        asked, first = self._asked, delta.index not in self._begun
-        speech = Speech(role="assistant" if first else UNSET, content=delta.text or "")
-        part = (
-            ChatChoice(index=delta.index, delta=speech)
-            if asked.stream
-            else ChatChoice(index=delta.index, message=speech)
-        )
+        asked, index, speaker = self._asked, delta.index, self._speakers[delta.index]
+        first = index in self._first
+        if asked.stream:
+            part = ChatChoice(index=index, delta=speaker.delta())
+        else:
+            part = ChatChoice(index=index, message=speaker.message())
+        speech = part.delta or part.message
+        assert speech is not UNSET
         if first:
-            self._begun.add(delta.index)
-            if asked.prompt_logprobs is not None and len(self._begun) == 1:
+            self._first.remove(index)
+            speech.role = "assistant"
+            if asked.prompt_logprobs is not None and len(self._speakers) == 1:
                 self._head.prompt_logprobs = _prompt(
                     self._speller, [*self._prompt_ids], delta, asked.prompt_logprobs
                 )
@@ -181,4 +202,6 @@ class ChatPhrase:
             part.token_ids = delta.token_ids
         if ended is not None:
             self._ending.put(part, ended)
+            if speaker.calls and ended.finish_reason == "stop":
+                part.finish_reason = "tool_calls"
         return part

@@ -76,11 +76,38 @@ class CompletionChoice(Struct, kw_only=True):
     ] = UNSET
 
 
+class CalledFunction(Struct):
+    arguments: Annotated[
+        str, Meta(description="JSON as the model wrote it, or in a chunk what was added")
+    ]
+    name: Annotated[str | UnsetType, Meta(description="the function; in a call's first chunk")] = (
+        UNSET
+    )
+
+
+class ToolCall(Struct):
+    function: Annotated[CalledFunction, Meta(description="what is called")]
+    index: Annotated[int | UnsetType, Meta(description="which of the calls; in a chunk")] = UNSET
+    id: Annotated[
+        str | UnsetType,
+        Meta(description="for `tool_call_id` of the function's output; in a call's first chunk"),
+    ] = UNSET
+    type: Annotated[Literal["function"] | UnsetType, Meta(description="the kind of call")] = UNSET
+
+
 class Speech(Struct):
     role: Annotated[Literal["assistant"] | UnsetType, Meta(description="who speaks")] = UNSET
     content: Annotated[
-        str | UnsetType, Meta(description="the text, or in a chunk what was added")
+        str | None | UnsetType,
+        Meta(description="the text, or in a chunk what was added; null next to calls alone"),
     ] = UNSET
+    tool_calls: Annotated[
+        list[ToolCall] | UnsetType, Meta(description="calls that the model made")
+    ] = UNSET
+    reasoning_content: Annotated[
+        str | UnsetType, Meta(description="what it thought before; with a reasoning_parser")
+    ] = UNSET
+    reasoning: Annotated[str | UnsetType, Meta(description="the same by its other name")] = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -95,7 +122,11 @@ class ChatChoice(Struct, kw_only=True):
         ChatLogprobs | None, Meta(description="log-probs of the tokens, if asked for")
     ] = None
     finish_reason: Annotated[
-        FinishReason | None, Meta(description="what ended it; null in a chunk that does not")
+        FinishReason | Literal["tool_calls"] | None,
+        Meta(
+            description="what ended it, tool_calls: it stopped after calls; null in a chunk that "
+            "does not end it"
+        ),
     ] = None
     stop_reason: Annotated[
         int | str | None,
@@ -201,6 +232,14 @@ class Models(Struct, frozen=True):
 
 class Tokens(Struct, frozen=True):
     tokens: Annotated[list[int], Meta(description="token ids")]
+    count: Annotated[int, Meta(description="number of token ids")]
+    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+
+
+class Rendered(Struct, frozen=True):
+    model: Annotated[str, Meta(description="the name of the served model")]
+    prompt: Annotated[str, Meta(description="the conversation in the chat template")]
+    token_ids: Annotated[list[int], Meta(description="its tokens")]
     count: Annotated[int, Meta(description="number of token ids")]
     max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
 

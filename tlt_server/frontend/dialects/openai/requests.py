@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
+from msgspec import Meta, UnsetType
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.dialects.openai.tools import Choice, Parallel, Tools, check_tools
 from tlt_server.frontend.dialects.structures import BothStructured
 from tlt_server.frontend.generation.batch import PromptReading, Words
 from tlt_server.frontend.generation.requests import (
@@ -30,6 +31,7 @@ from tlt_server.frontend.generation.requests import (
     Salt,
     SamplingFields,
     ShortName,
+    StructuredOutputs,
     TopK,
     Train,
     Truncation,
@@ -43,6 +45,7 @@ from tlt_server.packed import PackedIds
 COMPLETION = Words("prompt[{i}]", "", "", clamps=True)
 CHAT = Words("messages", "", "", clamps=True)
 MAX_PARTS = 2**12  # limit on one message
+MAX_TEMPLATE = 2**16  # characters
 MAX_OPTIONS = 64  # limit on the options of a chat template
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -133,9 +136,11 @@ class Asked(BothStructured, Tolerant, frozen=True, kw_only=True):
     def reading(self) -> PromptReading:
         return PromptReading(self.add_special_tokens is not False, self.truncate_prompt_tokens)
 
-    def native(self, prompts: list[str | PackedIds], lora: str = "") -> NativeRequest:
+    def native(
+        self, prompts: list[str | PackedIds], structure: StructuredOutputs | UnsetType, lora: str
+    ) -> NativeRequest:
         """Translate to the native request, with an item per prompt, computed by an adapter."""
-        scored, (_, structure) = self.scored_prompt(), self.structure
+        scored = self.scored_prompt()
         return NativeRequest(
             requests=[
                 ItemFields(
@@ -224,6 +229,8 @@ class ChatMessage(Open, frozen=True, kw_only=True):
         fields = dict(self.more)
         if isinstance(fields.get("tool_calls"), list):
             fields["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
+        if "reasoning" in fields:  # as replies name it too
+            fields.setdefault("reasoning_content", fields["reasoning"])
         return {"role": self.role, "content": content, **fields}
 
 
@@ -243,7 +250,6 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAG
 
 
 # The inputs of the chat template other than the messages.
-Tools = Annotated[list[dict[str, Any]], Meta(description="passed to the chat template")]
 Options = Annotated[
     dict[str, Scalar | None],
     Meta(
@@ -251,6 +257,10 @@ Options = Annotated[
         description="scalars; the template sees those that it reads by name, such as "
         "enable_thinking",
     ),
+]
+Template = Annotated[
+    Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None,
+    Meta(description="in place of the model's own, where the server has allow_chat_template"),
 ]
 OpenTurn = Annotated[
     bool | None,
@@ -277,6 +287,13 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
         Length | None, Meta(description="the newer name of max_tokens")
     ] = None
     tools: Tools = []
+    tool_choice: Choice = "auto"
+    parallel_tool_calls: Parallel = True
+    include_reasoning: Annotated[bool, Meta(description="false: reasoning is left out")] = True
+    separate_reasoning: Annotated[
+        bool, Meta(description="false: reasoning stays in the content")
+    ] = True
+    chat_template: Template = None
     chat_template_kwargs: Options = {}
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
@@ -304,6 +321,11 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     def length(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the model may call. `InvalidRequest`: they are none."""
+        check_tools(self.tools)
+        return [] if self.tool_choice == "none" else self.tools
+
 
 class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     """A text, or a conversation."""
@@ -316,6 +338,7 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
         Messages | None, Meta(description="a conversation, put into the chat template")
     ] = None
     tools: Tools = []
+    chat_template: Template = None
     chat_template_kwargs: Options = {}
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
@@ -326,6 +349,11 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     model: Annotated[
         str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
     ] = ""
+
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Return the tools. `InvalidRequest`: they are none."""
+        check_tools(self.tools)
+        return self.tools
 
 
 def template_arguments(
@@ -343,9 +371,10 @@ def template_arguments(
         options["reasoning_effort"] = asked.reasoning_effort
     return {
         "messages": messages,
-        "tools": asked.tools or None,
+        "tools": asked.shown_tools() or None,
         "options": options | asked.chat_template_kwargs,
         "open_end": continues,
+        "template": asked.chat_template,
     }
 
 
@@ -356,4 +385,6 @@ AllIds = Annotated[
 
 class DetokenizeRequest(Tolerant, frozen=True, kw_only=True):
     tokens: Annotated[AllIds, Meta(description="ids of the model's vocabulary")]
-    model: Annotated[str, Meta(description="served_model_name, or absent")] = ""
+    model: Annotated[
+        str, Meta(description="served_model_name, a LoRA adapter that is loaded, or absent")
+    ] = ""

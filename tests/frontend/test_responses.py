@@ -1,0 +1,236 @@
+"""The Responses API against the fake engine: items, events, continuation, the bounded store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.openai_calls import post
+from tests.frontend.saying import EOS, write_saying
+from tests.frontend.test_tools import ARGUMENTS, CALL
+from tlt_server.errors import NotFound
+from tlt_server.frontend.http.keys import EVERYBODY, Caller
+from tlt_server.frontend.rollouts.responses import KeptResponse, ResponseShelf
+
+# The answer is the last message; then the whole conversation, which the engine gets.
+HISTORY = (
+    "{{ messages[-1].content }}" + EOS + "<tool_call>{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}|{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }}:"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}"
+    "{{ m.tool_call_id }}{% endfor %}"
+)
+TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+URL = "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    model = write_saying(tmp_path_factory.mktemp("model"), HISTORY)
+    with live_server(
+        model,
+        served_model_name="tiny",
+        engine={"max_model_len": 4096},
+        max_model_len=4096,
+        reasoning_parser="think",
+    ) as running:
+        yield running
+
+
+def respond(server: LiveServer, input: Any, **fields: Any) -> dict[str, Any]:
+    response = post(server, URL, input=input, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(server: LiveServer, input: Any, **fields: Any) -> list[dict[str, Any]]:
+    frames = post(server, URL, input=input, stream=True, **fields).text.strip().split("\n\n")
+    found = []
+    for frame in frames:
+        name, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == [*range(len(found))]
+    return found
+
+
+def plain(items: list[dict[str, Any]]) -> list[Any]:
+    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
+
+
+def seen(server: LiveServer) -> list[str]:
+    """Return the messages that the engine got last, as the template shows them."""
+    text = bytes(token for token in server.engine.submitted[-1].token_ids if token < 256).decode()
+    return text.split("|")[1:]
+
+
+def test_a_response_has_items_and_usage(server: LiveServer) -> None:
+    text = f"<think>hm</think>I look. {CALL}\n{CALL}"
+    found = respond(server, text, tools=TOOLS, metadata={"a": "b"})
+    thought, message, call, _ = found["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"][0] == {
+        "type": "output_text",
+        "text": "I look.",
+        "annotations": [],
+        "logprobs": [],
+    }
+    assert (call["name"], call["arguments"], call["status"]) == ("f", ARGUMENTS, "completed")
+    assert found["status"] == "completed" and found["metadata"] == {"a": "b"}
+    usage = found["usage"]
+    assert usage["output_tokens"] == len(text.encode()) + 1
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert [part["type"] for part in found["output"]] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+
+
+@pytest.mark.parametrize("text", ["so", "", CALL, f"<think>hm</think>I look. {CALL}{CALL}so"])
+@pytest.mark.parametrize("fields", [{}, {"max_output_tokens": 30}])
+def test_events_add_up_to_the_response(
+    server: LiveServer, text: str, fields: dict[str, Any]
+) -> None:
+    whole = respond(server, text, tools=TOOLS, **fields)
+    found = events(server, text, tools=TOOLS, **fields)
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    last = found[-1]
+    assert last["type"] == f"response.{whole['status']}"
+    assert plain(last["response"]["output"]) == plain(whole["output"])
+    assert last["response"]["incomplete_details"] == whole["incomplete_details"]
+    grown: dict[int, str] = {}
+    open_items: set[int] = set()
+    for event in found[2:-1]:
+        index = event["output_index"]
+        if event["type"] == "response.output_item.added":
+            assert event["item"]["status"] == "in_progress" and index == len(grown)
+            grown[index] = ""
+            open_items.add(index)
+            continue
+        assert open_items == {index}
+        if event["type"].endswith(".delta"):
+            grown[index] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            open_items.remove(index)
+            item = event["item"]
+            assert item == last["response"]["output"][index]
+            said = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+            assert said == grown[index]
+    assert not open_items and len(grown) == len(whole["output"])
+
+
+def test_a_conversation_goes_on(server: LiveServer) -> None:
+    first = respond(
+        server,
+        [
+            {"role": "developer", "content": "be short"},
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": f"<think>hm</think>{CALL}"}],
+            },
+        ],
+        instructions="now",
+        tools=TOOLS,
+    )
+    assert seen(server)[0] == "system::now:" and seen(server)[1].startswith("system::be short")
+    [call] = [item for item in first["output"] if item["type"] == "function_call"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "22 degrees"}
+    second = respond(server, [output], previous_response_id=first["id"])
+    *_, answer, tool = seen(server)
+    assert answer == "assistant:hm::f1" and tool == f"tool::22 degrees:{call['call_id']}"
+    assert not any("now" in message for message in seen(server))
+    third = respond(server, "more", previous_response_id=second["id"], store=False)
+    assert seen(server)[-2:] == ["assistant::22 degrees:", "user::more:"]
+    # The same conversation, sent whole.
+    items = [{"role": "user", "content": "a"}, *first["output"], output, *second["output"]]
+    respond(server, [*items, {"role": "user", "content": "more"}])
+    assert seen(server)[1:] == ["assistant:hm::f1", tool, "assistant::22 degrees:", "user::more:"]
+    for id, status in ((second["id"], 200), (third["id"], 404), ("resp_no", 404)):
+        assert httpx.get(f"{server.url}{URL}/{id}").status_code == status
+    assert httpx.get(f"{server.url}{URL}/{second['id']}").json() == second
+    assert httpx.delete(f"{server.url}{URL}/{second['id']}").json()["deleted"] is True
+    gone = post(server, URL, input="a", previous_response_id=second["id"])
+    assert gone.status_code == 404 and "max_responses" in gone.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"input": []}, "input has 0"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type is 'item_reference'"),
+        ({"input": [{"content": "a"}]}, "input[0].role is None"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content is 5"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "text only"),
+        ({"input": [{"role": "user", "content": [5]}]}, "input[0].content[0].type is 5"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments is None"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id is None"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
+        ({"tool_choice": "required"}, "tool_choice asks for a call"),
+        ({"text": {"format": {"type": "json_schema"}}}, "no schema"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'"),
+        ({"truncation": "auto"}, "truncation is 'auto'"),
+        ({"background": True}, "background is True"),
+        ({"max_output_tokens": -1}, "max_output_tokens is -1"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    server: LiveServer, fields: dict[str, Any], says: str
+) -> None:
+    response = post(server, URL, **{"input": "a", **fields})
+    error = response.json()["error"]
+    assert response.status_code == 400 and says in error["message"], error
+    assert error["param"] == next(iter(fields))
+
+
+def test_a_structure_reaches_the_engine(server: LiveServer) -> None:
+    format = {"type": "json_schema", "name": "x", "schema": {"type": "integer"}, "strict": True}
+    respond(server, "7", text={"format": format})
+    assert server.engine.submitted[-1].sampling.structured_outputs is not None
+    respond(server, CALL, tools=TOOLS, tool_choice={"type": "function", "name": "f"})
+    assert server.engine.submitted[-1].sampling.structured_outputs is not None
+
+
+def test_the_sdk_reads_responses_and_streams(server: LiveServer) -> None:
+    sdk = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    tools: Any = TOOLS
+    whole = sdk.responses.create(input=f"so {CALL}", tools=tools, model="tiny")
+    assert whole.output_text == "so"
+    with sdk.responses.stream(input=f"so {CALL}", tools=tools, model="tiny") as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert final.output_text == "so" and final.output[1].type == "function_call"
+    assert final.output[1].arguments == ARGUMENTS
+    assert {"response.output_text.delta", "response.function_call_arguments.done"} <= kinds
+    assert sdk.responses.retrieve(whole.id).output_text == "so"
+    sdk.responses.delete(whole.id)
+
+
+def test_kept_responses_are_bounded_and_belong_to_a_key() -> None:
+    kept = ResponseShelf(3, 100)
+
+    def keep(id: str, owner: str, size: int = 10) -> bool:
+        done = kept.keep(KeptResponse(id, owner, [], b"", size))
+        kept.check()
+        return done
+
+    a, b = (Caller(name, frozenset({"data"})) for name in "ab")
+    assert keep("a1", "a") and keep("b1", "b") and keep("a2", "a") and keep("a3", "a")
+    with pytest.raises(NotFound):
+        kept.find("a1", a)
+    assert kept.find("b1", b).owner == "b" and kept.find("b1", EVERYBODY)
+    with pytest.raises(NotFound):
+        kept.find("b1", a)
+    assert keep("b2", "b", 70) and not keep("b3", "b", 101) and keep("b4", "b", 60)
+    assert kept.find("b4", b)
+    with pytest.raises(NotFound):
+        kept.find("b1", b)
+    kept.delete("b4", b)
+    kept.check()
+    assert not ResponseShelf(0, 100).keep(KeptResponse("a", "a", [], b"", 1))

@@ -1,0 +1,323 @@
+"""Calls and reasoning in chat completions: messages, streams, hostile input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.openai_calls import CHAT, USER, chunks, done, post
+from tests.frontend.saying import EOS, write_saying
+from tlt_server.grammars.compiler import Compiler
+from tlt_server.records import Grammar
+
+F = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": F}, {"type": "function", "function": {"name": "g"}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "é": "🙂"}}\n</tool_call>'
+ARGUMENTS = '{"a": 1, "é": "🙂"}'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    model = write_saying(tmp_path_factory.mktemp("model"))
+    with live_server(
+        model,
+        served_model_name="tiny",
+        engine={"max_model_len": 4096},
+        max_prompt_tokens=2048,
+        max_model_len=4096,
+        reasoning_parser="think",
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trusting(model: Path) -> Iterator[LiveServer]:
+    with live_server(model, served_model_name="tiny", allow_chat_template=True) as running:
+        yield running
+
+
+def says(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "tools": TOOLS, **fields}
+
+
+def message(server: LiveServer, text: str, **fields: Any) -> dict[str, Any]:
+    [choice] = done(server, CHAT, **says(text, **fields))["choices"]
+    return choice["message"] | {"finish_reason": choice["finish_reason"]}
+
+
+def streamed(server: LiveServer, text: str, **fields: Any) -> dict[str, Any]:
+    """Return what a client makes of a stream."""
+    found: dict[str, Any] = {"content": None, "role": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    for chunk in chunks(server, CHAT, **says(text, **fields)):
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning", "reasoning_content", "role"):
+                if delta.get(name):
+                    found[name] = (found.get(name) or "") + delta[name]
+            for call in delta.get("tool_calls", []):
+                if call["index"] not in calls:
+                    assert call["id"] and call["type"] == "function" and call["function"]["name"]
+                    calls[call["index"]] = call
+                else:
+                    assert not {"id", "type"} & {*call} and "name" not in call["function"]
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            found["finish_reason"] = choice["finish_reason"]
+    if calls:
+        found["tool_calls"] = [calls[index] for index in range(len(calls))]
+    return found
+
+
+def without_ids(found: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in found.get("tool_calls", [])]
+    return {**found, "tool_calls": calls, "content": found["content"] or ""}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        CALL,
+        f"I look. {CALL}\n{CALL}",
+        f"<think>\nhm {CALL}\n</think>\n\n{CALL}",
+        "<think>hm</think> so",
+        CALL.replace("1", "tru"),
+        CALL.removesuffix('"🙂"}}\n</tool_call>'),
+        f"<tool_call>{CALL}",
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_message(server: LiveServer, text: str) -> None:
+    whole = message(server, text)
+    assert without_ids(streamed(server, text)) == without_ids(whole)
+    assert whole["role"] == "assistant"
+
+
+def test_calls_are_told_from_content(server: LiveServer) -> None:
+    found = message(server, f"I look. {CALL}\n{CALL}")
+    assert found["content"] == "I look." and found["finish_reason"] == "tool_calls"
+    assert [call["function"] for call in found["tool_calls"]] == [
+        {"name": "f", "arguments": ARGUMENTS}
+    ] * 2
+    assert len({call["id"] for call in found["tool_calls"]}) == 2
+    assert message(server, CALL)["content"] is None
+    for fields in ({"tools": []}, {"tool_choice": "none"}):
+        plain = message(server, CALL, **fields)
+        assert plain["content"] == CALL and "tool_calls" not in plain
+        assert plain["finish_reason"] == "stop"
+    one = message(server, CALL + CALL, parallel_tool_calls=False)
+    assert len(one["tool_calls"]) == 1 and one["content"] == CALL
+
+
+def test_an_answer_that_is_cut_off_keeps_what_it_has(server: LiveServer) -> None:
+    for fields, reason in (({"max_tokens": 60}, "length"), ({"stop": ["🙂"]}, "tool_calls")):
+        found = message(server, CALL, **fields)
+        [call] = found["tool_calls"]
+        assert found["finish_reason"] == reason and call["function"]["name"] == "f"
+        assert ARGUMENTS.startswith(call["function"]["arguments"])
+        assert without_ids(streamed(server, CALL, **fields)) == without_ids(found)
+
+
+def test_choices_logprobs_and_tokens_are_those_of_the_text(server: LiveServer) -> None:
+    asked = says(CALL, n=2, logprobs=True, return_token_ids=True)
+    reply = done(server, CHAT, **asked)
+    for choice in reply["choices"]:
+        assert bytes(choice["token_ids"][:-1]).decode() == CALL
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+        assert len(choice["message"]["tool_calls"]) == 1
+    found = chunks(server, CHAT, **asked, stream_options={"include_usage": True})
+    assert found[-1]["usage"] == reply["usage"] and found[-1]["choices"] == []
+    parts = [part for chunk in found for part in chunk["choices"] if part["index"] == 1]
+    tokens = [token for part in parts for token in part["token_ids"]]
+    assert tokens == reply["choices"][1]["token_ids"]
+    assert [
+        entry for part in parts for entry in (part["logprobs"] or {"content": []})["content"]
+    ] == (reply["choices"][1]["logprobs"]["content"])
+
+
+def test_reasoning_comes_apart_as_asked(server: LiveServer) -> None:
+    text = "<think>\nhm\n</think>\n\nso"
+    found = message(server, text)
+    assert (found["reasoning_content"], found["reasoning"], found["content"]) == ("hm", "hm", "so")
+    left_out = message(server, text, include_reasoning=False)
+    assert left_out["content"] == "so" and "reasoning" not in left_out
+    assert message(server, text, separate_reasoning=False)["content"] == text
+
+
+def test_history_with_calls_goes_back_through_the_template(server: LiveServer) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {**message(server, CALL), "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "out"}]},
+    ]
+    assert done(server, CHAT, messages=messages, tools=TOOLS)["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "out",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "says_"),
+    [
+        ({"tools": [TOOLS[0]] * 10_000}, 400, "tools has 10000 items; the limit is 1024"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type is 'web_search'"),
+        ({"tools": [TOOLS[0], {"type": "function"}]}, 400, "tools[1].function.name is None"),
+        ({"tools": [{"function": {"name": "a\x00b"}}]}, 400, "without control characters"),
+        ({"tools": [{"function": {"name": "a" * 300}}]}, 400, "1 to 256 characters"),
+        ({"tools": [{"function": {"name": 5}}]}, 400, "tools[0].function.name is 5"),
+        ({"tools": [{"function": 5}]}, 400, "tools[0].function.name is None"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"a": "x" * 2**20}}}]},
+            400,
+            "the limit of this field is 262144",
+        ),
+        ({"tools": [{"function": {"name": "f", "p": [[[]]] * 70_000}}]}, 400, "members in all"),
+        ({"tool_choice": "any"}, 400, "tool_choice is 'any'"),
+        ({"tool_choice": {"type": "custom"}}, 400, "tool_choice.type is 'custom'"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, 400, "tool_choice"),
+        ({"parallel_tool_calls": 1}, 400, "parallel_tool_calls is 1"),
+    ],
+)
+def test_hostile_tools_are_refused_by_name(
+    server: LiveServer, fields: dict[str, Any], status: int, says_: str
+) -> None:
+    response = post(server, CHAT, **says("a", **fields))
+    assert response.status_code == status and says_ in response.text, response.text[:300]
+    assert len(response.text) < 600
+
+
+def test_a_model_that_is_not_shown_tools_refuses_them(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = write_saying(tmp_path_factory.mktemp("model"), "{{ messages[-1].content }}" + EOS)
+    with live_server(model, served_model_name="tiny") as server:
+        response = post(server, CHAT, **says("a"))
+        assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
+        assert "does not show them" in response.text
+        assert done(server, CHAT, **says("a", tool_choice="none"))
+
+
+def test_calls_stay_text_where_no_form_of_them_is_known(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = write_saying(tmp_path_factory.mktemp("model"))
+    with live_server(model, served_model_name="tiny", tool_call_parser="none") as server:
+        assert message(server, CALL)["content"] == CALL
+
+
+def matcher(server: LiveServer, grammar: Grammar) -> Callable[[str], bool]:
+    """Return what tells whether a text is complete under a grammar."""
+    compiled = Compiler(server.config.model, 300, [256]).compile(grammar)
+
+    def accepts(text: str) -> bool:
+        state, tokens = compiled.deep_copy(), [*text.encode()]
+        return state.try_consume_tokens(tokens) == len(tokens) and state.is_accepting()
+
+    return accepts
+
+
+REQUIRED = [
+    ({"tool_choice": "required"}, ["f", "g"], True),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, ["f", "g"], False),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, ["g"], False),
+]
+
+
+@pytest.mark.parametrize(("fields", "names", "several"), REQUIRED)
+def test_calls_that_must_be_made_hold_the_answer_to_their_form(
+    server: LiveServer, fields: dict[str, Any], names: list[str], several: bool
+) -> None:
+    found = message(server, CALL, **fields)
+    assert found["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    grammar = server.engine.submitted[-1].sampling.structured_outputs
+    assert grammar is not None and grammar.kind == "lark"
+    accepts = matcher(server, grammar)
+    thought = "<think>hm</think>\n\n"
+    for name in ("f", "g"):
+        arguments = '{"a": 5}' if name == "f" else "{}"
+        call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        assert accepts(call) == accepts(thought + call) == (name in names)
+        assert not accepts("so " + call) and not accepts(thought)
+        assert accepts(f"{call}\n{call}") == (several and name in names)
+        assert not accepts(call.replace(arguments, '{"a": "x"}'))
+
+
+def test_an_answer_with_tools_is_held_to_calls_or_its_schema(server: LiveServer) -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"]}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    message(server, "a", response_format=format)
+    accepts = matcher(server, server.engine.submitted[-1].sampling.structured_outputs)
+    for text in (CALL.replace(', "é": "🙂"', ""), '{"b": null}'):
+        assert accepts(text) and accepts(f"<think>a</think>{text}")
+    assert not accepts("so") and not accepts('{"b": 1}')
+    both = post(server, CHAT, **says("a", response_format=format, tool_choice="required"))
+    assert both.status_code == 400 and "give one of them" in both.text
+    message(server, "a", tools=[], guided_choice=["x", "y"], separate_reasoning=False)
+    accepts = matcher(server, server.engine.submitted[-1].sampling.structured_outputs)
+    assert accepts("x") and not accepts("<think>a</think>x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says_"),
+    [
+        ({"tools": [], "tool_choice": "required"}, "there are no tools: give some"),
+        (
+            {"tool_choice": {"function": {"name": "h"}}},
+            "tool_choice.function.name is 'h', which is none of the tools",
+        ),
+        (
+            {
+                "tools": [{"function": {"name": "f", "parameters": {"type": "wrong"}}}],
+                "tool_choice": "required",
+            },
+            "tool_choice: ",
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be_held_is_refused(
+    server: LiveServer, fields: dict[str, Any], says_: str
+) -> None:
+    response = post(server, CHAT, **says("a", **fields))
+    assert response.status_code == 400 and says_ in response.text, response.text
+    assert response.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_prompt_is_rendered_without_an_answer(server: LiveServer) -> None:
+    before = len(server.engine.submitted)
+    found = done(server, f"{CHAT}/render", **says("é"))
+    assert found["prompt"].startswith("é" + EOS) and f'"name": "{F["name"]}"' in found["prompt"]
+    assert found["count"] == len(found["token_ids"]) and found["token_ids"][:2] == [*"é".encode()]
+    assert len(server.engine.submitted) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "says_"),
+    [
+        ("{{", "chat_template does not compile"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 s"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
+        ("{% include 'x' %}", "refuses these messages"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("a" * 70_000, "at most 65536 characters"),
+    ],
+)
+def test_a_template_of_a_request_is_bounded(
+    trusting: LiveServer, template: str, says_: str
+) -> None:
+    for path in (CHAT, "/tokenize"):
+        response = post(trusting, path, messages=USER, chat_template=template)
+        assert response.status_code == 400 and says_ in response.text, response.text[:300]
+
+
+def test_a_template_of_a_request_runs_where_the_server_allows_it(
+    server: LiveServer, trusting: LiveServer
+) -> None:
+    asked = {"messages": USER, "chat_template": "own {{ messages[0].content }}" + EOS}
+    assert message(trusting, "", **asked)["content"] == "own hi"
+    refused = post(server, CHAT, **asked)
+    assert refused.status_code == 400 and "--allow-chat-template" in refused.text
+    assert refused.json()["error"]["param"] == "chat_template"

@@ -1,0 +1,73 @@
+"""The pieces of an answer, and the form of the parsers that find them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import ClassVar, NamedTuple, Protocol
+
+MAX_HELD = 2**16  # characters that may be the beginning of a call; more come back as content
+MAX_SPACE = 64  # characters of white space that are held until it is known what follows
+MAX_NAME = 256  # characters of a function's name
+
+
+class SpokenText(NamedTuple):
+    text: str
+
+
+class ThoughtText(NamedTuple):
+    text: str
+
+
+class CallBegins(NamedTuple):
+    """A call begins."""
+
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """More of the JSON of the newest call's arguments."""
+
+    text: str
+
+
+Piece = SpokenText | ThoughtText | CallBegins | CallArguments
+
+
+class Parser(Protocol):
+    """Reads one answer."""
+
+    def push(self, text: str) -> Iterator[Piece]:
+        """Take the next text in, and yield the pieces that are certain. Iterate to the end."""
+
+    def end(self) -> Iterator[Piece]:
+        """Yield what was held, once the answer has ended."""
+
+
+class Form(NamedTuple):
+    """The text of calls whose arguments are JSON, to hold an answer to it."""
+
+    begin: str  # with `{name}`, the name as JSON
+    end: str
+    separator: str
+
+
+class ToolParser(Parser, Protocol):
+    form: ClassVar[Form | None]  # None: the arguments are no JSON
+
+    def __init__(self, offered: Container[str], most: int) -> None:
+        """`offered` are the names of the functions, `most` the calls that are read; the text of
+        further ones is content.
+        """
+
+
+def partial(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
+    longest = min(len(mark) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if mark.startswith(text[-n:])), 0)
+
+
+def is_name(name: object) -> bool:
+    """Tell whether a value may name a function: short, without control characters."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        return False
+    return not any(ord(letter) < 32 or 0x7F <= ord(letter) < 0xA0 for letter in name)
