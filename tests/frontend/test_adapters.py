@@ -43,10 +43,11 @@ def test_requests_name_their_adapter_in_each_dialect(server: LiveServer) -> None
         post(server, "/generate", text="abc", lora_path="math"),
         post(server, "/generate", text=["abc", "abd"], lora_path=["math", None]),
         post(server, "/v1/completions", model="tiny", **PROMPT),
+        post(server, "/v1/responses", model="math", input="abc", max_output_tokens=2),
     ]
-    assert [reply.status_code for reply in replies] == [200] * 6
-    assert replies[0].json()["model"] == "math"
-    asked = ["math", "math", "math", "math", "math", "", ""]
+    assert [reply.status_code for reply in replies] == [200] * 7
+    assert replies[0].json()["model"] == replies[-1].json()["model"] == "math"
+    asked = ["math", "math", "math", "math", "math", "", "", "math"]
     assert [request.lora for request in server.engine.submitted] == asked
 
 

@@ -123,6 +123,7 @@ class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
         return ChatRequest(
             **self.shared(),
             messages=messages,
+            model=self.model,
             max_completion_tokens=self.max_output_tokens,
             tools=[_nested(tool) for tool in self.tools],
             tool_choice=choice,
