@@ -24,9 +24,11 @@ from tests.engine.gpu_engine import (
     request,
 )
 from tests.engine.pushing import Pushable
+from tests.engine.tiny import SMALLEST, write_alphabet
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.records import GenerateRequest, Grammar, Strategy
 
+GRAMMAR = Grammar(kind="regex", text="(ab|cd){2,4}[0-9]*")
 STRATEGIES = [Strategy("eagle", 3, 2, 6), Strategy("history", 3, 2, 4)]
 
 
@@ -35,6 +37,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
     root = tmp_path_factory.mktemp("smallest")
     with patched_once():
         served = replace(checkpoints(root), max_rows=12, max_loras=2, max_lora_rank=8)
+        write_alphabet(root / "base", SMALLEST)
         for seed, name in enumerate(("a", "a2")):
             write_adapter(root / name, root / "base", seed)
         write_adapter(root / "b", root / "base", 5, rank=3, targets=("k_proj", "up_proj"))
@@ -51,6 +54,7 @@ def asked() -> list[GenerateRequest]:
         adapted(1, "", 4, max_tokens=6),
         adapted(2, "b", 5, max_tokens=7, temperature=0.0, presence_penalty=0.4),
         adapted(3, "a", 15, max_tokens=5, logprobs=2, raw_logprobs=True),
+        adapted(4, "b", 5, max_tokens=5, structured_outputs=GRAMMAR, ignore_eos=False),
     ]
 
 
