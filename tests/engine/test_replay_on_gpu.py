@@ -120,10 +120,10 @@ def test_roots_are_drafted_from_in_parts_that_have_room(
     interpreted: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No padding to a usual number of requests goes beyond the room for draft rows."""
-    plan = PinnedPlan(Strategy("eagle", 4, 2, 6))
+    plan = PinnedPlan(Strategy("eagle", 3, 2, 6))
     samples = sample_set(interpreted.samples, Identity("", ""), interpreted.vocab_size)
     found = []
-    for roots, rows in ((replay.MAX_ROOTS, replay.DRAFT_ROWS), (8, 3 * 2 * 3)):
+    for roots, rows in ((replay.MAX_ROOTS, replay.DRAFT_ROWS), (8, 3 * 2 * 2)):
         monkeypatch.setattr(replay, "MAX_ROOTS", roots)
         monkeypatch.setattr(replay, "DRAFT_ROWS", rows)
         drafter = interpreted.replayed()
@@ -132,7 +132,7 @@ def test_roots_are_drafted_from_in_parts_that_have_room(
         for part, (replayed,) in stage.parts(samples.responses, chosen, [drafter]):
             n_B = np.repeat(np.arange(len(part)), 4)
             position_B = np.tile(np.arange(1, 5), len(part))
-            replayed.calibrate(Roots(n_B, position_B, np.full(len(n_B), 6, np.int32)), 4, 2)
+            replayed.calibrate(Roots(n_B, position_B, np.full(len(n_B), 6, np.int32)), 3, 2)
         found.append((walked.accepted_C.tolist(), drafter.weights.calibration.trials_K.sum()))
     assert found[0] == found[1] and found[0][1] > 12
 
