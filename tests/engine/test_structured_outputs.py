@@ -184,6 +184,17 @@ def test_a_grammar_is_compiled_once(engine: Pushable, plain: dict[str, Any]) -> 
     assert after["structures_cached"] == before["structures_cached"] + 3
 
 
+def test_an_idle_engine_reads_the_tokenizer_before_a_request_waits_for_it(
+    settings: EngineSettings,
+) -> None:
+    idle = Pushable(settings)
+    compiler = idle.engine._structures._compiler
+    assert "_tokenizer" not in vars(compiler)
+    while idle.engine.use_idle_time():
+        pass
+    assert "_tokenizer" in vars(compiler)
+
+
 def test_an_output_that_cannot_go_on_ends_with_its_reason(engine: Pushable) -> None:
     for grammar, says in (
         (Grammar(kind="regex", text="ab~"), "no token of this model"),  # no token has a tilde

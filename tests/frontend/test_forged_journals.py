@@ -21,7 +21,7 @@ from tests.unit.test_journal import HEADER, OUTPUTS
 from tlt_server.frontend.rollouts.flaws import flaw
 from tlt_server.frontend.rollouts.journal import RolloutEnd, past
 from tlt_server.packed import PackedIds
-from tlt_server.records import TokenLogprobs
+from tlt_server.records import Grammar, TokenLogprobs
 
 VALUES: tuple[Any, ...] = (
     -1,
@@ -143,7 +143,14 @@ def test_a_prompt_or_sampling_that_no_request_can_have_is_named() -> None:
     (item,) = HEADER.items
     request = item.requests[0]
     hot = msgspec.structs.replace(request.sampling, temperature=math.nan)
+    endless = Grammar(kind="json_schema", text='{"multipleOf": 1000000007}')
+    slow = msgspec.structs.replace(request.sampling, structured_outputs=endless)
     for changed, reason in (
+        (
+            {"requests": [msgspec.structs.replace(request, sampling=slow)]},
+            "a sequence has stop tokens, biases, a structure or prompt_logprobs that no request "
+            "can have",
+        ),
         ({"token_ids": [-5]}, "a prompt is empty or holds what is no token id"),
         ({"token_ids": PackedIds(b"abc")}, "a prompt has a part of a token id"),
         ({"requests": []}, "an item has no choices"),

@@ -133,14 +133,15 @@ class Engine:
         return not (due or self.runner.in_flight)
 
     def use_idle_time(self) -> bool:
-        """Measure a batch of steps, or record one graph that a later step may need, if nothing else
-        is to be done: some tens or hundreds of milliseconds. Then begin to recompute states, which
-        the steps do. Tell whether there may be more.
+        """Read the tokenizer, measure a batch of steps, or record one graph that a later step may
+        need, if nothing else is to be done: some tens or hundreds of milliseconds. Then begin to
+        recompute states, which the steps do. Tell whether there may be more.
         """
         if not (self.idle and self.scheduler.idle and not self.pushes.busy):
             return False
         if self.gate.state != "open":
             return False
+        self._structures.prepare()
         # A trainer that runs would slow the steps that are measured.
         if self.policy.measures and self.measure is not None and not self._training():
             self.measure = self.measure if self.measure() else None

@@ -143,6 +143,10 @@ class Structures:
             self._compiled.move_to_end(grammar)
         return Structure(found, stop_ids, self._vocab_size, self._cost)
 
+    def prepare(self) -> None:
+        """Do what the first structure would wait for, unless that was done."""
+        self._compiler.prepare()
+
     def gauges(self) -> dict[str, float]:
         return {f"structures_{name}": value for name, value in asdict(self._cost).items()}
 

@@ -6,6 +6,7 @@ compilation, and of each mask.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Sequence
@@ -35,6 +36,14 @@ class Compiler:
         """`model` is its directory, whose `tokenizer.json` is read by the first compilation."""
         self._model, self._vocab_size, self._eos = model, vocab_size, [*eos_token_ids]
         self._thread = ThreadPoolExecutor(1, "grammars")
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Read the tokenizer, which for a large vocabulary holds the interpreter for a second."""
+        if not self._prepared:
+            self._prepared = True
+            with contextlib.suppress(InvalidRequest):  # those who ask for a structure get it
+                _ = self._tokenizer
 
     def begin(self, grammar: Grammar) -> Future[LLMatcher]:
         """Compile in a thread. The result is the matcher of an empty output; `InvalidRequest` says

@@ -13,6 +13,7 @@ from tlt_server.grammars.tags import Specials, lark_of_tags
 from tlt_server.records import Grammar
 
 NO_SPECIALS: Specials = MappingProxyType({})
+MAX_CHARS = 2**18 - 1  # in Lark's form, which may be longer than what was asked for
 MAX_RULES = 1024  # limit on a grammar; the library descends once per rule
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]]*\])?[ \t]*:", re.MULTILINE)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -26,8 +27,23 @@ def grammar_of(form: str, text: str, specials: Specials = NO_SPECIALS) -> Gramma
     that shows before it is compiled. `specials`: the model's special tokens.
     """
     if form == "structural_tag":
-        return _grammar(lark_of_tags(read_json(text, "the structural tag"), specials))
-    return FORMS[form](text)
+        found = _grammar(lark_of_tags(read_json(text, "the structural tag"), specials))
+    else:
+        found = FORMS[form](text)
+    return _bounded(found)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Refuse a grammar that `grammar_of` would not have given, or that may cost too much."""
+    (_grammar if grammar.kind == "lark" else FORMS[grammar.kind])(_bounded(grammar).text)
+
+
+def _bounded(grammar: Grammar) -> Grammar:
+    if len(grammar.text) > MAX_CHARS:
+        raise InvalidRequest(
+            f"the grammar has {len(grammar.text)} characters; the limit is {MAX_CHARS}: simplify it"
+        )
+    return grammar
 
 
 def _json_schema(text: str) -> Grammar:

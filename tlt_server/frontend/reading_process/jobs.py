@@ -9,10 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.text import Text, for_template
 from tlt_server.frontend.reading.frames import BlockingChannel
-from tlt_server.frontend.reading.trees import PACKED_CHARS, Builder, named
+from tlt_server.frontend.reading.trees import Builder, named
 from tlt_server.frontend.reading_process.deadline import time_limit
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.forms import grammar_of
@@ -96,11 +95,6 @@ def grammar(
 ) -> Grammar:
     """Return the grammar of a structure, once it has compiled."""
     found = grammar_of(form, payload.joined().decode(), text.specials)
-    if len(found.text) >= PACKED_CHARS:
-        raise InvalidRequest(
-            f"the grammar has {len(found.text)} characters in Lark's form; the limit is "
-            f"{PACKED_CHARS - 1}: simplify it"
-        )
     _compiler(text.directory, vocab_size, tuple(eos_token_ids)).compile(found)
     return found
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.rollouts.journal import Header, KeptItem
+from tlt_server.grammars.forms import check_grammar
 from tlt_server.packed import PackedIds
 from tlt_server.records import MAX_SEED, GenerateRequest, Sampling, StepOutput
 
@@ -56,8 +58,9 @@ def _wrong_request(request: GenerateRequest) -> str:
             return f"a sequence has the sampling value {name} {getattr(sampling, name)!r}"
     return (
         ""
-        if _are_ids(_named(sampling)) and _reports(sampling)
-        else "a sequence has stop tokens, biases or prompt_logprobs that no request can have"
+        if _are_ids(_named(sampling)) and _reports(sampling) and _structured(sampling)
+        else "a sequence has stop tokens, biases, a structure or prompt_logprobs that no request "
+        "can have"
     )
 
 
@@ -65,6 +68,15 @@ def _named(sampling: Sampling) -> list[int]:
     """Return the token ids that a sampling names."""
     lists = (sampling.stop_token_ids, sampling.logit_bias, sampling.allowed_token_ids)
     return [id for ids in (*lists, *sampling.bad_words) for id in ids]
+
+
+def _structured(sampling: Sampling) -> bool:
+    try:
+        if sampling.structured_outputs is not None:
+            check_grammar(sampling.structured_outputs)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def _reports(sampling: Sampling) -> bool:
