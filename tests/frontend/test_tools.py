@@ -243,6 +243,7 @@ def test_calls_that_must_be_made_hold_the_answer_to_their_form(
         assert not accepts("so " + call) and not accepts(thought)
         assert accepts(f"{call}\n{call}") == (several and name in names)
         assert not accepts(call.replace(arguments, '{"a": "x"}'))
+        assert not accepts(call.replace(arguments, arguments.replace("{", "{\n\n")))
 
 
 def test_an_answer_with_tools_is_held_to_calls_or_its_schema(server: LiveServer) -> None:

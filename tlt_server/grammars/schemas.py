@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.compiler import WHITE_SPACE
 from tlt_server.wording import nearest
 
 ONE = frozenset({"items", "additionalProperties"})  # hold a schema
@@ -27,6 +28,8 @@ ANNOTATIONS = frozenset(
     "propertyOrdering".split()
 )
 ENFORCED = ONE | MANY | NAMED | PLAIN
+# The white space of a schema in a grammar, in the library's own keyword; tags have it.
+SPACED = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}}
 MAX_SCHEMAS = 4096  # in one schema
 MAX_LEVELS = 64
 MAX_MULTIPLE = 10_000  # limit on the least common multiple of all multipleOf
@@ -80,6 +83,8 @@ def _check_keywords(schema: Mapping[str, Any], path: str, where: str) -> None:
         if keyword in ENFORCED or keyword in ANNOTATIONS:
             continue
         if keyword.startswith("x-") and keyword != "x-guidance":
+            continue
+        if {keyword: schema[keyword]} == SPACED:
             continue
         raise InvalidRequest(
             f"{where} has the keyword {keyword[:80]!r} at {path or 'its top'}, which would be "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.grammars.schemas import check_schema
+from tlt_server.grammars.schemas import SPACED, check_schema
 
 MAX_PARTS = 1024
 TEXT = r"/(.|\n)*/"
@@ -92,7 +92,9 @@ class _Writer:
     def _schema(self, part: dict[str, Any]) -> str:
         schema = part.get("json_schema", {})
         check_schema(schema, "the JSON schema of a tag")
-        return f"%json {json.dumps(schema)}" if isinstance(schema, dict) else "%json {}"
+        if not isinstance(schema, dict):
+            schema = {}
+        return f"%json {json.dumps(schema | SPACED)}"
 
     @staticmethod
     def _regex(pattern: str) -> str:
