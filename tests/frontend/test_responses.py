@@ -164,6 +164,7 @@ def test_a_conversation_goes_on(server: LiveServer) -> None:
     ("fields", "says"),
     [
         ({"input": []}, "input has 0"),
+        ({"input": "x" * 5000}, "input has a prompt of"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type is 'item_reference'"),
         ({"input": [{"content": "a"}]}, "input[0].role is None"),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content is 5"),

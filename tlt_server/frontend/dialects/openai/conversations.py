@@ -31,9 +31,14 @@ class Prepared(NamedTuple):
 
 
 async def prepared(
-    service: Service, request: Request, asked: ChatRequest, info: EngineInfo
+    service: Service,
+    request: Request,
+    asked: ChatRequest,
+    info: EngineInfo,
+    *,
+    where: str = "messages",
 ) -> Prepared:
-    """Put a chat request into the template. `InvalidRequest`: its tools are none, or not seen."""
+    """Put a chat request into the template. `where` is the client's field of the messages. `InvalidRequest`: its tools are none, or not seen."""
     service.validator.check_choices(asked.n, caller_of(request))
     must_call = called(asked) is not None
     _check_shown(service, asked, must_call)
@@ -43,6 +48,7 @@ async def prepared(
         template_arguments(asked, asked.messages),
         special=asked.add_special_tokens is True,
         whole=asked.truncate_prompt_tokens is None,
+        where=where,
     )
     parsers, tools = service.parsers, by_name(asked.shown_tools())
     end, reasons = ending(text, PROMPT_END), asked.separate_reasoning
@@ -82,6 +88,7 @@ async def conversation(
     *,
     special: bool = False,
     whole: bool = True,
+    where: str = "messages",
 ) -> tuple[str | PackedText, PackedIds]:
     """Return the text of a conversation, and its tokens."""
     if arguments["template"] is not None and not service.config.allow_chat_template:
@@ -91,6 +98,6 @@ async def conversation(
         )
     text = await tokenizing.render(service.text, **arguments)
     [token_ids] = await service.validator.encode(
-        ["messages"], [text], info, special=special, whole=whole
+        [where], [text], info, special=special, whole=whole
     )
     return text, token_ids

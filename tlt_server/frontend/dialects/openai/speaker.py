@@ -9,6 +9,7 @@ from msgspec import UNSET
 
 from tlt_server.frontend.dialects.openai.replies import CalledFunction, Speech, ToolCall
 from tlt_server.frontend.http.loop_share import Turn
+from tlt_server.frontend.http.slices import SLICE_BYTES
 from tlt_server.frontend.parsers.answer import SLICE_CHARS, AnswerReader
 from tlt_server.frontend.parsers.pieces import (
     CallArguments,
@@ -27,7 +28,7 @@ async def sliced(text: str, turn: Turn) -> AsyncIterator[str]:
     """Yield a text in slices, with turns of other requests between them."""
     for at in range(0, len(text), SLICE_CHARS):
         if at:
-            await turn(SLICE_CHARS)
+            await turn(SLICE_BYTES)
         yield text[at : at + SLICE_CHARS]
 
 
