@@ -153,6 +153,8 @@ def sound(hint: Any) -> Any:
         return sound(next(part for part in get_args(hint) if part is not NoneType))
     if origin is list:
         return [sound(get_args(hint)[0])]
+    if origin is dict:
+        return {}
     if hint is PackedIds:
         return [1]
     if isinstance(hint, type) and issubclass(hint, Struct):

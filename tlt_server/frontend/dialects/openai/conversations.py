@@ -38,7 +38,10 @@ async def prepared(
     *,
     where: str = "messages",
 ) -> Prepared:
-    """Put a chat request into the template. `where` is the client's field of the messages. `InvalidRequest`: its tools are none, or not seen."""
+    """Put a chat request into the template. `where` is the client's field of the messages.
+
+    `InvalidRequest`: its tools are none, or not seen.
+    """
     service.validator.check_choices(asked.n, caller_of(request))
     must_call = called(asked) is not None
     _check_shown(service, asked, must_call)
