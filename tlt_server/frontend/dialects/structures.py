@@ -35,7 +35,7 @@ class ResponseFormat(Tolerant, frozen=True, kw_only=True):
         JsonSchemaFormat | None, Meta(description="the schema, with the type json_schema")
     ] = None
     structures: Annotated[
-        Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None,
+        list[dict[str, Any]] | None,  # the parts of a tag are counted when they are written
         Meta(description="with the type structural_tag: begin, schema and end of each tag"),
     ] = None
     triggers: Annotated[
