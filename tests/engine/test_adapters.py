@@ -16,6 +16,7 @@ from tests.engine.adapters import merged, write_adapter
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import checkpoints, request, serving
 from tlt_server.commands import UnloadAdapter
+from tlt_server.engine.gate import Reason
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
@@ -165,6 +166,19 @@ def test_only_the_adapter_s_own_requests_end_before_a_change(
     assert len(engine.spans("a-0")) == 1
     assert engine.said["none-0"][-1].finish_reason is None
     engine.finish()
+
+
+def test_a_drain_holds_back_new_requests_of_its_adapter_only(engine: Adapting, root: Path) -> None:
+    engine.submit(asked("a"))
+    engine.step(3)
+    id = engine.send_push(root / "a2", "two", role="adapter", adapter="a", in_flight="drain")
+    engine.until(lambda: engine.engine.gate.held_for(Reason.DRAINING), "hold")
+    engine.submit(asked("a", 1), asked("b"), asked(""))
+    engine.step(4)
+    assert id not in engine.reports and {*engine.said} == {"a-0", "b-0", "none-0"}
+    engine.finish()
+    assert engine.report(id).result == "committed"
+    assert [version for version, *_ in engine.spans("a-1")] == ["initial+a@two"]
 
 
 def test_a_repeated_push_changes_nothing_and_other_content_of_its_name_is_refused(

@@ -33,6 +33,19 @@ def test_each_reason_holds_until_it_is_released(first: Reason, then: Reason) -> 
     assert gate.state == "open"
 
 
+def test_the_drain_of_an_adapter_holds_back_what_starts_with_it_only() -> None:
+    gate = StepGate()
+    assert gate.lets_start("") and gate.lets_start("a")
+    gate.hold(Reason.DRAINING, adapter="a")
+    assert gate.lets_start("") and gate.lets_start("b") and not gate.lets_start("a")
+    gate.hold(Reason.PAUSED)
+    assert not gate.lets_start("b")
+    gate.release(Reason.PAUSED, Reason.DRAINING)
+    assert gate.lets_start("a")
+    gate.hold(Reason.DRAINING)
+    assert not (gate.lets_start("") or gate.lets_start("a"))
+
+
 @given(st.lists(st.tuples(st.sampled_from(["hold", "release"]), st.sets(st.sampled_from(Reason)))))
 def test_the_state_follows_from_the_reasons_in_any_order(
     changes: list[tuple[str, set[Reason]]],

@@ -15,7 +15,9 @@ State = Literal["open", "draining", "closed"]
 
 
 class Reason(Enum):
-    """A reason to hold the gate. `DRAINING` only keeps new sequences from starting."""
+    """A reason to hold the gate. `DRAINING` only keeps new sequences from starting, all or those
+    with one adapter.
+    """
 
     PAUSED = "an operator paused generation"
     KV_ASLEEP = "the KV's memory is given back"
@@ -35,6 +37,7 @@ class StepGate:
 
     def __init__(self) -> None:
         self._reasons: set[Reason] = set()
+        self._drained = ""  # the adapter that `DRAINING` is about; empty: all sequences
 
     @property
     def state(self) -> State:
@@ -57,8 +60,17 @@ class StepGate:
     def held_for(self, reason: Reason) -> bool:
         return reason in self._reasons
 
-    def hold(self, *reasons: Reason) -> None:
+    def lets_start(self, adapter: str) -> bool:
+        """Tell whether new sequences with this adapter, or without one, may start."""
+        if self.state == "draining":
+            return self._drained not in ("", adapter)
+        return not self.closed
+
+    def hold(self, *reasons: Reason, adapter: str = "") -> None:
+        """`DRAINING` keeps back new sequences with this adapter; all where it is empty."""
         self._reasons.update(reasons)
+        if Reason.DRAINING in reasons:
+            self._drained = adapter
 
     def release(self, *reasons: Reason) -> None:
         self._reasons.difference_update(reasons)

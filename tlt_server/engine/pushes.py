@@ -318,12 +318,12 @@ class WeightPushes:
         self.transaction.start()
 
     def _drains(self, in_flight: InFlight, changed: Changed) -> bool:
-        """Tell whether what runs must end before these weights change; then no sequence starts."""
+        """Tell whether what runs must end before these weights change; no more starts then."""
         adapter = changed.adapter.name if changed.adapter else ""
         concerns = in_flight == "drain" and (changed.target is not None or adapter)
         if not concerns or not self._scheduler.started(adapter):
             return False
-        self._gate.hold(Reason.DRAINING)
+        self._gate.hold(Reason.DRAINING, adapter=adapter)
         return True
 
     def _may_change(self, in_flight: InFlight, changed: Changed) -> bool:

@@ -47,12 +47,9 @@ class Starts:
         """
         if self._running.full:
             return None
-        draining, pending = self._gate.state == "draining", self._pending_keys()
-        most = self._most()
+        pending, most = self._pending_keys(), self._most()
         for sequence in self._waiting.order():
-            if (draining and not sequence.has_started) or not rows(sequence.owner):
-                continue
-            if not sequence.state.ready:
+            if not (self._may_start(sequence) and rows(sequence.owner)):
                 continue
             if self._running.owners[sequence.owner] >= most:
                 continue
@@ -60,6 +57,11 @@ class Starts:
             if pages is not None:
                 return self._start(sequence, pages)
         return None
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        if not sequence.state.ready:
+            return False
+        return sequence.has_started or self._gate.lets_start(sequence.request.lora)
 
     def _most(self) -> int:
         """Return how many batch slots an owner may have now: all, unless as few are free as other
@@ -76,11 +78,11 @@ class Starts:
         """
         waiting = self._waiting.owners
         shares = Shares(self._running, waiting)
-        if shares.owners < 2 or self._gate.state == "draining":
+        if shares.owners < 2:
             return None
         pending = self._pending_keys()
         for sequence in self._waiting.heads():
-            if not sequence.state.ready:
+            if not self._may_start(sequence):
                 continue
             while rows(sequence.owner) and (pages := self._cached(sequence, pending)) is not None:
                 if shares.allow(sequence, self._missing(sequence, pages)):
