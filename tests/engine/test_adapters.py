@@ -18,6 +18,7 @@ from tests.engine.weight_cases import checkpoints, request, serving
 from tlt_server.commands import UnloadAdapter
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.labels import label_of
 from tlt_server.records import GenerateRequest, Sampling
 
 CONTENT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -188,6 +189,28 @@ def test_a_repeated_push_changes_nothing_and_other_content_of_its_name_is_refuse
     assert engine.load("a", root / "a", "one").result == "unchanged"
     report = engine.load("a", root / "a2", "one")
     assert report.result == "conflict" and "other content" in report.error[1]
+
+
+def test_a_version_of_an_adapter_means_one_content(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    kept = replace(settings, state_dir=tmp_path / "state")
+    engine = Adapting(kept)
+    for version, place in (("1", "a"), ("2", "a2"), ("1", "a"), ("2", "a2")):
+        assert engine.load("m", root / place, version).result == "committed"
+    report = engine.load("m", root / "a2", "1")
+    assert report.result == "conflict" and "'1' of adapter 'm'" in report.error[1]
+    assert report.state.adapters == {"m": "2"}
+    assert engine.load("other", root / "a2", "1").result == "committed", "its own names"
+    engine.report(engine.send_unload("m"))
+    assert engine.load("m", root / "b", "2").result == "conflict"
+    labelled = engine.load("m", root / "b", "2", labelled=True)
+    assert labelled.result == "committed" and label_of(labelled.version) == "2"
+    assert labelled.version != "2"
+    again = Adapting(kept)
+    assert again.info.adapters == {"other": "1", "m": labelled.version}
+    assert again.load("other", root / "b", "2").result == "committed"
+    assert again.load("other", root / "b", "1").result == "conflict"
 
 
 def test_unloading_waits_for_its_requests_or_ends_them(engine: Adapting, root: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from tlt_server.errors import Conflict
 from tlt_server.labels import apart
 from tlt_server.weights.checksums import digest
-from tlt_server.weights.parts import Changed, Live, Part
+from tlt_server.weights.parts import Adapter, Changed, Live, Part
 
 REMEMBERED = 2**14
 
@@ -22,9 +22,8 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._digests: OrderedDict[tuple[str, str], str] = (
-            OrderedDict()
-        )  # (role, version) -> content
+        # (role, or the adapter; version) -> content
+        self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._forgotten = False  # a name that is not remembered may have had content
 
     def check(self, parts: Changed, *kept: Live | Changed) -> None:
@@ -33,10 +32,11 @@ class Names:
         """
         known_by = ChainMap(_in_use(kept), self._digests)
         for role, part in parts.by_role.items():
-            known = known_by.get((role, part.version))
+            known = known_by.get(_key(role, part))
             if known is not None and known != part.digest:
+                of = f"adapter {part.name!r}" if isinstance(part, Adapter) else f"the {role}"
                 raise Conflict(
-                    f"version {part.version!r} of the {role} was pushed before with other content "
+                    f"version {part.version!r} of {of} was pushed before with other content "
                     f"(digest {known[:12]}, now {part.digest[:12]}); give changed weights a new "
                     "version"
                 )
@@ -48,22 +48,24 @@ class Names:
         known_by = ChainMap(_in_use(kept), self._digests)
         unknown = "" if self._forgotten else None
         for role, part in parts.by_role.items():
-            known = known_by.get((role, part.version), unknown)
+            known = known_by.get(_key(role, part), unknown)
             if known is not None and known != part.digest:
-                return parts.named(apart(part.version, digest(parts.sums)))
+                content = part.digest if isinstance(part, Adapter) else digest(parts.sums)
+                return parts.named(apart(part.version, content))
         return parts
 
     def add(self, role: str, part: Part) -> None:
-        self._digests.setdefault((role, part.version), part.digest)
+        self._digests.setdefault(_key(role, part), part.digest)
         while len(self._digests) > REMEMBERED:
             self._digests.popitem(last=False)
             self._forgotten = True
 
 
+def _key(role: str, part: Part) -> tuple[str, str]:
+    return f"{role} {part.name}" if isinstance(part, Adapter) else role, part.version
+
+
 def _in_use(kept: Iterable[Live | Changed]) -> dict[tuple[str, str], str]:
     return {
-        (role, part.version): part.digest
-        for held in kept
-        for role, part in held.by_role.items()
-        if part.sums
+        _key(role, part): part.digest for held in kept for role, part in held.parts if part.sums
     }

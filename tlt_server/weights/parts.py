@@ -148,6 +148,11 @@ class Changed:
         return {role: part for role, part in every.items() if part is not None}
 
     @property
+    def parts(self) -> list[tuple[str, Part]]:
+        """Return the role and the weights of each part."""
+        return [*self.by_role.items()]
+
+    @property
     def role(self) -> str:
         return "all" if len(self.by_role) == 2 else next(iter(self.by_role), "")
 
@@ -196,6 +201,11 @@ class Live:
     def by_role(self) -> dict[str, Target | Drafter]:
         both = {"target": self.target, "drafter": self.drafter}
         return {role: part for role, part in both.items() if part is not None}
+
+    @property
+    def parts(self) -> list[tuple[str, Part]]:
+        """Return the role and the weights of each part, of every adapter too."""
+        return [*self.by_role.items(), *(("adapter", part) for part in self.adapters.values())]
 
     def only(self, roles: Collection[str]) -> Changed:
         return Changed(self.target, self.drafter).only(roles)

@@ -269,9 +269,6 @@ class Transaction:
         """Return what was staged under the name that the manifest's version means. `Conflict` when
         that names other content.
         """
-        if changed.adapter is not None:
-            self.versions.check_adapter(changed.adapter)
-            return changed
         if manifest.labelled:
             name, changed = changed.version, self.versions.labelled(changed)
             if changed.version != name:

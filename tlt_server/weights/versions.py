@@ -30,8 +30,9 @@ class Versions:
         # Version -> the roles that its last push made live; of versions that are live or kept.
         self._made: dict[str, frozenset[str]] = {}
         self._names = Names()
-        for role, part in live.by_role.items():
-            self.note(part.version, self.live_as(part.version).by_role)
+        for version in {part.version for part in live.by_role.values()}:
+            self.note(version, self.live_as(version).by_role)
+        for role, part in live.parts:
             if part.sums:
                 self._names.add(role, part)
 
@@ -110,15 +111,6 @@ class Versions:
         self.note(changed.version, changed.by_role)
         return self.live
 
-    def check_adapter(self, adapter: Adapter) -> None:
-        """`Conflict` where the name and version belong to other content that is loaded."""
-        live = self.live.adapters.get(adapter.name)
-        if live and (live.version, live.digest != adapter.digest) == (adapter.version, True):
-            raise Conflict(
-                f"version {adapter.version!r} of adapter {adapter.name!r} is loaded with other "
-                "content; give changed weights a new version"
-            )
-
     def load(self, adapter: Adapter) -> Live:
         """Make an adapter live, in the slot of the version that it replaces, or in a free one."""
         replaced = self.live.adapters.get(adapter.name)
@@ -126,6 +118,7 @@ class Versions:
         free = (slot for slot in range(len(taken) + 1) if slot not in taken)
         adapter = replaced_part(adapter, slot=replaced.slot if replaced else next(free))
         self._record_adapters(self.live.updated(Changed(adapter=adapter)))
+        self._names.add("adapter", adapter)
         if replaced is not None:
             self._cleanup.drop([replaced.network])
         return self.live
