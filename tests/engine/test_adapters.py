@@ -267,6 +267,19 @@ def test_a_restarted_engine_has_the_adapters_that_were_loaded(
     assert Adapting(replace(kept, max_loras=0)).info.weight_version == "v1"
 
 
+def test_adapters_for_which_a_restart_has_no_room_are_named(
+    settings: EngineSettings, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = replace(settings, state_dir=tmp_path / "state")
+    Adapting(kept, a=root / "a", b=root / "b")
+    for limit, (left, *named) in ((2, [{"a", "b"}]), (1, [{"a"}, "b"]), (0, [set(), "a", "b"])):
+        capsys.readouterr()
+        assert Adapting(replace(kept, max_loras=limit)).info.adapters.keys() == left
+        said = [each for each in capsys.readouterr().err.splitlines() if "not loaded" in each]
+        assert [each.split("'")[1] for each in said] == named, said
+        assert all(f"--max-loras is {limit}" in each for each in said)
+
+
 BAD = {
     "r": (0, "r is 0"),
     "lora_alpha": ("x", "lora_alpha is 'x'"),

@@ -38,8 +38,8 @@ def restore(
     max_lora_rank: int = 0,
 ) -> Restored:
     """Replace the weights in `started`, which the model directories hold, by those committed last,
-    where the spool has them, and add the adapters that were loaded. One that cannot be restored is
-    not loaded, so requests for it are refused.
+    where the spool has them, and add the adapters that were loaded. One that cannot be restored, or
+    has no room, is named and not loaded, so requests for it are refused.
     """
     live, lost = started, {}
     for role, kept in spool.current().items():
@@ -53,8 +53,12 @@ def restore(
                 f"the committed weight version {kept.version!r} of the {role} is lost: "
                 f"{error.message}; restore {spool.directory} and restart"
             )
-    for name, kept in [*spool.adapters.items()][:max_loras]:
+    for name, kept in spool.adapters.items():
         try:
+            if len(live.adapters) >= max_loras:
+                raise StartupError(
+                    f"--max-loras is {max_loras}; restart with more, as the next push forgets it"
+                )
             live = _with_adapter(name, kept, spool, live, max_lora_rank)
         except TltError as error:
             print(f"tlt: adapter {name!r} is not loaded again: {error.message}", file=sys.stderr)
