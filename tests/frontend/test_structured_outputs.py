@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer
+from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation import structures
+from tlt_server.grammars.forms import check_grammar
 from tlt_server.records import Grammar
 
 
@@ -24,6 +28,13 @@ def deep(levels: int) -> Any:
     for _ in range(levels):
         schema = {"items": schema}
     return schema
+
+
+def nested(levels: int) -> str:
+    part: Any = {"type": "const_string", "value": "a"}
+    for _ in range(levels):
+        part = {"type": "sequence", "elements": [part]}
+    return json.dumps({"format": part})
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -52,6 +63,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: a\na[temperature=0.5]: "x"'}, "'temperature' at character 12"),
     ({"grammar": 'start: %json {"foo": 1}'}, "the keyword 'foo'"),
     ({"grammar": 'root ::= "a" | ('}, "is not GBNF: Expected ')'"),
+    ({"structural_tag": nested(250)}, "structural_tag has more than 64 levels"),
 ]
 
 
@@ -71,6 +83,20 @@ def test_a_chain_of_references_does_not_exhaust_the_stack(server: LiveServer) ->
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(2000)}
     schema = {"$ref": "#/$defs/a0", "$defs": chain | {"a2000": {"type": "string"}}}
     assert send(server, {"json_schema": schema}).status_code == 200
+
+
+@pytest.mark.parametrize("line", ["[", "a[\n", "%json true ", '%json {"a":'])
+def test_the_checks_of_a_grammar_take_a_time_in_proportion_to_it(line: str) -> None:
+    text = 'start: "a"\n// ' + line * (131_000 // len(line))
+    began = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        check_grammar(Grammar(kind="lark", text=text))
+    assert time.process_time() - began < 1
+
+
+def test_a_structural_tag_as_deep_as_the_limit_is_taken(server: LiveServer) -> None:
+    response = send(server, {"structural_tag": nested(63)})
+    assert response.status_code == 200, response.text
 
 
 def test_the_engine_gets_one_form(server: LiveServer) -> None:
