@@ -100,9 +100,6 @@ class GrowingResponse:
             for each in self._numbered(self._writer.close(self.response.status)):
                 yield each
 
-    def _read(self, text: str) -> list[Piece]:
-        return [SpokenText(text)] if self._answer is None else self._answer.push(text)
-
     def finish(self, item: FinishedItem, keep: Keep) -> Iterator[ResponseEvent]:
         """Take the end in, and offer the response to be kept."""
         made = sum(len(choice.token_ids) for choice in item.choices)
