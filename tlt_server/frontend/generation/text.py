@@ -18,8 +18,9 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from tlt_server.errors import InvalidRequest, ModelError
