@@ -8,11 +8,15 @@ import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.frontend.live_server import LiveServer
-from tlt_server.errors import InvalidRequest
+from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.frontend.dialects.openai import forced
+from tlt_server.frontend.dialects.openai.requests import ChatRequest
 from tlt_server.frontend.generation import structures
+from tlt_server.frontend.generation.requests import StructuredOutputs
 from tlt_server.grammars.forms import check_grammar
 from tlt_server.records import Grammar
 
@@ -43,7 +47,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"regexp": "a"}, "did you mean regex?"),
     ({"regex": "a(b"}, "the regex does not compile: unclosed group at character 2"),
     ({"regex": "(?=a)b"}, "look-around"),
-    ({"regex": "a" * 131073}, "has 131073 bytes; the limit is 131072"),
+    ({"regex": "a" * 131073}, "has more than 131072 bytes"),
     ({"choice": []}, "at least 1 item"),
     ({"choice": ["a"] * 1025}, "at most 1024 items"),
     ({"json_schema": "{'a': 1}"}, "is not JSON: Expecting property name"),
@@ -83,6 +87,25 @@ def test_a_chain_of_references_does_not_exhaust_the_stack(server: LiveServer) ->
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(2000)}
     schema = {"$ref": "#/$defs/a0", "$defs": chain | {"a2000": {"type": "string"}}}
     assert send(server, {"json_schema": schema}).status_code == 200
+
+
+HUGE = json.dumps({"enum": [*range(10**6)]})
+
+
+@pytest.mark.parametrize("schema", [HUGE, json.loads(HUGE), {"enum": ["x" * 2**20] * 64}])
+def test_a_schema_that_is_too_large_is_neither_parsed_nor_written(
+    schema: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("the whole schema is handled")
+
+    structure = StructuredOutputs(json_schema=schema)
+    asked = ChatRequest(messages=[], guided_json=schema)
+    monkeypatch.setattr(json, "loads", never)
+    monkeypatch.setattr(msgspec.json, "encode", never)
+    assert forced.structure(asked, None, True)[1] == structure
+    with pytest.raises(TooLarge, match="more than 131072 bytes"):
+        structures.written("structured_outputs", structure)
 
 
 @pytest.mark.parametrize("line", ["[", "a[\n", "%json true ", '%json {"a":'])
