@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,13 @@ from tests.frontend.openai_calls import post
 from tests.frontend.saying import EOS, write_saying
 from tests.frontend.test_tools import ARGUMENTS, CALL
 from tlt_server.errors import NotFound
+from tlt_server.frontend.dialects.openai.requests import ChatMessage
+from tlt_server.frontend.dialects.openai.responses.growing import GrowingResponse, kept_messages
+from tlt_server.frontend.dialects.openai.responses.items import messages_of
+from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
 from tlt_server.frontend.http.keys import EVERYBODY, Caller
 from tlt_server.frontend.rollouts.responses import KeptResponse, ResponseShelf
+from tlt_server.packed import PackedText
 
 # The answer is the last message; then the whole conversation, which the engine gets.
 HISTORY = (
@@ -160,6 +166,37 @@ def test_a_conversation_goes_on(server: LiveServer) -> None:
     assert gone.status_code == 404 and "max_responses" in gone.json()["error"]["message"]
 
 
+def test_items_may_have_long_texts() -> None:
+    long = PackedText.of("x" * 2**18)
+    for content in (long, [{"type": "input_text", "text": long}]):
+        [message] = messages_of([{"role": "user", "content": content}])
+        assert message.content == "x" * 2**18
+
+
+def test_only_what_is_stored_is_encoded(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("the conversation is encoded")
+
+    monkeypatch.setattr(GrowingResponse, "_kept", never)
+    assert respond(server, "a", store=False)["store"] is False
+
+
+def test_a_kept_conversation_takes_the_bytes_that_are_counted() -> None:
+    messages = [ChatMessage(role="user", content="a", more={"n": [i]}) for i in range(5000)]
+    asked = ResponseRequest(input="a")
+    growing = GrowingResponse(asked, "resp_a", "a", "tiny", None, messages)
+    tracemalloc.start()
+    kept = growing._kept()
+    took, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del messages, growing
+    assert took < 1.1 * kept.size + 10_000
+    assert kept_messages(kept)[-2] == ChatMessage(role="user", content="a", more={"n": [4999]})
+    assert all(isinstance(part, str | bytes) for part in kept)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -217,7 +254,7 @@ def test_kept_responses_are_bounded_and_belong_to_a_key() -> None:
     kept = ResponseShelf(3, 100)
 
     def keep(id: str, owner: str, size: int = 10) -> bool:
-        done = kept.keep(KeptResponse(id, owner, [], b"", size))
+        done = kept.keep(KeptResponse(id, owner, b"", bytes(size)))
         kept.check()
         return done
 
@@ -234,4 +271,4 @@ def test_kept_responses_are_bounded_and_belong_to_a_key() -> None:
         kept.find("b1", b)
     kept.delete("b4", b)
     kept.check()
-    assert not ResponseShelf(0, 100).keep(KeptResponse("a", "a", [], b"", 1))
+    assert not ResponseShelf(0, 100).keep(KeptResponse("a", "a", b"", b"a"))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.frontend.live_server import LiveServer
+from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.frontend.dialects.openai import forced
+from tlt_server.frontend.dialects.openai.requests import ChatRequest
 from tlt_server.frontend.generation import structures
+from tlt_server.frontend.generation.requests import StructuredOutputs
+from tlt_server.grammars.forms import check_grammar
 from tlt_server.records import Grammar
 
 
@@ -26,13 +34,20 @@ def deep(levels: int) -> Any:
     return schema
 
 
+def nested(levels: int) -> str:
+    part: Any = {"type": "const_string", "value": "a"}
+    for _ in range(levels):
+        part = {"type": "sequence", "elements": [part]}
+    return json.dumps({"format": part})
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "has nothing in it; give exactly one of json_schema, regex"),
     ({"regex": "a", "choice": ["b"]}, "has regex and choice; give exactly one"),
     ({"regexp": "a"}, "did you mean regex?"),
     ({"regex": "a(b"}, "the regex does not compile: unclosed group at character 2"),
     ({"regex": "(?=a)b"}, "look-around"),
-    ({"regex": "a" * 131073}, "has 131073 bytes; the limit is 131072"),
+    ({"regex": "a" * 131073}, "has more than 131072 bytes"),
     ({"choice": []}, "at least 1 item"),
     ({"choice": ["a"] * 1025}, "at most 1024 items"),
     ({"json_schema": "{'a': 1}"}, "is not JSON: Expecting property name"),
@@ -52,6 +67,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: a\na[temperature=0.5]: "x"'}, "'temperature' at character 12"),
     ({"grammar": 'start: %json {"foo": 1}'}, "the keyword 'foo'"),
     ({"grammar": 'root ::= "a" | ('}, "is not GBNF: Expected ')'"),
+    ({"structural_tag": nested(250)}, "structural_tag has more than 64 levels"),
 ]
 
 
@@ -71,6 +87,39 @@ def test_a_chain_of_references_does_not_exhaust_the_stack(server: LiveServer) ->
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(2000)}
     schema = {"$ref": "#/$defs/a0", "$defs": chain | {"a2000": {"type": "string"}}}
     assert send(server, {"json_schema": schema}).status_code == 200
+
+
+HUGE = json.dumps({"enum": [*range(10**6)]})
+
+
+@pytest.mark.parametrize("schema", [HUGE, json.loads(HUGE), {"enum": ["x" * 2**20] * 64}])
+def test_a_schema_that_is_too_large_is_neither_parsed_nor_written(
+    schema: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("the whole schema is handled")
+
+    structure = StructuredOutputs(json_schema=schema)
+    asked = ChatRequest(messages=[], guided_json=schema)
+    monkeypatch.setattr(json, "loads", never)
+    monkeypatch.setattr(msgspec.json, "encode", never)
+    assert forced.structure(asked, None, True)[1] == structure
+    with pytest.raises(TooLarge, match="more than 131072 bytes"):
+        structures.written("structured_outputs", structure)
+
+
+@pytest.mark.parametrize("line", ["[", "a[\n", "%json true ", '%json {"a":'])
+def test_the_checks_of_a_grammar_take_a_time_in_proportion_to_it(line: str) -> None:
+    text = 'start: "a"\n// ' + line * (131_000 // len(line))
+    began = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        check_grammar(Grammar(kind="lark", text=text))
+    assert time.process_time() - began < 1
+
+
+def test_a_structural_tag_as_deep_as_the_limit_is_taken(server: LiveServer) -> None:
+    response = send(server, {"structural_tag": nested(63)})
+    assert response.status_code == 200, response.text
 
 
 def test_the_engine_gets_one_form(server: LiveServer) -> None:

@@ -199,6 +199,10 @@ def test_the_template_sees_special_tokens_and_opens_the_turn(tmp_path: Path) -> 
         "{{ raise_exception('no') }}",
         "{{ messages[0].missing.more }}",
         "{{ messages.append(1) }}",
+        "{{ 9 ** (9 ** 7) % 10 }}",
+        "{% set a = 3000000 %}{{ (7**a) % 10 }}",
+        "{{ 'a' * 10**9 }}",
+        "{% set a = 10**1000 %}{{ a * a }}",
     ],
 )
 def test_a_template_that_fails_or_pries_is_a_client_error(template: str) -> None:

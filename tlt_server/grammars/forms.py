@@ -15,11 +15,11 @@ from tlt_server.records import Grammar
 NO_SPECIALS: Specials = MappingProxyType({})
 MAX_CHARS = 2**18 - 1  # in Lark's form, which may be longer than what was asked for
 MAX_RULES = 1024  # limit on a grammar; the library descends once per rule
-_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]]*\])?[ \t]*:", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_JSON = re.compile(r"%json\b")
-# Attributes of rules that the sampler here would not follow, and directives that change checks.
-_UNFOLLOWED = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature)\s*=")
+_JSON = re.compile(r"%json\b\s*")
+# Attributes of rules that the sampler here would not follow. No search passes a bracket twice.
+_UNFOLLOWED = re.compile(r"\[[^\]\[\n]*\b(max_tokens|temperature)\s*=")
 
 
 def grammar_of(form: str, text: str, specials: Specials = NO_SPECIALS) -> Grammar:
@@ -77,9 +77,8 @@ def _grammar(text: str) -> Grammar:
     return Grammar(kind="lark", text=lark)
 
 
-def _check_inner(lark: str, at: int) -> None:
-    """Check the JSON schema that stands in a grammar after `%json`."""
-    begin = len(lark) - len(lark[at:].lstrip())
+def _check_inner(lark: str, begin: int) -> None:
+    """Check the JSON schema that begins there in a grammar."""
     try:
         schema, _ = json.JSONDecoder().raw_decode(lark, begin)
     except (ValueError, RecursionError):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.grammars.schemas import SPACED, check_schema
+from tlt_server.grammars.schemas import MAX_LEVELS, SPACED, check_schema
 
 MAX_PARTS = 1024
 TEXT = r"/(.|\n)*/"
@@ -42,7 +42,7 @@ def _format(content: dict[str, Any]) -> Any:
 
 class _Writer:
     def __init__(self, specials: Specials) -> None:
-        self._specials, self._rules, self._parts = specials, list[str](), 0
+        self._specials, self._rules, self._parts, self._level = specials, list[str](), 0, 0
         self._special = (
             re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))))
             if specials
@@ -76,7 +76,12 @@ class _Writer:
         if not isinstance(kind, str) or kind not in self._kinds:
             known = ", ".join([*self._kinds, "any_text"])
             raise _wrong("type", kind, f"be one of {known}")
-        return self._rule(self._kinds[kind](part))
+        self._level += 1
+        if self._level > MAX_LEVELS:
+            raise InvalidRequest(f"structural_tag has more than {MAX_LEVELS} levels: simplify it")
+        body = self._kinds[kind](part)
+        self._level -= 1
+        return self._rule(body)
 
     def _rule(self, body: str, attribute: str = "") -> str:
         name = f"part_{len(self._rules)}"

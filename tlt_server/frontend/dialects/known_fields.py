@@ -15,9 +15,11 @@ from tlt_server.frontend.http.fields import OFF, RefusedField
 COMPLETIONS, CHAT, TOKENIZE, RESPONSES = "completions", "chat", "tokenize", "responses"
 VLLM, VLLM_SAMPLING = "vllm", "vllm sampling_params"
 SGLANG, SGLANG_SAMPLING = "sglang", "sglang sampling_params"
-OPENAI = (COMPLETIONS, CHAT)
+COMPLETING = (COMPLETIONS, CHAT)
+TALKING = (CHAT, RESPONSES)
+OPENAI = (*COMPLETING, RESPONSES)
 SAMPLED = (*OPENAI, VLLM_SAMPLING)  # bodies with vLLM's sampling parameters
-GENERATING = (*OPENAI, VLLM, VLLM_SAMPLING, SGLANG, SGLANG_SAMPLING)
+STRUCTURED = (*COMPLETING, VLLM_SAMPLING)  # bodies with vLLM's structures
 
 
 class Known(NamedTuple):
@@ -29,6 +31,7 @@ class Known(NamedTuple):
 
 
 _STRUCTURE = "structures have other fields here, see response_format or regex: use those"
+_FORMAT = "a structure is asked for by text.format here: use that"
 _SPACES = "white space in JSON is a space, or a line break with an indent: leave it out"
 _ONE_SAMPLE = "a choice is one sample with a seed: ask for n choices, and rank them"
 _OWN_SAMPLER = "no such sampling here: leave it out"
@@ -37,6 +40,7 @@ _MESSAGES = "the prompt would need it: put it into the text or messages"
 _TEXT = "this server reads and writes text only: leave it out"
 _MODEL = "an adapter is asked for by its name as model: use that"
 _STOP = "not supported: use stop or max_tokens"
+_BY_CHAT = "chat completions do this: use them"
 
 REPLY = "the reply only lacks it"
 BOOKS = "for bookkeeping or routing"
@@ -44,16 +48,16 @@ PACE = "for speed; the tokens are the same"
 TEXT_ONLY = "token ids are returned as they are"
 
 KNOWN = (
-    Known(RefusedField(_STRUCTURE, ()), SAMPLED, "json_schema"),
-    Known(RefusedField(_STRUCTURE), SAMPLED, "structural_tag"),
-    Known(RefusedField(_STRUCTURE), (*OPENAI, SGLANG_SAMPLING), "grammar"),
+    Known(RefusedField(_STRUCTURE, ()), STRUCTURED, "json_schema"),
+    Known(RefusedField(_STRUCTURE), STRUCTURED, "structural_tag"),
+    Known(RefusedField(_STRUCTURE), (*COMPLETING, SGLANG_SAMPLING), "grammar"),
     Known(RefusedField(_SPACES), SAMPLED, "guided_whitespace_pattern"),
     Known(
         RefusedField("its newer form is tool_choice: use that", (*OFF, "none", "auto")),
-        (CHAT,),
+        TALKING,
         "function_call",
     ),
-    Known(RefusedField("its newer form is tools: use that"), (CHAT,), "functions"),
+    Known(RefusedField("its newer form is tools: use that"), TALKING, "functions"),
     Known(RefusedField(_ONE_SAMPLE), SAMPLED, "use_beam_search"),
     Known(RefusedField(_ONE_SAMPLE, (0, 1)), (*SAMPLED, SGLANG_SAMPLING), "best_of beam_width"),
     Known(
@@ -62,7 +66,7 @@ KNOWN = (
         "typical_p mirostat dry_multiplier xtc_probability no_repeat_ngram_size",
     ),
     Known(RefusedField(_OWN_SAMPLER), (*SAMPLED, SGLANG_SAMPLING), "watermarking"),
-    Known(RefusedField(_OWN_SAMPLER, ("medium",)), (CHAT,), "verbosity"),
+    Known(RefusedField(_OWN_SAMPLER, ("medium",)), TALKING, "verbosity"),
     Known(RefusedField(_STOP), (*OPENAI, SGLANG_SAMPLING), "stop_regex"),
     Known(RefusedField(_STOP), SAMPLED, "repetition_detection"),
     Known(RefusedField(_STOP, (-1,)), SAMPLED, "thinking_token_budget"),
@@ -74,9 +78,8 @@ KNOWN = (
         (*OPENAI, SGLANG, SGLANG_SAMPLING),
         "custom_logit_processor custom_params",
     ),
-    Known(
-        RefusedField(_MESSAGES), (CHAT,), "documents input_ids task reasoning web_search_options"
-    ),
+    Known(RefusedField(_MESSAGES), TALKING, "documents input_ids task web_search_options"),
+    Known(RefusedField(_MESSAGES), (CHAT,), "reasoning"),
     Known(RefusedField(_MESSAGES), (COMPLETIONS,), "suffix"),
     Known(RefusedField(_MESSAGES), (*OPENAI, SGLANG), "session_params"),
     Known(
@@ -86,12 +89,12 @@ KNOWN = (
     ),
     Known(
         RefusedField("its name is include_stop_str_in_output here: use that"),
-        OPENAI,
+        COMPLETING,
         "no_stop_trim",
     ),
     Known(RefusedField(_TEXT), (COMPLETIONS,), "prompt_embeds"),
-    Known(RefusedField(_TEXT, (*OFF, ["text"])), (CHAT,), "modalities"),
-    Known(RefusedField(_TEXT), (CHAT,), "audio"),
+    Known(RefusedField(_TEXT, (*OFF, ["text"])), TALKING, "modalities"),
+    Known(RefusedField(_TEXT), TALKING, "audio"),
     Known(RefusedField(_TEXT), (VLLM,), "features"),
     Known(
         RefusedField(_TEXT),
@@ -110,7 +113,7 @@ KNOWN = (
         "return_cached_tokens_details skip_special_tokens spaces_between_special_tokens",
     ),
     Known(REPLY, (COMPLETIONS,), "include_reasoning"),
-    Known(REPLY, (CHAT,), "echo stream_reasoning return_meta_info"),
+    Known(REPLY, TALKING, "echo stream_reasoning return_meta_info"),
     Known(REPLY, (TOKENIZE,), "return_token_strs"),
     Known(
         REPLY,
@@ -126,9 +129,8 @@ KNOWN = (
         "output_kind flat_logprobs",
     ),
     Known(BOOKS, OPENAI, "user rid session_id extra_key custom_labels"),
-    Known(
-        BOOKS, (CHAT,), "metadata store service_tier safety_identifier prompt_cache_key prediction"
-    ),
+    Known(BOOKS, (CHAT,), "metadata store"),
+    Known(BOOKS, TALKING, "service_tier safety_identifier prompt_cache_key prediction"),
     Known(BOOKS, (SGLANG,), "session_id extra_key custom_labels cache_salt no_logs log_metrics"),
     Known(
         PACE,
@@ -138,12 +140,36 @@ KNOWN = (
     Known(PACE, (*SAMPLED, SGLANG_SAMPLING), "stream_interval"),
     Known(PACE, (VLLM_SAMPLING,), "skip_reading_prefix_cache"),
     Known(PACE, SAMPLED, "guided_decoding_backend"),
+    Known(RefusedField(_MESSAGES), (RESPONSES,), "conversation prompt context_management"),
+    Known(RefusedField("its name is input here: use that"), (RESPONSES,), "messages"),
     Known(
-        RefusedField(_MESSAGES),
+        RefusedField("its name is max_output_tokens here: use that"),
         (RESPONSES,),
-        "conversation prompt context_management web_search_options",
+        "max_tokens max_completion_tokens",
     ),
-    Known(RefusedField("ask chat completions for log-probs"), (RESPONSES,), "top_logprobs"),
+    Known(
+        RefusedField("its name is reasoning.effort here: use that"),
+        (RESPONSES,),
+        "reasoning_effort",
+    ),
+    Known(RefusedField("a response is one choice: ask several times", (1,)), (RESPONSES,), "n"),
+    Known(
+        RefusedField(_BY_CHAT),
+        (RESPONSES,),
+        "logprobs top_logprobs prompt_logprobs return_token_ids return_tokens_as_token_ids "
+        "return_weight_versions chat_template continue_final_message add_special_tokens "
+        "include_stop_str_in_output no_stop_trim",
+    ),
+    Known(
+        RefusedField(_BY_CHAT, (True,)),
+        (RESPONSES,),
+        "add_generation_prompt include_reasoning separate_reasoning",
+    ),
+    Known(
+        RefusedField("the conversation is not cut: shorten it yourself"),
+        (RESPONSES,),
+        "truncate_prompt_tokens",
+    ),
     Known(
         RefusedField("the conversation is not cut: shorten it yourself", ("disabled",)),
         (RESPONSES,),
@@ -156,13 +182,15 @@ KNOWN = (
         (RESPONSES,),
         "response_format",
     ),
-    Known(RefusedField(_STRUCTURE), (RESPONSES,), "structured_outputs"),
-    Known(REPLY, (RESPONSES,), "include stream_options"),
+    Known(RefusedField(_FORMAT, ()), (RESPONSES,), "json_schema guided_json"),
     Known(
-        BOOKS,
+        RefusedField(_FORMAT),
         (RESPONSES,),
-        "user service_tier safety_identifier prompt_cache_key prompt_cache_retention",
+        "structured_outputs guided_decoding guided_json_object guided_regex guided_choice "
+        "guided_grammar structural_tag grammar regex ebnf",
     ),
+    Known(REPLY, (RESPONSES,), "include stream_options"),
+    Known(BOOKS, (RESPONSES,), "prompt_cache_retention"),
     Known("it only weighs beams", (*SAMPLED, SGLANG_SAMPLING), "length_penalty"),
 )
 

@@ -14,8 +14,8 @@ from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.batch import Words
-from tlt_server.frontend.generation.requests import SamplingFields, StructuredOutputs
-from tlt_server.frontend.generation.structures import Written, check_with, written
+from tlt_server.frontend.generation.requests import SamplingFields
+from tlt_server.frontend.generation.structures import check_with
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.records import Grammar, Sampling
@@ -36,10 +36,10 @@ class Samplings:
         room: int,
         info: EngineInfo,
         bad_words: Mapping[str, list[tuple[int, ...]]],
-        grammars: Mapping[Written, Grammar],
+        grammars: Mapping[int, Grammar],
     ) -> Sampling:
         """`bad_words` has the tokens of each bad word, without and with a space before; `grammars`
-        has that of each structure.
+        has that of each structure, by its `id`.
         """
 
         def given(name: str) -> Any:
@@ -80,19 +80,12 @@ class Samplings:
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),
             "allowed_token_ids": self._allowed(where, given("allowed_token_ids"), info),
             "bad_words": self._bad_words(where, get("bad_words"), bad_words),
-            "structured_outputs": self._grammar(words, given("structured_outputs"), grammars),
+            "structured_outputs": grammars.get(id(given("structured_outputs"))),
         }
         sampling = Sampling(**fields)
         check_with(where, sampling, bool(info.eos_token_ids))
         _check_some_left(where, sampling, info)
         return sampling
-
-    @staticmethod
-    def _grammar(
-        words: Words, asked: StructuredOutputs | UnsetType, grammars: Mapping[Written, Grammar]
-    ) -> Grammar | None:
-        where = words.called("structured_outputs")
-        return None if asked is UNSET else grammars[written(where, asked)]
 
     def _check_logprobs(
         self, words: Words, alternatives: int, asked: int | None, prompt: int | None

@@ -5,7 +5,7 @@ reading process compiles once before the request is let in.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -42,11 +42,33 @@ def written(where: str, structure: StructuredOutputs) -> Written:
         )
     [form] = given
     value = getattr(structure, form)
+    if not is_small(value):
+        raise _too_large(where)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    size = len(text.encode())
-    if size > MAX_BYTES:
-        raise TooLarge(f"{where} has {size} bytes; the limit is {MAX_BYTES}: simplify it")
+    if len(text.encode()) > MAX_BYTES:
+        raise _too_large(where)
     return Written(form, text)
+
+
+def is_small(value: Any) -> bool:
+    """Tell whether JSON of a value may be within the limit, without writing what is far beyond."""
+    least, waiting = 0, [value]
+    while waiting:
+        found = waiting.pop()
+        if not isinstance(found, str | list | dict):
+            continue
+        least += len(found)
+        if least > MAX_BYTES:
+            return False
+        if isinstance(found, dict):
+            waiting += found.values()
+        if not isinstance(found, str):
+            waiting += found  # of an object, the names
+    return True
+
+
+def _too_large(where: str) -> TooLarge:
+    return TooLarge(f"{where} has more than {MAX_BYTES} bytes: simplify it")
 
 
 def check_with(where: str, sampling: Sampling, eos: bool) -> None:
@@ -77,13 +99,16 @@ class Grammars:
 
     async def of(
         self, words: Words, request: NativeRequest, info: EngineInfo
-    ) -> dict[Written, Grammar]:
-        """Return the grammar of each structure of a request. `InvalidRequest`: it has none."""
-        where, found = words.called("structured_outputs"), dict[Written, Grammar]()
+    ) -> dict[int, Grammar]:
+        """Return the grammar of each structure of a request, by the structure's identity.
+        `InvalidRequest`: it has none.
+        """
+        where, found = words.called("structured_outputs"), dict[int, Grammar]()
         for fields in (request.sampling, *(item.sampling for item in request.requests)):
             if fields is not None and fields.structured_outputs is not UNSET:
-                asked = written(where, fields.structured_outputs)
-                found[asked] = await self._grammar(where, asked, info)
+                structure = fields.structured_outputs
+                asked = written(where, structure)
+                found[id(structure)] = await self._grammar(where, asked, info)
         return found
 
     async def _grammar(self, where: str, asked: Written, info: EngineInfo) -> Grammar:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -28,6 +29,8 @@ REPLACEMENT = "\ufffd"
 # tokens of context kept before new ones, since some decoders treat the first token of a text in a
 # special way
 KEPT = 4
+MAX_BITS = 4096  # of a number that a template multiplies
+MAX_REPEATED = 2**20  # characters or members of what it repeats
 MAX_PENDING = 512  # tokens; only a model that emits invalid bytes without end gets there
 
 
@@ -183,7 +186,7 @@ class Text:
 
 def _of_system(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message under the older name of its role, which every template knows."""
-    return message | {"role": "system"} if message["role"] == "developer" else message
+    return message | {"role": "system"} if message.get("role") == "developer" else message
 
 
 def for_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -290,6 +293,25 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox in which no number or text grows to a size that takes long to compute."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        bits = [side.bit_length() for side in (left, right) if isinstance(side, int)]
+        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
+        if operator == "**":
+            large = len(bits) == 2 and bits[0] * abs(right) > MAX_BITS
+        elif sizes and bits:
+            large = sizes[0] * (right if isinstance(right, int) else left) > MAX_REPEATED
+        else:
+            large = sum(bits) > MAX_BITS
+        if large:
+            raise SecurityError(f"a value that {operator} makes is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 def _variables(source: str) -> set[str]:
     """The names that the template takes from outside."""
     return jinja2.meta.find_undeclared_variables(_environment().parse(source))
@@ -303,7 +325,7 @@ def _environment() -> jinja2.Environment:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(

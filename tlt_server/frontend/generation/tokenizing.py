@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from tlt_server.errors import ContextExceeded, TooLarge
+from tlt_server.errors import ContextExceeded, InvalidRequest, TooLarge
 from tlt_server.frontend.generation.text import Text, for_template
 from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
-from tlt_server.frontend.reading.jobs import Slice
+from tlt_server.frontend.reading.jobs import Patience, Slice
 from tlt_server.frontend.reading.reader import LANES
 from tlt_server.frontend.reading.trees import cut
 from tlt_server.packed import PackedIds, PackedText
@@ -26,6 +26,9 @@ SLICE_CHARS = 2**16
 SLICE_TEXTS = 512
 # Limit on one text. To tokenise it takes 310 bytes per character.
 MAX_TEXT_CHARS = 10 * 2**20
+TEMPLATE_S = 2.0  # time of a template of a request, which counts from line to line
+GRACE_S = 1.0  # what one line may take longer, before the process is ended
+READ_BYTES_S = 2**22  # a slow core reads more of a conversation in a second
 
 
 async def encode(
@@ -118,7 +121,14 @@ async def render(
         return text.render(for_template(messages), tools, options, open_end=open_end)
     work = [Slice(("render", open_end, template), lambda: frames)]
     # What a template of a request costs is not known, so it goes with the large ones.
-    total = size if template is None else size + LANES[0]
-    [value] = await ask(work, total=total, largest=size)
+    total, patience = size, None
+    if template is not None:
+        total += LANES[0]
+        patience = Patience(TEMPLATE_S + GRACE_S + size / READ_BYTES_S, _template_hangs)
+    [value] = await ask(work, total=total, largest=size, patience=patience)
     found: str | PackedText = value
     return found
+
+
+def _template_hangs() -> Exception:
+    return InvalidRequest(f"chat_template takes more than {TEMPLATE_S:g} s: simplify it")

@@ -230,10 +230,14 @@ class Reader:
         queue, clock = self._lanes[number], asyncio.get_running_loop().time
         self._under_way[number] = job
         began = clock()
-        patience_s = job.patience.seconds if job.patience else limit_s
         try:
-            async with asyncio.timeout(min(limit_s, patience_s)):
-                await _exchange(channel, job)
+            async with asyncio.timeout(limit_s):
+                if job.patience is None:
+                    await _exchange(channel, job)
+                else:
+                    await _exchange(channel, _ready())  # the process may still be starting
+                    async with asyncio.timeout(job.patience.seconds):
+                        await _exchange(channel, job)
         except TimeoutError:
             self._hung = job
             return False
@@ -255,6 +259,10 @@ class Reader:
             "the process that reads large requests ended while it read this one; send it again",
             retry_after_s=1,
         )
+
+
+def _ready() -> Job:
+    return Job("", [Slice(("ready",), lambda: ())])
 
 
 async def _exchange(channel: Channel, job: Job) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_server.frontend.generation.text import Text, for_template
+from tlt_server.frontend.generation.tokenizing import TEMPLATE_S
 from tlt_server.frontend.reading.frames import BlockingChannel
 from tlt_server.frontend.reading.trees import Builder, named
 from tlt_server.frontend.reading_process.deadline import time_limit
@@ -17,8 +18,6 @@ from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.forms import grammar_of
 from tlt_server.packed import PackedIds, PackedText
 from tlt_server.records import Grammar
-
-TEMPLATE_S = 2.0  # time of a template of a request
 
 
 class Payload:
@@ -50,6 +49,10 @@ class Payload:
             pass
 
 
+def ready(text: Text, payload: Payload) -> None:
+    """Answer, so that the server knows that the process has started."""
+
+
 def encode(text: Text, payload: Payload, lengths: list[int], special: bool) -> list[PackedIds]:
     """Return the token ids of each text; the payload is their UTF-8, one after another."""
     data = payload.joined()
@@ -74,7 +77,7 @@ def render(
     text: Text, payload: Payload, open_end: bool = False, template: str | None = None
 ) -> PackedText:
     """Return the conversation in the chat template, or in one of a request, which may not run as
-    long as it likes.
+    long as it likes. A line of it that does ends the process.
     """
     messages, tools, options = payload.tree()
     messages = for_template(messages)
@@ -105,6 +108,7 @@ def _compiler(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> C
 
 
 JOBS: dict[str, Callable[..., Any]] = {
+    "ready": ready,
     "encode": encode,
     "decode": decode,
     "render": render,

@@ -6,7 +6,7 @@ Where a bound asks for room, the oldest response goes of the key whose responses
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tlt_server.errors import NotFound
 from tlt_server.frontend.http.keys import Caller
@@ -15,9 +15,12 @@ from tlt_server.frontend.http.keys import Caller
 class KeptResponse(NamedTuple):
     id: str
     owner: str  # name of the key
-    messages: list[Any]  # the conversation with this answer, without instructions
+    messages: bytes  # the conversation with this answer, without instructions, in MessagePack
     body: bytes  # the reply
-    size: int  # bytes of both
+
+    @property
+    def size(self) -> int:
+        return len(self.messages) + len(self.body)
 
 
 class ResponseShelf:

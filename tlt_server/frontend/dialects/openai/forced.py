@@ -14,6 +14,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai.requests import ChatRequest
 from tlt_server.frontend.dialects.openai.tools import NamedTool, by_name
 from tlt_server.frontend.generation.requests import StructuredOutputs
+from tlt_server.frontend.generation.structures import is_small
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.parsers.pieces import Form
 from tlt_server.frontend.parsers.thinking import CLOSE, OPEN
@@ -96,10 +97,12 @@ def _part(given: StructuredOutputs) -> Tag | None:
     """Return a structure as a part of a structural tag, or None if it cannot be one."""
     if given.json_schema is not None:
         schema = given.json_schema
+        if not is_small(schema):
+            return None  # it is refused as it is
         try:
             schema = json.loads(schema) if isinstance(schema, str) else schema
         except (ValueError, RecursionError):
-            return None  # it is refused as it is
+            return None
         return {"type": "json_schema", "json_schema": schema}
     if given.regex is not None:
         return {"type": "regex", "pattern": given.regex}

@@ -100,11 +100,8 @@ class GrowingResponse:
             for each in self._numbered(self._writer.close(self.response.status)):
                 yield each
 
-    def _read(self, text: str) -> list[Piece]:
-        return [SpokenText(text)] if self._answer is None else self._answer.push(text)
-
     def finish(self, item: FinishedItem, keep: Keep) -> Iterator[ResponseEvent]:
-        """Take the end in, and offer the response to be kept."""
+        """Take the end in, and offer the response to be kept, if it asks for that."""
         made = sum(len(choice.token_ids) for choice in item.choices)
         self.response.usage = ResponseUsage(
             input_tokens=item.prompt_tokens,
@@ -112,8 +109,7 @@ class GrowingResponse:
             total_tokens=item.prompt_tokens + made,
             input_tokens_details=InputDetails(item.cached_tokens),
         )
-        kept = self._kept()
-        if not keep(kept):
+        if self.response.store and not keep(self._kept()):
             self.response.store = False
         yield from self._last()
 
@@ -128,16 +124,20 @@ class GrowingResponse:
         yield from self._numbered([ResponseEvent(type=name, response=self.response)])
 
     def _kept(self) -> KeptResponse:
-        messages = [*self._messages, _said(self.response)]
+        messages = msgspec.msgpack.encode([*self._messages, _said(self.response)])
         body = msgspec.json.encode(self.response)
-        size = len(body) + sum(len(msgspec.msgpack.encode(message)) for message in messages)
-        return KeptResponse(self.response.id, self._owner, messages, body, size)
+        return KeptResponse(self.response.id, self._owner, messages, body)
 
     def _numbered(self, events: Iterable[ResponseEvent]) -> Iterator[ResponseEvent]:
         for event in events:
             event.sequence_number = self._number
             self._number += 1
             yield event
+
+
+def kept_messages(kept: KeptResponse) -> list[ChatMessage]:
+    """Return the conversation of a response, with its answer."""
+    return msgspec.msgpack.decode(kept.messages, type=list[ChatMessage])
 
 
 def _said(response: ModelResponse) -> ChatMessage:

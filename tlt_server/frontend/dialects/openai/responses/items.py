@@ -9,6 +9,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai.requests import ChatMessage
 from tlt_server.frontend.generation.requests import MAX_MESSAGES
 from tlt_server.frontend.http.fields import shown
+from tlt_server.packed import PackedText
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 MAX_ROLE = 256
@@ -83,6 +84,8 @@ def _read(where: str, item: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _string(where: str, value: Any) -> str:
+    if isinstance(value, PackedText):
+        return value.whole()
     if not isinstance(value, str):
         raise InvalidRequest(f"{where} is {shown(value)}; it must be a string")
     return value
@@ -90,8 +93,8 @@ def _string(where: str, value: Any) -> str:
 
 def _text(where: str, value: Any) -> str:
     """Return the text of a string or of parts of text, joined by newlines as in chats."""
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | PackedText):
+        return _string(where, value)
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} is {shown(value)}; it must be a string or a list of texts")
     texts = []

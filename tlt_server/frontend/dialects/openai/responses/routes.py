@@ -13,7 +13,11 @@ from tlt_server.frontend.dialects.models import named
 from tlt_server.frontend.dialects.openai.answers import read, started
 from tlt_server.frontend.dialects.openai.conversations import prepared
 from tlt_server.frontend.dialects.openai.requests import ChatMessage
-from tlt_server.frontend.dialects.openai.responses.growing import GrowingResponse, Keep
+from tlt_server.frontend.dialects.openai.responses.growing import (
+    GrowingResponse,
+    Keep,
+    kept_messages,
+)
 from tlt_server.frontend.dialects.openai.responses.items import messages_of
 from tlt_server.frontend.dialects.openai.responses.replies import (
     EVENTS,
@@ -30,7 +34,6 @@ from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.replies import json_response, unexpected
-from tlt_server.frontend.rollouts.responses import KeptResponse
 from tlt_server.frontend.service import Service
 
 FIELDS = (*ResponseRequest.__struct_fields__, *ResponseRequest.refused, "tokens")
@@ -57,7 +60,7 @@ async def create(service: Service, request: Request) -> Response:
     caller = caller_of(request)
     messages: list[ChatMessage] = []
     if asked.previous_response_id is not None:
-        messages += service.responses.find(asked.previous_response_id, caller).messages
+        messages += kept_messages(service.responses.find(asked.previous_response_id, caller))
     messages += messages_of(asked.input)
     said = (
         []
@@ -74,7 +77,7 @@ async def create(service: Service, request: Request) -> Response:
     growing = GrowingResponse(
         asked, id, caller.name, named(service, asked.model), ready.answer(), messages
     )
-    keep = service.responses.keep if asked.store else _forget
+    keep = service.responses.keep
     if asked.stream:
         return EventStream(_frames(growing, generation, keep), generation)
     return await reply(request, _whole(growing, generation, keep), generation)
@@ -102,10 +105,6 @@ async def delete(service: Service, request: Request) -> Response:
     id = request.path_params["id"]
     service.responses.delete(id, caller_of(request))
     return json_response(Deleted(id))
-
-
-def _forget(response: KeptResponse) -> bool:
-    return False
 
 
 async def _whole(growing: GrowingResponse, generation: Generation, keep: Keep) -> Response:
