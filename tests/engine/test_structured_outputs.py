@@ -235,6 +235,7 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
                 path.append(int(draw.choice([*(expected - stops)])))
             outside = np.zeros(words, np.int32)
             tree.fill([*path, EOS, EOS], outside)
+            assert (outside == -1).all()
             committed.append(path[0]) if path else None
             tree.commit(path[:1])
 
