@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.errors import InvalidRequest, StructureFailed
+from tlt_server.grammars import KEPT
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.records import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-KEPT = 128  # compiled grammars, those in use not counted
 UNMASKED = 32  # tokens that a lexer may read between masks, each of which renews its limit on work
 SPOILS = "lexer error"  # in the library's words about a limit of the lexer
 NO_TOKEN = "no token of this model can follow in the structure; use another one"
