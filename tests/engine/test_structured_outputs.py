@@ -7,8 +7,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -21,6 +24,8 @@ from tests.engine.pushing import Pushable
 from tests.engine.schemas import Schemas
 from tests.engine.tiny import EOS, LETTERS, write_alphabet, write_eagle, write_target
 from tlt_server.commands import SetPolicy
+from tlt_server.engine import assembly, process
+from tlt_server.engine.loop import Engine
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.structures import Structures
 from tlt_server.grammars.compiler import Compiler
@@ -136,8 +141,6 @@ def test_every_output_is_a_text_of_its_grammar(engine: Pushable, plain: dict[str
 
 
 def _model(engine: Pushable) -> tuple[Any, int, list[int]]:
-    from pathlib import Path
-
     return Path(engine.settings.model), engine.info.vocab_size, engine.info.eos_token_ids
 
 
@@ -195,6 +198,38 @@ def test_an_idle_engine_reads_the_tokenizer_before_a_request_waits_for_it(
     assert "_tokenizer" in vars(compiler)
 
 
+def test_an_engine_that_only_waits_for_a_grammar_looks_now_and_then(
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, compiler = threading.Event(), engine.engine._structures._compiler
+    original = compiler._compile
+
+    def slow(grammar: Grammar) -> Any:
+        assert go.wait(60)
+        return original(grammar)
+
+    monkeypatch.setattr(compiler, "_compile", slow)
+    patience_ms: list[int] = []
+
+    class Commands:
+        def poll(self, timeout_ms: int) -> int:
+            patience_ms.append(timeout_ms)
+            if len(patience_ms) == 1:
+                engine.submit(request(1, Grammar(kind="regex", text="[a-e]{9}")))
+            if len(patience_ms) == 9:
+                go.set()
+            time.sleep(timeout_ms / 1e3)
+            return 0
+
+    monkeypatch.setattr(assembly, "assemble", lambda *_, **__: (engine.engine, engine.info))
+    monkeypatch.setattr(Engine, "finished", property(lambda it: len(patience_ms) > 9 and it.idle))
+    process.serve(
+        replace(engine.settings, parent=os.getppid()), Commands(), lambda _: None, Path("/")
+    )
+    assert patience_ms[1:9] == [process.BUSY_POLL_MS] * 8
+    assert patience_ms.count(0) > 2, "steps follow each other"
+
+
 def test_an_output_that_cannot_go_on_ends_with_its_reason(engine: Pushable) -> None:
     for grammar, says in (
         (Grammar(kind="regex", text="ab~"), "no token of this model"),  # no token has a tilde
@@ -235,6 +270,7 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
                 path.append(int(draw.choice([*(expected - stops)])))
             outside = np.zeros(words, np.int32)
             tree.fill([*path, EOS, EOS], outside)
+            assert (outside == -1).all()
             committed.append(path[0]) if path else None
             tree.commit(path[:1])
 

@@ -267,6 +267,23 @@ def test_a_structural_tag_that_cannot_be_kept_is_refused(server: LiveServer) -> 
         assert response.status_code == 400 and says in response.text, tag
 
 
+def test_a_request_names_only_so_many_structures(server: LiveServer) -> None:
+    def batch(different: int) -> httpx.Response:
+        items = [
+            {
+                "prompt": "hi",
+                "sampling": {"structured_outputs": {"regex": f"a{{1,{i % different + 1}}}"}},
+            }
+            for i in range(structures.MOST + 4)
+        ]
+        body = {"requests": items, "sampling": {"max_tokens": 1}}
+        return httpx.post(f"{server.url}/generate", json=body, timeout=60)
+
+    response = batch(structures.MOST + 1)
+    assert response.status_code == 413 and "more than 64 items" in response.text
+    assert batch(2).status_code == 200
+
+
 def test_a_grammar_that_takes_too_long_is_refused_and_remembered(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

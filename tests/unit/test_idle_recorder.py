@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.extend import ExtendKey, SecondHalf, graphs_of
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.recordings import GraphRecordings
@@ -45,9 +45,11 @@ class Recording:
         self.graphs._stream = object()  # type: ignore[assignment]
 
     def record(self, key: Any) -> None:
-        assert key not in self.graphs
+        names = graphs_of(key)
+        assert not all(name in self.graphs for name in names)
         self.recorded.append(key)
-        self.graphs._graphs[key], self.graphs.bytes[key] = key, 1
+        for name in names:
+            self.graphs._graphs[name], self.graphs.bytes[name] = name, 1  # type: ignore[assignment]
 
     def started(self, reach: Any) -> Recording:
         for key in self.shapes.captured(reach):
@@ -56,20 +58,35 @@ class Recording:
         return self
 
 
-def test_steps_with_filters_and_edits_follow_a_start_largest_first() -> None:
+def test_steps_with_filters_edits_and_structures_follow_a_start_largest_first() -> None:
     runner = Recording().started(short)
     record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     extends = [key for key in runner.shapes.captured(short) if isinstance(key, ExtendKey)]
-    for number in range(1, 3 * len(extends) + 1):
+    for number in range(1, 4 * len(extends) + 1):
         assert record(short) and len(runner.recorded) == number
     assert not record(short)
     assert runner.recorded == [
-        key._replace(filtered=filtered, edited=edited)
-        for filtered, edited in ((True, False), (False, True), (True, True))
+        key._replace(**dict.fromkeys(flags, True))
+        for flags in (["filtered"], ["edited"], ["structured"], ["filtered", "edited"])
         for key in extends
     ]
     rows = [key.decode_rows + key.prompt_rows for key in extends]
     assert rows == sorted(rows, reverse=True) and len(extends) > 5
+
+
+def test_a_pass_of_which_only_the_first_half_is_recorded_is_recorded_again() -> None:
+    runner = Recording().started(short)
+    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
+    while record(short):
+        pass
+    halves = [key for key in runner.recorded if key.structured]
+    runner.clear()
+    runner.started(short)
+    for key in halves:
+        runner.graphs._graphs[key] = key  # type: ignore[assignment]
+    while record(short):
+        pass
+    assert halves and {SecondHalf(key) for key in halves} <= {*runner.graphs._graphs}
 
 
 def test_another_policy_brings_its_own_steps_first() -> None:

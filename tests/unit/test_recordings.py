@@ -6,6 +6,7 @@ import numpy as np
 
 from tests.unit.test_goodput import World, gpu_seconds
 from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
+from tlt_server.engine.gpu.extend import SecondHalf
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.recordings import GraphRecordings, Key
 from tlt_server.records import OFF, StepContext, Strategy
@@ -54,6 +55,13 @@ def test_what_a_step_lacks_follows_what_is_recorded() -> None:
     assert missing(recordings) == [1, 0]
     filtered = StepContext(8, 0, 300.0, 8, filtered=True)
     assert missing(recordings, filtered) == [2, 1]
+    structured = StepContext(8, 0, 300.0, 8, structured=True)
+    key = SHAPES.step(8, CHAIN, structured=True).extend
+    assert missing(recordings, structured) == [3, 2], "a pass of two halves"
+    pool.add(key)
+    assert missing(recordings, structured) == [2, 1]
+    pool.add(SecondHalf(key))  # type: ignore[arg-type]
+    assert missing(recordings, structured) == [1, 0]
     pool._stream = None
     assert missing(recordings) == [0], "a device that captures nothing"
 

@@ -132,6 +132,12 @@ class Engine:
         due = self._commands or self.halt.due or self.pushes.due or self.scheduler.due
         return not (due or self.runner.in_flight)
 
+    @property
+    def compiling(self) -> bool:
+        """Tell whether nothing happens until a grammar is compiled, or the next command."""
+        due = self._commands or self.halt.due or self.pushes.due
+        return self.scheduler.compiling and not (due or self.runner.in_flight)
+
     def use_idle_time(self) -> bool:
         """Read the tokenizer, measure a batch of steps, or record one graph that a later step may
         need, if nothing else is to be done: some tens or hundreds of milliseconds. Then begin to

@@ -30,7 +30,7 @@ from tlt_server.started import StartedFile
 NICENESS = 5  # after the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
 HEARTBEAT_S = 1.0  # from this thread, so that a loop which hangs falls silent
-STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
+BUSY_POLL_MS = 5  # an idle engine looks this often whether a push is staged, a grammar compiled
 
 
 def serve(
@@ -62,8 +62,9 @@ def serve(
         idle, came = engine.idle, False
         if idle:
             engine.knowledge_file.save_now_and_then(engine.knowledge)
-        patience_ms = STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS
-        timeout_ms = patience_ms if idle and not more else 0
+        compiling = engine.compiling
+        patience_ms = BUSY_POLL_MS if engine.pushes.busy or compiling else IDLE_POLL_MS
+        timeout_ms = patience_ms if (idle or compiling) and not more else 0
         while commands.poll(timeout_ms):
             engine.send(decode_command(commands.recv()))
             timeout_ms, came = 0, True

@@ -170,6 +170,13 @@ class Scheduler:
         return not self.idle and not self._gate.closed
 
     @property
+    def compiling(self) -> bool:
+        """Tell whether all that there is waits for its grammar."""
+        if self.idle or self.running:
+            return False
+        return not any(sequence.state.ready for sequence in self._waiting)
+
+    @property
     def holds_kv(self) -> bool:
         """Tell whether a sequence has pages. One that waits has none; the KV that was saved from a
         mixed-version sequence lies elsewhere and serves no other.

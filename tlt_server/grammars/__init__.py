@@ -4,3 +4,5 @@
 of a JSON schema that would be ignored; `compiler` makes matchers. The frontend's reading process
 compiles a grammar before it is let in, the engine compiles the same text for its sequences.
 """
+
+KEPT = 256  # grammars that the frontend and the engine remember: what passes at once is there

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -30,30 +30,35 @@ _WRAPPED = re.compile(r"regex parse error:\n +(?P<text>[^\n]*)\n(?P<at> *)\^+\ne
 
 
 class Compiler:
-    """The compiler for the tokens of one model."""
+    """The compiler for the tokens of one model. Copies of a matcher share its lexer, and the states
+    that any of them explores count against one limit. After an error of one copy, the others no
+    longer tell which tokens fit.
+    """
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`model` is its directory, whose `tokenizer.json` is read by the first compilation."""
         self._model, self._vocab_size, self._eos = model, vocab_size, [*eos_token_ids]
         self._thread = ThreadPoolExecutor(1, "grammars")
+        self._other_thread = ThreadPoolExecutor(1, "grammars again")
         self._prepared = False
 
     def prepare(self) -> None:
         """Read the tokenizer, which for a large vocabulary holds the interpreter for a second."""
         if not self._prepared:
             self._prepared = True
-            with contextlib.suppress(InvalidRequest):  # those who ask for a structure get it
+            # Any error, a panic of the library too, is for those who ask for a structure.
+            with contextlib.suppress(BaseException):
                 _ = self._tokenizer
 
     def begin(self, grammar: Grammar) -> Future[LLMatcher]:
         """Compile in a thread. The result is the matcher of an empty output; `InvalidRequest` says
         what is wrong with the grammar, and where.
         """
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            return self._thread.submit(self._compile, grammar)  # the first one starts the thread
-        finally:
-            threading.stack_size(before)
+        return _submit(self._thread, self._compile, grammar)
+
+    def begin_again(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Compile what has compiled before, and wait for no grammar that is new."""
+        return _submit(self._other_thread, self._compile, grammar)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Return what `begin` compiles."""
@@ -98,8 +103,20 @@ class Compiler:
             initial_lexer_fuel=500_000,
             max_grammar_size=100_000,
             max_lexer_states=50_000,  # about 100 MB
+            # About 0.2 s, far above what a mask takes: that depends on what the lexer has seen.
+            step_lexer_fuel=2_000_000,
             verbose_errors=False,
         )
+
+
+def _submit(
+    thread: ThreadPoolExecutor, work: Callable[[Grammar], LLMatcher], grammar: Grammar
+) -> Future[LLMatcher]:
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        return thread.submit(work, grammar)  # the first one starts the thread
+    finally:
+        threading.stack_size(before)
 
 
 def _source(grammar: Grammar) -> str:

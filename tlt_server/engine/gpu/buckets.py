@@ -269,12 +269,17 @@ class Shapes:
 
     def captured_later(self, reach: Reach) -> list[DraftKey | ExtendKey]:
         """Keys that are captured when there is time: those of the start, which a sleep or another
-        policy may leave open, then the same steps with filters, with edits, with adapters, and with
-        several of them.
+        policy may leave open, then the same steps with filters, with edits, with structures, with
+        adapters, and with several of them.
         """
         keys = self.captured(reach)
         extends = [key for key in keys if isinstance(key, ExtendKey)]
-        others: list[tuple[str, ...]] = [("filtered",), ("edited",), ("filtered", "edited")]
+        others: list[tuple[str, ...]] = [
+            ("filtered",),
+            ("edited",),
+            ("structured",),
+            ("filtered", "edited"),
+        ]
         if self.adapters:
             others = [("adapted",), *others, *((*other, "adapted") for other in others)]
         return keys + [

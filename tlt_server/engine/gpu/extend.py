@@ -29,7 +29,7 @@ from tlt_kernels.gpu.sampling import sample
 from tlt_kernels.gpu.structure import apply_masks
 from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Samples, Trees
 from tlt_server.attention.gpu import GpuAttention
-from tlt_server.engine.gpu.drafts import Follower
+from tlt_server.engine.gpu.drafts import DraftKey, Follower
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer
@@ -60,6 +60,13 @@ class SecondHalf(NamedTuple):
     """Names the second half of a pass among the captured graphs."""
 
     key: ExtendKey
+
+
+def graphs_of(key: DraftKey | ExtendKey) -> list[DraftKey | ExtendKey | SecondHalf]:
+    """Return the names of the graphs that replay this pass."""
+    if isinstance(key, ExtendKey) and key.structured:
+        return [key, SecondHalf(key)]
+    return [key]
 
 
 class Report(NamedTuple):

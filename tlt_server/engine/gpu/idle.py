@@ -1,5 +1,6 @@
 """Uses idle time to record the steps that requests may bring and the start left out: with filters,
-with edits, under a policy set since, after a sleep. One at a time, so that a request waits for one.
+edits or structures, under a policy set since, after a sleep. One at a time, so that a request waits
+for one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 import torch
 
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.extend import ExtendKey, graphs_of
 from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.engine.gpu.runner import GpuRunner
@@ -31,12 +32,15 @@ class IdleRecorder:
             return self._record(key)
         if self._for != (reach, graphs.cleared):
             self._for = reach, graphs.cleared
-            self._left = [key for key in shapes.captured_later(reach) if key not in graphs][::-1]
+            self._left = [*filter(self._lacks, shapes.captured_later(reach))][::-1]
         while self._left:
             key = self._left.pop()
-            if key not in graphs:
+            if self._lacks(key):
                 return self._record(key)
         return False
+
+    def _lacks(self, key: DraftKey | ExtendKey) -> bool:
+        return any(graph not in self._runner.graphs for graph in graphs_of(key))
 
     def _record(self, key: DraftKey | ExtendKey) -> bool:
         """Record the key. Memory that others have taken meanwhile costs what is left, and no

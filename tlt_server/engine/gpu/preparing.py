@@ -10,7 +10,7 @@ from functools import partial
 from tlt_kernels.gpu.variants import Unloaded, Variant, listed, only_loaded
 from tlt_server.engine.devices import OnProgress
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.models.gpu.exchange import Stored, compile_exchange
@@ -87,7 +87,10 @@ def _capture(runner: GpuRunner, key: DraftKey | ExtendKey) -> None:
     """
     try:
         with only_loaded():
-            runner.graphs.record(key, runner.work(runner.pass_of(key)))
+            part = runner.pass_of(key)
+            runner.graphs.record(key, runner.work(part))
+            if isinstance(part, Extend) and part.key.structured:
+                runner.graphs.record(SecondHalf(part.key), part.run_second)
     except Unloaded:
         runner.run_empty(key)
 

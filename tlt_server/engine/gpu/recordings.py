@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.gpu.buckets import Shapes, StepShape
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.extend import ExtendKey, graphs_of
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.records import OFF, StepContext, Strategy
 
@@ -54,7 +54,7 @@ class GraphRecordings:
         if drafts not in self._answers:
             self._answers[drafts] = np.array(
                 [
-                    [self._lacks(self._step(context, drafter, d, w, int(decode_rows[-1])).draft)]
+                    [self._lacking(self._step(context, drafter, d, w, int(decode_rows[-1])).draft)]
                     for d in depths
                     for w in widths
                 ],
@@ -62,7 +62,7 @@ class GraphRecordings:
             ).reshape(len(depths), len(widths), 1)
         if extends not in self._answers:
             self._answers[extends] = np.array(
-                [self._lacks(self._step(context, drafter, 1, 1, r).extend) for r in decode_rows],
+                [self._lacking(self._step(context, drafter, 1, 1, r).extend) for r in decode_rows],
                 np.int64,
             )
         return self._answers[drafts] + self._answers[extends]
@@ -71,24 +71,28 @@ class GraphRecordings:
         graphs = self._graphs
         assert graphs is not None, "nothing is missing before there are graphs"
         shape = self._shape(context, strategy)
-        lacking = [key for key in (shape.draft, shape.extend) if key and self._lacks(key)]
+        lacking = [key for key in (shape.draft, shape.extend) if key and self._lacking(key)]
         if len(self._saved_s) > MAX_KEPT:
             self._saved_s.clear()
         for key in lacking:
             self._saved_s[key] = self._saved_s.get(key, 0.0) + saved_s
         least_s = min((self._saved_s[key] for key in lacking), default=0.0)
-        return graphs.records and least_s >= graphs.record_s * len(lacking)
+        return graphs.records and least_s >= graphs.record_s * sum(map(self._lacking, lacking))
 
     def wanted(self) -> Iterator[Key]:
         """Yield the keys that would have saved time, most of it first."""
         for key in sorted(self._saved_s, key=lambda key: -self._saved_s[key]):
-            if self._lacks(key):
+            if self._lacking(key):
                 yield key
 
-    def _lacks(self, key: Key | None) -> bool:
-        if key is None or (isinstance(key, ExtendKey) and not self._shapes.keeps(key)):
-            return False
-        return self._graphs is not None and key not in self._graphs
+    def _lacking(self, key: Key | None) -> int:
+        """Return how many graphs of the key are not recorded and would be."""
+        graphs = self._graphs
+        if key is None or graphs is None:
+            return 0
+        if isinstance(key, ExtendKey) and not self._shapes.keeps(key):
+            return 0
+        return sum(graph not in graphs for graph in graphs_of(key))
 
     def _step(
         self, context: StepContext, drafter: str, depth: int, width: int, rows: int

@@ -18,11 +18,12 @@ from tlt_server.frontend.reading.asking import ask
 from tlt_server.frontend.reading.frames import sliced
 from tlt_server.frontend.reading.jobs import Patience, Slice
 from tlt_server.frontend.reading.reader import LANES
+from tlt_server.grammars import KEPT
 from tlt_server.records import Grammar, Sampling
 
 MAX_BYTES = 2**17  # limit on a schema or grammar
 COMPILE_S = 10.0  # a slow machine takes 2 s for the largest grammar that compiles
-KEPT = 256  # structures that are known to compile, or not to
+MOST = 64  # structures of one request, so that a batch takes a compiler from no one else for long
 
 
 class Written(NamedTuple):
@@ -92,7 +93,7 @@ def check_with(where: str, sampling: Sampling, eos: bool) -> None:
 
 
 class Grammars:
-    """The grammars of structures that were asked for lately."""
+    """The grammars of structures that were asked for lately, or why these have none."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Written, Grammar | str] = OrderedDict()  # text: why it is none
@@ -103,13 +104,18 @@ class Grammars:
         """Return the grammar of each structure of a request, by the structure's identity.
         `InvalidRequest`: it has none.
         """
-        where, found = words.called("structured_outputs"), dict[int, Grammar]()
+        where, given = words.called("structured_outputs"), dict[Written, list[int]]()
         for fields in (request.sampling, *(item.sampling for item in request.requests)):
             if fields is not None and fields.structured_outputs is not UNSET:
                 structure = fields.structured_outputs
-                asked = written(where, structure)
-                found[id(structure)] = await self._grammar(where, asked, info)
-        return found
+                given.setdefault(written(where, structure), []).append(id(structure))
+                if len(given) > MOST:
+                    raise TooLarge(
+                        f"{where} differs between more than {MOST} items of one request; "
+                        "spread them over several requests"
+                    )
+        found = {asked: await self._grammar(where, asked, info) for asked in given}
+        return {id: found[asked] for asked, ids in given.items() for id in ids}
 
     async def _grammar(self, where: str, asked: Written, info: EngineInfo) -> Grammar:
         known = self._known.get(asked)
