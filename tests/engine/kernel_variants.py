@@ -59,6 +59,7 @@ class Pretended(Interpreted):
 
 
 VARIANTS = ((), ("filtered",), ("edited",), ("structured",))
+ADAPTED = (*VARIANTS, ("adapted",))  # the others change nothing in the layers
 
 
 def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None, ExtendKey]]:
@@ -76,7 +77,9 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None,
             for key in shapes.step(decoding, strategy, chunks, chunks)[1:]
         }
         for strategy, rows, variant in product(
-            dict.fromkeys(strategies.values()), PROMPT_ROWS if chunks else (0,), VARIANTS
+            dict.fromkeys(strategies.values()),
+            PROMPT_ROWS if chunks else (0,),
+            ADAPTED if shapes.adapters else VARIANTS,
         ):
             prompt_rows = max(chunks, rows) if chunks else 0
             flags = dict.fromkeys(variant, True)
@@ -84,7 +87,7 @@ def reachable(shapes: Shapes, policy: Policy) -> Iterator[tuple[DraftKey | None,
             yield shape.draft, shape.extend
 
 
-def main(drafter: str, max_running: int, dtype: str) -> None:
+def main(drafter: str, max_running: int, max_loras: int, dtype: str) -> None:
     found: dict[str, None] = {}
 
     def see(**told: Any) -> bool:
@@ -103,6 +106,8 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
         device="interpreter",
         dtype=dtype,
         max_running=max_running,
+        max_loras=max_loras,
+        max_lora_rank=8 if max_loras else 0,
         max_rows=MAX_ROWS,
         kv_memory_mb=64,
     )
@@ -135,4 +140,4 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

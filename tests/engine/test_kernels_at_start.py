@@ -14,14 +14,18 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("drafter", "max_running", "least"), [("history", "16", 70), ("eagle", "12", 130)]
+    ("drafter", "max_running", "max_loras", "least"),
+    [("history", "16", "2", 90), ("eagle", "12", "0", 130)],
 )
 def test_every_kernel_variant_that_default_steps_launch_is_loaded_at_start(
-    drafter: str, max_running: str, least: int
+    drafter: str, max_running: str, max_loras: str, least: int
 ) -> None:
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.engine.kernel_variants", drafter, max_running, "bfloat16"],
+        [
+            *(sys.executable, "-m", "tests.engine.kernel_variants"),
+            *(drafter, max_running, max_loras, "bfloat16"),
+        ],
         env=compiling,
         capture_output=True,
         text=True,
