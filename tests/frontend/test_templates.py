@@ -1,4 +1,4 @@
-"""Templates that requests bring: none runs longer than it may, whatever one line of it costs."""
+"""Templates that requests bring: none runs longer than it may, even within one line."""
 
 from __future__ import annotations
 

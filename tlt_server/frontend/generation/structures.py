@@ -52,7 +52,9 @@ def written(where: str, structure: StructuredOutputs) -> Written:
 
 
 def is_small(value: Any) -> bool:
-    """Tell whether JSON of a value may be within the limit, without writing what is far beyond."""
+    """Tell whether JSON of a value may be within the limit, without writing what is far beyond.
+    Only texts, names and members are counted.
+    """
     least, waiting = 0, [value]
     while waiting:
         found = waiting.pop()
@@ -64,7 +66,7 @@ def is_small(value: Any) -> bool:
         if isinstance(found, dict):
             waiting += found.values()
         if not isinstance(found, str):
-            waiting += found  # of an object, the names
+            waiting += found
     return True
 
 

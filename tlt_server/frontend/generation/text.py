@@ -30,7 +30,7 @@ REPLACEMENT = "\ufffd"
 # special way
 KEPT = 4
 MAX_BITS = 4096  # of a number that a template multiplies
-MAX_REPEATED = 2**20  # characters or members of what it repeats
+MAX_REPEATED = 2**20  # characters or members of a text or list made by repeating
 MAX_PENDING = 512  # tokens; only a model that emits invalid bytes without end gets there
 
 
