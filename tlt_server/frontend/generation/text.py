@@ -29,8 +29,8 @@ REPLACEMENT = "\ufffd"
 # tokens of context kept before new ones, since some decoders treat the first token of a text in a
 # special way
 KEPT = 4
-MAX_BITS = 4096  # of a number that a template multiplies
-MAX_REPEATED = 2**20  # characters or members of a text or list made by repeating
+# Limits on a product in a template: bits of a number, and characters or members of a repetition.
+MAX_BITS, MAX_REPEATED = 4096, 2**20
 MAX_PENDING = 512  # tokens; only a model that emits invalid bytes without end gets there
 
 
