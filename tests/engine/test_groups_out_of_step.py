@@ -46,7 +46,9 @@ class Pair:
         storage = Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
         options = Options(("broadcast",), Intake(groups=Groups(WAIT_S)), storage=storage)
         self.transaction = Transaction(live, options, lambda data, where: None)
-        scheduler: Any = SimpleNamespace(started=0, change_version=lambda version, in_flight: [])
+        scheduler: Any = SimpleNamespace(
+            started=lambda adapter: 0, change_version=lambda version, in_flight: []
+        )
         self.pushes = WeightPushes(
             StepGate(), self.transaction, scheduler, lambda live, changed: None, list
         )

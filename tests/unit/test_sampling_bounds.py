@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import UNSET
 
 from tlt_server.engine.sampling import SamplingState, sample
 from tlt_server.errors import InvalidRequest
@@ -119,7 +120,7 @@ def test_the_openai_dialect_tolerates_a_large_top_k_up_to_the_same_bound(model: 
     )
     for top_k in (-1, 0, 100_000_000, 2**31 - 1):
         body = json.dumps(prompt | {"top_k": top_k}).encode()
-        native = parse(model, body, BOUNDS).native(["a"])
+        native = parse(model, body, BOUNDS).native(["a"], UNSET, "")
         assert native.sampling.top_k == max(0, top_k)
     with pytest.raises(InvalidRequest, match="top_k is 2147483648"):
         parse(model, json.dumps(prompt | {"top_k": 2**31}).encode(), BOUNDS)
