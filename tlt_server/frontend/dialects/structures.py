@@ -14,6 +14,10 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import Choices, Json, SharedSampling, StructuredOutputs
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 
+Schema = Annotated[Json | None, Meta(description="a JSON schema")]
+Regex = Annotated[str | None, Meta(description="matches the whole output")]
+Texts = Annotated[Choices | None, Meta(description="texts, of which the output is one")]
+GrammarText = Annotated[str | None, Meta(description="a grammar in GBNF or in Lark's form")]
 ANY_OBJECT = StructuredOutputs(json_schema={"type": "object"})
 _SPACES = RefusedField(
     "white space in JSON is a space, or a line break with an indent: leave it out"
@@ -75,11 +79,11 @@ class VllmStructure(Tolerant, frozen=True, kw_only=True):
         "disable_additional_properties": _PROPERTIES,
     }
 
-    json: Annotated[Json | None, Meta(description="a JSON schema")] = None
+    json: Schema = None
     json_object: Annotated[bool, Meta(description="any JSON object")] = False
-    regex: Annotated[str | None, Meta(description="matches the whole output")] = None
-    choice: Annotated[Choices | None, Meta(description="texts, of which the output is one")] = None
-    grammar: Annotated[str | None, Meta(description="a grammar in GBNF or in Lark's form")] = None
+    regex: Regex = None
+    choice: Texts = None
+    grammar: GrammarText = None
     structural_tag: Annotated[Json | None, Meta(description="see response_format")] = None
 
     def native(self) -> StructuredOutputs | None:
@@ -124,15 +128,11 @@ class VllmStructured(Structured, frozen=True, kw_only=True):
     guided_decoding: Annotated[
         VllmStructure | None, Meta(description="the older name of structured_outputs")
     ] = None
-    guided_json: Annotated[Json | None, Meta(description="a JSON schema")] = None
+    guided_json: Schema = None
     guided_json_object: Annotated[bool, Meta(description="any JSON object")] = False
-    guided_regex: Annotated[str | None, Meta(description="matches the whole output")] = None
-    guided_choice: Annotated[
-        Choices | None, Meta(description="texts, of which the output is one")
-    ] = None
-    guided_grammar: Annotated[
-        str | None, Meta(description="a grammar in GBNF or in Lark's form")
-    ] = None
+    guided_regex: Regex = None
+    guided_choice: Texts = None
+    guided_grammar: GrammarText = None
 
     def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
         for name in ("response_format", "structured_outputs", "guided_decoding"):
@@ -148,9 +148,9 @@ class VllmStructured(Structured, frozen=True, kw_only=True):
 class SglangStructured(Structured, frozen=True, kw_only=True):
     """SGLang's fields."""
 
-    json_schema: Annotated[Json | None, Meta(description="a JSON schema")] = None
-    regex: Annotated[str | None, Meta(description="matches the whole output")] = None
-    ebnf: Annotated[str | None, Meta(description="a grammar in GBNF or in Lark's form")] = None
+    json_schema: Schema = None
+    regex: Regex = None
+    ebnf: GrammarText = None
     structural_tag: Annotated[
         Json | None, Meta(description="triggers, and structures of begin, schema and end")
     ] = None
@@ -165,8 +165,8 @@ class SglangStructured(Structured, frozen=True, kw_only=True):
 class BothStructured(VllmStructured, frozen=True, kw_only=True):
     """The fields of OpenAI's API as vLLM and SGLang extend it."""
 
-    regex: Annotated[str | None, Meta(description="matches the whole output")] = None
-    ebnf: Annotated[str | None, Meta(description="a grammar in GBNF or in Lark's form")] = None
+    regex: Regex = None
+    ebnf: GrammarText = None
 
     def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
         yield from super().structures()
