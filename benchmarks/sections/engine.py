@@ -150,7 +150,8 @@ def structures(figures: Figures) -> Iterator[str]:
     yield model(figures)
     yield (
         "Time per token of requests with a JSON schema over that of requests without, which take "
-        "turns; and what of it is masks."
+        "turns; and what of it is masks. A schema of 50 fields compiles in "
+        f"{figures['compile_ms']:.1f} ms."
     )
     yield table(
         ("strategy", "batch", "us per token", "with a schema", "ratio", "masks, us"),

@@ -1,5 +1,5 @@
 """`tlt bench structures`: the time per token of requests with a JSON schema, against requests
-without one, plain and speculated on.
+without one, plain and speculated on; and the time to compile a schema of 50 fields.
 
 Both kinds take turns on one engine; the median of the rounds' ratios counts. The schema is a list
 of records that is longer than the output, so both kinds emit the same number of tokens. What a
@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,10 +26,13 @@ from tlt_server.bench.steps import random_requests
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
+from tlt_server.events import EngineInfo
+from tlt_server.grammars.compiler import Compiler
 from tlt_server.records import OFF, GenerateRequest, Grammar, Strategy
 
 PROMPT, NEW, QUICK_NEW = 32, 192, 64  # tokens
 ROUNDS = 7
+FIELDS = 50  # of the schema whose compilation is timed
 STRATEGIES = {
     "cpu": (OFF, Strategy("eagle", 7, 4, 16)),
     "cuda": (OFF, Strategy("eagle", 7, 1, 8), Strategy("eagle", 7, 4, 32)),
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     strategies = STRATEGIES[args.device] if "eagle" in settings.drafters else (OFF,)
     with progress_bar(console) as progress:
         task = progress.add_task("load", total=1 + len(batches) * len(strategies))
-        engine, _ = assemble(settings, make_device=LoadedOnce().device)
+        engine, info = assemble(settings, make_device=LoadedOnce().device)
         for strategy in strategies:
             engine.send(SetPolicy("fixed", strategy) if strategy.drafter else SetPolicy("off"))
             for batch in batches:
@@ -69,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
                     {"strategy": strategy.name, "batch": batch, **compared(engine, requests)}
                 )
     figures = {"bench": "structures", "quick": bool(args.quick), **described(settings)}
-    figures |= {"prompt": PROMPT, "new": new, "rows": rows}
+    compiled_ms = compile_ms(Path(settings.model), info)
+    figures |= {"prompt": PROMPT, "new": new, "compile_ms": compiled_ms, "rows": rows}
     table = Table("strategy", "batch", "us per token", "with a schema", "ratio", "masks")
     for r in rows:
         table.add_row(
@@ -81,8 +86,24 @@ def run(args: argparse.Namespace) -> int:
             f"{r['mask_us']:.0f}",
         )
     console.print(table)
+    console.print(f"a schema of {FIELDS} fields compiles in {compiled_ms:.1f} ms")
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
+
+
+def compile_ms(model: Path, info: EngineInfo) -> float:
+    """Return the median time to compile a schema, once the tokenizer is read."""
+    kinds = ("string", "integer", "number", "boolean")
+    fields = {f"field_{i}": {"type": kinds[i % len(kinds)]} for i in range(FIELDS)}
+    schema = {"type": "object", "properties": fields, "required": [*fields]}
+    grammar = Grammar(kind="json_schema", text=json.dumps(schema))
+    compiler, times_ms = Compiler(model, info.vocab_size, info.eos_token_ids), []
+    compiler.prepare()
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        compiler.compile(grammar)
+        times_ms.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times_ms)
 
 
 def compared(engine: Engine, requests: list[GenerateRequest]) -> dict[str, float]:
