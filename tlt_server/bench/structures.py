@@ -32,7 +32,7 @@ from tlt_server.records import OFF, GenerateRequest, Grammar, Strategy
 
 PROMPT, NEW, QUICK_NEW = 32, 192, 64  # tokens
 ROUNDS = 7
-FIELDS = 50  # of the schema whose compilation is timed
+FIELDS = 50  # in the schema to compile
 STRATEGIES = {
     "cpu": (OFF, Strategy("eagle", 7, 4, 16)),
     "cuda": (OFF, Strategy("eagle", 7, 1, 8), Strategy("eagle", 7, 4, 32)),
