@@ -169,6 +169,25 @@ def structures(figures: Figures) -> Iterator[str]:
     )
 
 
+def lora(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    yield "Time of a step of requests of two adapters over that of requests without, in turns."
+    yield table(
+        ("rank", "strategy", "batch", "step, ms", "with adapters, ms", "ratio"),
+        (
+            (
+                r["rank"],
+                r["strategy"],
+                r["batch"],
+                f"{r['plain_ms']:.3f}",
+                f"{r['adapted_ms']:.3f}",
+                f"{r['ratio']:.3f}",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
 def graphs(figures: Figures) -> Iterator[str]:
     yield model(figures)
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["phases_s"].items())

@@ -127,6 +127,11 @@ def _structures(parser: argparse.ArgumentParser) -> None:
     _batches(parser, "1,8,64", "1,8")
 
 
+def _lora(parser: argparse.ArgumentParser) -> None:
+    _engine(parser)
+    _batches(parser, "1,64", "1,8")
+
+
 def _cycle(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
     _batches(parser, "1,8,32", "1,8")
@@ -368,6 +373,7 @@ BENCHES = {
     ),
     "hostile": Bench("attack a server as hostile clients; what others feel of it", _hostile),
     "structures": Bench("time requests with a JSON schema against ones without", _structures, True),
+    "lora": Bench("time requests with LoRA adapters against ones without", _lora, True),
     "weights": Bench("time weight pushes by every channel while requests decode", _weights),
     "prefill": Bench("time prefill against cuBLAS and torch's attention, on a GPU", add_json),
     "gemm": Bench("time the matmuls of a 7B step, and cuBLAS, on a GPU", _gemm),

@@ -1,0 +1,106 @@
+"""`tlt bench lora`: what LoRA adapters cost, in the time of a step.
+
+On one engine per rank, batches without adapters and batches of two adapters take turns; the
+median of the rounds' ratios counts. Adapters add random matrices to all of qkv, o, gate, up and
+down, and drafts of what they change are accepted less often, so speculation is judged by the time
+of a cycle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from tlt_server.bench.adapters import load_adapters, write_adapters
+from tlt_server.bench.engines import LoadedOnce, release
+from tlt_server.bench.exact_plan import ADAPTERS
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.steps import random_requests, time_steps
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.loop import Engine
+from tlt_server.records import OFF, GenerateRequest, Strategy
+
+PROMPT, NEW, QUICK_NEW = 128, 1024, 256  # tokens
+STEPS = 100  # timed per batch and round
+RANKS = (16, 128)
+ROUNDS = 5
+STRATEGIES = (OFF, Strategy("eagle", 7, 1, 8))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON."""
+    batches = args.batch or args.batches[args.quick]
+    new = QUICK_NEW if args.quick else NEW
+    base = replace(
+        settings_of(args), policy="off", max_running=max(batches), max_loras=len(ADAPTERS) - 1
+    )
+    base = replace(base, max_model_len=at_most_what_it_takes(base.model, PROMPT + 2 * new))
+    strategies = STRATEGIES if "eagle" in base.drafters else (OFF,)
+    source, console, rows = LoadedOnce(strategies), wide_console(), list[dict[str, Any]]()
+    with progress_bar(console) as progress:
+        task = progress.add_task("load", total=len(RANKS) * (1 + len(batches) * len(strategies)))
+        for rank in RANKS:
+            progress.update(task, advance=1, description=f"load, rank {rank}")
+            with TemporaryDirectory(prefix="tlt-lora-") as root:
+                write_adapters(Path(base.model), Path(root), rank)
+                settings = replace(base, weight_root=Path(root), max_lora_rank=rank)
+                engine, _ = assemble(settings, make_device=source.device)
+                load_adapters(engine)
+            for strategy in strategies:
+                for batch in batches:
+                    said = f"rank {rank}, {strategy.name}, batch {batch}"
+                    progress.update(task, advance=1, description=said)
+                    requests = random_requests(batch, PROMPT, new, seed=args.seed + batch)
+                    compared = against_none(engine, requests, strategy)
+                    rows.append(
+                        {"rank": rank, "strategy": strategy.name, "batch": batch, **compared}
+                    )
+            del engine
+            release()
+    figures = {"bench": "lora", "quick": bool(args.quick), **described(base)}
+    figures |= {"prompt": PROMPT, "new": new, "rows": rows}
+    table = Table("rank", "strategy", "batch", "step, ms", "with adapters, ms", "ratio")
+    for row in rows:
+        table.add_row(
+            str(row["rank"]),
+            row["strategy"],
+            str(row["batch"]),
+            f"{row['plain_ms']:.3f}",
+            f"{row['adapted_ms']:.3f}",
+            f"{row['ratio']:.3f}",
+        )
+    console.print(table)
+    finish(args, figures, on_gpu=args.device == "cuda")
+    return 0
+
+
+def against_none(
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy
+) -> dict[str, float]:
+    """Return the median times of a step without and with adapters [ms], and their ratio."""
+    adapted = [
+        msgspec.structs.replace(request, lora=ADAPTERS[1:][i % (len(ADAPTERS) - 1)])
+        for i, request in enumerate(requests)
+    ]
+    for each in (requests, adapted):  # records graphs
+        time_steps(engine, each, strategy, max_steps=STEPS)
+    pairs = [
+        (
+            time_steps(engine, requests, strategy, max_steps=STEPS).step_ms,
+            time_steps(engine, adapted, strategy, max_steps=STEPS).step_ms,
+        )
+        for _ in range(ROUNDS)
+    ]
+    return {
+        "plain_ms": statistics.median(plain for plain, _ in pairs),
+        "adapted_ms": statistics.median(mine for _, mine in pairs),
+        "ratio": statistics.median(mine / plain for plain, mine in pairs),
+    }
