@@ -7,7 +7,7 @@ import pytest
 from tests.unit.recorded_samples import sample
 from tlt_server.commands import Recompute
 from tlt_server.errors import ModelError
-from tlt_server.trainer.schedule import Schedule
+from tlt_server.trainer.schedule import RoundLength, Schedule
 from tlt_server.trainer.spot import (
     ANSWER_S,
     PATIENCE_S,
@@ -126,9 +126,22 @@ def test_a_round_ends_in_a_drafter_that_is_adopted() -> None:
     report = rig.spot.report()
     assert report is not None and report.adopted == 1 and not report.refused
     assert report.candidate is not None and report.candidate.outcome == "adopted"
-    rig.spot.take(Order(number=2, do="train"))
-    rig.run(1)
+    rig.run(1)  # it paid, so the next one begins at once
     assert rig.spot.state == S.TRAINING and rig.sent.count(WeightsWanted()) == 1  # it has them
+
+
+@pytest.mark.parametrize("paid", [True, False])
+def test_the_next_round_begins_at_once_where_a_candidate_was_better_but_not_proven(
+    *, paid: bool
+) -> None:
+    rig = Rig()
+    rig.work.outcome = RoundEnd("no_gain", judged("no_gain"), paid=paid)
+    rig.hand_over()
+    rig.run(5)
+    assert rig.spot.state == S.IDLE and rig.work.segments == 3
+    rig.run(2)
+    assert rig.spot.state == (S.TRAINING if paid else S.IDLE)
+    assert (rig.work.segments > 3) == paid
 
 
 def test_work_parks_it_with_what_is_half_done() -> None:
@@ -378,7 +391,8 @@ def test_rounds_without_gain_become_rare_until_weights_change() -> None:
         schedule.judged(gain=False)
         assert schedule.interval == expected
     schedule.judged(gain=True)
-    assert schedule.interval == 100
+    assert schedule.interval == 100 and schedule.due, "it pays: the next round begins at once"
+    schedule.began()
     for _ in range(3):
         schedule.judged(gain=False)
     schedule.renewed()
@@ -417,3 +431,20 @@ def test_messages_are_lines_that_read_back() -> None:
         assert read_to_trainer(line_of(order)) == order
     with pytest.raises(ValueError):
         read_from_trainer(b"a warning\n")
+
+
+def test_rounds_become_longer_while_their_candidates_gain() -> None:
+    length = RoundLength()
+    assert length.begin() == 24
+    assert length.judged(0.1), "not proven, but better than the drafter in force"
+    assert (length.steps, length.begin()) == (48, 48)
+    assert length.judged(0.3) and length.begin() == 96
+    assert not length.judged(0.305), "hardly better than the candidate before"
+    assert length.begin() == 24
+    length.renewed()
+    for _ in range(9):
+        length.begin()
+        assert length.judged(0.5)
+        length.renewed()
+    assert length.begin() == 384
+    assert length.begin() == 24, "a round that was given up does not make the next one longer"

@@ -1,7 +1,8 @@
-"""A schedule of rounds: training only where it pays. No torch.
+"""The times and lengths of rounds: training only where it pays. No torch.
 
-A round is due once enough output tokens were recorded since the last one. Two rounds in a row
-without gain double that number; a push of weights or a falling acceptance takes it back.
+A round is due once enough output tokens were recorded since the last one, and at once after a round
+whose candidate gained on those before. Two rounds in a row without gain double that number; a push
+of weights or a falling acceptance takes it back.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ PATIENCE = 2  # rounds without gain
 SHORT, LONG = 0.1, 0.005
 FALL = 0.95  # short mean over long mean at which acceptance has fallen
 SEEN = 50  # sequences before the means are compared
+FIRST_STEPS, MOST_STEPS = 24, 384  # per round
+WORTH = 0.01  # gain on the best candidate so far that makes a round pay
 
 
 class Schedule:
@@ -57,9 +60,35 @@ class Schedule:
         self._misses = 0 if gain else self._misses + 1
         if gain:
             self.interval = self._first
+            self.order()
         elif self._misses >= PATIENCE:
             self.interval = min(2 * self.interval, self._most)
 
     def renewed(self) -> None:
         """Begin afresh: weights, or what they are asked, have changed."""
         self.interval, self._misses = self._first, 0
+
+
+class RoundLength:
+    """The most steps of a round: each one after a round that paid is twice as long."""
+
+    def __init__(self) -> None:
+        self.steps = FIRST_STEPS  # for the next one
+        self._last = FIRST_STEPS
+        self._best = 0.0
+
+    def begin(self) -> int:
+        """Return the steps of a round; the next one is short unless this one pays."""
+        self._last, self.steps = self.steps, FIRST_STEPS
+        return self._last
+
+    def judged(self, gain: float) -> bool:
+        """Learn the gain of a round's candidate on the drafter in force; return whether it paid."""
+        if gain < self._best + WORTH:
+            return False
+        self._best, self.steps = gain, min(2 * self._last, MOST_STEPS)
+        return True
+
+    def renewed(self) -> None:
+        """Compare with no candidate of before: weights have changed."""
+        self._best = 0.0

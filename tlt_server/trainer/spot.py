@@ -79,6 +79,7 @@ class RoundEnd(NamedTuple):
     judged: Judged | None = None
     offer: Offer | None = None
     pause: str = ""  # a reason to go no further without an operator
+    paid: bool = False  # the candidate is better than those before
 
 
 Round = Generator[TrainerState, None, RoundEnd]
@@ -307,7 +308,7 @@ class SpotTrainer:
             return
         self._refused[outcome.refused] += 1
         if outcome.refused != NO_DATA:
-            self.schedule.judged(gain=False)
+            self.schedule.judged(gain=outcome.paid)
         if outcome.pause:
             self.phases.pause(outcome.pause)
         self.phases.drop()

@@ -33,13 +33,13 @@ from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import RecordedDocuments
+from tlt_server.trainer.schedule import RoundLength
 from tlt_server.trainer.spot import Facts, Lacking, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
 from tlt_server.trainer.trial import FITTED, Trial
 from tlt_server.training import NO_DATA, HandedOver, TrainerState, candidate_directory
 
-STEPS = 24  # the most of a round
 EPOCHS = 3  # passes of a round over its sequences, at most
 SAVED_EVERY = 12  # steps between checkpoints
 JUDGED_GROUPS = 256  # held-out prompts, the newest ones
@@ -93,6 +93,7 @@ class DrafterWork:
         self._checkpoints: Checkpoints | None = None
         self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
         self._rounds = self._candidates = 0
+        self._length = RoundLength()
         self._halved = False
 
     @property
@@ -104,6 +105,7 @@ class DrafterWork:
     def install(self, handed: HandedOver) -> None:
         given, place = self._settings, Path(handed.directory)
         self._handed = self._wanted = None
+        self._length.renewed()
         # The last candidate stays for clients, until the next one is written.
         self._clear("*", place, self._candidate_directory)
         self._handed = read_handed(place, given.model, handed.target, handed.drafter, given.device)
@@ -155,6 +157,7 @@ class DrafterWork:
             drafter_version=version, directory=directory, in_force=self._handed.replayed(directory)
         )
         self._lineage = self._handed.identity()
+        self._length.renewed()
         if self._trainer is not None:
             self._checkpoint_as(self._trainer)
 
@@ -185,6 +188,7 @@ class DrafterWork:
         entries, version = [*self._buffer], handed.target_version
         self._wanted = None
         drawn = self._draw(self._with_features(entries, version))
+        most_steps = self._length.begin()
         documents = RecordedDocuments.of(drawn, self._states, version)
         if max(documents.lengths, default=0) < 3:
             return RoundEnd(NO_DATA)
@@ -192,7 +196,7 @@ class DrafterWork:
         steps = trainer.objective.steps
         packer, cursor = Packer(documents, self._facts.micro_batch, steps, self._rounds), Cursor()
         yield TrainerState.TRAINING
-        for done in range(min(STEPS, EPOCHS * len(packer.plan(0)))):
+        for done in range(min(most_steps, EPOCHS * len(packer.plan(0)))):
             if done % SAVED_EVERY == 0:
                 self._save(trainer)
             placed = packer.plan(cursor.epoch)[cursor.pack]
@@ -208,7 +212,9 @@ class DrafterWork:
         self._save(trainer)
         self._settle(trainer)
         yield TrainerState.EVALUATING
-        return (yield from self._judge(handed, trainer, entries, drawn))
+        outcome = yield from self._judge(handed, trainer, entries, drawn)
+        gain = outcome.judged.gain if outcome.judged is not None else 0.0
+        return outcome._replace(paid=self._length.judged(gain))
 
     def _with_features(self, entries: Sequence[Recorded], version: str) -> Strata:
         """Return what may be trained on and has features, by stratum."""
@@ -224,7 +230,7 @@ class DrafterWork:
 
     def _draw(self, strata: Strata) -> list[Recorded]:
         """Draw as many sequences as a round has room for; each once."""
-        room = STEPS * self._facts.micro_batch
+        room = self._length.steps * self._facts.micro_batch
         drawn: dict[int, Recorded] = {}
         for entry in sampling.draw(strata, DRAWN, 0, self._rounds):
             room -= 0 if entry.number in drawn else len(entry.sample.tokens) // 4
