@@ -8,7 +8,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels import reference
 from tlt_kernels.gpu import gemm
-from tlt_kernels.gpu.lora import AdapterRows, add_lora, find_rows, silu_mul
+from tlt_kernels.gpu.lora import AdapterRows, expand, expand_silu, find_rows, shrink
 from tlt_kernels.gpu.tensors import RowTable
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
@@ -45,6 +45,9 @@ def test_rows_are_found_by_their_adapter_and_dead_ones_are_not() -> None:
         expected = torch.nonzero((adapter[batch_slot] == slot) & ~dead)[:, 0]
         count = int(by_slot.count_S[slot])
         assert by_slot.row_SM[slot, :count].tolist() == expected.tolist()
+    rest = torch.nonzero((adapter[batch_slot] == -1) | dead)[:, 0]
+    count = int(by_slot.count_S[SLOTS])
+    assert by_slot.row_SM[SLOTS, :count].tolist() == rest.tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,7 +62,8 @@ def test_add_lora(inputs: int, parts: tuple[int, ...], dtype: torch.dtype) -> No
     doubles = (each.double() for each in (x, a, b, scale))
     expected = reference.add_lora(*doubles, parts, torch.tensor(slot_M), out.double())
     before = out.clone()
-    add_lora(x, a, b, scale, parts, found(slot_M), out)
+    rows = found(slot_M)
+    expand(shrink(x, a, rows), b, scale, parts, rows, out)
     assert_close("sum", out, expected, TOLERANCE[dtype])
     assert_same_bits("a row without an adapter", out[1], before[1])
 
@@ -73,16 +77,26 @@ def test_the_bits_of_a_row_are_the_same_in_any_company(dtype: torch.dtype) -> No
     base = draw(count, 128, dtype=dtype, seed=4)
     slot_M = [m % 4 - 1 for m in range(count)]
     together = base.clone()
-    add_lora(x, a, b, scale, parts, found(slot_M), together)
+    rows = found(slot_M)
+    expand(shrink(x, a, rows), b, scale, parts, rows, together)
     for m in (0, 1, 2, 3, count - 1):
         alone = base[m : m + 1].clone()
-        add_lora(x[m : m + 1].contiguous(), a, b, scale, parts, found([slot_M[m]]), alone)
+        rows = found([slot_M[m]])
+        expand(shrink(x[m : m + 1].contiguous(), a, rows), b, scale, parts, rows, alone)
         assert_same_bits(f"row {m}", alone[0], together[m])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_after_a_plain_matmul_has_the_bits_of_the_fused_one(dtype: torch.dtype) -> None:
-    for rows in (1, 5, 70):
-        x, weight = draw(rows, 160, dtype=dtype), draw(96, 160, dtype=dtype, seed=1) * 0.2
-        apart = silu_mul(gemm.linear(x, weight, out_dtype=torch.float32), dtype)
-        assert_same_bits(f"{rows} rows", apart, gemm.gated(x, weight))
+def test_gates_of_rows_with_and_without_adapters(dtype: torch.dtype) -> None:
+    """Rows without one have the bits of the fused matmul, the others those of its parts."""
+    a = draw(SLOTS, 2 * RANK, 160, dtype=dtype, seed=2)
+    b = draw(SLOTS, 192, RANK, dtype=dtype, seed=3)
+    scale, weight = torch.tensor([0.5, 2.0, 0.3], device=DEVICE), draw(192, 160, dtype=dtype) * 0.2
+    for count in (1, 5, 70):
+        x, rows = draw(count, 160, dtype=dtype), found([m % 4 - 1 for m in range(count)])
+        low, both = shrink(x, a, rows), gemm.linear(x, weight, out_dtype=torch.float32)
+        gated = expand_silu(low, b, scale, rows, both, dtype)
+        assert_same_bits(f"{count} rows", gated[::4], gemm.gated(x, weight)[::4])
+        expand(low, b, scale, (96, 96), rows, both)
+        expected = reference.silu_mul(both.double())
+        assert_close(f"{count} rows", gated, expected, TOLERANCE[dtype])

@@ -1,13 +1,14 @@
 """LoRA: adds scale * (x A^T) B^T to the rows of a matmul's result, by the adapter of each row.
 
-Rows of one adapter are gathered into tiles of 16. The bits of a row depend on that row and its
-adapter alone: K is cut into segments of one size, k ascends within a segment, segments are added in
-order, and tensor cores add in the same order in every tile. A row without an adapter is not
-touched. The adapters of all slots lie side by side at fixed addresses, their ranks padded with
-zeros.
+`shrink` multiplies by A and goes before the matmul, which reads its weights ahead meanwhile;
+`expand` multiplies by B and adds, after it. Rows of one adapter are gathered into tiles of 16. The
+bits of a row depend on that row and its adapter alone: K is cut into segments of one size, k
+ascends within a segment, segments are added in order, and tensor cores add in the same order in
+every tile. A row without an adapter is not touched. The adapters of all slots lie side by side at
+fixed addresses, their ranks padded with zeros.
 
 Legend: M rows, K inputs, N outputs of a fused map, r padded rank, X = r times the parts of the
-fused map, P segments of K, S slots, Q batch slots, I intermediate; BM, BN, BX, BK tiles.
+fused map, P segments of K, S slots, Q batch slots; BM, BN, BX, BK, BI tiles.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ ROWS = 16  # rows of a tile
 SEGMENT = 1024  # inputs that one program adds up
 MIN_RANK = 16  # products that a tensor core adds at once
 MAX_PARTS = 3
+AT_ONCE = tl.constexpr(8)  # segments whose sums are on their way
 
 
 class AdapterRows(NamedTuple):
-    """The rows of a step by slot of their adapter: the first `count_S[s]` of `row_SM[s]`."""
+    """The rows of a step by slot of their adapter: the first `count_S[s]` of `row_SM[s]`. The last
+    of the S slots is no adapter's; it has the rows without one, dead ones, too.
+    """
 
     row_SM: Tensor
     count_S: Tensor
@@ -40,7 +44,7 @@ class AdapterRows(NamedTuple):
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        return AdapterRows(zeros(slots, rows), zeros(slots))
+        return AdapterRows(zeros(slots + 1, rows), zeros(slots + 1))
 
 
 def tile_columns(parts: tuple[int, ...]) -> int:
@@ -54,14 +58,16 @@ def tile_columns(parts: tuple[int, ...]) -> int:
 @triton.jit(do_not_specialize=["M"])
 def _find(position_R, batch_slot_R, adapter_Q, row_SM, count_S, M, BLOCK: tl.constexpr):
     s, i_I = tl.program_id(0), tl.arange(0, BLOCK)
-    pdl_wait()
+    slot = tl.where(s < tl.num_programs(0) - 1, s, -1)
     pdl_launch()
+    pdl_wait()
     found = 0
     for done in range(0, M, BLOCK):
         row_I = done + i_I
         live_I = tl.load(position_R + row_I, mask=row_I < M, other=-1) >= 0
         batch_slot_I = tl.load(batch_slot_R + row_I, mask=live_I, other=0)
-        own_I = live_I & (tl.load(adapter_Q + batch_slot_I, mask=live_I, other=-1) == s)
+        own_I = tl.load(adapter_Q + batch_slot_I, mask=live_I, other=-1) == slot
+        own_I &= row_I < M
         one_I = own_I.to(tl.int32)
         tl.store(row_SM + s * M + found + tl.cumsum(one_I, 0) - one_I, row_I, mask=own_I)
         found += tl.sum(one_I, 0)
@@ -69,7 +75,7 @@ def _find(position_R, batch_slot_R, adapter_Q, row_SM, count_S, M, BLOCK: tl.con
 
 
 def find_rows(rows: RowTable, adapter_Q: Tensor, found: AdapterRows) -> None:
-    """Sort the live rows of a step by the slot of their adapter."""
+    """Sort the rows of a step by the slot of their adapter."""
     slots, count = found.row_SM.shape
     assert len(rows.position_R) == count
     _find[(slots,)](
@@ -89,6 +95,7 @@ def _shrink(
     s, p = tl.program_id(2), tl.program_id(1) // x_tiles
     first, x_I = p * SEGMENT, tl.program_id(1) % x_tiles * BX + tl.arange(0, BX)
     at_J = tl.program_id(0) * BM + tl.arange(0, BM)
+    pdl_launch()
     pdl_wait()
     count = tl.load(count_S + s)
     if tl.program_id(0) * BM < count:
@@ -104,7 +111,16 @@ def _shrink(
             total_IJ = dot(a_IL, x_JL.T, total_IJ)
         low = low_PMX + (p.to(tl.int64) * M + row_J[:, None]) * X + x_I[None, :]
         tl.store(low, total_IJ.T, mask=(at_J < count)[:, None] & (x_I < X)[None, :])
-    pdl_launch()
+
+
+@triton.jit
+def _low(low_PMX, scale_S, s, row_J, live_J, x_L, M, X, P):
+    """Add up the segments, and scale."""
+    low_JL = tl.zeros((row_J.shape[0], x_L.shape[0]), tl.float32)
+    for p in tl.range(0, P, loop_unroll_factor=AT_ONCE):
+        at = low_PMX + (p * M + row_J[:, None]) * X + x_L[None, :]
+        low_JL += tl.load(at, mask=live_J[:, None], other=0.0)
+    return low_JL * tl.load(scale_S + s)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -115,69 +131,103 @@ def _expand(
     """Add one tile of the result. The parts of the fused map begin at columns 0, FIRST1, FIRST2."""
     s, first = tl.program_id(2), tl.program_id(1) * BN
     part = (first >= FIRST1).to(tl.int32) + (first >= FIRST2).to(tl.int32)
-    n_I, at_J, x_L = (
-        first + tl.arange(0, BN),
-        tl.program_id(0) * BM + tl.arange(0, BM),
-        tl.arange(0, r),
-    )
+    n_I, x_L = first + tl.arange(0, BN), tl.arange(0, r)
+    at_J = tl.program_id(0) * BM + tl.arange(0, BM)
+    pdl_launch()
     pdl_wait()
     count = tl.load(count_S + s)
     if tl.program_id(0) * BM < count:
+        b_IL = tl.load(b_SNr + (s.to(tl.int64) * N + n_I[:, None]) * r + x_L[None, :])
         live_J = at_J < count
         row_J = tl.load(row_SM + s * M + at_J, mask=live_J, other=0).to(tl.int64)
-        low_JL = tl.zeros((BM, r), tl.float32)
-        for p in range(0, P):
-            at = low_PMX + (p * M + row_J[:, None]) * X + part * r + x_L[None, :]
-            low_JL += tl.load(at, mask=live_J[:, None], other=0.0)
-        low_JL *= tl.load(scale_S + s)
-        b_IL = tl.load(b_SNr + (s.to(tl.int64) * N + n_I[:, None]) * r + x_L[None, :])
-        added_IJ = dot(b_IL, low_JL.to(b_IL.dtype).T, tl.zeros((BN, BM), tl.float32))
         out = out_MN + row_J[:, None] * N + n_I[None, :]
-        sum_JI = tl.load(out, mask=live_J[:, None], other=0.0).to(tl.float32) + added_IJ.T
+        sum_JI = tl.load(out, mask=live_J[:, None], other=0.0).to(tl.float32)
+        low_JL = _low(low_PMX, scale_S, s, row_J, live_J, part * r + x_L, M, X, P)
+        sum_JI += dot(b_IL, low_JL.to(b_IL.dtype).T, tl.zeros((BN, BM), tl.float32)).T
         tl.store(out, sum_JI.to(out_MN.dtype.element_ty), mask=live_J[:, None])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _expand_silu(
+    low_PMX, b_SNr, scale_S, row_SM, count_S, gate_up_MN, out_MI, M, inner, X, P,
+    r: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of silu(gate) * up, with what the adapter adds to both."""
+    s, x_L = tl.program_id(2), tl.arange(0, r)
+    i_I = tl.program_id(1) * BI + tl.arange(0, BI)
+    at_J = tl.program_id(0) * BM + tl.arange(0, BM)
     pdl_launch()
+    pdl_wait()
+    count = tl.load(count_S + s)
+    if tl.program_id(0) * BM < count:
+        inside = (at_J < count)[:, None] & (i_I < inner)[None, :]
+        live_J = at_J < count
+        row_J = tl.load(row_SM + s * M + at_J, mask=live_J, other=0).to(tl.int64)
+        gate = gate_up_MN + row_J[:, None] * 2 * inner + i_I[None, :]
+        gate_JI = tl.load(gate, mask=inside, other=0.0)
+        up_JI = tl.load(gate + inner, mask=inside, other=0.0)
+        if s < tl.num_programs(2) - 1:
+            b = b_SNr + (s.to(tl.int64) * 2 * inner + i_I[:, None]) * r + x_L[None, :]
+            b_IL = tl.load(b, mask=(i_I < inner)[:, None], other=0.0)
+            low_JL = _low(low_PMX, scale_S, s, row_J, live_J, x_L, M, X, P)
+            gate_JI += dot(b_IL, low_JL.to(b_IL.dtype).T, tl.zeros((BI, BM), tl.float32)).T
+            b_IL = tl.load(b + inner * r, mask=(i_I < inner)[:, None], other=0.0)
+            low_JL = _low(low_PMX, scale_S, s, row_J, live_J, r + x_L, M, X, P)
+            up_JI += dot(b_IL, low_JL.to(b_IL.dtype).T, tl.zeros((BI, BM), tl.float32)).T
+        result_JI = (silu(gate_JI) * up_JI).to(out_MI.dtype.element_ty)
+        tl.store(out_MI + row_J[:, None] * inner + i_I[None, :], result_JI, mask=inside)
 
 
-def add_lora(
-    x_MK: Tensor,
-    a_SXK: Tensor,
+def shrink(x_MK: Tensor, a_SXK: Tensor, rows: AdapterRows) -> Tensor:
+    """Return the products of rows and the A of their adapters, by segments of K: float32 [P, M, X],
+    nothing where a row has no adapter.
+    """
+    (count, inputs), (slots, width, _) = x_MK.shape, a_SXK.shape
+    assert len(rows.count_S) == slots + 1 and x_MK.is_contiguous()
+    segments = triton.cdiv(inputs, SEGMENT)
+    low_PMX = torch.empty(segments, count, width, dtype=torch.float32, device=x_MK.device)
+    row_tiles, columns = triton.cdiv(count, ROWS), min(64, triton.next_power_of_2(width))
+    if count:
+        _shrink[(row_tiles, segments * triton.cdiv(width, columns), slots)](
+            x_MK,
+            a_SXK,
+            *rows,
+            low_PMX,
+            count,
+            inputs,
+            width,
+            SEGMENT=SEGMENT,
+            BM=ROWS,
+            BX=columns,
+            BK=128,
+            num_warps=4,
+            num_stages=3,
+            **PDL,
+        )
+    return low_PMX
+
+
+def expand(
+    low_PMX: Tensor,
     b_SNr: Tensor,
     scale_S: Tensor,
     parts: tuple[int, ...],
     rows: AdapterRows,
     out_MN: Tensor,
 ) -> None:
-    """Add to `out_MN` (x's dtype or float32) what the adapters of its rows make of `x_MK`. `parts`:
-    outputs of the maps that are fused, in order; each has `r` rows of A.
+    """Add to `out_MN` (the weights' type or float32) the products of `low_PMX` and the B of the
+    adapters of its rows. `parts`: outputs of the maps that are fused, in order; each has `r` rows
+    of A.
     """
-    (count, inputs), (slots, outputs, rank) = x_MK.shape, b_SNr.shape
-    width, segments = a_SXK.shape[1], triton.cdiv(inputs, SEGMENT)
+    (segments, count, width), (slots, outputs, rank) = low_PMX.shape, b_SNr.shape
     assert len(parts) <= MAX_PARTS and width == rank * len(parts) and sum(parts) == outputs
-    assert out_MN.shape == (count, outputs) and out_MN.is_contiguous() and x_MK.is_contiguous()
+    assert out_MN.shape == (count, outputs) and out_MN.is_contiguous()
     if not count:
         return
-    low_PMX = torch.empty(segments, count, width, dtype=torch.float32, device=x_MK.device)
-    row_tiles, columns = triton.cdiv(count, ROWS), min(64, triton.next_power_of_2(width))
-    _shrink[(row_tiles, segments * triton.cdiv(width, columns), slots)](
-        x_MK,
-        a_SXK,
-        *rows,
-        low_PMX,
-        count,
-        inputs,
-        width,
-        SEGMENT=SEGMENT,
-        BM=ROWS,
-        BX=columns,
-        BK=128,
-        num_warps=4,
-        num_stages=3,
-        **PDL,
-    )
     ends = [sum(parts[: i + 1]) for i in range(len(parts))]
     first, second = (*ends[:-1], outputs, outputs)[:2]
     tile = tile_columns(parts)
-    _expand[(row_tiles, outputs // tile, slots)](
+    _expand[(triton.cdiv(count, ROWS), outputs // tile, slots)](
         low_PMX,
         b_SNr,
         scale_S,
@@ -197,25 +247,38 @@ def add_lora(
     )
 
 
-@triton.jit
-def _silu_mul(gate_up_MX, out_MI, width, BLOCK: tl.constexpr):
-    m, i_L = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside_L = i_L < width
-    pdl_wait()
-    pdl_launch()
-    gate_L = tl.load(gate_up_MX + m * 2 * width + i_L, mask=inside_L, other=0.0)
-    up_L = tl.load(gate_up_MX + m * 2 * width + width + i_L, mask=inside_L, other=0.0)
-    result_L = silu(gate_L) * up_L
-    tl.store(out_MI + m * width + i_L, result_L.to(out_MI.dtype.element_ty), mask=inside_L)
-
-
-def silu_mul(gate_up_MX: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return silu(gate) * up of float32 rows [gate | up], rounded once, as `gemm.gated` does."""
-    rows, inputs = len(gate_up_MX), gate_up_MX.shape[1] // 2
-    assert gate_up_MX.dtype == torch.float32 and gate_up_MX.is_contiguous()
-    out_MI = torch.empty(rows, inputs, dtype=dtype, device=gate_up_MX.device)
-    if rows:
-        _silu_mul[(rows, triton.cdiv(inputs, 1024))](
-            gate_up_MX, out_MI, inputs, BLOCK=1024, num_warps=4, **PDL
+def expand_silu(
+    low_PMX: Tensor,
+    b_SNr: Tensor,
+    scale_S: Tensor,
+    rows: AdapterRows,
+    gate_up_MN: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return silu(gate) * up of float32 rows [gate | up] and what their adapters add to them,
+    rounded once. A row without an adapter has the bits of `gemm.gated`.
+    """
+    (segments, count, width), (slots, outputs, rank) = low_PMX.shape, b_SNr.shape
+    inputs = outputs // 2
+    assert gate_up_MN.dtype == torch.float32 and gate_up_MN.is_contiguous()
+    assert gate_up_MN.shape == (count, outputs) and width == 2 * rank
+    out_MI = torch.empty(count, inputs, dtype=dtype, device=gate_up_MN.device)
+    if count:
+        _expand_silu[(triton.cdiv(count, ROWS), triton.cdiv(inputs, 128), slots + 1)](
+            low_PMX,
+            b_SNr,
+            scale_S,
+            *rows,
+            gate_up_MN,
+            out_MI,
+            count,
+            inputs,
+            width,
+            segments,
+            r=rank,
+            BM=ROWS,
+            BI=128,
+            num_warps=4,
+            **PDL,
         )
     return out_MI

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tlt_kernels.gpu.lora import MIN_RANK, AdapterRows, add_lora, tile_columns
+from tlt_kernels.gpu.lora import MIN_RANK, AdapterRows, expand, expand_silu, shrink, tile_columns
 from tlt_server.errors import StartupError
 from tlt_server.models.adapted import FUSED
 from tlt_server.models.adapters import AdapterWeights, MatrixPair, linear_sizes
@@ -40,10 +40,19 @@ class GpuAdaptedProjection(NamedTuple):
     slots: GpuProjectionSlots
     rows: AdapterRows
 
-    def add(self, x_MK: Tensor, out_MN: Tensor) -> None:
-        """Add to the rows of `out_MN` what their adapters make of the rows of `x_MK`."""
+    def shrink(self, x_MK: Tensor) -> Tensor:
+        """Return `low_PMX`, the rows of `x_MK` times the A of their adapters, before the map."""
+        return shrink(x_MK, self.slots.a_SXK, self.rows)
+
+    def expand(self, low_PMX: Tensor, out_MN: Tensor) -> None:
+        """Add to the rows of the map's result what their adapters make of `low_PMX`."""
         parts = tuple(self.slots.parts.values())
-        add_lora(x_MK, *self.slots[1:], parts, self.rows, out_MN)
+        expand(low_PMX, self.slots.b_SNr, self.slots.scale_S, parts, self.rows, out_MN)
+
+    def expand_silu(self, low_PMX: Tensor, gate_up_MN: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return silu(gate) * up, each with what the adapters of its rows add."""
+        b_SNr, scale_S = self.slots.b_SNr, self.slots.scale_S
+        return expand_silu(low_PMX, b_SNr, scale_S, self.rows, gate_up_MN, dtype)
 
 
 class GpuAdaptedLayer(NamedTuple):

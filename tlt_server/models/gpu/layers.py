@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.lora import silu_mul
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.gpu.matmuls import Matmuls
 from tlt_server.models.layers import LayerShape
@@ -24,7 +23,7 @@ from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
 
 if TYPE_CHECKING:  # it needs `Placement`
-    from tlt_server.models.gpu.adapted import GpuAdaptedLayer
+    from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
 
 
 @dataclass(frozen=True)
@@ -119,15 +118,14 @@ class GpuSelfAttention:
         """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R,
         H] of the output.
         """
+        if adapted is not None:
+            low_PRX = adapted.qkv.shrink(x_RH)
         qkv_RX = self.matmuls.linear(x_RH, self.qkv.weight_XK, self.qkv.bias_X)
         if adapted is not None:
-            adapted.qkv.add(x_RH, qkv_RX)
+            adapted.qkv.expand(low_PRX, qkv_RX)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
         out_RX = attend(q_RND, k_SKD, v_SKD, first=first).view(len(x_RH), self.query_width)
-        part_PRH = self.matmuls.partials(out_RX, self.output.weight_XK)
-        if adapted is not None:
-            adapted.output.add(out_RX, part_PRH[0])
-        return part_PRH
+        return _partials(self.matmuls, self.output, out_RX, adapted and adapted.output)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
         """Write the rows' keys and values, and nothing else."""
@@ -173,10 +171,20 @@ class GpuGatedMlp:
         """Partial sums [P, R, H]."""
         if adapted is None:
             gated_RI = self.matmuls.gated(x_RH, self.gate_up.weight_XK)
-            return self.matmuls.partials(gated_RI, self.down.weight_XK)
-        gate_up_RX = self.matmuls.linear(x_RH, self.gate_up.weight_XK, out_dtype=torch.float32)
-        adapted.gate_up.add(x_RH, gate_up_RX)
-        gated_RI = silu_mul(gate_up_RX, x_RH.dtype)  # the bits of `gated` without an adapter
-        part_PRH = self.matmuls.partials(gated_RI, self.down.weight_XK)
-        adapted.down.add(gated_RI, part_PRH[0])
-        return part_PRH
+        else:
+            low_PRX = adapted.gate_up.shrink(x_RH)
+            both_RX = self.matmuls.linear(x_RH, self.gate_up.weight_XK, out_dtype=torch.float32)
+            gated_RI = adapted.gate_up.expand_silu(low_PRX, both_RX, x_RH.dtype)
+        return _partials(self.matmuls, self.down, gated_RI, adapted and adapted.down)
+
+
+def _partials(
+    matmuls: Matmuls, projection: GpuProjection, x_RK: Tensor, adapted: GpuAdaptedProjection | None
+) -> Tensor:
+    """Return partial sums [P, R, H] of a map; what adapters add is in the first."""
+    if adapted is None:
+        return matmuls.partials(x_RK, projection.weight_XK)
+    low_PRX = adapted.shrink(x_RK)
+    part_PRH = matmuls.partials(x_RK, projection.weight_XK)
+    adapted.expand(low_PRX, part_PRH[0])
+    return part_PRH
