@@ -39,7 +39,7 @@ from tlt_server.speculation.survival import Calibration
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.features import FeatureSource, RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
-from tlt_server.trainer.replay import ReplayedDrafter, Roots
+from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter, Roots
 from tlt_server.trainer.self_check import DraftsDiffer, SelfCheck, self_check
 
 TREE = "fixed:eagle:4x2x6"
@@ -211,6 +211,28 @@ def test_counts_do_not_depend_on_what_is_drafted_along(
             for _, (replay,) in stage.parts(record.responses, [n], [drafter]):
                 alone = Roots(np.zeros(1, np.int64), np.array([root]), np.array([9], np.int32))
                 assert replay.accepted(alone, 5, 3).tolist() == [accepted]
+
+
+def test_a_walk_is_the_same_where_all_positions_are_drafted_from_first(
+    record: RolloutRecord,
+    target: Decoder,
+    drafter: ReplayedDrafter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage, walks = ReplayStage(RecomputedFeatures(target), PAGE_SIZE), []
+    strategies = record.header.legend.strategies
+    plans = (
+        PinnedPlan(Strategy("eagle", 5, 3, 9)),
+        RecordedPlan(strategies, record.verified, "eagle"),
+    )
+    for at_once in (False, True):
+        monkeypatch.setattr(DraftReplay, "all_at_once", at_once)
+        tasks = [Task(drafter, plan) for plan in plans]
+        walks.append(evaluate(record.responses, [0, 5, 11, 30], tasks, stage))
+    for walked, other in zip(*walks, strict=True):
+        assert len(walked) > 20
+        for name, found_C in vars(walked).items():
+            assert np.array_equal(found_C, getattr(other, name)), name
 
 
 def test_one_place_serves_for_all_responses(

@@ -1,9 +1,10 @@
 """The accept length that drafters would have had on recorded responses, cycle by cycle.
 
 Every response is walked from its first token on: draft at the root, go on after what it accepts and
-the token after that. Responses are walked in step, a batch of roots at a time, since an accept
-length of 7 makes a seventh of all positions roots; memory is bounded by staging some responses at a
-time. No target pass is needed but for features.
+the token after that. On a CPU responses are walked in step, a batch of roots at a time, since an
+accept length of 7 makes a seventh of all positions roots. On a GPU a small batch takes as long as a
+large one, and the longest response would set the time: there all positions are drafted from first.
+Memory is bounded by staging some responses at a time. No target pass is needed but for features.
 
 Legend: N responses, C cycles, B roots.
 """
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from tlt_server.samples.samples import Responses
 from tlt_server.trainer.features import FeatureSource
-from tlt_server.trainer.plans import RootPlan
+from tlt_server.trainer.plans import PlannedRoots, RootPlan
 from tlt_server.trainer.replay import MAX_ROOTS, DraftReplay, ReplayedDrafter
 from tlt_server.trainer.staged import Roots, StagedResponses
 
@@ -141,31 +142,33 @@ def _parts(
 
 def walk(replay: DraftReplay, part: Sequence[int], plan: RootPlan) -> Walked:
     """Walk the staged responses, whose numbers are `part`."""
-    number_N = np.array(part, np.int64)
-    length_N = replay.staged.length_N
-    live_B = np.arange(len(part))
-    root_B = plan.first(number_N, replay.staged.prompt_len_N.astype(np.int64))
+    number_N, staged = np.array(part, np.int64), replay.staged
+    first_N = plan.first(number_N, staged.prompt_len_N.astype(np.int64))
+    accepted_T: NDArray[np.int32] | None = None
+    if replay.all_at_once:
+        own_T = staged.position_T >= np.repeat(first_N, staged.length_N)
+        own_T &= staged.position_T < np.repeat(staged.length_N - 1, staged.length_N)
+        response_B = np.repeat(np.arange(len(part)), staged.length_N)[own_T]
+        position_B = staged.position_T[own_T]
+        planned = plan.at(number_N[response_B], position_B)
+        accepted_T = np.zeros(len(own_T), np.int32)
+        accepted_T[own_T] = _accepted(replay, plan, response_B, position_B, planned)
+    live_B, root_B = np.arange(len(part)), first_N
     cycles: list[Walked] = []
     while True:
-        more_B = root_B < length_N[live_B] - 1
+        more_B = root_B < staged.length_N[live_B] - 1
         live_B, root_B = live_B[more_B], root_B[more_B]
         if not len(live_B):
             return Walked.joined(cycles)
         planned = plan.at(number_N[live_B], root_B)
-        drafts_B = planned.rows_B > 0
-        roots = Roots(live_B, root_B, planned.rows_B)
-        accepted_B = np.zeros(len(root_B), np.int64)
-        for index in np.unique(planned.strategy_B[drafts_B]).tolist():
-            strategy = plan.strategies[index]
-            same = np.flatnonzero(drafts_B & (planned.strategy_B == index))
-            accepted_B[same] = replay.accepted(
-                roots.part(same),
-                strategy.depth,
-                strategy.width,
-                floored=plan.floored or strategy.width > 1,
-            )
-        left_B = length_N[live_B] - 1 - root_B
+        accepted_B = (
+            _accepted(replay, plan, live_B, root_B, planned)
+            if accepted_T is None
+            else accepted_T[staged.start_N[live_B] + root_B]
+        )
+        left_B = staged.length_N[live_B] - 1 - root_B
         emitted_B = np.minimum(accepted_B + 1, left_B)
+        drafts_B = planned.rows_B > 0
         kept = np.flatnonzero(drafts_B)
         columns = (
             number_N[live_B],
@@ -177,3 +180,25 @@ def walk(replay: DraftReplay, part: Sequence[int], plan: RootPlan) -> Walked:
         )
         cycles.append(Walked(*(column[kept].astype(np.int32) for column in columns)))
         root_B = np.where(drafts_B, root_B + emitted_B, planned.next_B)
+
+
+def _accepted(
+    replay: DraftReplay,
+    plan: RootPlan,
+    response_B: NDArray[np.int64],
+    root_B: NDArray[np.int64],
+    planned: PlannedRoots,
+) -> NDArray[np.int32]:
+    """Return the accepted drafts of each root, [B]; 0 where none are planned."""
+    roots, drafts_B = Roots(response_B, root_B, planned.rows_B), planned.rows_B > 0
+    accepted_B = np.zeros(len(root_B), np.int32)
+    for index in np.unique(planned.strategy_B[drafts_B]).tolist():
+        strategy = plan.strategies[index]
+        same = np.flatnonzero(drafts_B & (planned.strategy_B == index))
+        accepted_B[same] = replay.accepted(
+            roots.part(same),
+            strategy.depth,
+            strategy.width,
+            floored=plan.floored or strategy.width > 1,
+        )
+    return accepted_B

@@ -30,7 +30,8 @@ from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.tree import Selection, select
 from tlt_server.trainer.staged import Roots, StagedResponses
 
-MAX_ROOTS = 256  # roots drafted from at once
+MAX_ROOTS = 256  # roots drafted from at once, at most
+GPU_ROOTS = 128  # the same on a GPU, where requests wait for the end of a proposal
 DRAFT_ROWS = 8192  # draft rows of one proposal
 UNBOUNDED = 2**30  # draft rows of a batch in which no tree is cut for the sake of another
 
@@ -95,6 +96,11 @@ class DraftReplay:
         self.drafter, self.staged = drafter, staged
         self._drafts = TREES[drafter.device](drafter, staged)
 
+    @property
+    def all_at_once(self) -> bool:
+        """Tell whether all positions of a response are best drafted from before it is walked."""
+        return self.drafter.device == "cuda"
+
     def accepted(
         self, roots: Roots, depth: int, width: int, *, floored: bool = True
     ) -> NDArray[np.int32]:
@@ -103,13 +109,13 @@ class DraftReplay:
         `floored`: leave out what serving does not expand, as it hardly survives. False gives the
         whole tree, which has the chain of any recorded number of rows.
         """
-        parts = _at_once(roots, depth, width)
+        parts = self._at_once(roots, depth, width)
         found = [self._accepted(part, depth, width, floored) for part in parts]
         return np.concatenate(found) if found else np.zeros(0, np.int32)
 
     def calibrate(self, roots: Roots, depth: int, width: int) -> None:
         """Correct the drafter's calibration table by whole trees from these roots."""
-        for part in _at_once(roots, depth, width):
+        for part in self._at_once(roots, depth, width):
             batch = self.staged.batch(part)
             candidates = self._drafts.propose(batch, Strategy(self.drafter.kind, depth, width, 1))
             follow_BD = self.staged.follow(part, depth)
@@ -122,12 +128,12 @@ class DraftReplay:
         chosen = select(candidates, len(batch), len(candidates), roots.rows_B - 1)
         return followed(candidates, chosen, self.staged.follow(roots, depth))
 
-
-def _at_once(roots: Roots, depth: int, width: int) -> Iterator[Roots]:
-    """Cut roots into parts that one proposal of such trees has room for."""
-    most = max(1, min(MAX_ROOTS, DRAFT_ROWS // max(1, width * (depth - 1))))
-    for first in range(0, len(roots.position_B), most):
-        yield roots.part(slice(first, first + most))
+    def _at_once(self, roots: Roots, depth: int, width: int) -> Iterator[Roots]:
+        """Cut roots into parts that one proposal of such trees has room for."""
+        roots_at_once = GPU_ROOTS if self.all_at_once else MAX_ROOTS
+        most = max(1, min(roots_at_once, DRAFT_ROWS // max(1, width * (depth - 1))))
+        for first in range(0, len(roots.position_B), most):
+            yield roots.part(slice(first, first + most))
 
 
 def on_path(candidates: Candidates, follow_BD: NDArray[np.int32]) -> NDArray[np.int8]:
