@@ -130,6 +130,13 @@ def _structures(parser: argparse.ArgumentParser) -> None:
 def _lora(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
     _batches(parser, "1,64", "1,8")
+    parser.add_argument(
+        "--rank",
+        type=_sizes,
+        metavar="N,N,...",
+        default=(16, 128),
+        help="ranks of the adapters, at most 128 [default 16,128]",
+    )
 
 
 def _cycle(parser: argparse.ArgumentParser) -> None:

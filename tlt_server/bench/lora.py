@@ -30,7 +30,6 @@ from tlt_server.records import OFF, GenerateRequest, Strategy
 
 PROMPT, NEW, QUICK_NEW = 128, 1024, 256  # tokens
 STEPS = 100  # timed per batch and round
-RANKS = (16, 128)
 ROUNDS = 5
 STRATEGIES = (OFF, Strategy("eagle", 7, 1, 8))
 
@@ -46,8 +45,10 @@ def run(args: argparse.Namespace) -> int:
     strategies = STRATEGIES if "eagle" in base.drafters else (OFF,)
     source, console, rows = LoadedOnce(strategies), wide_console(), list[dict[str, Any]]()
     with progress_bar(console) as progress:
-        task = progress.add_task("load", total=len(RANKS) * (1 + len(batches) * len(strategies)))
-        for rank in RANKS:
+        task = progress.add_task(
+            "load", total=len(args.rank) * (1 + len(batches) * len(strategies))
+        )
+        for rank in args.rank:
             progress.update(task, advance=1, description=f"load, rank {rank}")
             with TemporaryDirectory(prefix="tlt-lora-") as root:
                 write_adapters(Path(base.model), Path(root), rank)

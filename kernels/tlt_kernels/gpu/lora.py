@@ -28,7 +28,9 @@ ROWS = 16  # rows of a tile
 SEGMENT = 1024  # inputs that one program adds up
 MIN_RANK = 16  # products that a tensor core adds at once
 MAX_PARTS = 3
-AT_ONCE = tl.constexpr(8)  # segments whose sums are on their way
+COLUMNS = 16  # rows of A that one program multiplies by
+# Two stages of a program's operands fit beside a matmul's, so both are on a multiprocessor at once.
+DEPTH, STAGES = 128, 2
 
 
 class AdapterRows(NamedTuple):
@@ -97,9 +99,9 @@ def _shrink(
     at_J = tl.program_id(0) * BM + tl.arange(0, BM)
     pdl_launch()
     pdl_wait()
+    row_J = tl.load(row_SM + s * M + at_J, mask=at_J < M, other=0).to(tl.int64)
     count = tl.load(count_S + s)
     if tl.program_id(0) * BM < count:
-        row_J = tl.load(row_SM + s * M + at_J, mask=at_J < count, other=0).to(tl.int64)
         a_I = a_SXK + (s.to(tl.int64) * X + x_I[:, None]) * K
         x_J = x_MK + row_J[:, None] * K
         total_IJ = tl.zeros((BX, BM), tl.float32)
@@ -114,19 +116,22 @@ def _shrink(
 
 
 @triton.jit
-def _low(low_PMX, scale_S, s, row_J, live_J, x_L, M, X, P):
-    """Add up the segments, and scale."""
+def _low(low_PMX, scale_S, s, row_J, live_J, x_L, M, X, P: tl.constexpr):
+    """Add up the segments, and scale. Loads of some segments are on their way at once."""
+    AT_ONCE: tl.constexpr = 32 if x_L.shape[0] <= 32 else 8
     low_JL = tl.zeros((row_J.shape[0], x_L.shape[0]), tl.float32)
-    for p in tl.range(0, P, loop_unroll_factor=AT_ONCE):
-        at = low_PMX + (p * M + row_J[:, None]) * X + x_L[None, :]
-        low_JL += tl.load(at, mask=live_J[:, None], other=0.0)
+    for first in range(0, P, AT_ONCE):
+        for i in tl.static_range(min(P, AT_ONCE)):
+            p = first + i
+            at = low_PMX + (p * M + row_J[:, None]) * X + x_L[None, :]
+            low_JL += tl.load(at, mask=live_J[:, None] & (p < P), other=0.0)
     return low_JL * tl.load(scale_S + s)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _expand(
-    low_PMX, b_SNr, scale_S, row_SM, count_S, out_MN, M, N, X, P, FIRST1, FIRST2,
-    r: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    low_PMX, b_SNr, scale_S, row_SM, count_S, out_MN, M, N, X, FIRST1, FIRST2,
+    P: tl.constexpr, r: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of the result. The parts of the fused map begin at columns 0, FIRST1, FIRST2."""
     s, first = tl.program_id(2), tl.program_id(1) * BN
@@ -135,11 +140,11 @@ def _expand(
     at_J = tl.program_id(0) * BM + tl.arange(0, BM)
     pdl_launch()
     pdl_wait()
+    row_J = tl.load(row_SM + s * M + at_J, mask=at_J < M, other=0).to(tl.int64)
     count = tl.load(count_S + s)
     if tl.program_id(0) * BM < count:
-        b_IL = tl.load(b_SNr + (s.to(tl.int64) * N + n_I[:, None]) * r + x_L[None, :])
         live_J = at_J < count
-        row_J = tl.load(row_SM + s * M + at_J, mask=live_J, other=0).to(tl.int64)
+        b_IL = tl.load(b_SNr + (s.to(tl.int64) * N + n_I[:, None]) * r + x_L[None, :])
         out = out_MN + row_J[:, None] * N + n_I[None, :]
         sum_JI = tl.load(out, mask=live_J[:, None], other=0.0).to(tl.float32)
         low_JL = _low(low_PMX, scale_S, s, row_J, live_J, part * r + x_L, M, X, P)
@@ -149,8 +154,8 @@ def _expand(
 
 @triton.jit(do_not_specialize=["M"])
 def _expand_silu(
-    low_PMX, b_SNr, scale_S, row_SM, count_S, gate_up_MN, out_MI, M, inner, X, P,
-    r: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
+    low_PMX, b_SNr, scale_S, row_SM, count_S, gate_up_MN, out_MI, M, inner, X,
+    P: tl.constexpr, r: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of silu(gate) * up, with what the adapter adds to both."""
     s, x_L = tl.program_id(2), tl.arange(0, r)
@@ -158,11 +163,11 @@ def _expand_silu(
     at_J = tl.program_id(0) * BM + tl.arange(0, BM)
     pdl_launch()
     pdl_wait()
+    row_J = tl.load(row_SM + s * M + at_J, mask=at_J < M, other=0).to(tl.int64)
     count = tl.load(count_S + s)
     if tl.program_id(0) * BM < count:
-        inside = (at_J < count)[:, None] & (i_I < inner)[None, :]
         live_J = at_J < count
-        row_J = tl.load(row_SM + s * M + at_J, mask=live_J, other=0).to(tl.int64)
+        inside = live_J[:, None] & (i_I < inner)[None, :]
         gate = gate_up_MN + row_J[:, None] * 2 * inner + i_I[None, :]
         gate_JI = tl.load(gate, mask=inside, other=0.0)
         up_JI = tl.load(gate + inner, mask=inside, other=0.0)
@@ -186,9 +191,9 @@ def shrink(x_MK: Tensor, a_SXK: Tensor, rows: AdapterRows) -> Tensor:
     assert len(rows.count_S) == slots + 1 and x_MK.is_contiguous()
     segments = triton.cdiv(inputs, SEGMENT)
     low_PMX = torch.empty(segments, count, width, dtype=torch.float32, device=x_MK.device)
-    row_tiles, columns = triton.cdiv(count, ROWS), min(64, triton.next_power_of_2(width))
     if count:
-        _shrink[(row_tiles, segments * triton.cdiv(width, columns), slots)](
+        grid = triton.cdiv(count, ROWS), segments * triton.cdiv(width, COLUMNS), slots
+        _shrink[grid](
             x_MK,
             a_SXK,
             *rows,
@@ -198,10 +203,10 @@ def shrink(x_MK: Tensor, a_SXK: Tensor, rows: AdapterRows) -> Tensor:
             width,
             SEGMENT=SEGMENT,
             BM=ROWS,
-            BX=columns,
-            BK=128,
+            BX=COLUMNS,
+            BK=DEPTH,
             num_warps=4,
-            num_stages=3,
+            num_stages=STAGES,
             **PDL,
         )
     return low_PMX
@@ -236,9 +241,9 @@ def expand(
         count,
         outputs,
         width,
-        segments,
         first,
         second,
+        P=segments,
         r=rank,
         BM=ROWS,
         BN=tile,
@@ -274,7 +279,7 @@ def expand_silu(
             count,
             inputs,
             width,
-            segments,
+            P=segments,
             r=rank,
             BM=ROWS,
             BI=128,
