@@ -1,7 +1,7 @@
 """The `tlt` command: serve | demo | bench | doctor | weights | cache | drafter. Parses arguments
 with the standard library only; heavy imports wait.
 
-User errors (`StartupError`) end in one line on stderr and exit status 2.
+User errors (`StartupError`, `TltError`) end in one line on stderr and exit status 2.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from importlib import import_module
 from pathlib import Path
 
 from tlt_server import __version__
-from tlt_server.errors import StartupError
+from tlt_server.errors import StartupError, TltError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else list(argv))
     try:
         return int(arguments.run(arguments) or 0)
-    except StartupError as error:
+    except (StartupError, TltError) as error:
         print(f"tlt: {error.message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.engine.pushing import Pushable
 from tests.engine.weight_cases import root, settings
 from tlt_server.commands import HandOver
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.samples.segments import SegmentHeader
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
+from tlt_server.trainer.handed import Handed, digest_of
 from tlt_server.trainer.state_store import StateStore
 from tlt_server.trainer.work import DrafterWork, WorkSettings
 from tlt_server.training import HandedOver
@@ -18,18 +22,29 @@ from tlt_server.training import HandedOver
 __all__ = ["root", "settings"]  # fixtures
 
 
-def steps_of_a_new_process(settings: EngineSettings, place: Path, done: int) -> int:
-    """Return the steps that a trainer of this engine's drafter begins with; it leaves `done`."""
-    engine, handed = Pushable(settings), place / "handed"
-    assert settings.drafter is not None
-    engine.engine.send(HandOver("out", str(handed), settings.drafter))
-    state = engine.report("out").state
+def new_work(settings: EngineSettings, place: Path) -> DrafterWork:
     buffer = SampleBuffer(None, SegmentHeader(1, 40, "m", ""), BufferBounds(100, 1000))
     given = WorkSettings(Path(settings.model), place, place.parent / "checkpoints", "cpu", 512)
-    work = DrafterWork(given, buffer, StateStore(0, 0))
-    work.install(HandedOver(directory=str(handed), target=state.target, drafter=state.drafter))
-    assert work._handed is not None and state.drafter == "initial"
-    trainer = work._build(work._handed)
+    return DrafterWork(given, buffer, StateStore(0, 0))
+
+
+def install(work: DrafterWork, engine: Pushable, place: Path) -> Handed:
+    """Hand over what is in force."""
+    id, drafter = f"out-{place.name}", engine.settings.drafter
+    assert drafter is not None
+    engine.engine.send(HandOver(id, str(place), drafter))
+    state = engine.report(id).state
+    work.install(HandedOver(directory=str(place), target=state.target, drafter=state.drafter))
+    assert work._handed is not None
+    return work._handed
+
+
+def steps_of_a_new_process(settings: EngineSettings, place: Path, done: int) -> int:
+    """Return the steps that a trainer of this engine's drafter begins with; it leaves `done`."""
+    work = new_work(settings, place)
+    handed = install(work, Pushable(settings), place / "handed")
+    assert handed.drafter_version == "initial"
+    trainer = work._build(handed)
     found, trainer.state.step = trainer.state.step, done
     work.release()
     return found
@@ -46,3 +61,30 @@ def test_a_checkpoint_of_another_drafter_of_the_same_version_is_not_resumed(
     assert steps_of_a_new_process(settings, places[1], 7) == 5
     assert steps_of_a_new_process(other, places[2], 3) == 0
     assert steps_of_a_new_process(other, places[3], 3) == 3
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_the_optimizer_goes_on_where_a_client_has_pushed_the_last_candidate(
+    settings: EngineSettings, root: Path, tmp_path: Path, asleep: bool
+) -> None:
+    (tmp_path / "work").mkdir()
+    engine, work = Pushable(settings), new_work(settings, tmp_path / "work")
+    handed = install(work, engine, tmp_path / "work" / "handed-1")
+    trainer = work._build(handed)
+    trainer.state.step = 5
+    trainer.state.mean_P.fill_(0.25)
+    work._candidate = digest_of(handed.replayed(root / "new-drafter"))
+    if asleep:
+        work.release()
+    pushed = engine.push(root / "new", "step-9", role="all", drafter_path=str(root / "new-drafter"))
+    assert pushed.state.drafter == "step-9"
+    handed = install(work, engine, tmp_path / "work" / "handed-2")
+    trainer = work._trainer or work._build(handed)
+    assert trainer.state.step == 5 and bool((trainer.state.mean_P == 0.25).all())
+    assert torch.equal(trainer.frozen.head_CH, handed.head_CH)
+    trainer.state.step = 6
+    work.release()
+    again = new_work(settings, tmp_path / "work")
+    handed = install(again, engine, tmp_path / "work" / "handed-3")
+    assert again._build(handed).state.step == 6  # its checkpoints have the new name
+    again.release()

@@ -95,6 +95,25 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(head, lines, tmp_
     assert torch.equal(states[0]["d2t"], before["d2t"])
 
 
+def test_the_checkpoints_of_another_drafter_are_refused(head, lines, tmp_path, capsys):
+    saved = ("--steps", "1", "--checkpoints", str(tmp_path / "saved"))
+    assert train(head, lines, tmp_path / "first", *saved) == 0
+    assert train(tmp_path / "first", lines, tmp_path / "second", *saved) == 2
+    assert "drafter is" in capsys.readouterr().err and not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(("--budget", "8", "--unroll", "7"), "too small for 7"), (("--unroll", "500"), "1 to 64")],
+)
+def test_packs_and_steps_that_do_not_fit_are_refused(head, lines, tmp_path, capsys, flags, words):
+    try:
+        status = train(head, lines, tmp_path / "out", "--steps", "1", *flags)
+    except SystemExit as error:  # of argparse
+        status = error.code
+    assert status == 2 and words in capsys.readouterr().err
+
+
 def test_an_out_directory_in_use_is_refused(head, lines, capsys):
     assert train(head, lines, head, "--steps", "1") == 2
     assert "not an empty directory" in capsys.readouterr().err

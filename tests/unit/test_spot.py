@@ -53,13 +53,15 @@ class FakeWork:
         self.segments = 0
         self.closed = self.halved = self.released = 0
         self.fault: Exception | None = None
-        self.refuses = False
+        self.refuses = self.full = False
         self.adoptions: list[str] = []
         self.without = 0  # sequences that have no features
 
     def install(self, handed: HandedOver) -> None:
         if self.refuses:
             raise ModelError("'norm_before_residual' is true")
+        if self.full:
+            raise MemoryError("1 GiB")
 
     def lacking(self) -> Lacking:
         return Lacking(self.without, Recompute([b"four"] * min(2, self.without)))
@@ -81,6 +83,8 @@ class FakeWork:
         return self.halved == 1
 
     def adopted(self, version: str) -> None:
+        if self.full:
+            raise MemoryError("1 GiB")
         self.adoptions.append(version)
 
     def release(self) -> None:
@@ -278,6 +282,30 @@ def test_memory_that_runs_out_halves_the_micro_batch_once() -> None:
     rig.spot.take(Order(number=3, do="train"))
     rig.run(2)
     assert rig.spot.state == S.TRAINING
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_weights_that_memory_does_not_hold_pause_it_and_are_asked_for_again(adopts: bool) -> None:
+    rig = Rig()
+    if adopts:
+        rig.hand_over()
+        rig.run(5)
+        assert rig.spot.state == S.ADOPTING
+    rig.work.full = True
+    if adopts:
+        rig.spot.take(InForce("v1", OFFER.version))
+        rig.spot.take(Verdict(version=OFFER.version))
+    else:
+        rig.hand_over()
+    assert rig.spot.state == S.PAUSED and "memory ran out" in rig.spot.phases.reason
+    assert rig.work.released == 1
+    rig.run(3)
+    assert WeightsWanted() not in rig.sent
+    rig.work.full = False
+    rig.spot.take(Order(number=2, do="resume"))
+    rig.spot.take(Order(number=3, do="train"))
+    rig.run(2)
+    assert rig.sent[-1] == WeightsWanted()
 
 
 def test_a_full_disk_pauses_and_keeps_the_process() -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tlt_server.drafter.evaluate_flags import add_evaluate
 from tlt_server.push.arguments import add_access, add_server
+from tlt_server.tree_limits import MAX_DEPTH
 
 Runner = Callable[[str], Callable[[argparse.Namespace], int]]
 
@@ -94,10 +95,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--unroll",
-        type=_count,
+        type=_depth,
         default=0,
         metavar="N",
-        help="steps drafted ahead in training [default: the objective's: 1, 3, 7]",
+        help=f"steps drafted ahead in training, at most {MAX_DEPTH} [default: the objective's: 1, "
+        "3, 7]",
     )
     parser.add_argument(
         "--budget",
@@ -271,9 +273,13 @@ def _count(text: str) -> int:
     return _number(text, 1)
 
 
-def _number(text: str, least: int = 0) -> int:
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= 1 << 30:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {1 << 30}")
+def _depth(text: str) -> int:
+    return _number(text, 1, MAX_DEPTH)
+
+
+def _number(text: str, least: int = 0, most: int = 1 << 30) -> int:
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
     return int(text)
 
 

@@ -21,12 +21,13 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.trainer.checkpoint import Checkpoints, newest
+from tlt_server.trainer.checkpoint import CHECKSUM, Checkpoints, newest
 from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recompute import Recomputed, head_rows
 from tlt_server.trainer.step import AdamWSettings, StepOutcome, Trainer, default_rate
+from tlt_server.weights.checksums import checksum
 
 PLAIN_EVERY_S = 5.0
 
@@ -93,6 +94,8 @@ def _resume(arguments: argparse.Namespace, trainer: Trainer, tokens: int) -> Che
         "steps": str(trainer.settings.total_steps),
         "tokens": str(tokens),
         "weights": str(len(trainer.state.weight_P)),
+        "drafter": checksum(CHECKSUM, trainer.state.weight_P),
+        "target": checksum(CHECKSUM, trainer.frozen.head_CH),
     }
     found, faults = newest(arguments.checkpoints, identity)
     for fault in faults:

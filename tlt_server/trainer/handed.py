@@ -65,10 +65,7 @@ class Handed(NamedTuple):
 
     def identity(self) -> dict[str, str]:
         """Name the drafter in force: another one may have its version, such as `initial`."""
-        network = self.in_force.weights.network
-        sums = live_sums(network.parameters())
-        sums["d2t"] = xxhash.xxh3_64_hexdigest(self.in_force.vocabulary().tobytes())
-        return {"drafter": self.drafter_version, "digest": digest(sums)}
+        return {"drafter": self.drafter_version, "digest": digest_of(self.in_force)}
 
     def trainable(self, device: torch.device, compute: torch.dtype) -> TrainableDrafter:
         config = self.frame.config
@@ -76,6 +73,13 @@ class Handed(NamedTuple):
 
     def replayed(self, directory: Path) -> ReplayedDrafter:
         return ReplayedDrafter.load(directory, self.frame, device=self.in_force.device)
+
+
+def digest_of(drafter: ReplayedDrafter) -> str:
+    """Return a checksum of weights and draft vocabulary, as they are in memory."""
+    sums = live_sums(drafter.weights.network.parameters())
+    sums["d2t"] = xxhash.xxh3_64_hexdigest(drafter.vocabulary().tobytes())
+    return digest(sums)
 
 
 def read_handed(

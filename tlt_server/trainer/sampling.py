@@ -1,9 +1,11 @@
 """One-step-off sampling: which recorded sequences the next training step takes.
 
-Steps are the weight versions of the target, in the order in which they came. Sequences of a step
+Steps are the weight versions of the target, in the order in which they came; the one in force is
+the newest one, also after a rollback. Sequences of a step
 end in the order of their lengths, so a step in progress lacks its long ones: until it has as many
 of a length as the step before had, the longest of that step stand in. Strata are length (a power of
-two) x step and are drawn alike; within one, a sequence weighs 1 + its accept failures.
+two) x step and are drawn alike; within one, keys are drawn alike, and of a key's sequences each
+weighs 1 + its accept failures. So a flood from one key leaves the others their share.
 
 A tenth of the prompts is held out, by a hash of their tokens, so that no sibling of a held-out
 response is ever trained on. The same buffer, seed and number of a draw give the same choice.
@@ -11,8 +13,9 @@ response is ever trained on. The same buffer, seed and number of a draw give the
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -34,15 +37,16 @@ def held_out(sample: Sample) -> bool:
     return xxhash.xxh3_64_intdigest(sample.prompt_key.to_bytes(8, "little")) % HELD_OUT == 0
 
 
-def steps_of(entries: Iterable[Recorded]) -> list[str]:
+def steps_of(entries: Iterable[Recorded], in_force: str) -> list[str]:
     """Return the versions of the target, the newest first. Entries come in order of arrival."""
     versions = dict.fromkeys(version for e in entries for _, version in e.sample.spans)
-    return [*reversed(versions)]
+    newest = [in_force] if in_force in versions else []
+    return newest + [version for version in reversed(versions) if version != in_force]
 
 
-def strata_of(entries: Sequence[Recorded]) -> dict[Stratum, list[Recorded]]:
+def strata_of(entries: Sequence[Recorded], in_force: str) -> dict[Stratum, list[Recorded]]:
     """Return what may be trained on, by stratum."""
-    step_of = {version: step for step, version in enumerate(steps_of(entries))}
+    step_of = {version: step for step, version in enumerate(steps_of(entries, in_force))}
     found: dict[Stratum, list[Recorded]] = defaultdict(list)
     for entry in entries:
         step = step_of[entry.sample.version]
@@ -61,9 +65,13 @@ def strata_of(entries: Sequence[Recorded]) -> dict[Stratum, list[Recorded]]:
 
 
 def weights_of(entries: Sequence[Recorded]) -> list[float]:
-    """Return the probability of each sequence of one stratum."""
-    weight = [1 + entry.sample.failures for entry in entries]
-    return [each / sum(weight) for each in weight]
+    """Return the probability of each sequence of one stratum; all keys have the same."""
+    total: Counter[str] = Counter()  # by key
+    for entry in entries:
+        total[entry.sample.owner] += 1 + entry.sample.failures
+    return [
+        (1 + entry.sample.failures) / total[entry.sample.owner] / len(total) for entry in entries
+    ]
 
 
 def draw(
@@ -93,3 +101,15 @@ def evaluated(entries: Sequence[Recorded], version: str) -> list[Recorded]:
         for entry in entries
         if held_out(entry.sample) and [v for _, v in entry.sample.spans] == [version]
     ]
+
+
+def judging(entries: Iterable[Recorded], most: int) -> list[list[Recorded]]:
+    """Return the sequences of at most `most` prompts, by prompt. The newest prompts of all keys
+    come in turn, so that no key decides alone. Entries come in order of arrival.
+    """
+    by_owner: dict[str, dict[int, list[Recorded]]] = defaultdict(lambda: defaultdict(list))
+    for entry in entries:
+        by_owner[entry.sample.owner][entry.sample.prompt_key].append(entry)
+    newest_first = [[*reversed(groups.values())] for groups in by_owner.values()]
+    turns = zip_longest(*newest_first)
+    return [group for turn in turns for group in turn if group is not None][:most]

@@ -90,7 +90,9 @@ class Work(Protocol):
     def facts(self) -> Facts: ...
 
     def install(self, handed: HandedOver) -> None:
-        """Take over weights in force. `TltError` or `StartupError`: they cannot be trained on."""
+        """Take over weights in force. `TltError` or `StartupError`: they cannot be trained on;
+        `MemoryError`: there is no memory for them.
+        """
 
     def lacking(self) -> Lacking:
         """Return what the next round has no features of."""
@@ -104,7 +106,9 @@ class Work(Protocol):
         """Halve the micro-batch; False where that was done before."""
 
     def adopted(self, version: str) -> None:
-        """Note that the last candidate is in force under this version."""
+        """Note that the last candidate is in force under this version. `MemoryError`: there is no
+        memory to take it over.
+        """
 
     def release(self) -> None:
         """Give memory back that a later `round` takes again."""
@@ -190,6 +194,8 @@ class SpotTrainer:
         except (TltError, StartupError, ValueError, OSError) as error:
             self.phases.enter(TrainerState.FAILED, f"this drafter cannot be trained: {error}")
             return
+        except MemoryError as error:
+            return self._no_room_for_weights(error)
         self._handed = InForce(handed.target, handed.drafter)
 
     def _settle(self, verdict: Verdict) -> None:
@@ -207,7 +213,11 @@ class SpotTrainer:
             return
         self._adopted += 1
         self.schedule.judged(gain=True)
-        self._work.adopted(verdict.version)
+        self._handed = None
+        try:
+            self._work.adopted(verdict.version)
+        except MemoryError as error:
+            return self._no_room_for_weights(error)
         self._handed = InForce(offered.target_version, verdict.version)
 
     def _obey(self, order: Order) -> None:
@@ -331,6 +341,14 @@ class SpotTrainer:
                 "then POST /drafter/resume"
             )
         self.phases.drop()
+
+    def _no_room_for_weights(self, error: MemoryError) -> None:
+        if self._made is not None:
+            self._made.release()
+        self.phases.pause(
+            f"memory ran out as weights in force were taken over ({error}); give the trainer more, "
+            "then POST /drafter/resume"
+        )
 
     def _abandon(self, reason: str) -> None:
         """End a round or an offer whose weights are not in force any more."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -33,6 +34,17 @@ def default_rate(hidden_size: int) -> float:
     updates add up over its inputs.
     """
     return PAPERS_RATE * PAPERS_HIDDEN / hidden_size
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise torch's errors for memory as `MemoryError`; it has a class of its own on a GPU only."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise MemoryError(str(error).splitlines()[0]) from None
+        raise
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tlt_server.trainer import figures
 from tlt_server.trainer.adoption_test import AdoptionTest
 from tlt_server.trainer.captured import CapturedFeatures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
-from tlt_server.trainer.handed import PAGE_SIZE, Handed
+from tlt_server.trainer.handed import PAGE_SIZE, Handed, digest_of
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.plans import PinnedPlan
 from tlt_server.trainer.replay import ReplayedDrafter
@@ -69,6 +69,7 @@ class Trial:
         `checked`: where the self-check counts; None: the engine rounds otherwise than this replay.
         """
         self._handed, self._directory, self._number = handed, directory, number
+        self.digest = ""  # of the candidate; empty before it was read
         self._vocab_size, self._checked = vocab_size, checked
         self._strategy = Strategy(handed.in_force.kind, DEPTH, WIDTH, ROWS)
         rest = NoFeatures(handed.frame.feature_width)
@@ -95,6 +96,7 @@ class Trial:
             lengths = [len(entry.sample.tokens) // 4 for entry in together]
             self._stage.reserve(np.array(lengths, np.int64))
         candidate = self._handed.replayed(self._directory)
+        self.digest = digest_of(candidate)
         yield from self._fit(candidate, fitted)
         for part in parts:
             samples = self._samples(part)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,13 +35,13 @@ from tlt_server.trainer.recorded import RecordedDocuments
 from tlt_server.trainer.schedule import RoundLength
 from tlt_server.trainer.spot import Facts, Lacking, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
-from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
+from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate, memory_errors
 from tlt_server.trainer.trial import FITTED, Trial
 from tlt_server.training import NO_DATA, HandedOver, TrainerState, candidate_directory
 
 EPOCHS = 3  # passes of a round over its sequences, at most
 SAVED_EVERY = 12  # steps between checkpoints
-JUDGED_GROUPS = 256  # held-out prompts, the newest ones
+JUDGED_GROUPS = 256  # held-out prompts, the newest ones of each key
 LEAST_GROUPS = 4
 DRAWN = 4096  # sequences of a round, at most
 RESTORED = 3  # times that a run may go back to its last good state
@@ -89,6 +88,8 @@ class DrafterWork:
         self._settings, self._buffer, self._states = settings, buffer, states
         self._handed: Handed | None = None
         self._lineage: dict[str, str] = {}  # names the drafter that the trained state follows
+        self._saved_as: dict[str, str] = {}  # the lineage under which its checkpoints lie
+        self._candidate = ""  # digest of the last candidate
         self._trainer: Trainer | None = None
         self._checkpoints: Checkpoints | None = None
         self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
@@ -108,14 +109,26 @@ class DrafterWork:
         self._length.renewed()
         # The last candidate stays for clients, until the next one is written.
         self._clear("*", place, self._candidate_directory)
-        self._handed = read_handed(place, given.model, handed.target, handed.drafter, given.device)
-        lineage = self._handed.identity()
-        if self._trainer is not None and lineage == self._lineage:
-            network = self._trainer.network
-            self._trainer.frozen = network.frozen(self._handed.embedding_VH, self._handed.head_CH)
-        else:
-            self._trainer, self._lineage = None, lineage
-            self._bound(self._handed.trainable(torch.device("cpu"), torch.float32))
+        with memory_errors():
+            self._handed = read_handed(
+                place, given.model, handed.target, handed.drafter, given.device
+            )
+            self._follow(self._handed)
+
+    def _follow(self, handed: Handed) -> None:
+        """Go on with the trained state if it belongs to the drafter in force. That one may have
+        another version by now: a client has pushed the last candidate, or the same drafter again.
+        """
+        before, self._lineage = self._lineage, handed.identity()
+        digest = self._lineage["digest"]
+        if digest not in (before.get("digest"), self._candidate):
+            self._trainer, self._saved_as = None, self._lineage
+        if self._trainer is None:
+            self._bound(handed.trainable(torch.device("cpu"), torch.float32))
+            return
+        self._trainer.frozen = self._trainer.network.frozen(handed.embedding_VH, handed.head_CH)
+        if self._lineage != before:
+            self._checkpoint_as(self._trainer)
 
     def _bound(self, network: TrainableDrafter) -> None:
         """Choose packs that the memory holds, and let the allocator give no more than that."""
@@ -137,8 +150,9 @@ class DrafterWork:
         version = self._handed.target_version
         if self._wanted is None:
             entries = [*self._buffer]
-            held = sampling.evaluated(entries, version)[-JUDGED_GROUPS:]
-            self._wanted = held + self._draw(sampling.strata_of(entries))
+            held = sampling.judging(sampling.evaluated(entries, version), JUDGED_GROUPS)
+            wanted = [entry for group in held for entry in group][:JUDGED_GROUPS]
+            self._wanted = wanted + self._draw(sampling.strata_of(entries, version))
         self._wanted = self._states.missing(version, self._wanted)
         command = recompute_of(self._wanted)
         self._states.expect(command)
@@ -153,8 +167,10 @@ class DrafterWork:
     def adopted(self, version: str) -> None:
         assert self._handed is not None
         directory = self._candidate_directory
+        with memory_errors():
+            in_force = self._handed.replayed(directory)
         self._handed = self._handed._replace(
-            drafter_version=version, directory=directory, in_force=self._handed.replayed(directory)
+            drafter_version=version, directory=directory, in_force=in_force
         )
         self._lineage = self._handed.identity()
         self._length.renewed()
@@ -175,14 +191,9 @@ class DrafterWork:
 
     def round(self) -> Round:
         assert self._handed is not None
-        try:
+        with memory_errors():
             trainer = self._trainer or self._build(self._handed)
-            outcome = yield from self._round(self._handed, trainer)
-        except RuntimeError as error:  # torch has no other for memory of a CPU
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-                raise MemoryError(str(error).splitlines()[0]) from None
-            raise
-        return outcome
+            return (yield from self._round(self._handed, trainer))
 
     def _round(self, handed: Handed, trainer: Trainer) -> Round:
         entries, version = [*self._buffer], handed.target_version
@@ -218,7 +229,7 @@ class DrafterWork:
 
     def _with_features(self, entries: Sequence[Recorded], version: str) -> Strata:
         """Return what may be trained on and has features, by stratum."""
-        strata = sampling.strata_of(entries)
+        strata = sampling.strata_of(entries, version)
         found: Strata = {}
         for stratum, those in strata.items():
             missing = {entry.number for entry in self._states.missing(version, those)}
@@ -261,7 +272,7 @@ class DrafterWork:
             else:
                 trainer.abandon()
             raise
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             trainer.restore(trainer.good)
             raise
         facts = self._facts
@@ -280,7 +291,7 @@ class DrafterWork:
         rate = default_rate(handed.frame.hidden_size)
         frozen = network.frozen(handed.embedding_VH, handed.head_CH)
         trainer = Trainer(network, frozen, objective, AdamWSettings(lr=rate))
-        directory, identity = self._place(trainer)
+        directory, identity = self._place(trainer, self._saved_as)
         found, faults = newest(directory, identity) if directory.is_dir() else (None, [])
         if found is not None:
             trainer.restore(found.state)
@@ -292,10 +303,10 @@ class DrafterWork:
         self._facts.checkpoint_error = "; ".join(faults)
         return trainer
 
-    def _place(self, trainer: Trainer) -> tuple[Path, dict[str, str]]:
+    def _place(self, trainer: Trainer, lineage: dict[str, str]) -> tuple[Path, dict[str, str]]:
         """Return where this run's checkpoints are: those of a drafter in force lie together."""
         identity = {
-            **self._lineage,
+            **lineage,
             "weights": str(len(trainer.state.weight_P)),
             "model": str(self._settings.model),
         }
@@ -306,7 +317,8 @@ class DrafterWork:
         """Write checkpoints under the drafter that is in force now, and no others."""
         if self._checkpoints is not None:
             self._checkpoints.close()
-        directory, identity = self._place(trainer)
+        self._saved_as = self._lineage
+        directory, identity = self._place(trainer, self._lineage)
         self._checkpoints = Checkpoints(directory, trainer.state, identity)
 
         trainer.before_update = partial(self._settle, trainer)
@@ -374,19 +386,18 @@ class DrafterWork:
         )
         trial.write(trainer.network)
         outcome = yield from trial.run(drawn[:FITTED], groups)
+        self._candidate = trial.digest
         if outcome.refused == "worse":  # trained away: begin again from the drafter in force
             assert self._checkpoints is not None
             self._checkpoints.close()  # nothing is written after the removal
             self._trainer = self._checkpoints = None
+            self._candidate = ""
             shutil.rmtree(self._settings.checkpoints, ignore_errors=True)
         return outcome
 
     def _held_out(self, entries: list[Recorded], version: str) -> list[list[Recorded]]:
-        """Return held-out sequences with states, by prompt, the newest prompts last."""
+        """Return the held-out prompts that judge, those of their sequences that have states."""
         held = sampling.evaluated(entries, version)
         missing = {entry.number for entry in self._states.missing(version, held)}
-        groups: dict[int, list[Recorded]] = defaultdict(list)
-        for entry in held:
-            if entry.number not in missing:
-                groups[entry.sample.prompt_key].append(entry)
-        return [*groups.values()][-JUDGED_GROUPS:]
+        kept = [entry for entry in held if entry.number not in missing]
+        return sampling.judging(kept, JUDGED_GROUPS)
