@@ -139,6 +139,7 @@ class Verdict(Struct, frozen=True, kw_only=True, tag="verdict"):
 
 
 NO_DATA = "no_data"  # a round had nothing to train on or to judge with
+MAX_PAUSE_S = 86400  # the longest pause that ends by itself
 Do = Literal["train", "pause", "resume", "hold", "release"]
 
 

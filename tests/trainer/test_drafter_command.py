@@ -62,6 +62,13 @@ def test_a_new_drafter_is_one_that_the_server_loads(head, lines):
     assert torch.isfinite(logits).all() and logits.shape == (3, 100)
 
 
+@pytest.mark.parametrize("flags", [("--seed", "9" * 24), ("--intermediate", "1000000000")])
+def test_numbers_beyond_their_bounds_are_refused(tmp_path, capsys, flags):
+    with pytest.raises(SystemExit):
+        main(["drafter", "init", *PAIR, "--out", str(tmp_path / "out"), *flags])
+    assert "no whole number from" in capsys.readouterr().err
+
+
 def test_ties_in_the_draft_vocabulary_go_to_the_lower_ids():
     counts = np.array([0, 5, 0, 5, 1, 0, 0])
     assert draft_vocabulary(counts, 4, always=(6,)).tolist() == [1, 3, 4, 6]
@@ -109,7 +116,7 @@ def test_the_checkpoints_of_another_drafter_are_refused(head, lines, tmp_path, c
 def test_packs_and_steps_that_do_not_fit_are_refused(head, lines, tmp_path, capsys, flags, words):
     try:
         status = train(head, lines, tmp_path / "out", "--steps", "1", *flags)
-    except SystemExit as error:  # of argparse
+    except SystemExit as error:
         status = error.code
     assert status == 2 and words in capsys.readouterr().err
 

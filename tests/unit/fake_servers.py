@@ -25,6 +25,8 @@ class FakeServer:
         self.refuses_push = self.gone = self.junk = False
         self.refusal: dict[str, Any] | None = None  # the error of every reply
         self.delay_s = 0.0
+        self.slow_push: threading.Event | None = None  # is waited for before a push is answered
+        self.pushes = 0
         self.stopped = threading.Event()
         fake = self
 
@@ -135,6 +137,9 @@ class FakeServer:
         if self.refuses_push:
             error = {"code": "weights_refused", "message": "another shape", "retryable": False}
             return 422, {"error": error}, {}
+        self.pushes += 1
+        if self.slow_push is not None:
+            self.slow_push.wait(30)
         [self.file] = self.parts.values()
         self.parts.clear()
         assert manifest["role"] == "drafter"

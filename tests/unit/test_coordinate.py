@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import struct
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -35,7 +37,7 @@ def fleet() -> Iterator[list[FakeServer]]:
 class Run:
     """A coordinator whose clock is the test's."""
 
-    def __init__(self, servers: list[FakeServer], **options: object) -> None:
+    def __init__(self, servers: list[FakeServer], act_s: float = 30.0, **options: object) -> None:
         self.lines: list[str] = []
         self.now_s = 0.0
         given = {"min_idle": 0, "quiet_s": 5.0, "interval_s": 2.0, "gather_mb": 1}
@@ -48,6 +50,7 @@ class Run:
             lambda: self.now_s,
             self._sleep,
             self.lines.append,
+            act_s,
         )
         self.on_round = lambda: None
 
@@ -143,6 +146,57 @@ def test_a_server_that_answers_slowly_or_forbids_blocks_no_other(fleet: list[Fak
     coordinated.coordinator.end()
 
 
+def test_a_slow_push_holds_up_no_other(fleet: list[FakeServer]) -> None:
+    coordinated, first = Run(fleet[:3], act_s=0.3), fleet[0]
+    for coordinated.now_s in (0.0, 6.0):
+        coordinated.coordinator.step()
+    assert first.state == "training"
+    first.drafter, first.adopted, first.file = NEW, 1, safetensors(7.0)
+    fleet[1].slow_push = threading.Event()
+    coordinated.coordinator.step()
+    assert [server.drafter for server in fleet[:3]] == [NEW, "d0", NEW]
+    coordinated.coordinator.step()
+    fleet[1].slow_push.set()
+    until(lambda: fleet[1].drafter == NEW)
+    until(lambda: bool(coordinated.coordinator.step()) and len(shared(coordinated)) == 2)
+    assert fleet[1].pushes == 1, "it was asked again while it still took the drafter"
+    coordinated.coordinator.end()
+
+
+def shared(coordinated: Run) -> list[str]:
+    return [line for line in coordinated.lines if "has the drafter" in line]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def test_a_second_coordinator_is_named(fleet: list[FakeServer]) -> None:
+    both = [Run(fleet), Run(fleet)]
+    for now_s in (0.0, 6.0, 12.0, 18.0):
+        fleet[0].load = int(now_s == 12.0)  # the first one moves on, and is held by the second
+        for coordinated in both:
+            coordinated.now_s = now_s
+            coordinated.coordinator.step()
+    named = "against what it was asked here: another tlt drafter coordinate runs"
+    assert any(f"{fleet[0].url} trains" in line and named in line for line in both[1].lines)
+    for coordinated in both:
+        coordinated.coordinator.end()
+
+
+def test_one_coordinator_alone_names_no_other(fleet: list[FakeServer]) -> None:
+    alone = Run(fleet)
+    for step in range(8):
+        alone.now_s, fleet[0].load = 6.0 * step, int(step % 3 == 2)
+        alone.coordinator.step()
+    assert len([line for line in alone.lines if " trains, with" in line]) == 2
+    assert not any("another" in line for line in alone.lines)
+    alone.coordinator.end()
+
+
 def test_a_server_of_another_target_is_named_and_gets_nothing(fleet: list[FakeServer]) -> None:
     coordinated, first = Run(fleet[:3]), fleet[0]
     fleet[2].target = "t1"
@@ -167,6 +221,9 @@ def test_what_cannot_be_used_is_said() -> None:
     short = argparse.Namespace(servers=["http://a"], min_idle=0, hold_s=2.0, interval_s=1.0)
     with pytest.raises(StartupError, match="longer than two intervals"):
         run(short)
+    long = argparse.Namespace(servers=["http://a"], min_idle=0, hold_s=9e4, interval_s=1.0)
+    with pytest.raises(StartupError, match="at most 86400 s"):
+        run(long)
     twice = argparse.Namespace(servers=["http://a", "http://a/"], min_idle=0)
     with pytest.raises(StartupError, match="twice"):
         run(twice)

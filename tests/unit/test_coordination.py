@@ -39,6 +39,7 @@ class Fleet:
                 self.set(action.url, trainer="training", held=False)
             elif isinstance(action, StopTraining):
                 self.set(action.url, trainer="paused", held=True)
+                self.coordination.stopped(action.url)
             elif isinstance(action, ShareDrafter):
                 assert action.version == self.servers[action.source].drafter
                 self.set(action.url, drafter=action.version)
@@ -68,6 +69,20 @@ def test_the_idle_server_of_four_trains_is_called_back_and_all_get_its_drafter()
     assert fleet.step() == [StopTraining("c", "2 sequences are open")]
     assert {server.drafter for server in fleet.servers.values()} == {"d1"}
     assert fleet.step() == []
+
+
+def test_what_was_asked_and_is_undone_by_another_is_noticed() -> None:
+    fleet = Fleet(3)
+    fleet.step()
+    fleet.step()
+    [mine], [other, _] = fleet.training(), [url for url in "abc" if url not in fleet.training()]
+    assert not fleet.coordination.rivals
+    fleet.set(other, trainer="training", held=False)
+    fleet.step()
+    assert fleet.coordination.rivals == {other}
+    fleet.set(mine, trainer="paused", held=True)
+    fleet.step()
+    assert fleet.coordination.rivals == {mine}
 
 
 def test_a_server_must_be_quiet_for_a_while() -> None:

@@ -104,7 +104,7 @@ def test_a_flood_from_one_key_leaves_the_others_their_share() -> None:
 
 
 def test_a_candidate_that_gains_on_a_flood_alone_is_refused() -> None:
-    """It loses on the prompts of the other key as much as it gains on random ones."""
+    """The loss on the prompts of the other key is as large as the gain on random ones."""
     flood = [sample(prompt, owner="flood") for prompt in range(1000, 9000)]
     own = [sample(prompt, owner="own") for prompt in range(3000)]
     held, found = evaluated(kept(own + flood), "v0"), []

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.link import trainer as links
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.metrics import Metrics
-from tlt_server.training import HandedOver, Offer, Verdict
+from tlt_server.training import HandedOver, Offer, TrainerState, Verdict
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,93 @@ def test_a_process_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPa
     link = asyncio.run(asyncio.wait_for(run(), 20))
     assert link.error == "no report for 0.3 s, so it was ended" and link.restarts == 1
     assert all(process.returncode == -signal.SIGTERM for process in launched)
+
+
+def test_the_pause_before_a_restart_doubles_up_to_a_limit_until_one_lives_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(links, "MAX_DELAY_S", 0.05)
+
+    async def launch() -> Process:
+        launches.append(None)
+        if len(launches) == 5:
+            monkeypatch.setattr(links, "STEADY_S", 0.0)
+        raise OSError(8, "Exec format error")
+
+    async def run() -> None:
+        running = asyncio.create_task(TrainerLink(launch, Metrics().samples, None).run())
+        await until(lambda: len(launches) > 5)
+        running.cancel()
+        await asyncio.wait({running})
+
+    launches: list[None] = []
+    with capture_logs() as said:
+        asyncio.run(run())
+    gone = [line["again_in_s"] for line in said if line["event"] == "trainer_gone"]
+    assert gone[:5] == [0.02, 0.04, 0.05, 0.05, 0.01]
+
+
+# Each state that a trainer may report, with the way in which its process then goes.
+FAULTS = [(state, fault) for state in TrainerState for fault in ("killed", "hung")]
+
+
+@pytest.mark.parametrize(("state", "fault"), FAULTS)
+def test_a_trainer_lost_in_any_state_leaves_nothing_behind(
+    state: TrainerState, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are removed, what it had asked for is dropped, its memory counts as given back, and
+    the next process is told that an operator has paused it.
+    """
+    monkeypatch.setattr(links, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(links, "SILENT_S", 0.3 if fault == "hung" else 60.0)
+    work, weights = tmp_path / "work", SlowWeights()
+    (work / "candidate-1").mkdir(parents=True)
+    code = LOST.replace("STATE", state).replace("FAULT", fault)
+
+    async def launch() -> Process:
+        processes.append(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", STUB if processes else code, stdin=PIPE, stdout=PIPE
+            )
+        )
+        return processes[-1]
+
+    async def run() -> TrainerLink:
+        link = TrainerLink(launch, Metrics().samples, None, work)
+        running = asyncio.create_task(link.run(weights=weights))
+        await until(lambda: link.spot.state == state and link.phase == "running")
+        (work / "candidate-2").mkdir()
+        if state == TrainerState.ADOPTING:
+            await weights.offered.wait()
+        asleep = asyncio.create_task(link.gave_back(1))
+        with contextlib.suppress(Unavailable):  # it asks to ask again, or the next process answers
+            assert (await link.order("pause")).state == TrainerState.PAUSED
+        assert await asleep
+        await until(lambda: link.restarts == 1 and link.spot.state == TrainerState.PAUSED)
+        running.cancel()
+        await asyncio.wait({running})
+        return link
+
+    processes: list[Process] = []
+    link = asyncio.run(asyncio.wait_for(run(), 30))
+    assert [*work.iterdir()] == [] and weights.adopted == []
+    assert "signal 9" in link.error if fault == "killed" else "no report for" in link.error
+
+
+# Reports a state, offers a drafter where it adopts, and at the next order is lost.
+LOST = """
+import json, os, signal, sys, time
+print(json.dumps({"type": "buffer"}))
+print(json.dumps({"type": "spot", "state": "STATE"}), flush=True)
+if "STATE" == "adopting":
+    print(json.dumps({"type": "offer", "directory": "/c", "version": "d2", "target_version": "v1"}))
+    sys.stdout.flush()
+sys.stdin.readline()
+if "FAULT" == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
 
 
 STUB = """

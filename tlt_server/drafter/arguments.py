@@ -44,7 +44,7 @@ def _init(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--intermediate",
-        type=_count,
+        type=_width,
         metavar="N",
         help="width of the drafter's MLP [default: the target's]",
     )
@@ -266,11 +266,15 @@ def _pair(parser: argparse.ArgumentParser) -> None:
 
 
 def _seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="[default 0]")
+    parser.add_argument("--seed", type=_number, default=0, metavar="N", help="[default 0]")
 
 
 def _count(text: str) -> int:
     return _number(text, 1)
+
+
+def _width(text: str) -> int:
+    return _number(text, 1, 1 << 20)
 
 
 def _depth(text: str) -> int:

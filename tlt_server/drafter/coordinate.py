@@ -1,5 +1,8 @@
 """The command `tlt drafter coordinate`: it looks at servers, decides by `Coordination`, and acts.
 
+What is asked of a server runs in a thread. A step waits a while for that, and a server that is not
+done by then is asked nothing else until it is; so a slow one holds up no other.
+
 Servers serve and train without it. Losing it in the middle loses nothing: the pauses by which it
 holds servers end by themselves, and a drafter that was not pushed everywhere is pushed with the
 next one.
@@ -8,17 +11,22 @@ next one.
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
+from threading import Lock
 
 from tlt_client import Client, ConnectionFailed, ServerError
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.errors import InvalidArgument
 from tlt_server.drafter.coordination import (
+    Action,
     Coordination,
     GiveSamples,
     LetTrain,
@@ -29,8 +37,16 @@ from tlt_server.drafter.coordination import (
 from tlt_server.drafter.peers import Peers
 from tlt_server.errors import StartupError
 from tlt_server.push.calling import key_in, tls_of
+from tlt_server.training import MAX_PAUSE_S
 
 TIMEOUT_S = 60.0
+ACT_S = 5.0  # for all servers to do what a step asks of them
+RIVAL = (
+    "trains, or is paused, against what it was asked here: another tlt drafter coordinate runs, or "
+    "an operator steps in; run one coordinator"
+)
+
+Done = tuple[Action, str | Exception]  # an action, and a line that says so or why it failed
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,6 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise StartupError(
             f"--min-idle is {arguments.min_idle}, and {len(urls)} servers are named: none could "
             "ever train; make it smaller"
+        )
+    if arguments.hold_s > MAX_PAUSE_S:
+        raise StartupError(
+            f"--hold-s is {arguments.hold_s:g}, and a server takes pauses of at most "
+            f"{MAX_PAUSE_S} s; make it shorter"
         )
     if arguments.hold_s <= 2 * arguments.interval_s:
         raise StartupError(
@@ -74,13 +95,17 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         said: Callable[[str], None] = say,
+        act_s: float = ACT_S,
     ) -> None:
         self.coordination = Coordination(options.min_idle, options.quiet_s)
         self.refused = 0  # pushes
         self._peers, self._options = peers, options
         self._clock, self._sleep, self._say = clock, sleep, said
         self._files = TemporaryDirectory(prefix="tlt-drafter-")
-        self._fetched = ""  # the version in it
+        self._fetched: dict[str, Path] = {}  # the newest two versions of drafters in it
+        self._fetching = Lock()
+        self._act_s = act_s
+        self._asked: dict[str, Future[list[Done]]] = {}  # servers that are not done
         self._notes: dict[str, str] = {}
 
     def run(self, *, once: bool = False) -> int:
@@ -99,29 +124,57 @@ class Coordinator:
 
     def step(self) -> list[Seen]:
         """Look, decide and act once; return what was seen before."""
+        self._harvest()
         seen = self._peers.look()
         sources = [server.url for server in seen]
-        actions = self.coordination.decide(seen, self._clock())
+        actions = self.coordination.decide(seen, self._clock(), self._asked.keys())
         self._tell(self.coordination.notes, sources)
+        for url in self.coordination.rivals:
+            self._peers.trouble(url, RIVAL)
+        for url in {action.url: None for action in actions if action.url not in self._asked}:
+            own = [action for action in actions if action.url == url]
+            self._asked[url] = self._peers.start(partial(self._act_all, own, sources))
+        wait(self._asked.values(), self._act_s)
+        self._harvest()
+        return seen
+
+    def _act_all(self, actions: Sequence[Action], sources: Sequence[str]) -> list[Done]:
+        """Carry out what is asked of one server."""
+        done: list[Done] = []
         for action in actions:
             try:
-                self._act(action, sources)
-            except ContentRefused as error:
-                self._peers.trouble(action.url, str(error))
-            except (ConnectionFailed, ServerError) as error:
-                self._peers.trouble(action.url, f"refused: {error}")
-                if isinstance(action, LetTrain):
-                    self.coordination.put_off(action.url)
-                if getattr(error, "retryable", True):
-                    continue
-                self.refused += 1
-                if isinstance(action, LetTrain):
-                    self.coordination.cannot_train(action.url)
-                if isinstance(action, ShareDrafter):
-                    self.coordination.refused(action)
-                    if self.coordination.gives_up(action):
-                        self._say(f"{action.url} cannot adopt {action.version}; it keeps its own")
-        return seen
+                done.append((action, self._act(action, sources)))
+            except (ContentRefused, ConnectionFailed, ServerError, OSError) as error:
+                done.append((action, error))
+        return done
+
+    def _harvest(self) -> None:
+        """Take note of what was done."""
+        for url in [url for url, doing in self._asked.items() if doing.done()]:
+            for action, result in self._asked.pop(url).result():
+                if isinstance(result, str):
+                    if result:
+                        self._say(result)
+                    if isinstance(action, StopTraining):
+                        self.coordination.stopped(url)
+                elif isinstance(result, ConnectionFailed | ServerError):
+                    self._peers.trouble(url, f"refused: {result}")
+                    self._was_refused(action, lasting=not getattr(result, "retryable", True))
+                else:
+                    self._peers.trouble(url, str(result))
+
+    def _was_refused(self, action: Action, *, lasting: bool) -> None:
+        if isinstance(action, LetTrain):
+            self.coordination.put_off(action.url)
+        if not lasting:
+            return
+        self.refused += 1
+        if isinstance(action, LetTrain):
+            self.coordination.cannot_train(action.url)
+        if isinstance(action, ShareDrafter):
+            self.coordination.refused(action)
+            if self.coordination.gives_up(action):
+                self._say(f"{action.url} cannot adopt {action.version}; it keeps its own")
 
     def _tell(self, notes: Mapping[str, str], answered: Sequence[str]) -> None:
         """Say of servers that answered what has changed."""
@@ -133,36 +186,35 @@ class Coordinator:
 
     def end(self) -> None:
         """Let the servers train by themselves again."""
+        wait(self._asked.values(), self._act_s)
         self._peers.release()
         self._files.cleanup()
 
-    def _act(
-        self, action: LetTrain | StopTraining | GiveSamples | ShareDrafter, sources: Sequence[str]
-    ) -> None:
+    def _act(self, action: Action, sources: Sequence[str]) -> str:
+        """Ask it of the server, and return a line that says so; empty: nothing is new."""
         if isinstance(action, LetTrain):
             moved = self._peers.gather(action.url, [*sources], self._options.gather_mb * 2**20)
             self._peers.train(action.url)
-            if not action.again:
-                self._say(f"{action.url} trains, with {moved} sequences of others")
-        elif isinstance(action, StopTraining):
+            return "" if action.again else f"{action.url} trains, with {moved} sequences of others"
+        if isinstance(action, StopTraining):
             self._peers.hold(action.url, self._options.hold_s)
-            if not action.again:
-                self._say(f"{action.url} trains no more: {action.reason}")
-        elif isinstance(action, GiveSamples):
+            return "" if action.again else f"{action.url} trains no more: {action.reason}"
+        if isinstance(action, GiveSamples):
             moved = self._peers.gather(action.url, [*sources], self._options.gather_mb * 2**20)
-            if moved:
-                self._say(f"{action.url} was given {moved} sequences of others")
-        else:
-            self._peers.push(action.url, self._drafter(action), action.version)
-            self._say(f"{action.url} has the drafter {action.version} of {action.source}")
+            return f"{action.url} was given {moved} sequences of others" if moved else ""
+        self._peers.push(action.url, self._drafter(action), action.version)
+        return f"{action.url} has the drafter {action.version} of {action.source}"
 
     def _drafter(self, share: ShareDrafter) -> Path:
-        """Return the directory of the shared drafter, fetched once."""
-        directory = Path(self._files.name)
-        if self._fetched != share.version:
-            self._fetched = ""
-            for file in directory.iterdir():
-                file.unlink()
-            self._peers.fetch(share.source, share.version, directory)
-            self._fetched = share.version
-        return directory
+        """Return the directory of the shared drafter, fetched once. The one before stays for pushes
+        that have begun.
+        """
+        with self._fetching:
+            found = self._fetched.get(share.version)
+            if found is None:
+                found = Path(mkdtemp(dir=self._files.name))
+                self._peers.fetch(share.source, share.version, found)
+                self._fetched[share.version] = found
+                for old in [*self._fetched][:-2]:
+                    shutil.rmtree(self._fetched.pop(old))
+            return found

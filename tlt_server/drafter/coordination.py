@@ -10,12 +10,13 @@ is given, under the same version. Servers without the target that most have are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAX_REFUSALS = 3  # pushes of one version to one server
 CANNOT_TRAIN = ("", "failed")
+AT_WORK = ("training", "evaluating")
 
 
 class Seen(NamedTuple):
@@ -79,28 +80,41 @@ class Coordination:
     shared: SharedDrafter | None = None  # what all are given
     rounds: int = 0  # rounds ended at the training server since it began
     notes: dict[str, str] = field(default_factory=dict)  # server -> why it takes no part
+    # Servers that something else has let train, or held, against what was asked here.
+    rivals: set[str] = field(default_factory=set)
+    _held: set[str] = field(default_factory=set)  # servers that have paused, as they were asked
     _before: Seen | None = None  # the training server as it began, or adopted
     _idle_from: dict[str, float] = field(default_factory=dict)
     _unable: set[str] = field(default_factory=set)
     _refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def decide(self, seen: Sequence[Seen], now_s: float) -> list[Action]:
-        """Return what to ask of the servers that answered, in order."""
+    def decide(
+        self, seen: Sequence[Seen], now_s: float, asked: Collection[str] = ()
+    ) -> list[Action]:
+        """Return what to ask of the servers that answered, in order. `asked`: those that have not
+        done yet what they were asked before.
+        """
         target = _common_target(seen)
         self.notes = {server.url: note for server in seen if (note := _note(server, target))}
         seen = [server for server in seen if server.target == target]
         by_url = {server.url: server for server in seen}
         idle = {server.url for server in seen if not server.load}
         self._idle_from = {url: self._idle_from.get(url, now_s) for url in by_url if url in idle}
+        at_work = {s.url for s in seen if s.trainer in AT_WORK and not s.held}
+        self.rivals = at_work & self._held - {*asked}
         self._unable &= by_url.keys()  # one that was away may have been mended
         if self.shared and seen and self.shared.target != target:
             self.shared = None  # it was made for weights that are gone
         actions: list[Action] = []
         if self.training:
-            actions += self._look_after(by_url.get(self.training), len(idle - {self.training}))
+            server = by_url.get(self.training)
+            if server is not None and server.url in asked:
+                server = server._replace(held=False)  # its pause is being ended
+            actions += self._look_after(server, len(idle - {self.training}))
         chosen = None if self.training else self._chosen(seen, idle, now_s)
         if chosen is not None:
             self.training = self.last = chosen.url
+            self._held.discard(chosen.url)
             self._before, self.rounds = chosen, 0
             actions.append(LetTrain(chosen.url))
         for server in seen:
@@ -113,6 +127,10 @@ class Coordination:
                 pause = StopTraining(server.url, "one server trains at a time", server.held)
                 actions += [] if any(_same(pause, action) for action in actions) else [pause]
         return actions + self._shares(seen)
+
+    def stopped(self, url: str) -> None:
+        """Note that a server has paused, as it was asked."""
+        self._held.add(url)
 
     def refused(self, share: ShareDrafter) -> None:
         """Count a push that a server refused."""
@@ -139,6 +157,8 @@ class Coordination:
         """Notice what the training server adopted, and decide whether it goes on."""
         assert self._before is not None
         if server is None or _stands_still(server) or server.held:
+            if server is not None and server.held:
+                self.rivals.add(server.url)
             self.training = ""
             return []
         if server.target != self._before.target:

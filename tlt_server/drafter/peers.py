@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tlt_client import Client, ConnectionFailed, ServerError
 from tlt_client.channels.http import HttpSender
@@ -15,6 +15,7 @@ from tlt_client.errors import Conflict, InvalidRequest, Unavailable
 from tlt_server.drafter.coordination import Seen
 from tlt_server.training import NO_DATA
 
+T = TypeVar("T")
 LIMIT = 256  # sequences of one call
 LOOK_S = 5.0  # for all servers to answer
 
@@ -29,7 +30,7 @@ class Peers:
         self._said: dict[str, str] = {}  # server -> its trouble that was said last
         self._lost: dict[str, str] = {}  # server -> why it is left out
         self._held: set[str] = set()
-        self._pool = ThreadPoolExecutor(2 * len(clients))
+        self._pool = ThreadPoolExecutor(2 * len(clients))  # a look and an action for each
         self._looks: dict[str, Future[Seen]] = {}
         self._after: dict[tuple[str, str], int] = {}  # (source, taker) -> last number moved
 
@@ -70,6 +71,10 @@ class Peers:
             self._lost[url] = why
             self._say(f"{url} left out: {why}")
 
+    def start(self, act: Callable[[], T]) -> Future[T]:
+        """Do something in a thread; there is one for each server."""
+        return self._pool.submit(act)
+
     def trouble(self, url: str, what: str) -> None:
         """Say it, unless it was the last thing said of this server."""
         if self._said.get(url) != what:
@@ -90,7 +95,7 @@ class Peers:
 
     def release(self) -> None:
         """Let every server that is held train by itself again."""
-        ends = {url: self._pool.submit(self._let_go, url) for url in self._held}
+        ends = {url: self._pool.submit(self._let_go, url) for url in [*self._held]}
         for url, end in ends.items():
             try:
                 end.result()

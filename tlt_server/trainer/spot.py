@@ -193,10 +193,10 @@ class SpotTrainer:
             self._work.install(handed)
         except (TltError, StartupError, ValueError, OSError) as error:
             self.phases.enter(TrainerState.FAILED, f"this drafter cannot be trained: {error}")
-            return
         except MemoryError as error:
-            return self._no_room_for_weights(error)
-        self._handed = InForce(handed.target, handed.drafter)
+            self._no_room_for_weights(error)
+        else:
+            self._handed = InForce(handed.target, handed.drafter)
 
     def _settle(self, verdict: Verdict) -> None:
         offered, self._offered = self._offered, None
@@ -217,8 +217,9 @@ class SpotTrainer:
         try:
             self._work.adopted(verdict.version)
         except MemoryError as error:
-            return self._no_room_for_weights(error)
-        self._handed = InForce(offered.target_version, verdict.version)
+            self._no_room_for_weights(error)
+        else:
+            self._handed = InForce(offered.target_version, verdict.version)
 
     def _obey(self, order: Order) -> None:
         self._answered = order.number

@@ -69,7 +69,7 @@ class Trial:
         `checked`: where the self-check counts; None: the engine rounds otherwise than this replay.
         """
         self._handed, self._directory, self._number = handed, directory, number
-        self.digest = ""  # of the candidate; empty before it was read
+        self.digest = ""  # the candidate's; empty before it was read
         self._vocab_size, self._checked = vocab_size, checked
         self._strategy = Strategy(handed.in_force.kind, DEPTH, WIDTH, ROWS)
         rest = NoFeatures(handed.frame.feature_width)
