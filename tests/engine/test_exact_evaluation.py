@@ -23,16 +23,19 @@ from tlt_server.__main__ import main
 from tlt_server.bench.recording import recorded
 from tlt_server.bench.replaying.names import parse_policy
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine import traces
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest, Sampling, Strategy
-from tlt_server.samples.identity import identity_of
+from tlt_server.samples.identity import Identity, identity_of
+from tlt_server.samples.sample import sample_set
 from tlt_server.samples.samples import Responses, Verifications
 from tlt_server.samples.segments import SUFFIX, SegmentHeader, append, header_bytes
 from tlt_server.samples.segments import recorded as framed
+from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
 from tlt_server.speculation.survival import Calibration
@@ -90,7 +93,8 @@ def drafter(target: Decoder) -> ReplayedDrafter:
 def checked(
     record: RolloutRecord, drafter: ReplayedDrafter, source: FeatureSource, **given: Any
 ) -> SelfCheck:
-    arguments: dict[str, Any] = {"version": "initial", "calibration": ""} | given
+    tables = {"": drafter.weights.calibration.survival_K.copy()}
+    arguments: dict[str, Any] = {"version": "initial", "tables": tables} | given
     return self_check(record.samples, drafter, ReplayStage(source, PAGE_SIZE), **arguments)
 
 
@@ -163,9 +167,47 @@ def test_what_cannot_be_compared_is_counted(
     assert other.unknown == {"computed by another version of the target": cycles}
     with pytest.raises(DraftsDiffer, match=rf"no cycle could be compared \({cycles}: computed"):
         other.require_equal()
-    learnt = checked(record, drafter, source, calibration=None)
-    assert list(learnt.unknown) == ["a tree under another calibration"]
+    learnt = checked(record, drafter, source, tables={})
+    assert list(learnt.unknown) == ["a tree under a calibration that is not kept"]
     assert learnt.compared + sum(learnt.unknown.values()) == cycles
+
+
+def test_trees_are_compared_under_a_table_that_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine puts what it learns in force now and then, and names the table of every tree."""
+    monkeypatch.setattr(traces, "TURN", 20)
+    settings = replace(
+        drafting(on_cpu(checkpoints(tmp_path / "pair")), "eagle", 4, 2, 5), max_running=3
+    )
+    engine, samples = Recording(settings, tmp_path / "ring"), []
+    for turn in range(3):
+        engine.run(*asked(turn))
+        samples += engine.taken().values()
+    found = sample_set(samples, Identity("", ""), engine.info.vocab_size)
+    assert settings.drafter is not None
+    config, directory = ModelConfig.read(Path(settings.model)), Path(settings.drafter)
+    layers = find_loader(directory, "cpu").feature_layers(directory, config)
+    target = load_target(Path(settings.model), numerics=Numerics(threads=2), feature_layers=layers)
+    drafter = ReplayedDrafter.load(directory, target)
+
+    def check(tables: dict[str, NDArray[np.float32]]) -> SelfCheck:
+        stage = ReplayStage(RecomputedFeatures(target), PAGE_SIZE)
+        return self_check(
+            found, drafter, stage, version="initial", tables=tables, drafter_version="initial"
+        )
+
+    before = drafter.weights.calibration.survival_K.copy()
+    tables = read_tables(table_file(tmp_path / "ring"))
+    known = check(tables)
+    known.require_equal()
+    assert not known.unknown and known.compared > 50
+    assert len(found.legend.calibrations) > 2 and {*found.legend.calibrations} <= {*tables, ""}
+    assert np.array_equal(drafter.weights.calibration.survival_K, before)
+    oldest = tables.pop(next(iter(tables)))
+    assert check(tables).unknown.keys() == {"a tree under a calibration that is not kept"}
+    wrong = {version: oldest[::-1].copy() for version in tables}
+    assert check(wrong).different > 0, "any table gives these trees"
 
 
 def test_a_walk_as_recorded_visits_the_recorded_roots(

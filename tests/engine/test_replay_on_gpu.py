@@ -17,6 +17,7 @@ from tests.engine.capturing import Capturing
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, drafting, request
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine import traces
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.records import GenerateRequest, Strategy
@@ -24,6 +25,7 @@ from tlt_server.samples.captured import Captured, key_of
 from tlt_server.samples.identity import Identity
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import Sample, decode_sample, sample_set
+from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.trainer import replay
 from tlt_server.trainer.captured import CapturedFeatures
@@ -49,6 +51,7 @@ class Recorded:
     def __init__(self, settings: EngineSettings, directory: Path, *asked: GenerateRequest) -> None:
         engine = Capturing(settings, directory, ring=2**28)
         engine.run(*(msgspec.structs.replace(each, train=True) for each in asked))
+        self.tables = read_tables(table_file(directory / "samples"))
         ring = RingConsumer(directory / "samples")
         self.samples: list[Sample] = [decode_sample(c) for c in iter(ring.take, None)]
         self.states: dict[bytes, Captured] = engine.taken()
@@ -84,7 +87,14 @@ class Recorded:
 
     def checked(self, drafter: ReplayedDrafter) -> SelfCheck:
         found = sample_set(self.samples, Identity("", ""), self.vocab_size)
-        return self_check(found, drafter, self.stage(), version="initial")
+        return self_check(
+            found,
+            drafter,
+            self.stage(),
+            version="initial",
+            tables=self.tables,
+            drafter_version="initial",
+        )
 
 
 def _text(sample: Sample) -> bytes:
@@ -93,9 +103,11 @@ def _text(sample: Sample) -> bytes:
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    """Trees, by a table that learns and of which another one is in force every few steps."""
     root = tmp_path_factory.mktemp("replay")
-    with patched_once():
-        settings = drafting(checkpoints(root / "smallest"), "eagle", 4, 1, 5)
+    with patched_once(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traces, "TURN", 8)
+        settings = drafting(checkpoints(root / "smallest"), "eagle", 4, 2, 5)
         asked = [request(i, 6 + 5 * i, max_tokens=14) for i in range(3)]
         yield Recorded(settings, root / "rings", *asked)
 
@@ -106,7 +118,7 @@ def test_a_replay_by_the_gpus_kernels_accepts_what_the_engine_accepted(
     drafter = interpreted.replayed()
     found = interpreted.checked(drafter)
     found.require_equal()
-    assert found.compared > 10 and not found.unknown
+    assert found.compared > 10 and not found.unknown and len(interpreted.tables) > 1
     assert sum(sum(s.own_accepted) for s in interpreted.samples) > 0
 
 

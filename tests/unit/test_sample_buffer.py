@@ -151,7 +151,8 @@ def test_records_of_another_target_are_refused(
         ({"spans": [(3, "v")]}, r"spans begin at \[3\]"),
         ({"spans": []}, r"spans begin at \[\]"),
         ({"spans": [(0, "v"), (99, "w")]}, "span_start_S"),
-        ({"first_root": 10}, "root_V"),
+        ({"first_root": 10}, "last root is at 14 of 12 tokens"),
+        ({"gaps": [(0, 2**24)] * 256}, "last root is at"),  # in 32 bits where it was without
         ({"how": b"\7\7\7"}, "strategy 7 of 1"),
         ({"gaps": [(9, 1)]}, "cycle 9 of 3"),
         ({"temperature": float("nan")}, "sampling|>= 0.0"),

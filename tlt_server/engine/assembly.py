@@ -178,7 +178,7 @@ def _connect(
 ) -> Engine:
     """Make what decides about steps, pushes and pauses, around the runner."""
     vocab_size, eos_token_ids = live.target.network.vocab_size, live.target.network.eos_token_ids
-    recorder = recorder_of(settings, live.drafter_version, memory.states)
+    recorder = recorder_of(settings, live.drafter_version, memory.states, equipped.tables)
 
     structures = Structures(Path(settings.model), vocab_size, eos_token_ids)
 

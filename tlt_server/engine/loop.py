@@ -97,6 +97,9 @@ class Engine:
     def step(self) -> list[StepOutput]:
         started = self._last_end if self.last_cycle else time.perf_counter()
         outputs = self._commands.apply()  # only between steps
+        if self._recorder and self._recorder.due:
+            outputs += settle(self.scheduler, self.runner)
+            self._recorder.renew()
         batch = self.scheduler.next_batch()  # None when nothing can run
         if batch:
             # No speculation is an ordinary strategy.

@@ -42,6 +42,10 @@ class EngineSettings(SharedSettings):
         return open_channels(self.weight_channels, self.weight_root) + own
 
     @property
+    def records(self) -> bool:
+        return self.sample_ring is not None
+
+    @property
     def trained(self) -> Path | None:
         """Return where the server's own trainer leaves drafters; None without a trainer."""
         return Path(self.sample_ring).parent / WORK if self.sample_ring else None

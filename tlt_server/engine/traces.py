@@ -9,14 +9,20 @@ traces.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tlt_server.engine.capture import Capture, StateSource
 from tlt_server.errors import StartupError
 from tlt_server.records import OFF, DraftLimits, GenerateRequest, Strategy
 from tlt_server.samples.ring import RingProducer
 from tlt_server.samples.sample import Cycles, EndReason, HowDrafted, Sample, encode_sample
+from tlt_server.samples.tables import TableFile, table_file
+from tlt_server.speculation.drafters import DRAFTERS
 
 if TYPE_CHECKING:
     from tlt_server.engine.batch import Emission
@@ -24,6 +30,14 @@ if TYPE_CHECKING:
     from tlt_server.engine.settings import EngineSettings
 
 KEPT = 4096  # strategies with limits that are remembered
+TURN = 4096  # steps for which a calibration table is in force
+
+
+class HeldTable(Protocol):
+    """The table of a drafter, which changes by `renew` alone."""
+
+    def renew(self) -> NDArray[np.float32]:
+        """Put what was learnt in force, and return it, [K]."""
 
 
 class Noting(Protocol):
@@ -71,10 +85,19 @@ class Trace:
 
 class Recorder:
     def __init__(
-        self, ring: RingProducer, calibration: str, capture: Capture | None = None
+        self,
+        ring: RingProducer,
+        drafter: str,
+        capture: Capture | None = None,
+        table: HeldTable | None = None,
+        tables: TableFile | None = None,
     ) -> None:
-        """`calibration`: version of the drafter whose calibration table is in force."""
-        self._ring, self._calibration, self.capture = ring, calibration, capture
+        """`drafter`: version of its weights. `table`: its calibration, if it has any; those in
+        force go to `tables`.
+        """
+        self._ring, self._drafter, self.capture = ring, drafter, capture
+        self._table, self._tables = table, tables
+        self._calibration, self._steps = drafter, TURN  # the first step names the table
         self._drafted: dict[tuple[Strategy, DraftLimits | None], HowDrafted] = {}
         self.offered = self.dropped = 0
 
@@ -86,9 +109,22 @@ class Recorder:
         kept = request.train and not request.generated and not request.lora
         return Trace(self) if kept else None
 
-    def installed(self, calibration: str) -> None:
-        """Note that another calibration table is in force."""
-        self._calibration = calibration
+    def installed(self, drafter: str) -> None:
+        """Note that a drafter of this version is in force, with its table."""
+        self._drafter = drafter
+        self.renew()
+
+    @property
+    def due(self) -> bool:
+        """Tell whether it is time for another table; asked once a step."""
+        self._steps += 1
+        return self._steps > TURN
+
+    def renew(self) -> None:
+        """Put what the drafter's table has learnt in force. No step is in flight."""
+        self._steps, self._calibration = 0, self._drafter
+        if self._table is not None and self._tables is not None:
+            self._calibration = self._tables.add(self._drafter, self._table.renew())
         self._drafted.clear()
 
     def drafted(self, strategy: Strategy, limits: DraftLimits | None) -> HowDrafted:
@@ -100,7 +136,9 @@ class Recorder:
             else:
                 depth = min(strategy.depth, limits.max_depth)
                 shape = Strategy(strategy.drafter, depth, strategy.width)
-                found = HowDrafted(shape, self._calibration)
+                # A chain is the same under any table of the drafter.
+                table = self._calibration if strategy.width > 1 else self._drafter
+                found = HowDrafted(shape, table)
             if len(self._drafted) >= KEPT:
                 self._drafted.clear()
             self._drafted[strategy, limits] = found
@@ -143,9 +181,14 @@ class Recorder:
 
 
 def recorder_of(
-    settings: EngineSettings, calibration: str, states: StateSource | None
+    settings: EngineSettings,
+    drafter: str,
+    states: StateSource | None,
+    tables: Mapping[str, HeldTable],
 ) -> Recorder | None:
-    """Return the recorder of an engine; None without a ring, where nothing is kept. `StartupError`
+    """`drafter`: version of its weights. `tables`: those of all drafters, by name.
+
+    Return the recorder of an engine; None without a ring, where nothing is kept. `StartupError`
     if features are to be captured and the device keeps none.
     """
     if settings.sample_ring is None:
@@ -158,4 +201,7 @@ def recorder_of(
                 "drafter; set it to 0"
             )
         capture = Capture(RingProducer(Path(settings.feature_ring)), states)
-    return Recorder(RingProducer(Path(settings.sample_ring)), calibration, capture)
+    ring = Path(settings.sample_ring)
+    own = [name for name in settings.drafters if DRAFTERS[name].needs_weights]
+    table = tables[own[0]] if own else None
+    return Recorder(RingProducer(ring), drafter, capture, table, TableFile(table_file(ring)))

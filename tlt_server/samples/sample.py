@@ -87,7 +87,7 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
 
     @cached_property
     def failures(self) -> int:
-        """HowDrafted cycles whose path ended before the tree did."""
+        """Cycles whose path ended before the tree did."""
         rows_C = np.frombuffer(self.rows, np.dtype("<u2"))
         depth = [each.strategy.depth for each in self.drafted]
         depth_C = np.array(depth or [0])[np.frombuffer(self.how, np.uint8)]
@@ -124,6 +124,10 @@ class Sample(Struct, frozen=True, array_like=True, kw_only=True, dict=True):
         beyond = [cycle for cycle, _ in self.gaps if cycle >= self.cycles]
         if beyond:
             raise ValueError(f"a gap is after cycle {beyond[0]} of {self.cycles}")
+        if self.cycles and int(self.root_C[-1]) >= len(self.tokens) // 4:
+            raise ValueError(
+                f"the last root is at {int(self.root_C[-1])} of {len(self.tokens) // 4} tokens"
+            )
         worst = max(self.how, default=0)
         if self.cycles and worst >= len(self.drafted):
             raise ValueError(f"a cycle has strategy {worst} of {len(self.drafted)}")

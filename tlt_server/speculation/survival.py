@@ -90,9 +90,21 @@ class OnlineTable:
         self.settings = settings
         self.prior_K = np.array(prior_K, np.float32)
         self.survival_K = self.prior_K.copy()  # in force; updated in place
+        self._learnt_K = self.survival_K  # what observations give; in force at once, unless held
         self.hits_K = np.zeros(len(self.prior_K))
         self.trials_K = np.zeros(len(self.prior_K))
         self.observed = 0
+
+    def hold(self) -> None:
+        """Put what is learnt from now on in force by `renew` alone, so that a record can name the
+        table of every cycle.
+        """
+        self._learnt_K = self.survival_K.copy()
+
+    def renew(self) -> NDArray[np.float32]:
+        """Put what was learnt in force, and return a copy."""
+        self.survival_K[:] = self._learnt_K
+        return self.survival_K.copy()
 
     def observe(
         self, cell_N: NDArray[np.int32], parent_N: NDArray[np.int32], accepted_N: NDArray[np.int8]
@@ -109,7 +121,7 @@ class OnlineTable:
             self.settings.limit,
             self.hits_K,
             self.trials_K,
-            self.survival_K,
+            self._learnt_K,
         )
 
     def record(self) -> TableRecord:
@@ -137,7 +149,8 @@ class OnlineTable:
         """Put these counts in place of those there are."""
         weight = self.settings.prior_weight
         self.hits_K[:], self.trials_K[:] = hits_K, trials_K
-        self.survival_K[:] = (weight * self.prior_K + hits_K) / (weight + trials_K)
+        self._learnt_K[:] = (weight * self.prior_K + hits_K) / (weight + trials_K)
+        self.renew()
 
     def _digest(self, meaning: bytes = b"") -> str:
         return blake2b(self.prior_K.tobytes() + meaning, digest_size=8).hexdigest()

@@ -32,6 +32,7 @@ from tlt_server.samples.inbox import DIRECTORY, Inbox
 from tlt_server.samples.ring import RingConsumer
 from tlt_server.samples.sample import Sample, decode_sample
 from tlt_server.samples.segments import SegmentHeader
+from tlt_server.samples.tables import table_file
 from tlt_server.trainer.buffer import BufferBounds, SampleBuffer
 from tlt_server.trainer.inbox import take_in
 from tlt_server.trainer.spot import SpotTrainer, Work
@@ -200,6 +201,7 @@ class Trained:
                 model=Path(settings.model),
                 directory=Path(settings.work),
                 checkpoints=Path(settings.checkpoints),
+                tables=table_file(Path(settings.ring)),
                 device=kind,
                 memory=settings.memory,
                 numerics=settings.numerics,

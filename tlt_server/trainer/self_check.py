@@ -5,8 +5,9 @@ server. A difference says that features and tokens are paired wrongly, that a no
 map is another, or that weights or calibration are of another version: what would be trained, or
 adopted, is then not what is served. So a difference blocks adoption.
 
-A tree is the recorded one only under the calibration of its cycle; a chain of a number of rows is
-the same under any. Legend: V verifications, B of those that are staged.
+A tree is the recorded one only under the calibration table of its cycle, which `samples.tables`
+keeps; a chain of a number of rows is the same under any. Legend: V verifications, B of those that
+are staged, K cells.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 
 from tlt_server.errors import Conflict
 from tlt_server.samples.samples import SampleSet
+from tlt_server.samples.tables import drafter_of
 from tlt_server.trainer.evaluate import ReplayStage
 from tlt_server.trainer.plans import own_rows
 from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter
 from tlt_server.trainer.staged import Roots
 
 SHOWN = 100  # differences that are kept
+NO_TABLES: Mapping[str, NDArray[np.float32]] = {}
 
 
 class Difference(NamedTuple):
@@ -81,17 +84,17 @@ def self_check(
     stage: ReplayStage,
     *,
     version: str,
-    calibration: str | None = None,
+    tables: Mapping[str, NDArray[np.float32]] = NO_TABLES,
     drafter_version: str | None = None,
     on_response: Callable[[int], None] = lambda count: None,
 ) -> SelfCheck:
-    """Compare all verifications of the drafter. `version`: the target's weights. `calibration`: the
-    version of the calibration table that the drafter was loaded with, where the record knows it.
-    `drafter_version`: its weights, where those of several are recorded.
+    """Compare all verifications of the drafter. `version`: the target's weights. `tables`: the
+    calibration tables [K] that are known, by version. `drafter_version`: the drafter's weights,
+    where those of several are recorded.
     """
     verified, responses = samples.verified, samples.responses
     rows_V = own_rows(samples.legend.strategies, verified, drafter.kind)
-    reasons = _unknown(samples, rows_V, version, calibration, drafter_version)
+    reasons = _unknown(samples, version, tables, drafter_version)
     open_V = rows_V > 0
     unknown = {}
     for reason, which_V in reasons.items():
@@ -110,7 +113,7 @@ def self_check(
         roots = Roots(
             place_N[verified.request_V[here]], verified.root_V[here].astype(np.int64), rows_V[here]
         )
-        replayed_B = _replayed(replay, roots, verified.strategy_V[here], samples)
+        replayed_B = _replayed(replay, roots, samples, here, tables)
         recorded_B = verified.own_accepted_V[here]
         wrong = np.flatnonzero(replayed_B != recorded_B)
         compared, different = compared + len(here), different + len(wrong)
@@ -133,24 +136,24 @@ def self_check(
 
 def _unknown(
     samples: SampleSet,
-    rows_V: NDArray[np.int32],
     version: str,
-    calibration: str | None,
+    tables: Mapping[str, NDArray[np.float32]],
     drafter_version: str | None,
 ) -> dict[str, NDArray[np.bool_]]:
     """Return which verifications cannot be compared, by reason."""
     verified, legend = samples.verified, samples.legend
     width_V = np.array([strategy.width for strategy in legend.strategies])[verified.strategy_V]
-    of_table_V = np.array([name == calibration for name in legend.calibrations])
-    # A table has the version of its drafter.
-    other_V = np.array([drafter_version not in (None, name) for name in legend.calibrations])
+    of_table_V = np.array([name in tables for name in legend.calibrations])
+    made_by = [drafter_of(name) for name in legend.calibrations]
+    other_V = np.array([drafter_version not in (None, name) for name in made_by])
     return {
         "computed by another version of the target": ~of_version(samples, version)[
             verified.request_V
         ],
         "drafted by another version of the drafter": other_V[verified.calibration_V],
         "branches of history are not told apart": verified.own_rows_V == 0,
-        "a tree under another calibration": (width_V > 1) & ~of_table_V[verified.calibration_V],
+        "a tree under a calibration that is not kept": (width_V > 1)
+        & ~of_table_V[verified.calibration_V],
     }
 
 
@@ -165,15 +168,26 @@ def of_version(samples: SampleSet, version: str) -> NDArray[np.bool_]:
 
 
 def _replayed(
-    replay: DraftReplay, roots: Roots, strategy_B: NDArray[np.uint16], samples: SampleSet
+    replay: DraftReplay,
+    roots: Roots,
+    samples: SampleSet,
+    here: NDArray[np.int64],
+    tables: Mapping[str, NDArray[np.float32]],
 ) -> NDArray[np.int32]:
-    replayed_B = np.zeros(len(strategy_B), np.int32)
-    for index in np.unique(strategy_B).tolist():
+    """Draft again at these roots, whose verifications are `here`, each tree by its own table."""
+    strategy_B = samples.verified.strategy_V[here]
+    calibration_B = samples.verified.calibration_V[here]
+    replayed_B = np.zeros(len(here), np.int32)
+    in_force_K = replay.drafter.weights.calibration.survival_K
+    own_K = in_force_K.copy()
+    for index, table in sorted({*zip(strategy_B.tolist(), calibration_B.tolist(), strict=True)}):
         strategy = samples.legend.strategies[index]
-        same = np.flatnonzero(strategy_B == index)
+        same = np.flatnonzero((strategy_B == index) & (calibration_B == table))
+        in_force_K[:] = tables.get(samples.legend.calibrations[table], own_K)
         replayed_B[same] = replay.accepted(
             roots.part(same), strategy.depth, strategy.width, floored=strategy.width > 1
         )
+    in_force_K[:] = own_K
     return replayed_B
 
 

@@ -10,11 +10,12 @@ Legend: B roots, N responses.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
@@ -64,13 +65,15 @@ class Trial:
         states: StateStore,
         vocab_size: int,
         checked: Facts | None,
+        tables: Mapping[str, NDArray[np.float32]],
     ) -> None:
         """`number`: of the candidate, from 1 on. `states`: those of all sequences of the trial.
         `checked`: where the self-check counts; None: the engine rounds otherwise than this replay.
+        `tables`: those by which the engine grew its trees.
         """
         self._handed, self._directory, self._number = handed, directory, number
         self.digest = ""  # the candidate's; empty before it was read
-        self._vocab_size, self._checked = vocab_size, checked
+        self._vocab_size, self._checked, self._tables = vocab_size, checked, tables
         self._strategy = Strategy(handed.in_force.kind, DEPTH, WIDTH, ROWS)
         rest = NoFeatures(handed.frame.feature_width)
         source = CapturedFeatures(states, handed.target_version, rest)
@@ -135,6 +138,7 @@ class Trial:
             handed.in_force,
             self._stage,
             version=handed.target_version,
+            tables=self._tables,
             drafter_version=handed.drafter_version,
         )
         self._checked.compared_cycles += check.compared

@@ -24,6 +24,7 @@ from tlt_server.errors import StartupError
 from tlt_server.models.draft_layouts import EAGLE1
 from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, TrainingShape
 from tlt_server.samples.segments import Recorded
+from tlt_server.samples.tables import read_tables
 from tlt_server.trainer import sampling
 from tlt_server.trainer.buffer import SampleBuffer
 from tlt_server.trainer.checkpoint import Checkpoints, newest
@@ -56,6 +57,7 @@ def make_work(
     model: Path,
     directory: Path,
     checkpoints: Path,
+    tables: Path,
     device: str,
     memory: int,
     numerics: str,
@@ -67,7 +69,7 @@ def make_work(
     torch.set_num_threads(threads)
     slots = GPU_SLOTS if device == "cuda" else CPU_SLOTS
     repeats = device == "cpu" or numerics == "strict"
-    settings = WorkSettings(model, directory, checkpoints, device, slots, memory, repeats)
+    settings = WorkSettings(model, directory, checkpoints, tables, device, slots, memory, repeats)
     return DrafterWork(settings, buffer, states)
 
 
@@ -76,6 +78,7 @@ class WorkSettings:
     model: Path
     directory: Path  # for candidates
     checkpoints: Path
+    tables: Path  # the engine's, see `samples.tables`
     device: str  # cpu or cuda
     micro_batch: int  # slots of a pack, at most
     memory: int = 0  # bytes to train in; 0: what such packs need
@@ -320,7 +323,6 @@ class DrafterWork:
         self._saved_as = self._lineage
         directory, identity = self._place(trainer, self._lineage)
         self._checkpoints = Checkpoints(directory, trainer.state, identity)
-
         trainer.before_update = partial(self._settle, trainer)
         self._trainer = trainer
         self._save(trainer)
@@ -383,6 +385,7 @@ class DrafterWork:
             self._states.only(handed.target_version, kept),
             self._buffer.header.vocab_size,
             self._facts if self._settings.repeats else None,
+            read_tables(self._settings.tables),
         )
         trial.write(trainer.network)
         outcome = yield from trial.run(drawn[:FITTED], groups)

@@ -20,6 +20,7 @@ from tlt_server.engine.loop import Runner
 from tlt_server.engine.scheduler import unpadded
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.traces import HeldTable
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
 from tlt_server.speculation.learnt import Learnt
@@ -43,6 +44,10 @@ OnProgress = Callable[[str, int, int], None]  # what is done, steps done, of how
 Quiet = Callable[[], bool]
 
 
+class Table(Learnt[TableRecord], HeldTable, Protocol):
+    """Survivals of the nodes of one drafter."""
+
+
 class Equipped(NamedTuple):
     runner: Runner
     on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
@@ -54,7 +59,7 @@ class Equipped(NamedTuple):
     reclaim: Callable[[], None]
     forget: Callable[[], None]  # drop the text of requests that have ended
     # Survivals of nodes, by drafter; `knowledge` holds what they learn.
-    tables: Mapping[str, Learnt[TableRecord]]
+    tables: Mapping[str, Table]
     detail: str = ""  # for the start-up report
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
     # (decoding sequences, max rows) -> prompt rows that a step may read with them

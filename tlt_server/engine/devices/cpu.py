@@ -117,6 +117,10 @@ class CpuDevice:
             name: load_object(DRAFTERS[name].cpu.implementation).make(setup)
             for name in self._settings.drafters
         }
+        if self._settings.records:
+            for name, drafter in drafters.items():
+                if DRAFTERS[name].needs_weights:
+                    drafter.tables[name].hold()
         runner = CpuRunner(
             live.target.network, memory.kv, drafters, page_table_SP, self._adapter_slots(live)
         )

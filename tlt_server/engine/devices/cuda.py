@@ -334,8 +334,8 @@ class CudaDevice:
     def _network_storage(self, live: Live, kv: GpuKV) -> NetworkStorage | None:
         if live.drafter is None or kv.draft is None:
             return None
-        attention = self._backend(live.drafter.network.config)
-        return NetworkStorage(live.drafter, kv.draft.cache, attention, kv.draft.page_hint_PH)
+        attention, held = self._backend(live.drafter.network.config), self._settings.records
+        return NetworkStorage(live.drafter, kv.draft.cache, attention, kv.draft.page_hint_PH, held)
 
     def _free(self) -> tuple[int, int]:
         """Return the bytes of the device: free, and in all."""

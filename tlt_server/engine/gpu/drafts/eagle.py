@@ -44,6 +44,10 @@ class EagleDrafts:
         self.page_hint_PH = storage.page_hint_PH
         self.branches = Branches(state, table.survival_K)
         self.calibration = self.branches.own
+        self.in_force = self.calibration  # by which trees are grown
+        if storage.held:
+            own_Z = self.calibration.survival_Z.clone()
+            self.in_force = self.calibration._replace(survival_Z=own_Z)
         self._drift = Drift(self.calibration)
         self.gap_edge_G = torch.tensor(table.gap_edges, device=state.upload_U.device)
 
@@ -54,7 +58,9 @@ class EagleDrafts:
 
     def tables(self, stream: torch.cuda.Stream | None) -> dict[str, DeviceTable]:
         return {
-            "eagle": DeviceTable(self.calibration, stream, self.gap_edge_G),
+            "eagle": DeviceTable(
+                self.calibration, stream, self.gap_edge_G, self.in_force.survival_Z
+            ),
             branches_of("eagle"): DeviceTable(self.branches.calibration, stream),
         }
 
@@ -67,6 +73,7 @@ class EagleDrafts:
         fresh = CalibrationTable.of(torch.from_numpy(table.survival_K))
         for mine, value in zip(self.calibration, fresh, strict=True):
             mine.copy_(value)
+        self.in_force.survival_Z.copy_(self.calibration.survival_Z)
 
     def draft_pass(self, key: DraftKey) -> EaglePass:
         return EaglePass(key, self)
@@ -120,7 +127,7 @@ class EaglePass:
             drafts.cache,
             state.batch_slot_B(key.batch),
             state.batch_slots,
-            drafts.calibration,
+            drafts.in_force,
             drafts.gap_edge_G,
             drafter=index_of(key.drafter),
             trash=state.kv_slots.trash,

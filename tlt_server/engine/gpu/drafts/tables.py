@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.gpu.tensors import CalibrationTable
@@ -26,9 +28,13 @@ class DeviceTable:
         table: CalibrationTable,
         stream: torch.cuda.Stream | None,
         gap_edge_G: Tensor | None = None,
+        in_force_Z: Tensor | None = None,
     ) -> None:
-        """`stream`: where passes read and correct the table. `gap_edge_G`: of a `Calibration`."""
+        """`stream`: where passes read and correct the table. `gap_edge_G`: of a `Calibration`.
+        `in_force_Z`: survivals by which trees are grown, if these are held.
+        """
         self._table, self._stream, self._gap_edge_G = table, stream, gap_edge_G
+        self._in_force_Z = in_force_Z
 
     def record(self) -> TableRecord:
         return self._read().record()
@@ -41,6 +47,15 @@ class DeviceTable:
 
     def forget(self) -> None:
         self._change(OnlineTable.forget)
+
+    def renew(self) -> NDArray[np.float32]:
+        """Put what was learnt in force, and return it."""
+        survival_Z = self._table.survival_Z
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if self._in_force_Z is not None:
+                self._in_force_Z.copy_(survival_Z)
+            found: NDArray[np.float32] = survival_Z.cpu().numpy().copy()
+        return found
 
     def _read(self) -> OnlineTable:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -62,3 +77,4 @@ class DeviceTable:
                 mine, (found.survival_K, found.hits_K, found.trials_K), strict=True
             ):
                 mine_Z.copy_(torch.from_numpy(values_K))
+        self.renew()
