@@ -44,7 +44,7 @@ OnProgress = Callable[[str, int, int], None]  # what is done, steps done, of how
 Quiet = Callable[[], bool]
 
 
-class Table(Learnt[TableRecord], HeldTable, Protocol):
+class SurvivalTable(Learnt[TableRecord], HeldTable, Protocol):
     """Survivals of the nodes of one drafter."""
 
 
@@ -59,7 +59,7 @@ class Equipped(NamedTuple):
     reclaim: Callable[[], None]
     forget: Callable[[], None]  # drop the text of requests that have ended
     # Survivals of nodes, by drafter; `knowledge` holds what they learn.
-    tables: Mapping[str, Table]
+    tables: Mapping[str, SurvivalTable]
     detail: str = ""  # for the start-up report
     matmuls: str = ""  # the kernel that computes matmuls on a GPU, and why not the other
     # (decoding sequences, max rows) -> prompt rows that a step may read with them
