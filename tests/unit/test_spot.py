@@ -197,6 +197,54 @@ def test_a_push_drops_the_round_and_asks_for_the_new_weights() -> None:
     assert report.trained_on == "v2"
 
 
+# How a state is come to: turns of a round, and what follows.
+WAYS = {
+    S.TRAINING: (2, ""),
+    S.EVALUATING: (4, ""),
+    S.ADOPTING: (5, ""),
+    S.PARKED: (2, "busy"),
+    S.PAUSED: (2, "pause"),
+    S.FAILED: (0, "refuse"),
+}
+
+
+@pytest.mark.parametrize("state", WAYS)
+@pytest.mark.parametrize("cause", ["push", "rollback", "sleep"])
+def test_nothing_of_weights_that_went_is_adopted_in_any_state(
+    state: TrainerState, cause: str
+) -> None:
+    """The trainer asks for the weights in force before it goes on, after a wake-up, too."""
+    rig, (turns, then) = Rig(), WAYS[state]
+    rig.work.refuses = then == "refuse"
+    rig.hand_over()
+    rig.run(turns)
+    rig.run(then == "busy", busy=True)
+    if then == "pause":
+        rig.spot.take(Order(number=2, do="pause"))
+    assert rig.spot.state == state
+    rig.work.refuses, before = False, len(rig.sent)
+    if cause == "sleep":
+        rig.now += 0.5
+        rig.spot.advance(busy=True, asleep=1)
+        assert rig.work.released == 1
+        live = LIVE
+    else:
+        live = InForce("v2" if cause == "push" else "v0", "d1")
+        rig.spot.take(live)
+    if state == S.ADOPTING:  # the engine had taken the offer before it was told
+        rig.spot.take(Verdict(version=OFFER.version))
+    rig.run(3)
+    assert not rig.work.adoptions and OFFER not in rig.sent[before:]
+    rig.spot.take(Order(number=3, do="resume"))
+    rig.spot.take(Order(number=4, do="train"))
+    rig.run(80)
+    assert rig.sent[before:] == [WeightsWanted()], "weights are asked for before anything else"
+    rig.hand_over(live)
+    rig.run(80)
+    report = rig.spot.report()
+    assert report is not None and report.trained_on == live.target and rig.sent[-1] == OFFER
+
+
 def test_a_verdict_about_a_dropped_offer_changes_nothing() -> None:
     rig = Rig()
     rig.hand_over()
