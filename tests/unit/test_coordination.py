@@ -85,6 +85,23 @@ def test_what_was_asked_and_is_undone_by_another_is_noticed() -> None:
     assert fleet.coordination.rivals == {mine}
 
 
+def test_a_pause_that_ended_while_its_server_was_away_is_no_other_coordinators() -> None:
+    fleet = Fleet(3)
+    for _ in range(2):
+        fleet.step()
+    other = next(url for url in "abc" if url not in fleet.training())
+    away = fleet.servers.pop(other)
+    fleet.step()
+    fleet.servers[other] = away._replace(trainer="training", held=False)
+    fleet.step()
+    assert not fleet.coordination.rivals
+    fleet.set(other, trainer="training", held=False)
+    seen = [*fleet.servers.values()]
+    fleet.coordination.decide(seen, fleet.now_s, {other})  # it was slow to answer
+    fleet.coordination.decide(seen, fleet.now_s)
+    assert not fleet.coordination.rivals
+
+
 def test_a_server_must_be_quiet_for_a_while() -> None:
     fleet = Fleet(1, quiet_s=5.0)
     fleet.step(0.0)

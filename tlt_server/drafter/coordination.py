@@ -101,7 +101,8 @@ class Coordination:
         idle = {server.url for server in seen if not server.load}
         self._idle_from = {url: self._idle_from.get(url, now_s) for url in by_url if url in idle}
         at_work = {s.url for s in seen if s.trainer in AT_WORK and not s.held}
-        self.rivals = at_work & self._held - {*asked}
+        self._held = self._held & by_url.keys() - {*asked}  # the other pauses may have ended
+        self.rivals = at_work & self._held
         self._unable &= by_url.keys()  # one that was away may have been mended
         if self.shared and seen and self.shared.target != target:
             self.shared = None  # it was made for weights that are gone
