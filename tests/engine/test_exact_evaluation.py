@@ -38,7 +38,7 @@ from tlt_server.samples.segments import recorded as framed
 from tlt_server.samples.tables import read_tables, table_file
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.recorded import RolloutRecord
-from tlt_server.speculation.survival import Calibration
+from tlt_server.speculation.survival import Calibration, OnlineTable
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.features import FeatureSource, RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
@@ -177,6 +177,7 @@ def test_trees_are_compared_under_a_table_that_learns(
 ) -> None:
     """The engine puts what it learns in force now and then, and names the table of every tree."""
     monkeypatch.setattr(traces, "TURN", 20)
+    monkeypatch.setattr(Calibration, "observe", OnlineTable.observe)  # `record` takes it away
     settings = replace(
         drafting(on_cpu(checkpoints(tmp_path / "pair")), "eagle", 4, 2, 5), max_running=3
     )
