@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from pathlib import Path
@@ -30,6 +31,12 @@ def processor() -> str:
     except OSError:
         found = None
     return found[1] if found else platform.machine()
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process has of the host."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
 def host_memory() -> HostMemory:

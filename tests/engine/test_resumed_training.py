@@ -25,7 +25,7 @@ __all__ = ["root", "settings"]  # fixtures
 def new_work(settings: EngineSettings, place: Path) -> DrafterWork:
     buffer = SampleBuffer(None, SegmentHeader(1, 40, "m", ""), BufferBounds(100, 1000))
     given = WorkSettings(
-        Path(settings.model), place, place.parent / "checkpoints", place / "tables", "cpu", 512
+        Path(settings.model), place, place.parent / "checkpoints", place / "tables", "cpu"
     )
     return DrafterWork(given, buffer, StateStore(0, 0))
 

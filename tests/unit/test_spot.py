@@ -7,7 +7,7 @@ import pytest
 from tests.unit.recorded_samples import sample
 from tlt_server.commands import Recompute
 from tlt_server.errors import ModelError
-from tlt_server.trainer.schedule import RoundLength, Schedule
+from tlt_server.trainer.schedule import Schedule, TrialSpacing
 from tlt_server.trainer.spot import (
     ANSWER_S,
     PATIENCE_S,
@@ -509,18 +509,28 @@ def test_messages_are_lines_that_read_back() -> None:
         read_from_trainer(b"a warning\n")
 
 
-def test_rounds_become_longer_while_their_candidates_gain() -> None:
-    length = RoundLength()
-    assert length.begin() == 24
-    assert length.judged(0.1), "not proven, but better than the drafter in force"
-    assert (length.steps, length.begin()) == (48, 48)
-    assert length.judged(0.3) and length.begin() == 96
-    assert not length.judged(0.305), "hardly better than the candidate before"
-    assert length.begin() == 24
-    length.renewed()
+def test_trials_become_rare_while_their_candidates_gain() -> None:
+    spacing = TrialSpacing()
+    assert spacing.left == 24
+    for _ in range(30):
+        spacing.trained()
+    assert spacing.left == 0
+    assert spacing.judged(0.1), "not proven, but better than the drafter in force"
+    assert spacing.left == 48
+    assert spacing.judged(0.3) and spacing.left == 96
+    assert not spacing.judged(0.305), "hardly better than the candidate before"
+    assert spacing.left == 24
     for _ in range(9):
-        length.begin()
-        assert length.judged(0.5)
-        length.renewed()
-    assert length.begin() == 384
-    assert length.begin() == 24, "a round that was given up does not make the next one longer"
+        spacing.renewed()
+        assert spacing.judged(0.5)
+    assert spacing.left == 192
+
+
+def test_training_goes_on_where_a_round_ends_without_a_trial() -> None:
+    rig = Rig()
+    rig.work.outcome = RoundEnd(paid=True)
+    rig.hand_over()
+    rig.run(7)
+    assert rig.spot.state == S.TRAINING and rig.work.segments > 3
+    report = rig.spot.report()
+    assert report is not None and not report.refused

@@ -59,10 +59,10 @@ def test_a_7b_models_drafter_is_trained_in_16_gib() -> None:
 
 def test_a_budget_holds_the_largest_pack_that_fits() -> None:
     shape = at_7b(EAGLE3)
-    assert shape.slots_in(shape.device_bytes(GPU_SLOTS), GPU_SLOTS) == GPU_SLOTS
-    assert shape.slots_in(shape.device_bytes(GPU_SLOTS) - 1, GPU_SLOTS) == GPU_SLOTS // 2
-    assert shape.slots_in(shape.device_bytes(LEAST_SLOTS), GPU_SLOTS) == LEAST_SLOTS
-    assert shape.slots_in(shape.device_bytes(LEAST_SLOTS) - 1, GPU_SLOTS) == 0
+    assert shape.slots_in(shape.most_bytes) == GPU_SLOTS
+    assert shape.slots_in(shape.most_bytes - 1) == GPU_SLOTS // 2
+    assert shape.slots_in(shape.device_bytes(LEAST_SLOTS)) == LEAST_SLOTS
+    assert shape.slots_in(shape.device_bytes(LEAST_SLOTS) - 1) == 0
 
 
 @cache
@@ -152,10 +152,10 @@ def test_the_trainers_packs_are_as_long_as_its_memory_holds() -> None:
     shape = TrainingShape.of(config, DRAFTED, on_gpu=False)
     nowhere, nothing = Path(), cast(Any, None)
     for memory, slots in ((0, CPU_SLOTS), (shape.device_bytes(256), 256)):
-        given = WorkSettings(nowhere, nowhere, nowhere, "cpu", CPU_SLOTS, memory)
+        given = WorkSettings(nowhere, nowhere, nowhere, nowhere, "cpu", memory)
         work = DrafterWork(given, nothing, nothing)
         work._bound(network)
         assert work.facts.micro_batch == slots
-    given = WorkSettings(nowhere, nowhere, nowhere, "cpu", CPU_SLOTS, 1)
+    given = WorkSettings(nowhere, nowhere, nowhere, nowhere, "cpu", 1)
     with pytest.raises(StartupError, match="raise drafter_training_mb"):
         DrafterWork(given, nothing, nothing)._bound(network)

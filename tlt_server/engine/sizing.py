@@ -12,13 +12,7 @@ from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.training_memory import (
-    CONTEXT,
-    CPU_SLOTS,
-    GPU_SLOTS,
-    LEAST_SLOTS,
-    TrainingShape,
-)
+from tlt_server.models.training_memory import CONTEXT, LEAST_SLOTS, TrainingShape
 
 MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
 
@@ -45,9 +39,8 @@ def training_share(
     """
     on_gpu = settings.device == "cuda"
     shape = TrainingShape.of(drafter.config, drafter.draft_vocab_size, on_gpu=on_gpu)
-    most = GPU_SLOTS if on_gpu else CPU_SLOTS
-    training = (settings.drafter_training_mb or 0) * MIB or shape.device_bytes(most)
-    if not shape.slots_in(training, most):
+    training = (settings.drafter_training_mb or 0) * MIB or shape.most_bytes
+    if not shape.slots_in(training):
         raise StartupError(
             f"drafter_training_mb {settings.drafter_training_mb} is too little to train this "
             f"drafter; set drafter_training_mb to {-(-shape.device_bytes(LEAST_SLOTS) // MIB)}, or "

@@ -14,6 +14,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_layouts import EAGLE1
 
 CPU_SLOTS, GPU_SLOTS, LEAST_SLOTS = 512, 2048, 128  # slots per pack
+SMALL, SMALL_SLOTS = 1024, 8192  # hidden size at most whose steps a GPU spends on launching kernels
 CHUNK_LOGITS = 1 << 25  # logits of a chunk: 128 MiB in float32, of which about six copies exist
 COPIES = 6
 GRADIENTS = 5  # float32, of the MLP's inner width, at once
@@ -33,6 +34,7 @@ class TrainingShape(NamedTuple):
     item: int  # bytes of a number of the matmuls
     inner: int  # width of the MLP
     slot_bytes: int  # kept by one slot of one unrolled step, for its gradient
+    most_slots: int  # worth having in a pack
 
     @classmethod
     def of(cls, drafter: ModelConfig, draft_vocab: int, *, on_gpu: bool) -> TrainingShape:
@@ -52,6 +54,7 @@ class TrainingShape(NamedTuple):
             item=item,
             inner=inner,
             slot_bytes=kept,
+            most_slots=CPU_SLOTS if not on_gpu else SMALL_SLOTS if hidden <= SMALL else GPU_SLOTS,
         )
 
     def device_bytes(self, slots: int) -> int:
@@ -69,11 +72,14 @@ class TrainingShape(NamedTuple):
         """
         return (3 * 12 + 2 * 4) * self.trained + 6 * self.frozen + LIBRARIES
 
-    def slots_in(self, budget: int, most: int) -> int:
-        """Return the largest pack, at most `most` slots, for which `budget` bytes suffice; 0 if
-        there is none.
-        """
-        slots = most
+    @property
+    def most_bytes(self) -> int:
+        """Return the peak of a step over a pack of as many slots as are worth having."""
+        return self.device_bytes(self.most_slots)
+
+    def slots_in(self, budget: int) -> int:
+        """Return the slots of the largest pack for which `budget` bytes suffice; 0 if none does."""
+        slots = self.most_slots
         while slots >= LEAST_SLOTS and self.device_bytes(slots) > budget:
             slots //= 2
         return slots if slots >= LEAST_SLOTS else 0

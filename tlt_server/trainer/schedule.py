@@ -1,8 +1,8 @@
-"""The times and lengths of rounds: training only where it pays. No torch.
+"""The times of rounds and of trials: training only where it pays. No torch.
 
-A round is due once enough output tokens were recorded since the last one, and at once after a round
-whose candidate gained on those before. Two rounds in a row without gain double that number; a push
-of weights or a falling acceptance takes it back.
+A round is due once enough output tokens were recorded since the last one, and at once after one
+without a trial or whose candidate gained on those before. Two in a row without gain double that
+number; a push of weights or a falling acceptance takes it back.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ PATIENCE = 2  # rounds without gain
 SHORT, LONG = 0.1, 0.005
 FALL = 0.95  # short mean over long mean at which acceptance has fallen
 SEEN = 50  # sequences before the means are compared
-FIRST_STEPS, MOST_STEPS = 24, 384  # per round
-WORTH = 0.01  # gain on the best candidate so far that makes a round pay
+FIRST_STEPS, MOST_STEPS = 24, 192  # per trial
+WORTH = 0.01  # gain on the best candidate so far that makes the steps before it pay
 
 
 class Schedule:
@@ -69,25 +69,26 @@ class Schedule:
         self.interval, self._misses = self._first, 0
 
 
-class RoundLength:
-    """The most steps of a round: each one after a round that paid is twice as long."""
+class TrialSpacing:
+    """The steps from one trial to the next: twice as many after one that paid. Each trial leaves
+    less of the run's level to those after it, so a drafter that still learns is tried rarely.
+    """
 
     def __init__(self) -> None:
-        self.steps = FIRST_STEPS  # for the next one
-        self._last = FIRST_STEPS
-        self._best = 0.0
+        self.left = FIRST_STEPS  # until the next trial
+        self._steps, self._best = FIRST_STEPS, 0.0
 
-    def begin(self) -> int:
-        """Return the steps of a round; the next one is short unless this one pays."""
-        self._last, self.steps = self.steps, FIRST_STEPS
-        return self._last
+    def trained(self) -> None:
+        """Count a step."""
+        self.left = max(0, self.left - 1)
 
     def judged(self, gain: float) -> bool:
-        """Learn the gain of a round's candidate on the drafter in force; return whether it paid."""
-        if gain < self._best + WORTH:
-            return False
-        self._best, self.steps = gain, min(2 * self._last, MOST_STEPS)
-        return True
+        """Learn the gain of a candidate on the drafter in force; return whether the steps paid."""
+        paid = gain >= self._best + WORTH
+        self._best = max(self._best, gain)
+        self._steps = min(2 * self._steps, MOST_STEPS) if paid else FIRST_STEPS
+        self.left = self._steps
+        return paid
 
     def renewed(self) -> None:
         """Compare with no candidate of before: weights have changed."""

@@ -73,13 +73,13 @@ class Lacking(NamedTuple):
 
 
 class RoundEnd(NamedTuple):
-    """The end of a round: a candidate to adopt, or a word that says why there is none."""
+    """The end of a round: a candidate to adopt, a word that says why there is none, or no trial."""
 
     refused: str = ""
     judged: Judged | None = None
     offer: Offer | None = None
     pause: str = ""  # a reason to go no further without an operator
-    paid: bool = False  # the candidate is better than those before
+    paid: bool = False  # the next one begins at once
 
 
 Round = Generator[TrainerState, None, RoundEnd]
@@ -317,7 +317,7 @@ class SpotTrainer:
             self._send(outcome.offer)
             self.phases.enter(TrainerState.ADOPTING)
             return
-        self._refused[outcome.refused] += 1
+        self._refused += Counter([outcome.refused] if outcome.refused else [])
         if outcome.refused != NO_DATA:
             self.schedule.judged(gain=outcome.paid)
         if outcome.pause:
@@ -346,10 +346,8 @@ class SpotTrainer:
     def _no_room_for_weights(self, error: MemoryError) -> None:
         if self._made is not None:
             self._made.release()
-        self.phases.pause(
-            f"memory ran out as weights in force were taken over ({error}); give the trainer more, "
-            "then POST /drafter/resume"
-        )
+        reason = f"memory ran out as weights in force were taken over ({error})"
+        self.phases.pause(f"{reason}; give the trainer more, then POST /drafter/resume")
 
     def _abandon(self, reason: str) -> None:
         """End a round or an offer whose weights are not in force any more."""

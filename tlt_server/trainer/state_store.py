@@ -56,6 +56,10 @@ class StateStore:
         """Tell whether these states were computed again, not captured as their sequence ended."""
         return (captured.version, captured.key) in self._recomputed
 
+    def having(self, version: str, entries: Iterable[Recorded]) -> list[Recorded]:
+        """Return those that have states of this version."""
+        return [e for e in entries if self.find(version, e.sample.tokens) is not None]
+
     def missing(self, version: str, entries: Iterable[Recorded]) -> list[Recorded]:
         """Return the sequences without states of this version, which can be recomputed."""
         return [e for e in entries if self.find(version, e.sample.tokens) is None]

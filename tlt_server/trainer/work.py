@@ -10,7 +10,6 @@ and pushes of the target; a candidate that is proven worse goes back to the draf
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ import torch
 import xxhash
 
 from tlt_server.errors import StartupError
+from tlt_server.machine import resident_bytes
 from tlt_server.models.draft_layouts import EAGLE1
-from tlt_server.models.training_memory import CPU_SLOTS, GPU_SLOTS, TrainingShape
+from tlt_server.models.training_memory import TrainingShape
 from tlt_server.samples.segments import Recorded
 from tlt_server.samples.tables import read_tables
 from tlt_server.trainer import sampling
@@ -33,7 +33,7 @@ from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import RecordedDocuments
-from tlt_server.trainer.schedule import RoundLength
+from tlt_server.trainer.schedule import FIRST_STEPS, TrialSpacing
 from tlt_server.trainer.spot import Facts, Lacking, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate, memory_errors
@@ -67,9 +67,8 @@ def make_work(
     `numerics`: the engine's. `threads`: of a CPU.
     """
     torch.set_num_threads(threads)
-    slots = GPU_SLOTS if device == "cuda" else CPU_SLOTS
     repeats = device == "cpu" or numerics == "strict"
-    settings = WorkSettings(model, directory, checkpoints, tables, device, slots, memory, repeats)
+    settings = WorkSettings(model, directory, checkpoints, tables, device, memory, repeats)
     return DrafterWork(settings, buffer, states)
 
 
@@ -80,14 +79,13 @@ class WorkSettings:
     checkpoints: Path
     tables: Path  # the engine's, see `samples.tables`
     device: str  # cpu or cuda
-    micro_batch: int  # slots of a pack, at most
-    memory: int = 0  # bytes to train in; 0: what such packs need
+    memory: int = 0  # bytes to train in; 0: what the longest packs need
     repeats: bool = True  # a replay rounds as the engine does, so its counts are the engine's
 
 
 class DrafterWork:
     def __init__(self, settings: WorkSettings, buffer: SampleBuffer, states: StateStore) -> None:
-        self._facts = Facts(micro_batch=settings.micro_batch)
+        self._facts = Facts()
         self._settings, self._buffer, self._states = settings, buffer, states
         self._handed: Handed | None = None
         self._lineage: dict[str, str] = {}  # names the drafter that the trained state follows
@@ -97,7 +95,7 @@ class DrafterWork:
         self._checkpoints: Checkpoints | None = None
         self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
         self._rounds = self._candidates = 0
-        self._length = RoundLength()
+        self._spacing = TrialSpacing()
         self._halved = False
 
     @property
@@ -109,7 +107,7 @@ class DrafterWork:
     def install(self, handed: HandedOver) -> None:
         given, place = self._settings, Path(handed.directory)
         self._handed = self._wanted = None
-        self._length.renewed()
+        self._spacing.renewed()
         # The last candidate stays for clients, until the next one is written.
         self._clear("*", place, self._candidate_directory)
         with memory_errors():
@@ -137,8 +135,8 @@ class DrafterWork:
         """Choose packs that the memory holds, and let the allocator give no more than that."""
         given, on_gpu = self._settings, self._settings.device == "cuda"
         shape = TrainingShape.of(network.config, network.draft_vocab_size, on_gpu=on_gpu)
-        memory = given.memory or shape.device_bytes(given.micro_batch)
-        slots = shape.slots_in(memory, given.micro_batch)
+        memory = given.memory or shape.most_bytes
+        slots = shape.slots_in(memory)
         if not slots:
             raise StartupError(f"{memory // 2**20} MiB are too little; raise drafter_training_mb")
         if not self._halved:
@@ -176,7 +174,7 @@ class DrafterWork:
             drafter_version=version, directory=directory, in_force=in_force
         )
         self._lineage = self._handed.identity()
-        self._length.renewed()
+        self._spacing.renewed()
         if self._trainer is not None:
             self._checkpoint_as(self._trainer)
 
@@ -202,7 +200,6 @@ class DrafterWork:
         entries, version = [*self._buffer], handed.target_version
         self._wanted = None
         drawn = self._draw(self._with_features(entries, version))
-        most_steps = self._length.begin()
         documents = RecordedDocuments.of(drawn, self._states, version)
         if max(documents.lengths, default=0) < 3:
             return RoundEnd(NO_DATA)
@@ -210,11 +207,12 @@ class DrafterWork:
         steps = trainer.objective.steps
         packer, cursor = Packer(documents, self._facts.micro_batch, steps, self._rounds), Cursor()
         yield TrainerState.TRAINING
-        for done in range(min(most_steps, EPOCHS * len(packer.plan(0)))):
+        for done in range(min(self._spacing.left, EPOCHS * len(packer.plan(0)))):
             if done % SAVED_EVERY == 0:
                 self._save(trainer)
             placed = packer.plan(cursor.epoch)[cursor.pack]
             cursor = yield from self._step(trainer, packer, cursor)
+            self._spacing.trained()
             for window, _ in placed:
                 self._facts.tokens += window.slots
                 self._facts.recomputed_tokens += (
@@ -225,18 +223,19 @@ class DrafterWork:
             return RoundEnd("not_finite", pause=remedy)
         self._save(trainer)
         self._settle(trainer)
+        if self._spacing.left:
+            return RoundEnd(paid=True)
         yield TrainerState.EVALUATING
         outcome = yield from self._judge(handed, trainer, entries, drawn)
-        gain = outcome.judged.gain if outcome.judged is not None else 0.0
-        return outcome._replace(paid=self._length.judged(gain))
+        gain = outcome.judged.gain if outcome.judged else 0.0
+        return outcome._replace(paid=self._spacing.judged(gain))
 
     def _with_features(self, entries: Sequence[Recorded], version: str) -> Strata:
         """Return what may be trained on and has features, by stratum."""
         strata = sampling.strata_of(entries, version)
         found: Strata = {}
         for stratum, those in strata.items():
-            missing = {entry.number for entry in self._states.missing(version, those)}
-            if kept := [entry for entry in those if entry.number not in missing]:
+            if kept := self._states.having(version, those):
                 found[stratum] = kept
         count = sum(map(len, strata.values())) - sum(map(len, found.values()))
         self._facts.without_features = count
@@ -244,7 +243,7 @@ class DrafterWork:
 
     def _draw(self, strata: Strata) -> list[Recorded]:
         """Draw as many sequences as a round has room for; each once."""
-        room = self._length.steps * self._facts.micro_batch
+        room = max(FIRST_STEPS, self._spacing.left) * self._facts.micro_batch
         drawn: dict[int, Recorded] = {}
         for entry in sampling.draw(strata, DRAWN, 0, self._rounds):
             room -= 0 if entry.number in drawn else len(entry.sample.tokens) // 4
@@ -256,10 +255,8 @@ class DrafterWork:
     def _step(
         self, trainer: Trainer, packer: Packer, cursor: Cursor
     ) -> Generator[TrainerState, None, Cursor]:
-        pack, after = packer.next(cursor)
-        network = trainer.network
+        (pack, after), network, last = packer.next(cursor), trainer.network, ""
         segments = trainer.segments([pack.to(network.device, network.compute)])
-        last = ""
         try:
             while True:
                 try:
@@ -347,8 +344,7 @@ class DrafterWork:
         if written is not None:
             facts.checkpoints, facts.checkpoint_error = written.written, written.failure
             facts.checkpoint_stall_ms = 1e3 * written.stall_s
-        with open("/proc/self/statm", encoding="ascii") as file:
-            facts.memory_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        facts.memory_bytes = resident_bytes()
         if self._settings.device == "cuda":
             facts.memory_bytes += torch.cuda.memory_reserved()
 
@@ -400,7 +396,5 @@ class DrafterWork:
 
     def _held_out(self, entries: list[Recorded], version: str) -> list[list[Recorded]]:
         """Return the held-out prompts that judge, those of their sequences that have states."""
-        held = sampling.evaluated(entries, version)
-        missing = {entry.number for entry in self._states.missing(version, held)}
-        kept = [entry for entry in held if entry.number not in missing]
-        return sampling.judging(kept, JUDGED_GROUPS)
+        held = self._states.having(version, sampling.evaluated(entries, version))
+        return sampling.judging(held, JUDGED_GROUPS)

@@ -29,7 +29,7 @@ SEGMENT = 1024  # inputs that one program adds up
 MIN_RANK = 16  # products that a tensor core adds at once
 MAX_PARTS = 3
 COLUMNS = 16  # rows of A that one program multiplies by
-# Two stages of a program's operands fit beside a matmul's, so both are on a multiprocessor at once.
+# Two stages of a program's operands leave room for a matmul's on the same multiprocessor.
 DEPTH, STAGES = 128, 2
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from tlt_server.engine.gpu.buckets import MAX_DRAFTED, MAX_VERIFIED, sampled_rows
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.training_memory import CONTEXT, GPU_SLOTS, TrainingShape
+from tlt_server.models.training_memory import CONTEXT, TrainingShape
 from tlt_server.samples.captured import state_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -126,13 +126,13 @@ class MemoryPlan(NamedTuple):
         if self.needs.training is None:
             return 0
         asked = (self.settings.drafter_training_mb or 0) * MIB
-        return (asked or self.needs.training.device_bytes(GPU_SLOTS)) + CONTEXT
+        return (asked or self.needs.training.most_bytes) + CONTEXT
 
     @property
     def trains_nothing(self) -> bool:
         """Tell whether `drafter_training_mb` holds not even the shortest pack."""
         shape, asked = self.needs.training, self.settings.drafter_training_mb
-        return bool(shape and asked and not shape.slots_in(asked * MIB, GPU_SLOTS))
+        return bool(shape and asked and not shape.slots_in(asked * MIB))
 
     @property
     def state_slots(self) -> int:
