@@ -1,7 +1,7 @@
 """LoRA: adds scale * (x A^T) B^T to the rows of a matmul's result, by the adapter of each row.
 
-`shrink` multiplies by A and goes before the matmul, which reads its weights ahead meanwhile;
-`expand` multiplies by B and adds, after it. Rows of one adapter are gathered into tiles of 16. The
+`shrink` multiplies by A on a stream of its own while the matmul runs; `expand` multiplies by B and
+adds, after both. Rows of one adapter are gathered into tiles of 16. The
 bits of a row depend on that row and its adapter alone: K is cut into segments of one size, k
 ascends within a segment, segments are added in order, and tensor cores add in the same order in
 every tile. A row without an adapter is not touched. The adapters of all slots lie side by side at
@@ -25,7 +25,7 @@ from tlt_kernels.gpu.target import PDL, dot, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import RowTable
 
 ROWS = 16  # rows of a tile
-SEGMENT = 1024  # inputs that one program adds up
+SEGMENT, LONG = 512, 8192  # inputs that one program adds up; twice as many of inputs this long
 MIN_RANK = 16  # products that a tensor core adds at once
 MAX_PARTS = 3
 COLUMNS = 16  # rows of A that one program multiplies by
@@ -97,8 +97,6 @@ def _shrink(
     s, p = tl.program_id(2), tl.program_id(1) // x_tiles
     first, x_I = p * SEGMENT, tl.program_id(1) % x_tiles * BX + tl.arange(0, BX)
     at_J = tl.program_id(0) * BM + tl.arange(0, BM)
-    pdl_launch()
-    pdl_wait()
     row_J = tl.load(row_SM + s * M + at_J, mask=at_J < M, other=0).to(tl.int64)
     count = tl.load(count_S + s)
     if tl.program_id(0) * BM < count:
@@ -173,23 +171,24 @@ def _expand_silu(
         up_JI = tl.load(gate + inner, mask=inside, other=0.0)
         if s < tl.num_programs(2) - 1:
             b = b_SNr + (s.to(tl.int64) * 2 * inner + i_I[:, None]) * r + x_L[None, :]
-            b_IL = tl.load(b, mask=(i_I < inner)[:, None], other=0.0)
-            low_JL = _low(low_PMX, scale_S, s, row_J, live_J, x_L, M, X, P)
-            gate_JI += dot(b_IL, low_JL.to(b_IL.dtype).T, tl.zeros((BI, BM), tl.float32)).T
-            b_IL = tl.load(b + inner * r, mask=(i_I < inner)[:, None], other=0.0)
-            low_JL = _low(low_PMX, scale_S, s, row_J, live_J, r + x_L, M, X, P)
-            up_JI += dot(b_IL, low_JL.to(b_IL.dtype).T, tl.zeros((BI, BM), tl.float32)).T
+            gate_b_IL = tl.load(b, mask=(i_I < inner)[:, None], other=0.0)
+            up_b_IL = tl.load(b + inner * r, mask=(i_I < inner)[:, None], other=0.0)
+            gate_JL = _low(low_PMX, scale_S, s, row_J, live_J, x_L, M, X, P).to(gate_b_IL.dtype)
+            up_JL = _low(low_PMX, scale_S, s, row_J, live_J, r + x_L, M, X, P).to(gate_b_IL.dtype)
+            gate_JI += dot(gate_b_IL, gate_JL.T, tl.zeros((BI, BM), tl.float32)).T
+            up_JI += dot(up_b_IL, up_JL.T, tl.zeros((BI, BM), tl.float32)).T
         result_JI = (silu(gate_JI) * up_JI).to(out_MI.dtype.element_ty)
         tl.store(out_MI + row_J[:, None] * inner + i_I[None, :], result_JI, mask=inside)
 
 
 def shrink(x_MK: Tensor, a_SXK: Tensor, rows: AdapterRows) -> Tensor:
     """Return the products of rows and the A of their adapters, by segments of K: float32 [P, M, X],
-    nothing where a row has no adapter.
+    nothing where a row has no adapter. Launched without PDL, for a stream of its own.
     """
     (count, inputs), (slots, width, _) = x_MK.shape, a_SXK.shape
     assert len(rows.count_S) == slots + 1 and x_MK.is_contiguous()
-    segments = triton.cdiv(inputs, SEGMENT)
+    segment = SEGMENT if inputs < LONG else 2 * SEGMENT
+    segments = triton.cdiv(inputs, segment)
     low_PMX = torch.empty(segments, count, width, dtype=torch.float32, device=x_MK.device)
     if count:
         grid = triton.cdiv(count, ROWS), segments * triton.cdiv(width, COLUMNS), slots
@@ -201,13 +200,12 @@ def shrink(x_MK: Tensor, a_SXK: Tensor, rows: AdapterRows) -> Tensor:
             count,
             inputs,
             width,
-            SEGMENT=SEGMENT,
+            SEGMENT=segment,
             BM=ROWS,
             BX=COLUMNS,
             BK=DEPTH,
             num_warps=4,
             num_stages=STAGES,
-            **PDL,
         )
     return low_PMX
 

@@ -6,6 +6,8 @@ Legend: K inputs, N outputs of a fused map, r padded rank, X = r times its parts
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -36,22 +38,50 @@ class GpuProjectionSlots(NamedTuple):
         self.b_SNr[slot, first : first + self.parts[part], :rank].copy_(pair.b_Nr)
 
 
+class SideStream:
+    """A stream for what runs while the current one goes on; none in the interpreter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """Launch what follows there, after all that the current stream has been given."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def end(self) -> None:
+        """Let the current stream go on after what was launched there."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
 class GpuAdaptedProjection(NamedTuple):
     slots: GpuProjectionSlots
     rows: AdapterRows
+    side: SideStream
 
     def shrink(self, x_MK: Tensor) -> Tensor:
-        """Return `low_PMX`, the rows of `x_MK` times the A of their adapters, before the map."""
-        return shrink(x_MK, self.slots.a_SXK, self.rows)
+        """Return `low_PMX`, the rows of `x_MK` times the A of their adapters, which is computed
+        while the map is.
+        """
+        with self.side.begin():
+            return shrink(x_MK, self.slots.a_SXK, self.rows)
 
     def expand(self, low_PMX: Tensor, out_MN: Tensor) -> None:
         """Add to the rows of the map's result what their adapters make of `low_PMX`."""
         parts = tuple(self.slots.parts.values())
+        self.side.end()
         expand(low_PMX, self.slots.b_SNr, self.slots.scale_S, parts, self.rows, out_MN)
 
     def expand_silu(self, low_PMX: Tensor, gate_up_MN: Tensor, dtype: torch.dtype) -> Tensor:
         """Return silu(gate) * up, each with what the adapters of its rows add."""
         b_SNr, scale_S = self.slots.b_SNr, self.slots.scale_S
+        self.side.end()
         return expand_silu(low_PMX, b_SNr, scale_S, self.rows, gate_up_MN, dtype)
 
 
@@ -68,6 +98,7 @@ class GpuAdapterSlots:
     def __init__(self, config: ModelConfig, slots: int, rank: int, placement: Placement) -> None:
         sizes, padded = linear_sizes(config), max(MIN_RANK, triton.next_power_of_2(rank))
         self.count, device = slots, placement.device
+        self._side = SideStream(device)
         self._scale_S = torch.zeros(slots, dtype=torch.float32, device=device)
         self._layers = []
         for _ in range(config.layers):
@@ -98,7 +129,9 @@ class GpuAdapterSlots:
     def of_rows(self, rows: AdapterRows) -> list[GpuAdaptedLayer]:
         """Return, by layer, what is added in a step with these rows."""
         return [
-            GpuAdaptedLayer(**{n: GpuAdaptedProjection(slots, rows) for n, slots in layer.items()})
+            GpuAdaptedLayer(
+                **{n: GpuAdaptedProjection(slots, rows, self._side) for n, slots in layer.items()}
+            )
             for layer in self._layers
         ]
 
