@@ -56,7 +56,8 @@ class Sampling(Struct, frozen=True, kw_only=True, gc=False):
     frequency_penalty: float = 0.0  # over output
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; empty: all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of each, one so far, that are not sampled
+    # Tokens of each; the last one is not sampled where the output ends with those before.
+    bad_words: tuple[tuple[int, ...], ...] = ()
     structured_outputs: Grammar | None = None  # the output is a text of it, or the start of one
     logprobs: int = 0  # alternatives reported per token; the sampled token's own is always reported
     raw_logprobs: bool = False  # also report log-probs under the unprocessed distribution
@@ -243,7 +244,7 @@ class StepContext(Struct, frozen=True):
     chunks: int = 0  # prompts that share the step
     filtered: bool = False  # top-k, top-p or min-p for some request
     edited: bool = False  # logits edited for some request
-    structured: bool = False  # some request has a structured output
+    structured: bool = False  # masks of some request: of a structured output or bad words
     adapted: bool = False  # an adapter for some request
 
     def taking(self, drafter: str) -> int:

@@ -65,10 +65,12 @@ def asked() -> list[GenerateRequest]:
         structured(5, GRAMMARS[2], 4),
         structured(6, Grammar(kind="regex", text="[abc]"), 5),
         structured(7, Grammar(kind="regex", text="ab~"), 5),  # no token has a tilde
+        request(8, 5, max_tokens=8, allowed_token_ids=(5, 6, 9, 11), bad_words=BAD),
     ]
 
 
-IDS = [r.id for r in asked()[:7]]
+BAD = ((5, 5), (6, 6), (5, 6, 5), (9,))
+IDS = [r.id for r in asked() if r.id != "r7"]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,12 @@ def test_every_output_is_a_text_of_its_grammar(twin: Pushable) -> None:
         assert matcher.consume_tokens(ids), r.id
         assert matcher.is_accepting() or twin.said[r.id][-1].finish_reason == "length"
     assert twin.said["r6"][-1].finish_reason == "stop" and len(twin.tokens("r6")) == 2
+
+
+def test_no_output_has_a_bad_word(twin: Pushable) -> None:
+    tokens = twin.tokens("r8")
+    assert len(tokens) == 8 and {*tokens} <= {5, 6, 11} and len({*tokens}) > 1
+    assert not any((*tokens[at : at + len(word)],) == word for word in BAD for at in range(8))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["tree", "history"])

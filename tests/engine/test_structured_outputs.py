@@ -155,6 +155,21 @@ def test_speculation_changes_no_bit(
     assert sum(o.drafted for o in said) > 0 and sum(o.accepted for o in said) > 0
 
 
+def test_no_output_has_a_bad_word_of_several_tokens(engine: Pushable) -> None:
+    engine.engine.send(SetPolicy("off"))
+    tokens, _ = engine.run(request(1, None, temperature=0.0))["r1"]
+    words = tuple({(*tokens[at : at + size],) for at in range(20) for size in (2, 3)})
+    batch = [request(i, None, temperature=float(i - 1), bad_words=words) for i in (1, 2)]
+    outputs = engine.run(*batch)
+    assert outputs["r1"][0][0] == tokens[0] and outputs["r1"][0][1] != tokens[1]
+    for found, _ in outputs.values():
+        pairs = {(*found[at : at + 2],) for at in range(len(found))}
+        assert pairs.isdisjoint(words) and len(found) > 20
+    for strategy in STRATEGIES[1:]:
+        engine.engine.send(SetPolicy("fixed", strategy))
+        assert engine.run(*batch) == outputs
+
+
 def test_a_request_alone_gives_the_same(engine: Pushable, plain: dict[str, Any]) -> None:
     engine.engine.send(SetPolicy("off"))
     for r in asked()[:4]:

@@ -317,7 +317,7 @@ def test_a_prompt_is_truncated_to_its_last_tokens(server: LiveServer) -> None:
 
 def test_words_and_tokens_that_cannot_be_restricted_are_refused(server: LiveServer) -> None:
     for fields, says in (
-        ({"bad_words": ["q", "no"]}, "bad_words has 'no', which is 2 tokens"),
+        ({"bad_words": [f"{i:0256}" for i in range(9)]}, "bad_words are 4617 tokens of this"),
         ({"bad_words": ["  "]}, "which is no word"),
         ({"bad_words": [""]}, "at least 1 character"),
         ({"bad_words": ["q"] * 257}, "at most 256 items"),
@@ -325,13 +325,16 @@ def test_words_and_tokens_that_cannot_be_restricted_are_refused(server: LiveServ
         ({"allowed_token_ids": [300]}, "end at 299"),
         ({"allowed_token_ids": [5] * 4097}, "at most 4096 items"),
         ({"allowed_token_ids": [113], "bad_words": ["q"]}, "has no token that"),
+        ({"allowed_token_ids": [110, 113], "bad_words": ["qn", "nq"]}, "has no token that"),
         ({"allowed_token_ids": [256], "min_tokens": 1}, "has no token that"),
     ):
         for body in (COMPLETIONS, CHAT, VLLM_SAMPLING, SGLANG_SAMPLING):
             response = send(server, body, **fields)
             assert response.status_code == 400 and says in response.text, (body, fields)
-    sampling = submitted(server, COMPLETIONS, bad_words=["q", " z"], allowed_token_ids=[9, 5])[0]
-    assert sampling.bad_words == ((113,), (122,)) and sampling.allowed_token_ids == (5, 9)
+    fields = {"bad_words": ["q", " z", "no", "nonq"], "allowed_token_ids": [9, 5]}
+    sampling = submitted(server, COMPLETIONS, **fields)[0]
+    assert sampling.bad_words == ((110, 111), (113,), (122,))
+    assert sampling.allowed_token_ids == (5, 9)
 
 
 def test_a_final_message_is_continued(server: LiveServer) -> None:

@@ -90,13 +90,17 @@ def noise_of(row: Row) -> np.ndarray:
     )
 
 
+def ends(output: list[int], tokens: list[int]) -> bool:
+    return output[len(output) - len(tokens) :] == tokens and len(output) >= len(tokens)
+
+
 def expected(row: Row) -> tuple[int, np.ndarray, float]:
     p = row.sampling
     stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(row.eos))
     output = [*row.output, *row.path]
     edited = reference_sampling.edited(
         row.logits,
-        p.logit_bias | {token: -np.inf for [token] in p.bad_words},
+        p.logit_bias | {last: -np.inf for *before, last in p.bad_words if ends(output, before)},
         list(row.prompt),
         output,
         p.repetition_penalty,
@@ -162,12 +166,17 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
 @settings(max_examples=100, deadline=None)
 def test_only_allowed_tokens_are_sampled_and_no_bad_word(row: Row, data: st.DataObject) -> None:
     tokens = st.sets(st.integers(0, 62), max_size=5)
-    banned = data.draw(tokens)
+    single, several = data.draw(tokens), data.draw(tokens)
+    banned = {*single}
     allowed = data.draw(tokens)
     free = 31 if 31 not in row.sampling.stop_token_ids else 30
+    text = [*row.output, *row.path]
+    befores = [text[at:] for at in range(len(text))] + [[7], [*text, 7]]
+    words = [(*data.draw(st.sampled_from(befores)), token) for token in sorted(several - {free})]
+    banned |= {last for *before, last in words if ends(text, before)}
     sampling = msgspec.structs.replace(
         row.sampling,
-        bad_words=tuple((token,) for token in sorted(banned - {free})),
+        bad_words=(*((token,) for token in sorted(single - {free})), *words),
         allowed_token_ids=tuple(sorted(allowed | {free})) if allowed else (),
         stop_token_ids=tuple({*row.sampling.stop_token_ids} - {free}),
     )

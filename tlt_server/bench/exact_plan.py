@@ -121,7 +121,7 @@ KINDS: tuple[dict[str, object], ...] = (
     {},
     {"repetition_penalty": 1.05, "presence_penalty": 0.1},
     {"prompt_logprobs": 0},
-    {"allowed_token_ids": tuple(range(40)), "bad_words": ((7,),)},
+    {"allowed_token_ids": tuple(range(40)), "bad_words": ((7,), (5, 6))},
     {"frequency_penalty": 0.2, "temperature": 0.0, "bad_words": ((5,), (9,))},
     {"logit_bias": dict.fromkeys(range(8), 0.5), "min_tokens": 24},
     {"presence_penalty": -0.3, "top_p": 0.95, "min_tokens": 12, "prompt_logprobs": 2},

@@ -12,6 +12,7 @@ Legend: S rows, V vocabulary, D path depth, E edited rows (bias, penalties or ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, mask_row, sample_rows, score_targets
-from tlt_server.engine.structures import WORD, Structures
+from tlt_server.engine.bad_words import BadWords
+from tlt_server.engine.structures import WORD, Structure, Structures
 from tlt_server.errors import InvalidRequest, StructureFailed
 from tlt_server.records import GenerateRequest, Sampling, TokenLogprobs
 
@@ -55,21 +57,25 @@ class SamplingState:
             sampling.frequency_penalty,
         )
         self.penalised = self.penalties != (1.0, 0.0, 0.0)
-        assert all(len(ids) == 1 for ids in sampling.bad_words), "a bad word of several tokens"
-        biases = sampling.logit_bias | {id: -np.inf for [id] in sampling.bad_words}
+        banned = [ids[0] for ids in sampling.bad_words if len(ids) == 1]
+        biases = sampling.logit_bias | dict.fromkeys(banned, -np.inf)
         self.bias_ids = np.array(list(biases), np.int64)
         self.bias = np.array(list(biases.values()), np.float32)
         self.allowed_ids = np.array(sampling.allowed_token_ids, np.int64)
-        assert all(0 <= i < vocab_size for i in (*biases, *sampling.allowed_token_ids)), (
-            "an edited token outside the vocabulary"
-        )
+        named = [*biases, *sampling.allowed_token_ids, *chain(*sampling.bad_words)]
+        assert all(0 <= i < vocab_size for i in named), "an edited token outside the vocabulary"
         masked = [i for i in self.stop_ids if 0 <= i < vocab_size] if sampling.min_tokens else []
         self.mask_ids = np.array(sorted(masked), np.int64)
         # The first position at which the masked tokens are allowed.
         self.masked_to = len(request.token_ids) + sampling.min_tokens
         grammar = sampling.structured_outputs
         assert grammar is None or structures is not None, "a structure without a compiler"
-        self.structure = structures.of(grammar, self.stop_ids) if structures else None
+        self.structure: Structure | BadWords | None = (
+            structures.of(grammar, self.stop_ids) if structures else None
+        )
+        if several := [ids for ids in sampling.bad_words if len(ids) > 1]:
+            assert grammar is None, "a structure with bad words"
+            self.structure = BadWords(several)
         self._always = self.penalised or len(self.bias_ids) > 0 or len(self.allowed_ids) > 0
         self.edits = self._always or sampling.min_tokens > 0
         self._prompt = request.token_ids
@@ -138,8 +144,8 @@ class SamplingState:
         return self.structure.error if self.structure is not None else None
 
     def edits_at(self, position: int) -> bool:
-        """Tell whether the logits of the token at this absolute position are edited, by more than a
-        structure. Those of a later one are not if those of an earlier one are not.
+        """Tell whether the logits of the token at this absolute position are edited, by more than
+        masks. Those of a later one are not if those of an earlier one are not.
         """
         return self._always or position < self.masked_to
 
@@ -210,8 +216,7 @@ def sample(
 
     logits_SV: float32 on the CPU. state_S: the row's index into `states`. position_S: absolute
     position of the token being sampled, the row's own position + 1. path_SD: draft tokens between
-    the committed output and that position, the row's own token included, padded with -1; read for
-    penalised sequences only, so D may be 0 where there are none.
+    the committed output and that position, the row's own token included, padded with -1.
     """
     assert logits_SV.dtype == torch.float32, logits_SV.dtype
     rows_SV = np.ascontiguousarray(logits_SV.detach().numpy())

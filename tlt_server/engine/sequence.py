@@ -141,6 +141,7 @@ class Sequence:
 
     @property
     def is_structured(self) -> bool:
+        """Tell whether the host fills its masks: of a structured output or bad words."""
         return self.state.structure is not None
 
     @property

@@ -38,8 +38,8 @@ from tlt_server.models.gpu.layers import RowTensors
 
 class ExtendKey(NamedTuple):
     """Static shapes of a pass. `filtered`: some request has top-k, top-p or min-p. `edited`: some
-    request has penalties, biases or masked tokens. `structured`: some request has a structured
-    output, so the pass is two halves. `adapted`: some request has a LoRA adapter.
+    request has penalties, biases or masked tokens. `structured`: some request has masks
+    that the host fills, so the pass is two halves. `adapted`: some request has a LoRA adapter.
     """
 
     batch: int

@@ -43,6 +43,7 @@ LogitBias = Annotated[
     Meta(extra={"limit": Limit("max_logit_bias", "entries", "leave some out")}),
 ]
 MAX_ALLOWED, MAX_BAD_WORDS, MAX_WORD = 4096, 256, 256  # ids, words, characters of one
+MAX_BAD_TOKENS = 4096  # limit on all words together
 FORMS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 Json = dict[str, Any] | str  # an object, or its text
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
@@ -170,7 +171,7 @@ class SharedSampling(Struct, frozen=True, kw_only=True):
             list[Annotated[str, Meta(min_length=1, max_length=MAX_WORD)]],
             Meta(
                 max_length=MAX_BAD_WORDS,
-                description="words of one token that are not sampled, with a space before or not",
+                description="words that are not sampled, with a space before or not",
             ),
         ]
         | UnsetType

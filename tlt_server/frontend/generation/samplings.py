@@ -14,7 +14,7 @@ from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.batch import Words
-from tlt_server.frontend.generation.requests import SamplingFields
+from tlt_server.frontend.generation.requests import MAX_BAD_TOKENS, SamplingFields
 from tlt_server.frontend.generation.structures import check_with
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
@@ -147,16 +147,21 @@ class Samplings:
     def _bad_words(
         self, where: str, asked: list[str], words: Mapping[str, list[tuple[int, ...]]]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens to ban. A sequence that ends with another one needs no ban."""
-        single = {ids for word in asked for ids in words[word] if len(ids) == 1}
-        for word in asked:
-            for ids in words[word]:
-                if ids[-1:] not in single:
-                    raise InvalidRequest(
-                        f"{where}bad_words has {shown(word)}, which is {len(ids)} tokens of this "
-                        "model; only words of one token can be banned: leave it out"
-                    )
-        return tuple(sorted(single))
+        """Return the tokens of each word to ban. One that ends with another needs no ban."""
+        found = {ids for word in asked for ids in words[word]}
+        if () in found:
+            word = next(word for word in asked if () in words[word])
+            raise InvalidRequest(
+                f"{where}bad_words has {shown(word)}, which is no token of this model: leave it out"
+            )
+        if (tokens := sum(map(len, found))) > MAX_BAD_TOKENS:
+            raise InvalidRequest(
+                f"{where}bad_words are {tokens} tokens of this model, with and without a space "
+                f"before; the limit is {MAX_BAD_TOKENS}: leave some out"
+            )
+        return tuple(
+            sorted(ids for ids in found if not any(ids[i:] in found for i in range(1, len(ids))))
+        )
 
     def _logit_bias(self, where: str, bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
         for key in bias:
@@ -177,10 +182,10 @@ def _check_temperature(where: str, temperature: float) -> None:
 
 
 def _check_some_left(where: str, sampling: Sampling, info: EngineInfo) -> None:
-    """Refuse allowed tokens of which no other field leaves any."""
+    """Refuse allowed tokens of which other fields may leave none."""
     if not sampling.allowed_token_ids:
         return
-    left = {*sampling.allowed_token_ids} - {id for ids in sampling.bad_words for id in ids}
+    left = {*sampling.allowed_token_ids} - {ids[-1] for ids in sampling.bad_words}
     if sampling.min_tokens:
         left -= {*sampling.stop_token_ids}
         left -= set() if sampling.ignore_eos else {*info.eos_token_ids}

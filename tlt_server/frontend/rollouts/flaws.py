@@ -58,7 +58,10 @@ def _wrong_request(request: GenerateRequest) -> str:
             return f"a sequence has the sampling value {name} {getattr(sampling, name)!r}"
     return (
         ""
-        if _are_ids(_named(sampling)) and _reports(sampling) and _structured(sampling)
+        if _are_ids(_named(sampling))
+        and all(sampling.bad_words)
+        and _reports(sampling)
+        and _structured(sampling)
         else "a sequence has stop tokens, biases, a structure or prompt_logprobs that no request "
         "can have"
     )

@@ -1,0 +1,49 @@
+"""Words of several tokens that an output does not have. A word's last token may not follow the
+others, which depends on the tokens before alone, whether these are drafts or not.
+
+The masks are filled as those of structured outputs are (`structures.py`). Words of one token are
+biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.engine.structures import WORD
+
+
+class _Ban(NamedTuple):
+    before: list[int]
+    last: int
+
+
+class BadWords:
+    """One sequence's bad words, in the form of a `Structure`."""
+
+    ready, error = True, None  # nothing is compiled, and some token can always follow
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        """`words`: tokens of each, at least two."""
+        self._bans: dict[int, list[_Ban]] = {}  # by the token before the last
+        for *before, last in words:
+            self._bans.setdefault(before[-1], []).append(_Ban(before, last))
+        self._longest = max(map(len, words)) - 1
+        self._committed: list[int] = []  # the newest output tokens
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Note output tokens that were appended to the sequence."""
+        self._committed = [*self._committed, *tokens][-self._longest :]
+
+    def fill(self, path: Sequence[int], mask_W: NDArray[np.int32]) -> None:
+        """Set the bit of each token that may follow the committed tokens and the drafts of `path`:
+        of all but those that would end a word. Words count in the output only.
+        """
+        mask_W.fill(-1)
+        text = [*self._committed, *path]
+        for before, last in self._bans.get(text[-1], ()) if text else ():
+            if text[-len(before) :] == before:
+                mask_W.view(np.uint32)[last // WORD] &= ~np.uint32(1 << last % WORD)
