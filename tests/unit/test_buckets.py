@@ -312,6 +312,6 @@ def test_steps_with_adapters_are_captured_later_and_first_only_where_there_are_a
 
     without, within = adapted(Shapes(4, DEEPEST)), adapted(Shapes(4, DEEPEST, adapters=True))
     assert not any(without)
-    each = len(without) // 4
-    assert all(within[:each]) and len(within) == 9 * each
+    each = len(without) // 5
+    assert all(within[:each]) and len(within) == 11 * each
     assert ExtendKey(1, 1, adapted=True) in Shapes(4, DEEPEST, adapters=True).rehearsed(64)

@@ -279,6 +279,7 @@ class Shapes:
             ("edited",),
             ("structured",),
             ("filtered", "edited"),
+            ("filtered", "structured"),
         ]
         if self.adapters:
             others = [("adapted",), *others, *((*other, "adapted") for other in others)]
