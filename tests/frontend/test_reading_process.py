@@ -125,6 +125,8 @@ def test_a_long_text_stays_packed_and_only_some_fields_may_hold_one() -> None:
     assert msgspec.json.decode(b"".join(json_text(back["prompt"]))) == long
     with pytest.raises(InvalidRequest, match=r"^user has a text of 786432 characters; the limit"):
         built({"user": long})
+    with pytest.raises(InvalidRequest, match=r"^text has a text of 786432 characters; the limit"):
+        built({"metadata": {"text": long}})
     with pytest.raises(InvalidRequest, match="a field name of 5000 characters"):
         built({"x" * 5000: [1]})
 

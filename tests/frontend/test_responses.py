@@ -166,11 +166,28 @@ def test_a_conversation_goes_on(server: LiveServer) -> None:
     assert gone.status_code == 404 and "max_responses" in gone.json()["error"]["message"]
 
 
-def test_items_may_have_long_texts() -> None:
+def test_texts_may_be_long_where_the_template_reads_them(server: LiveServer) -> None:
+    """The body is read by another process. Too many tokens for this model are counted in it."""
+    long, user = "x" * 2**18, {"role": "user", "content": "a"}
+    output = {"type": "function_call_output", "call_id": "1", "output": long}
+    for input in (long, [{**user, "content": [{"type": "input_text", "text": long}]}], [output]):
+        error = post(server, URL, input=input).json()["error"]
+        assert error["code"] == "context_length_exceeded", error
+    for name, value in (
+        ("metadata", {"text": long}),
+        ("tools", [{**TOOLS[0], "parameters": {"content": long}}]),
+        ("text", {"format": {"type": "json_schema", "schema": {"text": long}}}),
+    ):
+        response = post(server, URL, input="a", **{name: value})
+        assert response.status_code == 400 and "262144: shorten it" in response.text, name
+
+
+def test_long_texts_become_messages() -> None:
     long = PackedText.of("x" * 2**18)
     for content in (long, [{"type": "input_text", "text": long}]):
         [message] = messages_of([{"role": "user", "content": content}])
         assert message.content == "x" * 2**18
+    assert messages_of(long) == [message]
 
 
 def test_only_what_is_stored_is_encoded(

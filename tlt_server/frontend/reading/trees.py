@@ -21,7 +21,8 @@ from tlt_server.packed import PART_CHARS, PackedText
 
 STRUCT, TEXT = 1, 2  # codes of msgpack extensions
 PACKED_CHARS = 2**18  # a text this long stays packed
-LONG_TEXTS = frozenset({"prompt", "text", "content"})  # fields that may hold such a text
+# Fields of structs that may hold such a text, and names in objects below them.
+LONG_TEXTS = frozenset({"prompt", "text", "content", "input", "output"})
 MAX_KEY_CHARS = 2**12
 SCALARS = frozenset({int, float, bool, str, type(None)})
 SCALAR_BYTES = 9  # a number of 64 bits
@@ -45,7 +46,7 @@ def named(name: str) -> Any:
 
 def cut(value: Any) -> Iterator[bytes]:
     """Yield the pieces of a value. `InvalidRequest`: a text is too long for its field."""
-    return _Cutter().cut(value, "the body")
+    return _Cutter().cut(value, "the body", True)
 
 
 class _Cutter:
@@ -53,7 +54,8 @@ class _Cutter:
         self._kinds: dict[type, int] = {}  # class of structs -> its number in this value
         self._new: list[bytes] = []  # pieces that say the numbers
 
-    def cut(self, value: Any, where: str) -> Iterator[bytes]:
+    def cut(self, value: Any, where: str, long: bool) -> Iterator[bytes]:
+        """`long`: a text here may be long."""
         if isinstance(value, Struct):
             whole = self._small(value)
             if whole is not None:
@@ -63,27 +65,27 @@ class _Cutter:
             number = self._kind(type(value))
             yield from self._said()
             yield _encode(["S", number])
-            yield from self._entries(_fields(value), where)
+            yield from self._entries(_fields(value), where, True)
         elif isinstance(value, dict):
             yield _encode(["{"])
-            yield from self._entries(value, where)
+            yield from self._entries(value, where, long)
         elif isinstance(value, list | tuple):
             yield _encode(["["])
             count = NUMBERS if value and type(value[0]) in (int, float) else MEMBERS
             for at in range(0, len(value), count):
-                yield from self._members(value[at : at + count], where)
+                yield from self._members(value[at : at + count], where, long)
         else:
-            yield from self._leaf(value, where)
+            yield from self._leaf(value, where, long)
             return
         yield _encode(["]"])
 
-    def _leaf(self, value: Any, where: str) -> Iterator[bytes]:
+    def _leaf(self, value: Any, where: str, long: bool) -> Iterator[bytes]:
         if isinstance(value, bytes) and len(value) > FRAME_BYTES:
             yield from _parts("B", sliced([value]))
         elif isinstance(value, PackedText):
             yield from _parts("T", value.parts, len(value))
         elif isinstance(value, str) and len(value) > PART_CHARS:
-            if len(value) >= PACKED_CHARS and where not in LONG_TEXTS:
+            if len(value) >= PACKED_CHARS and not long:
                 raise InvalidRequest(
                     f"{where} has a text of {len(value)} characters; the limit of this field is "
                     f"{PACKED_CHARS}: shorten it"
@@ -92,7 +94,7 @@ class _Cutter:
         else:
             yield _encode(["v", value])
 
-    def _entries(self, entries: dict[str, Any], where: str) -> Iterator[bytes]:
+    def _entries(self, entries: dict[str, Any], where: str, long: bool) -> Iterator[bytes]:
         simple: dict[str, Any] = {}
         chars = 0  # in it
         for key, value in entries.items():
@@ -109,20 +111,21 @@ class _Cutter:
                     simple, chars = {}, 0
             else:
                 yield _encode(["k", key])
-                yield from self.cut(value, key if isinstance(key, str) else where)
+                name = key if isinstance(key, str) else where
+                yield from self.cut(value, name, long and name in LONG_TEXTS)
         if simple:
             yield _encode(["i", simple])
 
-    def _members(self, members: Any, where: str) -> Iterator[bytes]:
+    def _members(self, members: Any, where: str, long: bool) -> Iterator[bytes]:
         whole = self._small([*members], "m")
         if whole is not None:
             yield from self._said()
             yield whole
         elif len(members) > 1:
-            yield from self._members(members[: len(members) // 2], where)
-            yield from self._members(members[len(members) // 2 :], where)
+            yield from self._members(members[: len(members) // 2], where, long)
+            yield from self._members(members[len(members) // 2 :], where, long)
         else:
-            yield from self.cut(members[0], where)
+            yield from self.cut(members[0], where, long)
 
     def _small(self, value: Any, kind: str = "v") -> bytes | None:
         """Return the value as one piece, or None if that would be too large."""

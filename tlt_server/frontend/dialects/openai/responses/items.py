@@ -19,8 +19,8 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
     """Return the messages of an input. Reasoning, text and calls in a row are one message of the
     assistant. `InvalidRequest`: an item is none that is known.
     """
-    if isinstance(given, str):
-        return [ChatMessage(role="user", content=given)]
+    if isinstance(given, str | PackedText):
+        return [ChatMessage(role="user", content=_string("input", given))]
     if not 0 < len(given) <= MAX_MESSAGES:
         raise InvalidRequest(
             f"input has {len(given)} items; it must have from 1 to {MAX_MESSAGES}: send the newest"
