@@ -223,6 +223,9 @@ class AsyncClient:
     async def weights(self) -> Weights:
         return await self._transport.ask(calls.weights())
 
+    async def unload_adapter(self, name: str, in_flight: str = "drain") -> Mapping[str, Any]:
+        return await self._transport.ask(calls.unload_adapter(name, in_flight))
+
     async def weight_checksums(self) -> Mapping[str, str]:
         return await self._transport.ask(calls.weight_checksums("checksum"))
 

@@ -367,6 +367,11 @@ def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
     return _put("POST", "/weights/rollback", fields, json_object, repeatable=bool(fields.get("to")))
 
 
+def unload_adapter(name: str, in_flight: str) -> Call[Mapping[str, Any]]:
+    path = f"/adapters/{in_path(name)}"
+    return Call("DELETE", path, json_object, params={"in_flight": in_flight})
+
+
 def weights() -> Call[Weights]:
     return Call(
         "GET", "/weights", lambda response: cast(Weights, json_object(response)), repeatable=True
@@ -374,25 +379,19 @@ def weights() -> Call[Weights]:
 
 
 def weight_checksums(action: str) -> Call[Mapping[str, str]]:
-    return _put(
-        "POST",
-        "/weight_checker",
-        {"action": action},
-        lambda response: json_object(response)["checksums"],
-        repeatable=True,
-    )
+    return _checked({"action": action}, "checksums")
 
 
 def compare_weights(baseline: Mapping[str, str] | None) -> Call[list[str]]:
-    fields: dict[str, Any] = (
-        {"action": "compare"}
-        if baseline is None
-        else {"action": "compare", "baseline": dict(baseline)}
-    )
+    given = {} if baseline is None else {"baseline": dict(baseline)}
+    return _checked({"action": "compare", **given}, "mismatches")
+
+
+def _checked(fields: Mapping[str, Any], name: str) -> Call[Any]:
     return _put(
         "POST",
         "/weight_checker",
         fields,
-        lambda response: json_object(response)["mismatches"],
+        lambda response: json_object(response)[name],
         repeatable=True,
     )

@@ -310,6 +310,12 @@ class Client:
         """Return the live versions, those that a rollback restores, open pushes and uploads."""
         return self._transport.ask(calls.weights())
 
+    def unload_adapter(self, name: str, in_flight: str = "drain") -> Mapping[str, Any]:
+        """Unload a LoRA adapter once its requests have ended, or with `abort` end them with what
+        they have. `NotFound`: none is loaded by this name.
+        """
+        return self._transport.ask(calls.unload_adapter(name, in_flight))
+
     def weight_checksums(self) -> Mapping[str, str]:
         """Return the mix64 checksum of every live tensor (`tlt_client.channels.checksums`)."""
         return self._transport.ask(calls.weight_checksums("checksum"))

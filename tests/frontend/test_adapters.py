@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
+from tlt_client import AsyncClient, Client
+from tlt_client.errors import NotFound
 from tlt_server.commands import Manifest, PushWeights, UnloadAdapter
 
 PROMPT = {"prompt": "abc", "max_tokens": 4}
@@ -114,6 +117,24 @@ def test_adapters_are_unloaded_in_each_dialect(server: LiveServer) -> None:
     assert httpx.delete(f"{server.url}/adapters/c?in_flight=keep").status_code == 400
     refused = post(server, "/load_lora_adapter_from_tensors", lora_name="a")
     assert refused.status_code == 415 and "pickle" in refused.text
+
+
+def test_the_clients_unload_adapters(server: LiveServer) -> None:
+    for name in ("a", "b c"):
+        post(server, "/load_lora_adapter", lora_name=name, lora_path="a")
+    with Client(server.url) as client:
+        assert client.unload_adapter("b c", "abort")["state"] == "unloaded"
+        with pytest.raises(NotFound, match="b c"):
+            client.unload_adapter("b c")
+
+    async def unload() -> None:
+        async with AsyncClient(server.url) as client:
+            await client.unload_adapter("a")
+
+    asyncio.run(unload())
+    commands = server.engine.weight_commands
+    orders = [each.in_flight for each in commands if isinstance(each, UnloadAdapter)]
+    assert orders == ["abort", "drain", "drain"]
 
 
 def test_a_manifest_of_an_adapter_says_what_no_file_does(server: LiveServer) -> None:
