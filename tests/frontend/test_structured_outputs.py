@@ -250,10 +250,15 @@ def test_a_format_that_asks_for_nothing_is_none(server: LiveServer) -> None:
         ({"type": "json_schema"}, "no json_schema; give it one"),
         ({"type": "xml"}, "'structural_tag'"),
         ({"type": "structural_tag"}, "structures"),
+        ({"type": "json_object", "schema": SCHEMA}, "json_schema.schema"),
+        ({"type": "text", "regex": "a"}, "structured_outputs has it"),
     ):
         response = post(server, "/v1/completions", {"response_format": value})
         assert response.status_code == 400 and says in response.text
         assert response.json()["error"]["param"] == "response_format"
+    for name in ("structured_outputs", "guided_decoding"):
+        response = post(server, "/v1/completions", {name: {"json_schema": SCHEMA}})
+        assert response.status_code == 400 and "its name is json here" in response.text
 
 
 def test_a_structural_tag_that_cannot_be_kept_is_refused(server: LiveServer) -> None:

@@ -22,6 +22,7 @@ ANY_OBJECT = StructuredOutputs(json_schema={"type": "object"})
 _SPACES = RefusedField(
     "white space in JSON is a space, or a line break with an indent: leave it out"
 )
+_OTHER_FIELD = RefusedField("structured_outputs has it: use that")
 _PROPERTIES = RefusedField("the schema says so by additionalProperties: use that")
 
 
@@ -31,6 +32,11 @@ class JsonSchemaFormat(Tolerant, frozen=True, kw_only=True):
 
 
 class ResponseFormat(Tolerant, frozen=True, kw_only=True):
+    refused: ClassVar[Mapping[str, RefusedField]] = {
+        "schema": RefusedField("give it as json_schema.schema, with the type json_schema", ()),
+        **dict.fromkeys(("regex", "pattern", "grammar", "ebnf", "choice"), _OTHER_FIELD),
+    }
+
     type: Annotated[
         Literal["text", "json_object", "json_schema", "structural_tag"],
         Meta(description="text: no structure"),
@@ -77,6 +83,8 @@ class VllmStructure(Tolerant, frozen=True, kw_only=True):
         "disable_any_whitespace": _SPACES,
         "whitespace_pattern": _SPACES,
         "disable_additional_properties": _PROPERTIES,
+        "json_schema": RefusedField("its name is json here: use that", ()),
+        "ebnf": RefusedField("its name is grammar here: use that"),
     }
 
     json: Schema = None
