@@ -17,6 +17,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "starts": ("Starts of a server", engine.starts),
     "exact": ("Exactness", engine.exact),
     "structures": ("Structured outputs", engine.structures),
+    "schemas": ("Structured outputs", engine.schemas),
     "lora": ("LoRA adapters", engine.lora),
     "rollout": ("Rollouts with a long tail", rollouts.rollout),
     "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -290,8 +290,12 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
             tree.commit(path[:1])
 
 
-def test_outputs_of_generated_schemas_are_valid(settings: EngineSettings, engine: Pushable) -> None:
-    """The soak asks for a thousand. A schema with numbers may not end within max_tokens."""
+def test_outputs_of_generated_schemas_are_valid(
+    engine: Pushable, record_property: Callable[[str, object], None]
+) -> None:
+    """`benchmarks.record_schemas` asks for a thousand. A schema with numbers may not end within
+    max_tokens.
+    """
     count = int(os.environ.get("TLT_SCHEMAS", "24"))
     schemas = [Schemas(seed).whole() for seed in range(count)]
     engine.engine.send(SetPolicy("fixed", STRATEGIES[1]))
@@ -306,11 +310,15 @@ def test_outputs_of_generated_schemas_are_valid(settings: EngineSettings, engine
         for i, schema in enumerate(schemas)
     ]
     engine.run(*batch)
-    ended = 0
+    ended = tokens = accepted = 0
     for r, schema in zip(batch, schemas, strict=True):
+        tokens += len(engine.tokens(r.id))
+        accepted += sum(output.accepted for output in engine.said[r.id])
         last = engine.said[r.id][-1]
         assert last.error is None, (schema, last.error)
         if last.finish_reason == "stop":
             ended += 1
             jsonschema.validate(json.loads(text(engine, r.id)), schema, Draft202012Validator)
-    assert ended >= 0.8 * count
+    assert ended >= 0.8 * count and accepted > 0
+    figures = {"schemas": count, "ended": ended, "tokens": tokens, "accepted": accepted}
+    record_property("counted", json.dumps(figures))
