@@ -51,6 +51,13 @@ BAD: list[
     (COMPLETIONS, {"prompt": "a", "top_p": 0}, 400, "top_p", "top_p is 0"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 6}, 400, "logprobs", "the limit is 5 (max_logprobs)"),
     (COMPLETIONS, {"prompt": "a", "logprobs": -1}, 400, "logprobs", "logprobs is -1"),
+    (
+        CHAT,
+        {"messages": USER, "logprobs": True, "top_logprobs": 9},
+        400,
+        "top_logprobs",
+        "top_logprobs is 9; the limit is 5 (max_logprobs)",
+    ),
     (COMPLETIONS, {"prompt": "a", "logprobs": "1"}, 400, "logprobs", "logprobs is '1'"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 6}, 400, "prompt_logprobs", "the limit is 5"),
     (

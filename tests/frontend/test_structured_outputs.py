@@ -259,6 +259,10 @@ def test_a_format_that_asks_for_nothing_is_none(server: LiveServer) -> None:
     for name in ("structured_outputs", "guided_decoding"):
         response = post(server, "/v1/completions", {name: {"json_schema": SCHEMA}})
         assert response.status_code == 400 and "its name is json here" in response.text
+        response = post(server, "/v1/completions", {name: {"json": SCHEMA, "regex": "a"}})
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert message == f"{name} has json and regex; give one of them"
 
 
 def test_a_structural_tag_that_cannot_be_kept_is_refused(server: LiveServer) -> None:

@@ -56,14 +56,14 @@ class ResponseFormat(Tolerant, frozen=True, kw_only=True):
         dict[str, Any] | None, Meta(description="with the type structural_tag: its newer form")
     ] = None
 
-    def native(self) -> StructuredOutputs | None:
+    def native(self, where: str) -> StructuredOutputs | None:
         match self.type:
             case "json_object":
                 return ANY_OBJECT
             case "json_schema":
                 if self.json_schema is None:
                     raise InvalidRequest(
-                        "response_format has the type json_schema and no json_schema; give it one"
+                        f"{where} has the type json_schema and no json_schema; give it one"
                     )
                 return StructuredOutputs(json_schema=self.json_schema.schema)
             case "structural_tag":
@@ -94,17 +94,24 @@ class VllmStructure(Tolerant, frozen=True, kw_only=True):
     grammar: GrammarText = None
     structural_tag: Annotated[Json | None, Meta(description="see response_format")] = None
 
-    def native(self) -> StructuredOutputs | None:
+    def native(self, where: str) -> StructuredOutputs | None:
         given: dict[str, Any] = {
-            "json_schema": self.json,
+            "json": self.json,
+            "json_object": self.json_object or None,
             "regex": self.regex or None,
             "choice": self.choice or None,
             "grammar": self.grammar or None,
             "structural_tag": self.structural_tag or None,
         }
-        if not any(value is not None for value in given.values()):
-            return ANY_OBJECT if self.json_object else None
-        return StructuredOutputs(**given)
+        asked = {name: value for name, value in given.items() if value is not None}
+        if len(asked) > 1:
+            raise InvalidRequest(f"{where} has {' and '.join(asked)}; give one of them")
+        if not asked:
+            return None
+        [(name, value)] = asked.items()
+        if name == "json_object":
+            return ANY_OBJECT
+        return StructuredOutputs(**{"json_schema" if name == "json" else name: value})
 
 
 class Structured(SharedSampling, frozen=True, kw_only=True):
@@ -145,7 +152,7 @@ class VllmStructured(Structured, frozen=True, kw_only=True):
     def structures(self) -> Iterator[tuple[str, StructuredOutputs | None]]:
         for name in ("response_format", "structured_outputs", "guided_decoding"):
             field = getattr(self, name)
-            yield name, field and field.native()
+            yield name, field and field.native(name)
         yield "guided_json", _native("json_schema", self.guided_json)
         yield "guided_json_object", ANY_OBJECT if self.guided_json_object else None
         yield "guided_regex", _native("regex", self.guided_regex or None)

@@ -43,7 +43,7 @@ from tlt_server.frontend.http.parsing import any_json
 from tlt_server.packed import PackedIds
 
 COMPLETION = Words("prompt[{i}]", "", "", clamps=True)
-CHAT = Words("messages", "", "", clamps=True)
+CHAT = Words("messages", "", "", renamed={"logprobs": "top_logprobs"}, clamps=True)
 MAX_PARTS = 2**12  # limit on one message
 MAX_TEMPLATE = 2**16  # characters
 MAX_OPTIONS = 64  # limit on the options of a chat template
