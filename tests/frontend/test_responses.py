@@ -244,6 +244,15 @@ def test_what_cannot_be_done_is_refused_by_name(
     assert error["param"] == next(iter(fields))
 
 
+def test_a_structure_is_refused_by_the_name_that_it_has_here(server: LiveServer) -> None:
+    text = {"format": {"type": "json_schema", "schema": {"else": {}}}}
+    error = post(server, URL, input="a", text=text).json()["error"]
+    assert error["message"].startswith("text.format: the JSON schema") and error["param"] == "text"
+    text = {"format": {"type": "json_object"}}
+    error = post(server, URL, input="a", text=text, ignore_eos=True).json()["error"]
+    assert error["message"].startswith("ignore_eos is given with text.format, and ")
+
+
 def test_a_structure_reaches_the_engine(server: LiveServer) -> None:
     format = {"type": "json_schema", "name": "x", "schema": {"type": "integer"}, "strict": True}
     respond(server, "7", text={"format": format})

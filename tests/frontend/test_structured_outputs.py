@@ -14,7 +14,7 @@ import pytest
 from tests.frontend.live_server import LiveServer
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects.openai import forced
-from tlt_server.frontend.dialects.openai.requests import ChatRequest
+from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
 from tlt_server.frontend.generation import structures
 from tlt_server.frontend.generation.requests import StructuredOutputs
 from tlt_server.grammars.forms import check_grammar
@@ -103,7 +103,7 @@ def test_a_schema_that_is_too_large_is_neither_parsed_nor_written(
     asked = ChatRequest(messages=[], guided_json=schema)
     monkeypatch.setattr(json, "loads", never)
     monkeypatch.setattr(msgspec.json, "encode", never)
-    assert forced.structure(asked, None, True)[1] == structure
+    assert forced.structure(asked, None, True, CHAT)[1] == structure
     with pytest.raises(TooLarge, match="more than 131072 bytes"):
         structures.written("structured_outputs", structure)
 
@@ -151,7 +151,11 @@ def test_what_contradicts_a_structure_is_refused(
     response = send(server, {"regex": "a"}, **fields)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert message.startswith(f"sampling.{next(iter(fields))} is given with structured_outputs")
+    name = next(iter(fields))
+    assert message.startswith(f"sampling.{name} is given with sampling.structured_outputs, and ")
+    fields = fields | {"prompt": "a", "guided_regex": "a"}
+    error = httpx.post(f"{server.url}/v1/completions", json=fields, timeout=30).json()["error"]
+    assert error["message"].startswith(f"{name} is given with guided_regex, and ")
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

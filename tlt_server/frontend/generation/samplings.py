@@ -83,7 +83,7 @@ class Samplings:
             "structured_outputs": grammars.get(id(given("structured_outputs"))),
         }
         sampling = Sampling(**fields)
-        check_with(where, sampling, bool(info.eos_token_ids))
+        check_with(words, sampling, bool(info.eos_token_ids))
         _check_some_left(where, sampling, info)
         return sampling
 

@@ -74,10 +74,11 @@ def _too_large(where: str) -> TooLarge:
     return TooLarge(f"{where} has more than {MAX_BYTES} bytes: simplify it")
 
 
-def check_with(where: str, sampling: Sampling, eos: bool) -> None:
+def check_with(words: Words, sampling: Sampling, eos: bool) -> None:
     """Refuse what no structure can be with. `eos`: whether the model has an end token."""
     if sampling.structured_outputs is None:
         return
+    structure = words.called("structured_outputs")
     for name, why in (
         ("ignore_eos", "the end token ends a structure"),
         ("min_tokens", "a structure ends where it is complete"),
@@ -86,12 +87,10 @@ def check_with(where: str, sampling: Sampling, eos: bool) -> None:
     ):
         if getattr(sampling, name):
             raise InvalidRequest(
-                f"{where}{name} is given with structured_outputs, and {why}: leave one of them out"
+                f"{words.called(name)} is given with {structure}, and {why}: leave one of them out"
             )
     if not eos:
-        raise InvalidRequest(
-            f"{where}structured_outputs needs an end token, and this model has none"
-        )
+        raise InvalidRequest(f"{structure} needs an end token, and this model has none")
 
 
 class Grammars:

@@ -13,9 +13,10 @@ from starlette.requests import Request
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.dialects.openai.forced import Held, called, structure
-from tlt_server.frontend.dialects.openai.requests import ChatRequest, template_arguments
+from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest, template_arguments
 from tlt_server.frontend.dialects.openai.tools import by_name
 from tlt_server.frontend.generation import tokenizing
+from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.parsers.answer import AnswerReader
 from tlt_server.frontend.parsers.choice import PROMPT_END
@@ -31,14 +32,9 @@ class Prepared(NamedTuple):
 
 
 async def prepared(
-    service: Service,
-    request: Request,
-    asked: ChatRequest,
-    info: EngineInfo,
-    *,
-    where: str = "messages",
+    service: Service, request: Request, asked: ChatRequest, info: EngineInfo, words: Words = CHAT
 ) -> Prepared:
-    """Put a chat request into the template. `where` is the client's field of the messages.
+    """Put a chat request into the template. `words` are the client's names of its fields.
 
     `InvalidRequest`: its tools are none, or not seen.
     """
@@ -51,7 +47,7 @@ async def prepared(
         template_arguments(asked, asked.messages),
         special=asked.add_special_tokens is True,
         whole=asked.truncate_prompt_tokens is None,
-        where=where,
+        where=words.item,
     )
     parsers, tools = service.parsers, by_name(asked.shown_tools())
     end, reasons = ending(text, PROMPT_END), asked.separate_reasoning
@@ -60,6 +56,7 @@ async def prepared(
         asked,
         kind.form if kind is not None and tools else None,
         parsers.thinking.opens(end) if parsers.thinking and reasons else None,
+        words,
     )
     answer = partial(
         parsers.answer,

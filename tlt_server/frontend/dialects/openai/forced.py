@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai.requests import ChatRequest
 from tlt_server.frontend.dialects.openai.tools import NamedTool, by_name
+from tlt_server.frontend.generation.batch import Words
 from tlt_server.frontend.generation.requests import StructuredOutputs
 from tlt_server.frontend.generation.structures import is_small
 from tlt_server.frontend.http.fields import shown
@@ -44,13 +45,16 @@ def called(asked: ChatRequest) -> dict[str, dict[str, Any]] | None:
     return {name: offered[name]}
 
 
-def structure(asked: ChatRequest, form: Form | None, prompt_opens: bool | None) -> Held:
-    """Return the field that asks for a structure, and the structure of the whole answer.
+def structure(
+    asked: ChatRequest, form: Form | None, prompt_opens: bool | None, words: Words
+) -> Held:
+    """Return the client's field that asks for a structure, and the structure of the whole answer.
 
     `form` is that of calls, None where none are read; `prompt_opens` tells whether the end of the
     prompt opens reasoning, None where reasoning is not told apart.
     """
     field, given = asked.structure
+    field = words.called(field)
     functions = called(asked)
     if functions is not None:
         if given is not UNSET:

@@ -31,7 +31,8 @@ from tlt_server.frontend.generation.requests import (
 )
 from tlt_server.frontend.http.fields import RefusedField, Tolerant
 
-RESPONSE = Words("input", "", "", renamed={"max_tokens": "max_output_tokens"}, clamps=True)
+RENAMED = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
+RESPONSE = Words("input", "", "", renamed=RENAMED, clamps=True)
 
 
 class TextFormat(Tolerant, frozen=True, kw_only=True):

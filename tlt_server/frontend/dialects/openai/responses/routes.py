@@ -68,7 +68,7 @@ async def create(service: Service, request: Request) -> Response:
         else [ChatMessage(role="system", content=asked.instructions)]
     )
     chat = asked.for_chat([*said, *messages])
-    ready = await prepared(service, request, chat, info, where="input")
+    ready = await prepared(service, request, chat, info, RESPONSE)
     id = f"resp_{uuid.uuid4().hex}"
     names = (id, asked.request_id or given_id(request.headers.raw) or id)
     _, generation = await started(
