@@ -270,8 +270,10 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
         committed: list[int] = []
         for _ in range(12):
             path: list[int] = []
-            for _ in range(4):
+            for step in range(6):
                 mask_W = np.zeros(words, np.int32)
+                if step == 3:  # another branch of the tree
+                    path = path[:1]
                 tree.fill(path, mask_W)
                 slow = start.deep_copy()
                 assert slow.consume_tokens([*committed, *path])

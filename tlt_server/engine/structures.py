@@ -107,6 +107,7 @@ class Structure:
         self._matcher: LLMatcher | None = None  # a copy of it
         self._committed: list[int] = []
         self._consumed = 0  # committed tokens that the matcher has seen
+        self._drafts: list[int] = []  # those that it has seen after them
         self._stop_ids = frozenset(id for id in stop_ids if 0 <= id < vocab_size)
         self._stops_W = np.zeros(self._words, np.int32)
         for id in self._stop_ids:
@@ -181,20 +182,30 @@ class Structure:
         """
         if self._matcher is not None and self._master and not self._master.spoiled:
             return self._master, False
-        self._master, self._matcher, self._consumed = self._masters.take(), None, 0
+        self._master, self._matcher = self._masters.take(), None
+        self._consumed, self._drafts = 0, []
         self._master.copies += 1
         return self._master, self._master.copies == 1
 
     def _try(self, matcher: LLMatcher, path: Sequence[int], mask_W: NDArray[np.int32]) -> str:
-        """Fill the mask. Return why that fails, if it does; the matcher is of no use then."""
+        """Fill the mask. Return why that fails, if it does; the matcher is of no use then. Drafts
+        stay in it, because the next row's path often begins with them.
+        """
+        behind = self._consumed < len(self._committed)
+        shared = 0 if behind else _shared(self._drafts, path)
+        if len(self._drafts) > shared:
+            matcher.rollback(len(self._drafts) - shared)
+            del self._drafts[shared:]
         while new := self._committed[self._consumed : self._consumed + UNMASKED]:
             if not matcher.consume_tokens(new):
                 return matcher.get_error() or "the tokens do not fit"
             self._consumed += len(new)
             if len(new) == UNMASKED:
                 matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        accepted = matcher.try_consume_tokens([*path]) if path else 0
-        if accepted < len(path):
+        rest = [*path[shared:]]
+        accepted = matcher.try_consume_tokens(rest) if rest else 0
+        self._drafts += rest[:accepted]
+        if accepted < len(rest):
             mask_W.fill(-1)
         else:
             matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
@@ -202,9 +213,13 @@ class Structure:
                 mask_W |= self._stops_W
         if matcher.is_error():
             return matcher.get_error() or "the limit is not named"
-        if accepted:
-            matcher.rollback(accepted)
         return "" if mask_W.any() else "NoExtension"
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two paths have in common at their beginnings."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class Structures:
