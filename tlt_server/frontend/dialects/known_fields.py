@@ -66,6 +66,21 @@ KNOWN = (
         "typical_p mirostat dry_multiplier xtc_probability no_repeat_ngram_size",
     ),
     Known(RefusedField(_OWN_SAMPLER), (*SAMPLED, SGLANG_SAMPLING), "watermarking"),
+    Known(  # llama.cpp's and others built on it
+        RefusedField(_OWN_SAMPLER, (*OFF, -1, -1.0, 0, 0.0, 1, 1.0)),
+        OPENAI,
+        "top_n_sigma top_a tfs_z dynatemp_range smoothing_factor epsilon_cutoff eta_cutoff",
+    ),
+    Known(
+        RefusedField("its name is repetition_penalty here: use that", (*OFF, 1, 1.0)),
+        OPENAI,
+        "repeat_penalty",
+    ),
+    Known(
+        RefusedField("its name is max_tokens here: use that", (*OFF, -1)),
+        COMPLETING,
+        "n_predict num_predict",
+    ),
     Known(RefusedField(_OWN_SAMPLER, ("medium",)), TALKING, "verbosity"),
     Known(RefusedField(_STOP), (*OPENAI, SGLANG_SAMPLING), "stop_regex"),
     Known(RefusedField(_STOP), SAMPLED, "repetition_detection"),
@@ -145,7 +160,7 @@ KNOWN = (
     Known(
         RefusedField("its name is max_output_tokens here: use that"),
         (RESPONSES,),
-        "max_tokens max_completion_tokens",
+        "max_tokens max_completion_tokens n_predict num_predict",
     ),
     Known(
         RefusedField("its name is reasoning.effort here: use that"),
