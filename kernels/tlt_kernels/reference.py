@@ -23,6 +23,21 @@ def add_rms_norm(x_RH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float
     return rms_norm(residual_RH, weight_H, eps)
 
 
+def leaf_sums(x_MK: Tensor, weight_NK: Tensor, leaf: int) -> Tensor:
+    """Return x @ weight^T over each leaf of K, [L, M, N]."""
+    both = zip(x_MK.split(leaf, dim=1), weight_NK.split(leaf, dim=1), strict=True)
+    return torch.stack([x @ weight.T for x, weight in both])
+
+
+def tree(part_PMN: Tensor) -> Tensor:
+    """Return ((p0 + p1) + (p2 + p3)) + ...; what is missing at the end adds nothing."""
+    parts = list(part_PMN)
+    while len(parts) > 1:
+        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+        parts = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return parts[0]
+
+
 def rotate(x_RND: Tensor, cos_RD2: Tensor, sin_RD2: Tensor) -> Tensor:
     low, high = x_RND.chunk(2, dim=-1)
     cos, sin = cos_RD2[:, None], sin_RD2[:, None]

@@ -17,13 +17,15 @@ from tlt_kernels.gpu import gemm, gemm_portable
 from tlt_kernels.gpu.gemm import gated, in_use, linear, partials
 from tlt_kernels.gpu.gemm_tiles import (
     _STREAM,
-    SEGMENT_UNIT,
-    SEGMENTS,
+    LEAF_UNIT,
+    LEAVES,
     Kind,
     Tile,
+    leaf_size,
     portable_tile,
     split_last_round,
 )
+from tlt_kernels.reference import tree
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
 TOLERANCE = {
@@ -59,12 +61,12 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("leaves", [1, 2, 4])
 @pytest.mark.parametrize("m, n, k", SHAPES)
-def test_partials_add_up(m: int, n: int, k: int, segments: int, dtype: torch.dtype) -> None:
+def test_partials_add_up(m: int, n: int, k: int, leaves: int, dtype: torch.dtype) -> None:
     x, weight = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1)
-    parts = partials(x, weight, segments=segments)
-    assert parts.dtype == torch.float32 and len(parts) <= segments
+    parts = partials(x, weight, leaves=leaves)
+    assert parts.dtype == torch.float32 and len(parts) <= leaves
     assert_close("sum of parts", parts.sum(0), x.double() @ weight.double().T, 1e-5)
 
 
@@ -81,7 +83,7 @@ def test_no_rows_launch_nothing() -> None:
     assert (
         linear(x, weight).shape == (0, 8)
         and gated(x, weight).shape == (0, 4)
-        and partials(x, weight, segments=2).shape[1:] == (0, 8)
+        and partials(x, weight, leaves=2).shape[1:] == (0, 8)
     )
 
 
@@ -144,7 +146,7 @@ class TestWhichKernel:
         monkeypatch.setattr(gemm_portable, "multiply", lambda *_: ran.append("portable"))
         monkeypatch.setattr(gemm, "_hindrance", lambda dtype, device: "")
         gemm._multiply(
-            kind, torch.zeros(2, 16), torch.zeros(2 * width, 16), None, torch.zeros(2, width), 16
+            kind, torch.zeros(2, 16), torch.zeros(2 * width, 16), None, torch.zeros(2, width)
         )
         assert ran == ["streaming" if streams else "portable"]
 
@@ -166,16 +168,16 @@ def shared_bytes(tile: Tile) -> int:
 
 
 @pytest.mark.parametrize("tile", list(dict.fromkeys(tile for _, tile in TILES)), ids=str)
-def test_streaming_tiles_fit_shared_memory_and_end_where_segments_end(tile: Tile) -> None:
-    assert SEGMENT_UNIT % tile.depth == 0 and tile.depth % 64 == 0
+def test_streaming_tiles_fit_shared_memory_and_end_where_leaves_end(tile: Tile) -> None:
+    assert LEAF_UNIT % tile.depth == 0 and tile.depth % 64 == 0
     assert tile.rows % tile.pieces == 0 and tile.piece >= 8
     assert shared_bytes(tile) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("rows", [1, 32, 64, 128, 256, 384, 512, 4096])
-def test_portable_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) -> None:
+def test_portable_tiles_fit_shared_memory_and_end_where_leaves_end(rows: int) -> None:
     tile = portable_tile(rows, torch.bfloat16)
-    assert SEGMENT_UNIT % tile.depth == 0
+    assert LEAF_UNIT % tile.depth == 0
     assert (tile.rows + 2 * tile.columns) * tile.depth * 2 * tile.stages <= 216 * 1024
 
 
@@ -198,7 +200,7 @@ def test_a_last_round_is_cut_where_that_ends_sooner(
 def gated_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `gated` before it is rounded to the type of x."""
     out = torch.full((len(x), len(weight) // 2), float("nan"), device=DEVICE)
-    gemm._multiply(Kind.GATED, x, weight, None, out, x.shape[1])
+    gemm._multiply(Kind.GATED, x, weight, None, out)
     return out
 
 
@@ -207,13 +209,6 @@ def gated_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_gated_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
     x, weight = draw(rows, 160, dtype=dtype), draw(80, 160, dtype=dtype, seed=1) * 0.2
     assert_same_bits("gated", gated(x, weight), gated_sums(x, weight).to(dtype))
-
-
-def added(part_PMN: torch.Tensor) -> torch.Tensor:
-    total = part_PMN[0].clone()
-    for part in part_PMN[1:]:
-        total += part
-    return total
 
 
 @gpu
@@ -237,7 +232,7 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(n: int, k: int, outliers:
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     kernels = {
         "linear": lambda rows: linear(rows, weight, out_dtype=torch.float32),
-        "partials": lambda rows: added(partials(rows, weight, segments=SEGMENTS)),
+        "partials": lambda rows: tree(partials(rows, weight, leaves=LEAVES)),
         "gated": lambda rows: gated_sums(rows, weight),
     }
     for name, kernel in kernels.items():
@@ -260,7 +255,7 @@ def test_both_kernels_give_the_same_bits(rows: int) -> None:
         ("gated", gated_sums(x, weight), True),
     ):
         other = torch.full_like(found, float("nan"))
-        gemm_portable.multiply(tile, x, weight, None, other, 3584, is_gated)
+        gemm_portable.multiply(tile, x, weight, None, other, 3584, 1, is_gated)
         assert_same_bits(f"{name} of {rows} rows", found, other)
 
 
@@ -299,7 +294,8 @@ def test_a_tile_stores_what_the_portable_kernel_stores(
         pytest.skip(kernel)
     from tlt_kernels.gpu import gemm_stream
 
-    parts, segment = (2, 384) if kind is Kind.PARTIALS else (1, k)
+    parts, fold = {Kind.PARTIALS: (2, 1), Kind.FOLDED: (2, 2)}.get(kind, (1, 1))
+    leaf = leaf_size(k, parts * fold) if parts > 1 else k
     x, weight = (
         draw(m, k, dtype=torch.bfloat16),
         draw(2 * n if is_gated else n, k, dtype=torch.bfloat16, seed=1) * 0.2,
@@ -311,14 +307,15 @@ def test_a_tile_stores_what_the_portable_kernel_stores(
     )
     stream = LastLaunched(gemm_stream._stream)
     monkeypatch.setattr(gemm_stream, "_stream", stream)
-    gemm_stream.multiply(tile, x, weight, bias, found[:-1].view(parts, m, n), segment, is_gated)
+    gemm_stream.multiply(tile, x, weight, bias, found[:-1].view(parts, m, n), leaf, fold, is_gated)
     gemm_portable.multiply(
         portable_tile(m, x.dtype),
         x,
         weight,
         bias,
         expected[:-1].view(parts, m, n),
-        segment,
+        leaf,
+        fold,
         is_gated,
     )
     assert_same_bits(f"{kind.value}, {tile}", found[:-1], expected[:-1])

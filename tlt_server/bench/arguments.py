@@ -202,6 +202,13 @@ def _gemm(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="rows of a step [default %(default)s]",
     )
+    parser.add_argument(
+        "--leaves",
+        type=_leaf_counts,
+        default="2",
+        metavar="N,N,...",
+        help="leaves of K in o and down projections, of 1, 2, 4 and 8, in turns [default 2]",
+    )
     add_json(parser)
 
 
@@ -340,6 +347,13 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _row_counts(text: str) -> tuple[int, ...]:
     return tuple(count(part) for part in text.split(","))
+
+
+def _leaf_counts(text: str) -> tuple[int, ...]:
+    counts = _row_counts(text)
+    if unknown := [leaves for leaves in counts if leaves not in (1, 2, 4, 8)]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is no number of leaves: 1, 2, 4 or 8 are")
+    return counts
 
 
 def writable_file(text: str) -> Path:

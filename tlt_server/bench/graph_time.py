@@ -5,13 +5,15 @@ captured as one CUDA graph and replayed.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 
 from tlt_server.errors import StartupError
 
 WARMING = 2  # runs that are not counted
+Name = TypeVar("Name", bound=Hashable)
 
 
 def require_gpu() -> None:
@@ -21,9 +23,9 @@ def require_gpu() -> None:
         )
 
 
-def in_turns(runs: Mapping[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:
+def in_turns(runs: Mapping[Name, Callable[[], object]], repeats: int = 15) -> dict[Name, float]:
     """Return medians in ms. The runs take turns, so a GPU that slows down under load slows all."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[Name, list[float]] = {name: [] for name in runs}
     for _ in range(WARMING + repeats):
         for name, run in runs.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

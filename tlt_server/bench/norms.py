@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from tlt_kernels.gpu.gemm_tiles import SEGMENTS
+from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.norm import add_rms_norm, embed_norms, embed_rms_norm, rms_norm
 from tlt_server.bench.graph_time import microseconds, require_gpu
 from tlt_server.bench.record import finish
@@ -31,7 +31,7 @@ def calls(rows: int) -> Iterator[tuple[str, list[Callable[[], object]], int]]:
         torch.ones(HIDDEN, device="cuda").bfloat16(),
         torch.randn(VOCABULARY, HIDDEN, device="cuda").bfloat16(),
     )
-    parts = [torch.randn(SEGMENTS, rows, HIDDEN, device="cuda") for _ in range(ROTATED)]
+    parts = [torch.randn(PARTS, rows, HIDDEN, device="cuda") for _ in range(ROTATED)]
     residuals = [torch.randn(rows, HIDDEN, device="cuda") for _ in range(ROTATED)]
     tokens = [
         torch.randint(0, VOCABULARY, (rows,), device="cuda", dtype=torch.int32)
@@ -42,7 +42,7 @@ def calls(rows: int) -> Iterator[tuple[str, list[Callable[[], object]], int]]:
     yield (
         "add_rms_norm",
         [partial(add_rms_norm, p, x, weight, EPS) for p, x in zip(parts, residuals, strict=True)],
-        values * (4 * SEGMENTS + 8 + 2),
+        values * (4 * PARTS + 8 + 2),
     )
     yield (
         "embed_rms_norm",

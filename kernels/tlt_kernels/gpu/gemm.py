@@ -1,10 +1,13 @@
 """Matmuls with a fixed order of addition: the bits of a row depend on that row and on the weights
 alone.
 
-For each output element, k ascends in the tensor cores' steps of 16 within a segment of K, and
-segments are added in order. The other rows of the call, the tiling, the kernel and the depth of the
-copies change nothing, because tensor cores add in the same order in every tile. The models call
-this file; `gemm_tiles.py` chooses tiles by the number of rows.
+For each output element, k ascends in the tensor cores' steps of 16 within a leaf of K, and leaves
+are added as a fixed binary tree, ((l0 + l1) + (l2 + l3)) + ... One leaf is all of K, except in
+`partials`: there a program adds some leaves in registers, and the reader adds the rest. The tree is
+the same wherever it is cut, so a slice of K of neighbouring leaves gives the partial sums of that
+slice. The other rows of the call, the tiling, the kernel and the depth of the copies change
+nothing, because tensor cores add in the same order in every tile. The models call this file;
+`gemm_tiles.py` chooses tiles by the number of rows.
 
 Legend: M rows, N outputs, K inputs, I intermediate, X = 2I, P partial sums. Weights are [N, K] as
 in checkpoints.
@@ -12,6 +15,8 @@ in checkpoints.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -20,9 +25,12 @@ from torch import Tensor
 
 from tlt_kernels.gpu import gemm_portable
 from tlt_kernels.gpu.gemm_tiles import (
-    SEGMENT_UNIT,
+    LEAF_COUNTS,
     Kind,
+    Tile,
     kind_of_linear,
+    kind_of_partials,
+    leaf_size,
     portable_tile,
     stream_tile,
 )
@@ -62,34 +70,23 @@ def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
     return f"portable: {why}" if why else "streaming"
 
 
-def _multiply(
-    kind: Kind,
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    out_PMN: Tensor,
-    segment: int,
-) -> None:
-    rows = len(x_MK)
-    if rows == 0:
-        return
-    width = out_PMN.shape[-1] if kind is Kind.GATED else 0
+def _chosen(kind: Kind, x_MK: Tensor, width: int) -> tuple[Callable[..., None], Tile]:
+    """Return the function that multiplies, and its tile. width: the outputs, if gated, else 0."""
     if in_use(x_MK.dtype, x_MK.device, width) == "streaming":
         from tlt_kernels.gpu import gemm_stream
 
-        gemm_stream.multiply(
-            stream_tile(kind, rows), x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED
-        )
-    else:
-        gemm_portable.multiply(
-            portable_tile(rows, x_MK.dtype),
-            x_MK,
-            weight_NK,
-            bias_N,
-            out_PMN,
-            segment,
-            kind is Kind.GATED,
-        )
+        return gemm_stream.multiply, stream_tile(kind, len(x_MK))
+    return gemm_portable.multiply, portable_tile(len(x_MK), x_MK.dtype)
+
+
+def _multiply(
+    kind: Kind, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor
+) -> None:
+    """Multiply with all of K as one leaf."""
+    if len(x_MK):
+        gated = kind is Kind.GATED
+        multiply, tile = _chosen(kind, x_MK, out_MN.shape[-1] if gated else 0)
+        multiply(tile, x_MK, weight_NK, bias_N, out_MN, x_MK.shape[1], 1, gated)
 
 
 def linear(
@@ -108,18 +105,27 @@ def linear(
             len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device
         )
     assert out_MN.shape == (len(x_MK), len(weight_NK)) and out_MN.is_contiguous()
-    _multiply(kind_of_linear(len(weight_NK)), x_MK, weight_NK, bias_N, out_MN, x_MK.shape[1])
+    _multiply(kind_of_linear(len(weight_NK)), x_MK, weight_NK, bias_N, out_MN)
     return out_MN
 
 
-def partials(x_MK: Tensor, weight_NK: Tensor, *, segments: int) -> Tensor:
-    """Return x @ weight^T as float32 sums over at most `segments` segments of K, [P, M, N]. The
-    reader adds them in order.
+def partials(x_MK: Tensor, weight_NK: Tensor, *, leaves: int, room: Tensor | None = None) -> Tensor:
+    """Return x @ weight^T as float32 sums over neighbouring leaves of K, [P, M, N]; `norm.tree`
+    adds them. P depends on the number of rows, their total does not. They are written to the
+    beginning of the float32 tensor `room` where that is given.
     """
-    segment = triton.cdiv(triton.cdiv(x_MK.shape[1], SEGMENT_UNIT), segments) * SEGMENT_UNIT
-    parts = triton.cdiv(x_MK.shape[1], segment)
-    out_PMN = torch.empty(parts, len(x_MK), len(weight_NK), dtype=torch.float32, device=x_MK.device)
-    _multiply(Kind.PARTIALS, x_MK, weight_NK, None, out_PMN, segment)
+    if leaves not in LEAF_COUNTS:
+        raise ValueError(f"K cannot be cut into {leaves} leaves; take one of {LEAF_COUNTS}")
+    (m, k), n = x_MK.shape, len(weight_NK)
+    multiply, tile = _chosen(kind_of_partials(leaves), x_MK, 0)
+    leaf, fold = leaf_size(k, leaves), tile.fold(leaves)
+    shape = triton.cdiv(k, leaf * fold), m, n
+    if room is None:
+        out_PMN = torch.empty(shape, dtype=torch.float32, device=x_MK.device)
+    else:
+        out_PMN = room[: math.prod(shape)].view(shape)
+    if m:
+        multiply(tile, x_MK, weight_NK, None, out_PMN, leaf, fold, False)
     return out_PMN
 
 
@@ -128,5 +134,5 @@ def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:
     the gate's, the rest are up's.
     """
     out_MI = torch.empty(len(x_MK), len(weight_XK) // 2, dtype=x_MK.dtype, device=x_MK.device)
-    _multiply(Kind.GATED, x_MK, weight_XK, None, out_MI, x_MK.shape[1])
+    _multiply(Kind.GATED, x_MK, weight_XK, None, out_MI)
     return out_MI

@@ -17,7 +17,7 @@ PANEL = gl.constexpr(64)  # elements of K in one 128-byte row of shared memory
 
 @gluon.jit
 def locate(item, whole, m_tiles, n_tiles, GROUP: gl.constexpr, PIECES: gl.constexpr):
-    """Map an item to (tile along M, piece of it, tile along N, segment). GROUP tiles along M run
+    """Map an item to (tile along M, piece of it, tile along N, part of K). GROUP tiles along M run
     together on the same weights.
     """
     piece = gl.where(item < whole, 0, (item - whole) % PIECES)
@@ -75,7 +75,7 @@ def copy(
     whole,
     m_tiles,
     n_tiles,
-    segment,
+    part,
     BM: gl.constexpr,
     PIECE: gl.constexpr,
     BN: gl.constexpr,
@@ -87,19 +87,19 @@ def copy(
 ):
     BK: gl.constexpr = PANELS * PANEL
     program, programs = gl.program_id(0), gl.num_programs(0)
-    steps = gl.cdiv(segment, BK)
+    steps = gl.cdiv(part, BK)
     mt, piece, nt, s = locate(program, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
     early = gl.minimum(steps, STAGES)
     for t in range(early):
         _expect(ready.index(t), program < whole, BM, PIECE, BN, BK)
-        _copy_weights(weight, ready, w_buffer, nt * WIDTH, s * segment + t * BK, t, PANELS, GATED)
+        _copy_weights(weight, ready, w_buffer, nt * WIDTH, s * part + t * BK, t, PANELS, GATED)
     gdc_wait()
     stage = 0
     phase = 1
     for item in range(program, items, programs):
         mt, piece, nt, s = locate(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
         for t in range(steps):
-            k = s * segment + t * BK
+            k = s * part + t * BK
             if (item != program) | (t >= early):
                 mbarrier.wait(free.index(stage), phase)
                 _expect(ready.index(stage), item < whole, BM, PIECE, BN, BK)

@@ -1,10 +1,10 @@
 """The matmul for every GPU and dtype that Triton knows, and for its CPU interpreter. Its bits are
 those of `gemm_stream.py`.
 
-There is one program per tile and segment, and the compiler pipelines the copies. `gemm.py` calls it
-and states the rule about the order of addition.
+There is one program per tile and part of K, and the compiler pipelines the copies. `gemm.py` calls
+it and states the rule about the order of addition.
 
-Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the
+Legend: M rows, N outputs, K inputs, P partial sums; BM, BN, BK tile of rows of x, rows of the
 weight, and K.
 """
 
@@ -20,6 +20,32 @@ from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL, dot, pdl_launch, pdl_wait
 
 
+@triton.jit
+def _add_leaves(
+    x,
+    weight,
+    m,
+    n,
+    first,
+    leaf,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    """Return the sum of FOLD leaves from `first` on, [BN, BM]: each half's sum, then both added."""
+    if FOLD == 1:
+        total_NM = tl.zeros((BN, BM), tl.float32)
+        for k in range(first, tl.minimum(first + leaf, K), BK):
+            total_NM = dot(weight.load([n, k]), x.load([m, k]).T, total_NM)
+    else:
+        total_NM = _add_leaves(x, weight, m, n, first, leaf, K, BM, BN, BK, FOLD // 2)
+        first += FOLD // 2 * leaf
+        total_NM += _add_leaves(x, weight, m, n, first, leaf, K, BM, BN, BK, FOLD // 2)
+    return total_NM
+
+
 @triton.jit(do_not_specialize=["M"])
 def _multiply(
     x,
@@ -29,10 +55,11 @@ def _multiply(
     M,
     N,
     K,
-    segment,
+    leaf,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    FOLD: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -47,20 +74,17 @@ def _multiply(
     height = tl.minimum(m_tiles - start, GROUP)
     within = tl.program_id(0) % (GROUP * n_tiles)
     m, n = (start + within % height) * BM, within // height * BN
-    first = s * segment
-    last = tl.minimum(first + segment, K)
     pdl_wait()
-    total_NM = tl.zeros((BN, BM), tl.float32)
     if GATED:
+        total_NM = tl.zeros((BN, BM), tl.float32)
         up_NM = tl.zeros((BN, BM), tl.float32)
-        for k in range(first, last, BK):
+        for k in range(0, K, BK):
             x_KM = x.load([m, k]).T
             total_NM = dot(weight.load([n, k]), x_KM, total_NM)
             up_NM = dot(weight.load([n + N, k]), x_KM, up_NM)
         total_NM = silu(total_NM) * up_NM
     else:
-        for k in range(first, last, BK):
-            total_NM = dot(weight.load([n, k]), x.load([m, k]).T, total_NM)
+        total_NM = _add_leaves(x, weight, m, n, s * FOLD * leaf, leaf, K, BM, BN, BK, FOLD)
     # Not before: programs of the next kernel would crowd on the multiprocessors that finish first.
     pdl_launch()
     row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
@@ -79,7 +103,8 @@ def multiply(
     weight_NK: Tensor,
     bias_N: Tensor | None,
     out_PMN: Tensor,
-    segment: int,
+    leaf: int,
+    fold: int,
     gated: bool,
 ) -> None:
     (m, k), n = x_MK.shape, out_PMN.shape[-1]
@@ -93,10 +118,11 @@ def multiply(
         m,
         n,
         k,
-        segment,
+        leaf,
         tile.rows,
         tile.columns,
         tile.depth,
+        fold,
         gated,
         bias_N is not None,
         tile.group,

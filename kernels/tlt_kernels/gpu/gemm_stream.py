@@ -2,12 +2,12 @@
 eight warps multiply.
 
 A program stays on its multiprocessor and takes tile after tile, so the ring never drains between
-tiles. The copying warp is in `gemm_copy.py`. The weight is the first operand of the tensor cores
-and is read where it lies, so that few rows of x waste nothing. Gate and up lie interleaved there,
-eight rows of each, so that one thread gets both. `gemm.py` calls this file and states the rule
-about the order of addition.
+tiles. The copying warp is in `gemm_copy.py`, the sums are in `gemm_sums.py`. The weight is the
+first operand of the tensor cores and is read where it lies, so that few rows of x waste nothing.
+Gate and up lie interleaved there, eight rows of each, so that one thread gets both. `gemm.py` calls
+this file and states the rule about the order of addition.
 
-Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the
+Legend: M rows, N outputs, K inputs, P partial sums; BM, BN, BK tile of rows of x, rows of the
 weight, and K.
 """
 
@@ -20,30 +20,15 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from tlt_kernels.gpu.gemm_copy import PANEL, copy, locate
+from tlt_kernels.gpu.gemm_sums import add_leaves
 from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
 from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL
-
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
-
-
-@gluon.jit
-def _release(free, stage, STAGES: gl.constexpr, pred):
-    """Hand back the stage before `stage`. Without the barrier a warp could still be waiting for the
-    phase that this one ends.
-    """
-    _barrier()
-    mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=pred)
 
 
 @gluon.constexpr_function
@@ -77,6 +62,7 @@ def _multiply_tile(
     WIDTH: gl.constexpr,
     PANELS: gl.constexpr,
     STAGES: gl.constexpr,
+    FOLD: gl.constexpr,
     GATED: gl.constexpr,
     BIASED: gl.constexpr,
     WARPS: gl.constexpr,
@@ -85,27 +71,10 @@ def _multiply_tile(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16]
     )
     stored: gl.constexpr = _stored(WIDTH, out_PMN.dtype.element_ty.primitive_bitwidth, WARPS)
-    acc = gl.zeros([BN, BM], gl.float32, sums)
-    for t in range(steps):
-        mbarrier.wait(ready.index(stage), phase)
-        for p in gl.static_range(PANELS):
-            weights = w_buffer.index(stage * PANELS + p)
-            if GATED:
-                weights = weights.reshape([BN, PANEL])
-            acc = warpgroup_mma(
-                weights,
-                x_buffer.index(stage * PANELS + p).slice(0, BM).permute((1, 0)),
-                acc,
-                is_async=True,
-            )
-        acc = warpgroup_mma_wait(PANELS, deps=[acc])  # all steps but this one
-        _release(free, stage, STAGES, t > 0)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    _release(free, stage, STAGES, True)
+    acc, stage, phase = add_leaves(
+        x_buffer, w_buffer, ready, free, steps, stage, phase,
+        BM, BN, PANELS, STAGES, FOLD, GATED, sums,
+    )  # fmt: skip
     if (
         GATED
     ):  # eight rows of gate, then the eight rows of up that belong to them: both in one thread
@@ -144,20 +113,21 @@ def _multiply(
     whole,
     m_tiles,
     n_tiles,
-    segment,
+    part,
     BM: gl.constexpr,
     PIECE: gl.constexpr,
     BN: gl.constexpr,
     WIDTH: gl.constexpr,
     PANELS: gl.constexpr,
     STAGES: gl.constexpr,
+    FOLD: gl.constexpr,
     GATED: gl.constexpr,
     BIASED: gl.constexpr,
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
     program, programs = gl.program_id(0), gl.num_programs(0)
-    steps = gl.cdiv(segment, PANELS * PANEL)
+    steps = gl.cdiv(part, FOLD * PANELS * PANEL)
     stage = 0
     phase = 0
     for item in range(program, whole, programs):
@@ -182,6 +152,7 @@ def _multiply(
             WIDTH,
             PANELS,
             STAGES,
+            FOLD,
             GATED,
             BIASED,
             WARPS,
@@ -211,6 +182,7 @@ def _multiply(
                 WIDTH,
                 PANELS,
                 STAGES,
+                FOLD,
                 GATED,
                 BIASED,
                 WARPS,
@@ -230,12 +202,13 @@ def _stream(
     whole,
     m_tiles,
     n_tiles,
-    segment,
+    part,
     BM: gl.constexpr,
     PIECE: gl.constexpr,
     BN: gl.constexpr,
     PANELS: gl.constexpr,
     STAGES: gl.constexpr,
+    FOLD: gl.constexpr,
     GATED: gl.constexpr,
     BIASED: gl.constexpr,
     GROUP: gl.constexpr,
@@ -275,13 +248,14 @@ def _stream(
                     whole,
                     m_tiles,
                     n_tiles,
-                    segment,
+                    part,
                     BM,
                     PIECE,
                     BN,
                     WIDTH,
                     PANELS,
                     STAGES,
+                    FOLD,
                     GATED,
                     BIASED,
                     GROUP,
@@ -302,7 +276,7 @@ def _stream(
                     whole,
                     m_tiles,
                     n_tiles,
-                    segment,
+                    part,
                     BM,
                     PIECE,
                     BN,
@@ -330,7 +304,8 @@ def multiply(
     weight_NK: Tensor,
     bias_N: Tensor | None,
     out_PMN: Tensor,
-    segment: int,
+    leaf: int,
+    fold: int,
     gated: bool,
 ) -> None:
     (m, k), n = x_MK.shape, out_PMN.shape[-1]
@@ -367,12 +342,13 @@ def multiply(
         whole,
         m_tiles,
         n_tiles,
-        segment,
+        leaf * fold,
         tile.rows,
         tile.piece,
         tile.columns,
         tile.depth // PANEL.value,
         tile.stages,
+        fold,
         gated,
         bias_N is not None,
         tile.group,

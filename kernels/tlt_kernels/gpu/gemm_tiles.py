@@ -1,7 +1,7 @@
-"""The tile that a matmul runs with at each number of rows, and the number of segments that K is cut
-into. The figures were measured on one H200.
+"""The tile that a matmul runs with at each number of rows, and the leaves that K is cut into. The
+figures were measured on one H200.
 
-Tiles change no bits (see `gemm.py`). Segments do, so their number depends on no row.
+Tiles change no bits (see `gemm.py`). Leaves do, so their number depends on no row.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import torch
 
 # Cost of a piece relative to its share of a tile: it reads as many weights for fewer products.
 PIECE_COST = 1.5
-# Segments of K in an o or down projection: 64-row tiles of matmuls of few rows then fill the GPU.
-SEGMENTS = 2
-# Elements of K: a multiple of every tile's depth, so that no step crosses the end of a segment.
-SEGMENT_UNIT = 128
+# Leaves of K in an o or down projection, unless a model asks for more.
+LEAVES = 2
+LEAF_COUNTS = (1, 2, 4, 8)
+# Partial sums at least, if there are as many leaves: 64-row tiles of few rows then fill the GPU.
+PARTS = 2
+# Elements of K: a multiple of every tile's depth, so that no step crosses the end of a leaf.
+LEAF_UNIT = 128
 
 
 class Kind(Enum):
     LINEAR = "linear"
     HEAD = "head"  # a linear layer with enough outputs to fill the multiprocessors with any tile
     PARTIALS = "partials"
+    FOLDED = "folded"  # partial sums of more leaves than LEAVES: a program adds several
     GATED = "gated"
 
 
@@ -35,6 +39,11 @@ class Tile:
     stages: int  # steps in flight, the one in use included
     group: int = 1  # tiles along M that run together on the same weights
     pieces: int = 1  # cuts along M of the tiles of a last round that does not fill the machine
+    most: int = 4  # leaves that a program adds at most: it holds log2(most) + 1 sums in registers
+
+    def fold(self, leaves: int) -> int:
+        """Return the number of leaves that a program adds, where K has `leaves`."""
+        return max(1, min(self.most, leaves // PARTS))
 
     @property
     def piece(self) -> int:
@@ -42,7 +51,16 @@ class Tile:
 
 
 _MANY = 1 << 30
-_WIDE = (_MANY, Tile(256, 128, 64, 8, 4, group=8))
+_WIDE = (_MANY, Tile(256, 128, 64, 8, 4, group=8, most=1))
+_PARTIALS = (
+    (16, Tile(16, 64, 128, 4, 10)),
+    (32, Tile(32, 64, 128, 4, 8)),
+    (64, Tile(64, 64, 128, 4, 5)),
+    (128, Tile(128, 64, 64, 4, 6, most=2)),
+    (256, Tile(128, 128, 64, 8, 6, group=4, most=2)),
+    (384, Tile(128, 128, 64, 8, 6, group=2, pieces=2, most=2)),
+    (512, Tile(128, 128, 64, 8, 6, group=4, pieces=4, most=2)),
+)
 _STREAM: dict[Kind, tuple[tuple[int, Tile], ...]] = {  # (rows at most, tile)
     Kind.LINEAR: (
         (16, Tile(16, 64, 128, 4, 10)),
@@ -60,16 +78,9 @@ _STREAM: dict[Kind, tuple[tuple[int, Tile], ...]] = {  # (rows at most, tile)
         (128, Tile(128, 128, 64, 8, 6)),
         _WIDE,
     ),
-    Kind.PARTIALS: (
-        (16, Tile(16, 64, 128, 4, 10)),
-        (32, Tile(32, 64, 128, 4, 8)),
-        (64, Tile(64, 64, 128, 4, 5)),
-        (128, Tile(128, 64, 64, 4, 6)),
-        (256, Tile(128, 128, 64, 8, 6, group=4)),
-        (384, Tile(128, 128, 64, 8, 6, group=2, pieces=2)),
-        (512, Tile(128, 128, 64, 8, 6, group=4, pieces=4)),
-        _WIDE,
-    ),
+    Kind.PARTIALS: (*_PARTIALS, _WIDE),
+    # A program of wide tiles has no registers for two sums.
+    Kind.FOLDED: (*_PARTIALS, (_MANY, Tile(128, 128, 64, 8, 6, group=16, most=2))),
     Kind.GATED: (
         (16, Tile(16, 64, 128, 4, 6)),
         (32, Tile(32, 64, 128, 4, 6)),
@@ -87,6 +98,15 @@ _PORTABLE = (
     (_MANY, Tile(256, 64, 64, 8, 4, group=16)),
 )
 _PORTABLE_FLOAT32 = Tile(16, 32, 32, 4, 2)
+
+
+def leaf_size(inputs: int, leaves: int) -> int:
+    """Return the elements of K in a leaf. The last leaf may be shorter, and a short K has fewer."""
+    return -(-inputs // (LEAF_UNIT * leaves)) * LEAF_UNIT
+
+
+def kind_of_partials(leaves: int) -> Kind:
+    return Kind.FOLDED if leaves > LEAVES else Kind.PARTIALS
 
 
 def kind_of_linear(n: int) -> Kind:

@@ -32,6 +32,20 @@ def _normed(x, weight, eps, H: tl.constexpr):
 
 
 @triton.jit
+def tree(part, stride, mask, P: tl.constexpr):
+    """Return the sum of P partial sums, `stride` elements apart, as a binary tree: ((p0 + p1) +
+    (p2 + p3)) + ... Partial sums that are missing at the end add nothing.
+    """
+    HALF: tl.constexpr = 4 if P > 4 else P // 2 + P % 2
+    if P == 1:
+        total = tl.load(part, mask=mask, other=0.0)
+    else:
+        total = tree(part, stride, mask, HALF)
+        total += tree(part + HALF * stride, stride, mask, P - HALF)
+    return total
+
+
+@triton.jit
 def _rms_norm(x_RH, weight_H, out_RH, eps, H: tl.constexpr, BLOCK: tl.constexpr):
     pdl_launch()
     h = tl.arange(0, BLOCK)
@@ -66,9 +80,7 @@ def _add_rms_norm(
     row = tl.program_id(0).to(tl.int64) * H
     pdl_wait()
     residual = tl.load(residual_RH + row + h, mask=inside, other=0.0)
-    total = tl.load(part_PRH + row + h, mask=inside, other=0.0)
-    for p in tl.static_range(1, P):
-        total += tl.load(part_PRH + rows.to(tl.int64) * p * H + row + h, mask=inside, other=0.0)
+    total = tree(part_PRH + row + h, rows.to(tl.int64) * H, inside, P)
     if BIASED:
         total += tl.load(bias_H + h, mask=inside, other=0.0).to(tl.float32)
     residual += total
@@ -163,8 +175,8 @@ def add_rms_norm(
     bias_H: Tensor | None = None,
     out_RH: Tensor | None = None,
 ) -> Tensor:
-    """Add the partial sums in order, then the bias, to the residual (in place), and return its norm
-    in the weight's dtype; in `out_RH` where that is given.
+    """Add the partial sums as a tree, then the bias, to the residual (in place). Return its norm in
+    the weight's dtype; in `out_RH` where that is given.
     """
     if out_RH is None:
         out_RH = torch.empty(part_PRH.shape[1:], dtype=weight_H.dtype, device=weight_H.device)
@@ -172,7 +184,7 @@ def add_rms_norm(
 
 
 def add(part_PRH: Tensor, residual_RH: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the partial sums in order to the residual (in place), and return it rounded to
+    """Add the partial sums as a tree to the residual (in place), and return it rounded to
     `dtype`.
     """
     out_RH = torch.empty(part_PRH.shape[1:], dtype=dtype, device=part_PRH.device)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.gpu.matmuls import Matmuls
 from tlt_server.models.layers import LayerShape
@@ -181,10 +182,13 @@ class GpuGatedMlp:
 def _partials(
     matmuls: Matmuls, projection: GpuProjection, x_RK: Tensor, adapted: GpuAdaptedProjection | None
 ) -> Tensor:
-    """Return partial sums [P, R, H] of a map; what adapters add is in the first."""
+    """Return partial sums [P, R, H] of a map; what adapters add is in the first, which is the first
+    half of K at every number of rows.
+    """
     if adapted is None:
         return matmuls.partials(x_RK, projection.weight_XK)
     low_PRX = adapted.shrink(x_RK)
     part_PRH = matmuls.partials(x_RK, projection.weight_XK)
+    assert len(part_PRH) <= PARTS, "more leaves of K than adapters can be added to"
     adapted.expand(low_PRX, part_PRH[0])
     return part_PRH

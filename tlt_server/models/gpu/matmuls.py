@@ -6,6 +6,7 @@ Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tlt_kernels.gpu import gemm
-from tlt_kernels.gpu.gemm_tiles import SEGMENTS
+from tlt_kernels.gpu.gemm_tiles import LEAVES
 from tlt_server.models.numerics import Mode
 
 # Up to here matmuls wait for weights, which our kernels read sooner than the library does.
@@ -33,19 +34,21 @@ class Matmuls(Protocol):
         """x @ weight.T (+ bias): [M, N], in `out_MN` where that is given."""
 
     def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        """Sums whose total over the first axis, taken in order, is x @ weight.T: [P, M, N]."""
+        """Sums whose total over the first axis, as a binary tree, is x @ weight.T: [P, M, N]."""
 
     def gated(self, x_MK: Tensor, weight_XK: Tensor) -> Tensor:
         """silu(gate) * up of a weight [2I, K], gate rows first: [M, I]."""
 
 
+@dataclass(frozen=True)
 class StrictMatmuls:
+    leaves: int = LEAVES  # another number gives `partials` other bits
+
     linear = staticmethod(gemm.linear)
     gated = staticmethod(gemm.gated)
 
-    @staticmethod
-    def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        return gemm.partials(x_MK, weight_NK, segments=SEGMENTS)
+    def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        return gemm.partials(x_MK, weight_NK, leaves=self.leaves)
 
 
 class FastMatmuls(StrictMatmuls):
@@ -70,10 +73,9 @@ class FastMatmuls(StrictMatmuls):
         found_MN = functional.linear(x_MK, weight_NK, bias_N)
         return found_MN if out_MN is None else out_MN.copy_(found_MN)
 
-    @staticmethod
-    def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         return (
-            StrictMatmuls.partials(x_MK, weight_NK)
+            super().partials(x_MK, weight_NK)
             if len(x_MK) <= FEW_ROWS
             else functional.linear(x_MK, weight_NK)[None]
         )
