@@ -38,6 +38,14 @@ def tree(part_PMN: Tensor) -> Tensor:
     return parts[0]
 
 
+def exchange_add_rms_norm(
+    part_TPRH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float, bias_H: Tensor
+) -> Tensor:
+    """`part_TPRH`: the partial sums of all ranks, each of which returns this."""
+    residual_RH += tree(part_TPRH.flatten(0, 1)) + bias_H
+    return rms_norm(residual_RH, weight_H, eps)
+
+
 def rotate(x_RND: Tensor, cos_RD2: Tensor, sin_RD2: Tensor) -> Tensor:
     low, high = x_RND.chunk(2, dim=-1)
     cos, sin = cos_RD2[:, None], sin_RD2[:, None]

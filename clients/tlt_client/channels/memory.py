@@ -157,6 +157,25 @@ class SharedGpuMemory:
             (cuda.free if self._own else cuda.close)(self._pointer)
 
 
+class PeerMemory:
+    """Another process's GPU memory, mapped for kernels of one GPU, which may be a peer of its GPU.
+    There is an address and no view, because a view belongs to the GPU that has the memory.
+    """
+
+    def __init__(self, grant: Grant, device: torch.device) -> None:
+        if grant.kind != SharedGpuMemory.kind:
+            raise ContentRefused(
+                f"memory of kind {grant.kind} was granted, which no kernel can map"
+            )
+        self._device = device
+        with _calls(device):
+            self.address = cuda.opened(grant.handle)
+
+    def close(self) -> None:
+        with _calls(self._device):
+            cuda.close(self.address)
+
+
 def check_inside(granted: cuda.Range, allocation: cuda.Range) -> None:
     """Raise `ContentRefused` unless the granted range is inside the allocation."""
     if not 0 < granted.size or not allocation.holds(granted):

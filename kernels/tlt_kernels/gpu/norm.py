@@ -57,6 +57,22 @@ def _rms_norm(x_RH, weight_H, out_RH, eps, H: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(out_RH + row + h, _normed(x, weight, eps, H).to(out_RH.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def add_to_residual(
+    total, residual, weight, residual_RH, bias_H, out_RH, at, h, inside, eps,
+    BIASED: tl.constexpr, NORMED: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Add the bias, then the residual, to the sum of a row that begins `at`, and store the residual
+    and its norm.
+    """
+    if BIASED:
+        total += tl.load(bias_H + h, mask=inside, other=0.0).to(tl.float32)
+    residual += total
+    tl.store(residual_RH + at + h, residual, mask=inside)
+    out = _normed(residual, weight, eps, H) if NORMED else residual
+    tl.store(out_RH + at + h, out.to(out_RH.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm(
     part_PRH,
@@ -75,18 +91,15 @@ def _add_rms_norm(
     pdl_launch()
     h = tl.arange(0, BLOCK)
     inside = h < H
-    if NORMED:
-        weight = tl.load(weight_H + h, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_H + h, mask=inside, other=0.0).to(tl.float32) if NORMED else 0.0
     row = tl.program_id(0).to(tl.int64) * H
     pdl_wait()
     residual = tl.load(residual_RH + row + h, mask=inside, other=0.0)
     total = tree(part_PRH + row + h, rows.to(tl.int64) * H, inside, P)
-    if BIASED:
-        total += tl.load(bias_H + h, mask=inside, other=0.0).to(tl.float32)
-    residual += total
-    tl.store(residual_RH + row + h, residual, mask=inside)
-    out = _normed(residual, weight, eps, H) if NORMED else residual
-    tl.store(out_RH + row + h, out.to(out_RH.dtype.element_ty), mask=inside)
+    add_to_residual(
+        total, residual, weight, residual_RH, bias_H, out_RH, row, h, inside, eps,
+        BIASED, NORMED, H,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -151,7 +164,7 @@ def _embed_halves(
     tl.store(out_RX + (r * 2 + half) * H + h, x.to(out_RX.dtype.element_ty), mask=inside)
 
 
-def _shape(hidden: int) -> dict[str, int]:
+def shape(hidden: int) -> dict[str, int]:
     block = triton.next_power_of_2(hidden)
     return {"H": hidden, "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
 
@@ -162,7 +175,7 @@ def rms_norm(x_RH: Tensor, weight_H: Tensor, eps: float, out: Tensor | None = No
         torch.empty(x_RH.shape, dtype=weight_H.dtype, device=x_RH.device) if out is None else out
     )
     if len(x_RH):
-        _rms_norm[(len(x_RH),)](x_RH, weight_H, out_RH, eps, **_shape(x_RH.shape[1]), **PDL)
+        _rms_norm[(len(x_RH),)](x_RH, weight_H, out_RH, eps, **shape(x_RH.shape[1]), **PDL)
     return out_RH
 
 
@@ -212,7 +225,7 @@ def _add(
             P=parts,
             BIASED=bias_H is not None,
             NORMED=weight_H is not None,
-            **_shape(hidden),
+            **shape(hidden),
             **PDL,
         )
     return out_RH
@@ -234,7 +247,7 @@ def embed_rms_norm(token_R: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps:
             normed_RH,
             eps,
             vocabulary,
-            **_shape(hidden),
+            **shape(hidden),
             **PDL,
         )
     return Embedded(residual_RH, normed_RH)
@@ -280,7 +293,7 @@ def _embed_beside(
             eps,
             vocabulary,
             NORMED=w_embed_H is not None,
-            **_shape(hidden),
+            **shape(hidden),
             **PDL,
         )
     return out_RX

@@ -1,0 +1,148 @@
+"""Signals between the GPUs of a group: a rank tells its peers that it has come to an exchange, and
+waits until all of them have.
+
+Exchanges are numbered by a counter on the device, so a captured graph can be replayed. A rank's
+window begins with one flag per rank, into which that rank writes the number of its newest exchange.
+Every wait ends: after `timeout_ns` the first thread that still waits says in `state` for whom, and
+from then on nothing waits. Triton's interpreter has neither PTX nor the GPU's clock: there, plain
+loads and stores and the host's clock take their place.
+
+Legend: T ranks.
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+
+from tlt_kernels.gpu.target import INTERPRETED
+
+FLAG_BYTES = tl.constexpr(128)  # a flag has a cache line of its own; also in the PTX below
+# Words of `state`: number of exchanges that have ended, programs of this one that have, and after a
+# time-out the rank that was waited for, plus one, and the number of that exchange.
+EXCHANGES = tl.constexpr(0)
+ENDED = tl.constexpr(1)
+MISSED = tl.constexpr(2)
+MISSED_AT = tl.constexpr(3)
+STATE_WORDS = 4
+
+# Thread t tells rank t. The release makes what this GPU has written before visible to it.
+_TELL = tl.constexpr("""{
+    .reg .pred other;
+    .reg .b32 t;
+    .reg .b64 flag;
+    mov.u32 t, %tid.x;
+    setp.lt.u32 other, t, $4;
+    setp.ne.and.u32 other, t, $2, other;
+    mad.wide.u32 flag, t, 8, $1;
+    @other ld.global.b64 flag, [flag];
+    mad.wide.u32 flag, $2, 128, flag;
+    @other st.release.sys.global.u32 [flag], $3;
+    mov.u32 $0, 0;
+}""")
+# Thread t waits for rank t. Numbers are compared by their difference, because they wrap.
+_WAIT = tl.constexpr("""{
+    .reg .pred other, over;
+    .reg .b32 t, seen;
+    .reg .b64 flag, now, end;
+    mov.u32 t, %tid.x;
+    setp.lt.u32 other, t, $5;
+    setp.ne.and.u32 other, t, $3, other;
+    @!other bra done;
+    mad.wide.u32 flag, t, 128, $1;
+    ld.acquire.sys.global.u32 seen, [flag];
+    sub.s32 seen, seen, $4;
+    setp.ge.s32 over, seen, 0;
+    @over bra done;
+    ld.relaxed.gpu.global.u32 seen, [$2+8];
+    setp.ne.u32 over, seen, 0;
+    @over bra done;
+    mov.u64 end, %globaltimer;
+    add.u64 end, end, $6;
+poll:
+    ld.acquire.sys.global.u32 seen, [flag];
+    sub.s32 seen, seen, $4;
+    setp.ge.s32 over, seen, 0;
+    @over bra done;
+    mov.u64 now, %globaltimer;
+    setp.lt.u64 over, now, end;
+    @over bra poll;
+    add.u32 t, t, 1;
+    atom.relaxed.gpu.global.cas.b32 seen, [$2+8], 0, t;
+    setp.eq.u32 over, seen, 0;
+    @over st.relaxed.gpu.global.u32 [$2+12], $4;
+done:
+    mov.u32 $0, 0;
+}""")
+
+
+@triton.jit
+def _tell(window_T, rank, number, T: tl.constexpr):
+    tl.inline_asm_elementwise(
+        _TELL,
+        "=r,l,r,r,r",
+        [window_T.to(tl.int64), rank, number, T],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _wait(own, state, rank, number, timeout_ns, T: tl.constexpr):
+    tl.inline_asm_elementwise(
+        _WAIT,
+        "=r,l,l,r,r,r,l",
+        [own, state.to(tl.int64), rank, number, T, timeout_ns],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()  # what those threads acquired, all threads may read
+
+
+def _tell_interpreted(window_T, rank, number, T):
+    for t in range(int(T)):
+        if t != int(rank):
+            flag = tl.load(window_T + t) + rank * FLAG_BYTES
+            tl.store(flag.to(tl.pointer_type(tl.int32)), number)
+
+
+def _wait_interpreted(own, state, rank, number, timeout_ns, T):
+    end = time.monotonic_ns() + int(timeout_ns)
+    for t in range(int(T)):
+        flag = (own + t * FLAG_BYTES).to(tl.pointer_type(tl.int32))
+        while t != int(rank) and not int(tl.load(state + MISSED)):
+            if int(tl.load(flag) - number) >= 0:
+                break
+            if time.monotonic_ns() >= end:
+                tl.store(state + MISSED, t + 1)
+                tl.store(state + MISSED_AT, number)
+
+
+if INTERPRETED:
+    tell, wait = _tell_interpreted, _wait_interpreted
+else:
+    tell, wait = _tell, _wait
+
+
+@triton.jit
+def meet(window_T, own, state, rank, timeout_ns, T: tl.constexpr):
+    """Tell the peers that this rank has come to its next exchange, wait until all of them have, and
+    return its number. own: the address of this rank's window.
+    """
+    number = tl.load(state + EXCHANGES, volatile=True) + 1
+    if tl.program_id(0) == 0:
+        tell(window_T, rank, number, T)
+    wait(own, state, rank, number, timeout_ns, T)
+    return number
+
+
+@triton.jit
+def end(state, number):
+    """End a program of the exchange. The last one makes the next exchange the next number."""
+    if tl.atomic_add(state + ENDED, 1) == tl.num_programs(0) - 1:
+        tl.store(state + ENDED, 0)
+        tl.store(state + EXCHANGES, number)

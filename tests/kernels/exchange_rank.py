@@ -1,0 +1,148 @@
+"""One of two ranks that exchange over and over, with delays, and compare each result with what one
+rank computes that has all partial sums: `python -m tests.kernels.exchange_rank DEVICE EXCHANGES
+FOLDER RANK`. It prints how many differ.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from tests.kernels.triton_tests import DEVICE
+
+# isort: split
+from tlt_kernels.gpu.exchange import (
+    PeerWindows,
+    exchange_add_rms_norm,
+    gather,
+    peer_windows,
+    window_bytes,
+)
+from tlt_kernels.gpu.norm import add_rms_norm
+
+RANKS, PARTS, ROWS, HIDDEN, EPS = 2, 2, 3, 256, 1e-6
+ROUND = 8  # exchanges of a round, or of a graph; the last one is a gather
+WAIT_S = 60
+
+
+class Rank:
+    """A rank and its values; `turn_1` counts rounds on the device, and changes all values."""
+
+    def __init__(self, peers: PeerWindows) -> None:
+        self.peers, self.device = peers, peers.own.device
+        generator = torch.Generator().manual_seed(0)
+        shape = ROUND, RANKS, PARTS, ROWS, HIDDEN
+        self.base = torch.randn(shape, generator=generator).to(self.device)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.weight = torch.randn(HIDDEN, generator=generator).to(self.device, dtype)
+        self.turn_1 = torch.zeros(1, device=self.device)
+        self.differ = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def round(self) -> None:
+        self.turn_1.add_(0.37)
+        for i in range(ROUND - 1):
+            self.delay(i)
+            self.one(i)
+        self.gathered()
+
+    def delay(self, i: int) -> None:
+        """Be late in other exchanges than the other rank."""
+        if self.device.type == "cuda" and (i + self.peers.rank) % 3 == 0:
+            torch.cuda._sleep(20_000)
+
+    def one(self, i: int) -> None:
+        room = self.peers.room(i)[: PARTS * ROWS * HIDDEN].view(PARTS, ROWS, HIDDEN)
+        torch.mul(self.base[i, self.peers.rank], self.turn_1, out=room)
+        residual = torch.zeros(ROWS, HIDDEN, device=self.device)
+        out = torch.empty(ROWS, HIDDEN, device=self.device, dtype=self.weight.dtype)
+        exchange_add_rms_norm(self.peers, room, residual, self.weight, EPS, out_RH=out)
+        whole = torch.zeros_like(residual)
+        part_LRH = (self.base[i] * self.turn_1).flatten(0, 1)
+        expected = add_rms_norm(part_LRH, whole, self.weight, EPS)
+        self.differ += ((out != expected).any() | (residual != whole).any()).long()
+
+    def gathered(self) -> None:
+        whole = (self.base[-1, :, 0, 0] * self.turn_1).view(torch.int32)
+        mine = self.peers.room(ROUND - 1)[:HIDDEN].view(torch.int32)
+        mine.copy_(whole[self.peers.rank])
+        out = torch.empty(RANKS, HIDDEN, dtype=torch.int32, device=self.device)
+        self.differ += (gather(self.peers, mine, out) != whole).any().long()
+
+
+def connected(
+    folder: Path, rank: int, store: distributed.Store
+) -> tuple[PeerWindows, list[object]]:
+    """Return the peers and what keeps their windows mapped."""
+    size = window_bytes(PARTS * ROWS * HIDDEN)
+    if DEVICE == "cpu":
+        windows = [
+            torch.from_file(str(folder / f"window-{t}"), shared=True, size=size, dtype=torch.uint8)
+            for t in range(RANKS)
+        ]
+        addresses = [each.data_ptr() for each in windows]
+        return peer_windows(rank, addresses, windows[rank], timeout_s=WAIT_S), [windows]
+    from tlt_client.channels.memory import Grant, PeerMemory, share
+
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    own = share(size, device)
+    store.set(f"grant-{rank}", own.grant.packed())
+    other = PeerMemory(Grant.parsed(store.get(f"grant-{1 - rank}")), device)
+    view = own.view[:size]
+    addresses = [view.data_ptr(), other.address]
+    return peer_windows(
+        rank, addresses if rank == 0 else addresses[::-1], view, timeout_s=WAIT_S
+    ), [own, other]
+
+
+def main(device: str, exchanges: int, folder: Path, number: int) -> int:
+    """Return how many results differ."""
+    assert device == DEVICE
+    store = distributed.FileStore(str(folder / "store"), RANKS)
+    store.set_timeout(timedelta(seconds=WAIT_S))
+    peers, mapped = connected(folder, number, store)
+    rank, pauses = Rank(peers), random.Random(number)
+
+    def meet(name: str) -> None:
+        store.add(name, 1)
+        end = time.monotonic() + WAIT_S
+        while store.add(name, 0) < RANKS:
+            assert time.monotonic() < end, f"the other rank did not come to {name!r}"
+            time.sleep(0.001)
+
+    meet("windows are zero")
+    run = rank.round
+    if device == "cuda":
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            rank.round()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=side):
+                rank.round()
+        torch.cuda.synchronize()
+        run = graph.replay
+        meet("graphs are captured")
+    for count in range(exchanges // ROUND):
+        run()
+        if pauses.random() < (0.001 if device == "cuda" else 0.5):
+            time.sleep(pauses.random() * 0.01)
+        if count % 1000 == 999:  # the queue of launches stays short
+            assert not peers.failure(), peers.failure()
+    assert not peers.failure(), peers.failure()
+    differ = int(rank.differ.item())
+    meet("nothing is read any more")
+    del mapped
+    return differ
+
+
+if __name__ == "__main__":
+    asked = int(sys.argv[2])
+    print(
+        asked, "exchanges,", main(sys.argv[1], asked, Path(sys.argv[3]), int(sys.argv[4])), "differ"
+    )

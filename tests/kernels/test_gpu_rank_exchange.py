@@ -1,0 +1,207 @@
+"""Exchange of partial sums between ranks: the bits of one rank that has them all, at every number
+of ranks, and an end of every wait. Here ranks take turns in one process, or are two processes that
+share memory.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
+from tlt_kernels import reference
+from tlt_kernels.gpu.exchange import (
+    PeerWindows,
+    exchange_add_rms_norm,
+    gather,
+    meet,
+    peer_windows,
+    window_bytes,
+)
+from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_kernels.gpu.signals import FLAG_BYTES
+
+ROWS, HIDDEN, EPS = 3, 160, 1e-6
+AHEAD = 1 << 20  # the number of an exchange that no test reaches
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def window(size: int) -> Tensor:
+    whole = torch.zeros(size + 1024, dtype=torch.uint8, device=DEVICE)
+    return whole[-whole.data_ptr() % 1024 :][:size]
+
+
+def group(
+    ranks: int, parts: int = 1, *, signal: int = AHEAD, timeout_s: float = 5
+) -> list[PeerWindows]:
+    """Return the ranks of a group. To each it looks as if its peers had come to exchange
+    `signal`.
+    """
+    windows = [window(window_bytes(parts * ROWS * HIDDEN)) for _ in range(ranks)]
+    addresses = [each.data_ptr() for each in windows]
+    peers = [peer_windows(r, addresses, windows[r], timeout_s=timeout_s) for r in range(ranks)]
+    for each in peers:
+        flags(each).fill_(signal)
+    return peers
+
+
+def flags(peers: PeerWindows) -> Tensor:
+    return peers.own.view(torch.int32)[:: FLAG_BYTES.value // 4][: peers.ranks]
+
+
+def put(peers: Sequence[PeerWindows], part_TPRH: Tensor, turn: int = 0) -> list[Tensor]:
+    """Write each rank's partial sums into its room, and return them there."""
+    rooms = []
+    for each, part_PRH in zip(peers, part_TPRH, strict=True):
+        room = each.room(turn)[: part_PRH.numel()].view(part_PRH.shape)
+        rooms.append(room.copy_(part_PRH))
+    return rooms
+
+
+@pytest.mark.parametrize("ranks, parts", [(2, 1), (2, 2), (4, 2), (8, 1)])
+def test_every_rank_gets_the_bits_of_one_that_has_all_parts(ranks: int, parts: int) -> None:
+    part_TPRH = draw(ranks, parts, ROWS, HIDDEN)
+    residual, weight = draw(ROWS, HIDDEN, seed=1), draw(HIDDEN, seed=2, dtype=DTYPE)
+    bias = draw(HIDDEN, seed=3, dtype=DTYPE)
+    whole_residual, twin_residual = residual.clone(), residual.double()
+    whole = add_rms_norm(part_TPRH.flatten(0, 1), whole_residual, weight, EPS, bias_H=bias)
+    twin = reference.exchange_add_rms_norm(
+        part_TPRH.double(), twin_residual, weight.double(), EPS, bias.double()
+    )
+    assert_close("normed", whole, twin, 1e-6 if DTYPE == torch.float32 else 3e-3)
+    peers = group(ranks, parts)
+    for turn in (0, 1):
+        for each, mine in zip(peers, put(peers, part_TPRH, turn), strict=True):
+            found, out = residual.clone(), torch.full_like(whole, float("nan"))
+            exchange_add_rms_norm(each, mine, found, weight, EPS, bias_H=bias, out_RH=out)
+            assert_same_bits(f"normed, rank {each.rank}", out, whole)
+            assert_same_bits(f"residual, rank {each.rank}", found, whole_residual)
+            told = [flags(other)[each.rank].item() for other in peers]
+            assert told == [AHEAD if other is each else turn + 1 for other in peers]
+            flags(each).fill_(AHEAD)
+            for other in peers:
+                flags(other)[each.rank] = AHEAD
+    assert [each.failure() for each in peers] == [""] * ranks
+
+
+def test_without_a_weight_sums_are_rounded() -> None:
+    part_TPRH, residual = draw(2, 1, ROWS, HIDDEN), draw(ROWS, HIDDEN, seed=1)
+    peers = group(2)
+    out = torch.empty(ROWS, HIDDEN, device=DEVICE, dtype=DTYPE)
+    expected = residual + (part_TPRH[0, 0] + part_TPRH[1, 0])
+    exchange_add_rms_norm(peers[0], put(peers, part_TPRH)[0], residual, None, 0.0, out_RH=out)
+    assert_same_bits("sum", out, expected.to(DTYPE))
+
+
+def test_leaves_of_other_ranks_give_other_bits() -> None:
+    """Rank 0 owns leaves 0 and 2, rank 1 owns 1 and 3."""
+    part_LRH, weight = draw(4, ROWS, HIDDEN), draw(HIDDEN, seed=2, dtype=DTYPE)
+    expected, found = (torch.zeros(ROWS, HIDDEN, device=DEVICE) for _ in range(2))
+    out = torch.empty(ROWS, HIDDEN, device=DEVICE, dtype=DTYPE)
+    add_rms_norm(part_LRH, expected, weight, EPS)
+    peers = group(2, 2)
+    mine = put(peers, torch.stack([part_LRH[0::2], part_LRH[1::2]]))[0]
+    exchange_add_rms_norm(peers[0], mine, found, weight, EPS, out_RH=out)
+    with pytest.raises(AssertionError, match="differ in their bits"):
+        assert_same_bits("residual", found, expected)
+
+
+@pytest.mark.parametrize("words", [5, 1500])
+def test_words_are_gathered_in_the_order_of_ranks(words: int) -> None:
+    peers, rooms = group(4, 4), []
+    for each in peers:
+        rooms.append(each.room(1).view(torch.int32)[:words])
+        rooms[-1].copy_(torch.arange(words) + 10_000 * each.rank)
+    out = torch.full((4, words), -1, dtype=torch.int32, device=DEVICE)
+    assert gather(peers[2], rooms[2], out) is out
+    assert torch.equal(out, torch.stack(rooms))
+
+
+@pytest.mark.parametrize("signal", [0, 2], ids=["missing", "stale"])
+def test_a_signal_that_does_not_come_ends_the_wait(signal: int) -> None:
+    """The peer's newest exchange stays the one before this rank's."""
+    peers = group(2, signal=signal, timeout_s=0.3)
+    for _ in range(signal):
+        meet(peers[0])
+        assert not peers[0].failure()
+    started = time.monotonic()
+    meet(peers[0])
+    reason = f"rank 0 waited 0.3 s for rank 1 in exchange {signal + 1}"
+    assert peers[0].failure() == reason
+    waited_s = time.monotonic() - started
+    assert waited_s >= 0.3
+    meet(peers[0], times=100)  # would be 30 s
+    assert peers[0].failure() == reason and time.monotonic() - started < 20
+    peers[0].reset()
+    flags(peers[0]).fill_(1)
+    meet(peers[0])
+    assert not peers[0].failure()
+
+
+def test_numbers_of_exchanges_wrap() -> None:
+    peers = group(2, signal=-(2**31), timeout_s=0.3)
+    peers[0].state[0] = 2**31 - 2
+    meet(peers[0], times=2)
+    assert not peers[0].failure() and peers[0].state[0].item() == -(2**31)
+    meet(peers[0])
+    assert "exchange -2147483647" in peers[0].failure()
+
+
+def test_windows_that_cannot_be_exchanged_are_refused() -> None:
+    own = window(window_bytes(64))
+    address = own.data_ptr()
+    with pytest.raises(ValueError, match="a group of 2, 4 or 8"):
+        peer_windows(0, [address] * 3, own)
+    with pytest.raises(ValueError, match="begin at multiples of 1024"):
+        peer_windows(0, [address, address + 512], own)
+    with pytest.raises(ValueError, match="is its own"):
+        peer_windows(1, [address, address + 1024], own)
+    with pytest.raises(ValueError, match="has no equal rooms"):
+        peer_windows(0, [address, address], own[:-512])
+
+
+def started(folder: Path, device: str, exchanges: int, rank: int) -> subprocess.Popen[str]:
+    module = "tests.kernels.exchange_rank"
+    command = [sys.executable, "-m", module, device, str(exchanges), str(folder), str(rank)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def ended(ranks: list[subprocess.Popen[str]], timeout_s: float) -> list[list[str]]:
+    """Return each rank's last line."""
+    try:
+        return [rank.communicate(timeout=timeout_s)[0].splitlines()[-1:] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
+def test_two_processes_exchange_through_shared_memory(tmp_path: Path) -> None:
+    from tests.kernels import exchange_rank
+
+    other = started(tmp_path, "cpu", 24, 1)
+    try:
+        assert exchange_rank.main("cpu", 24, tmp_path, 0) == 0
+    finally:
+        assert ended([other], timeout_s=60) == [["24 exchanges, 0 differ"]]
+
+
+@gpu
+def test_two_gpus_exchange_a_million_times_in_a_graph(tmp_path: Path) -> None:
+    """Ranks that share a GPU take turns of milliseconds, so they exchange less."""
+    exchanges = 1_000_000 if torch.cuda.device_count() > 1 else 800
+    ranks = [started(tmp_path, "cuda", exchanges, rank) for rank in range(2)]
+    assert ended(ranks, timeout_s=400) == [[f"{exchanges} exchanges, 0 differ"]] * 2
