@@ -32,6 +32,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "products": ("Matmuls alone", engine.matmuls),
     "attention": ("Single kernels", figures.in_the_file),
     "norms": ("Single kernels", figures.in_the_file),
+    "exchange": ("Single kernels", figures.in_the_file),
     "sampling": ("Single kernels", figures.in_the_file),
     "trees": ("Single kernels", figures.in_the_file),
     "test-gpu": ("Tests on a GPU", service.tests),

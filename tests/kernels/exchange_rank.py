@@ -8,11 +8,9 @@ from __future__ import annotations
 import random
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import distributed
 
 from tests.kernels.triton_tests import DEVICE
 
@@ -25,6 +23,8 @@ from tlt_kernels.gpu.exchange import (
     window_bytes,
 )
 from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_server.bench.meeting import Meeting
+from tlt_server.engine.gpu.windows import GroupWindows
 
 RANKS, PARTS, ROWS, HIDDEN, EPS = 2, 2, 3, 256, 1e-6
 ROUND = 8  # exchanges of a round, or of a graph; the last one is a gather
@@ -75,48 +75,31 @@ class Rank:
         self.differ += (gather(self.peers, mine, out) != whole).any().long()
 
 
-def connected(
-    folder: Path, rank: int, store: distributed.Store
-) -> tuple[PeerWindows, list[object]]:
-    """Return the peers and what keeps their windows mapped."""
-    size = window_bytes(PARTS * ROWS * HIDDEN)
+def connected(meeting: Meeting) -> tuple[PeerWindows, object]:
+    """Return the windows and what keeps them mapped."""
+    rank, size = meeting.rank, window_bytes(PARTS * ROWS * HIDDEN)
     if DEVICE == "cpu":
         windows = [
-            torch.from_file(str(folder / f"window-{t}"), shared=True, size=size, dtype=torch.uint8)
+            torch.from_file(
+                str(meeting.folder / f"window-{t}"), shared=True, size=size, dtype=torch.uint8
+            )
             for t in range(RANKS)
         ]
         addresses = [each.data_ptr() for each in windows]
-        return peer_windows(rank, addresses, windows[rank], timeout_s=WAIT_S), [windows]
-    from tlt_client.channels.memory import Grant, PeerMemory, share
-
+        return peer_windows(rank, addresses, windows[rank], timeout_s=WAIT_S), windows
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    own = share(size, device)
-    store.set(f"grant-{rank}", own.grant.packed())
-    other = PeerMemory(Grant.parsed(store.get(f"grant-{1 - rank}")), device)
-    view = own.view[:size]
-    addresses = [view.data_ptr(), other.address]
-    return peer_windows(
-        rank, addresses if rank == 0 else addresses[::-1], view, timeout_s=WAIT_S
-    ), [own, other]
+    mapped = GroupWindows(rank, PARTS * ROWS * HIDDEN, device)
+    return mapped.open(meeting.told("grants", mapped.grant), timeout_s=WAIT_S), mapped
 
 
 def main(device: str, exchanges: int, folder: Path, number: int) -> int:
     """Return how many results differ."""
     assert device == DEVICE
-    store = distributed.FileStore(str(folder / "store"), RANKS)
-    store.set_timeout(timedelta(seconds=WAIT_S))
-    peers, mapped = connected(folder, number, store)
+    meeting = Meeting(folder, number, RANKS, WAIT_S)
+    peers, mapped = connected(meeting)
     rank, pauses = Rank(peers), random.Random(number)
-
-    def meet(name: str) -> None:
-        store.add(name, 1)
-        end = time.monotonic() + WAIT_S
-        while store.add(name, 0) < RANKS:
-            assert time.monotonic() < end, f"the other rank did not come to {name!r}"
-            time.sleep(0.001)
-
-    meet("windows are zero")
+    meeting.told("windows are zero")
     run = rank.round
     if device == "cuda":
         side = torch.cuda.Stream()
@@ -127,7 +110,7 @@ def main(device: str, exchanges: int, folder: Path, number: int) -> int:
                 rank.round()
         torch.cuda.synchronize()
         run = graph.replay
-        meet("graphs are captured")
+        meeting.told("graphs are captured")
     for count in range(exchanges // ROUND):
         run()
         if pauses.random() < (0.001 if device == "cuda" else 0.5):
@@ -136,7 +119,7 @@ def main(device: str, exchanges: int, folder: Path, number: int) -> int:
             assert not peers.failure(), peers.failure()
     assert not peers.failure(), peers.failure()
     differ = int(rank.differ.item())
-    meet("nothing is read any more")
+    meeting.told("nothing is read any more")
     del mapped
     return differ
 

@@ -398,6 +398,7 @@ BENCHES = {
     "weights": Bench("time weight pushes by every channel while requests decode", _weights),
     "prefill": Bench("time prefill against cuBLAS and torch's attention, on a GPU", add_json),
     "gemm": Bench("time the matmuls of a 7B step, and cuBLAS, on a GPU", _gemm),
+    "exchange": Bench("time exchanges of partial sums between two GPUs", add_json),
     "norms": Bench("time the norms between matmuls, on a GPU", add_json),
     "attention": Bench("time rotary embedding, KV writes and attention, on a GPU", _attention),
     "sampling": Bench("time sampling, edits, reports and choosing children, on a GPU", add_json),

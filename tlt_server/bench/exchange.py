@@ -1,0 +1,99 @@
+"""`tlt bench exchange`: what two GPUs take to exchange partial sums, at Qwen2.5-7B's width.
+
+Two processes, one per GPU, map each other's memory by CUDA IPC. Rank 0 reports, each section as
+soon as it is there: the time of a signal; the fused exchange with residual and norm inside a CUDA
+graph, against the norm alone on one GPU; small results gathered; partial sums of half a layer as
+one or two leaves, which is 56 or 112 programs; the price of a fold at one GPU's width; and NCCL's
+all-gather inside a graph. A rank that fails or is silent ends the bench; what is there is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import IO, Any
+
+import msgspec
+import torch
+
+from tlt_server.bench.graph_time import require_gpu
+from tlt_server.bench.record import finish
+from tlt_server.errors import StartupError
+
+RANKS = 2
+SILENT_S = 180.0  # a section takes seconds, and its kernels' compilation longer
+# NVLink multicast can take a host's GPUs out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+def _read(rank: int, lines: IO[str], told: queue.Queue[tuple[int, str]]) -> None:
+    for line in lines:
+        told.put((rank, line))
+    told.put((rank, ""))
+
+
+def measured() -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of all sections, and why some are missing, or nothing."""
+    told: queue.Queue[tuple[int, str]] = queue.Queue()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-P", "-m", "tlt_server.bench.exchange_rank", folder]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **NO_MULTICAST},
+            )
+            for rank in range(RANKS)
+        ]
+        try:
+            for number, rank in enumerate(ranks):
+                assert rank.stdout is not None
+                threading.Thread(
+                    target=_read, args=(number, rank.stdout, told), daemon=True
+                ).start()
+            left = RANKS
+            while left:
+                try:
+                    number, line = told.get(timeout=SILENT_S)
+                except queue.Empty:
+                    return rows, f"no rank has said anything for {SILENT_S:g} s"
+                if line:
+                    rows += _shown(line)
+                    continue
+                left -= 1
+                if status := ranks[number].wait(SILENT_S):
+                    return rows, f"rank {number} ended with status {status}; see above"
+            return rows, ""
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+
+
+def _shown(line: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = msgspec.json.decode(line)
+    for row in rows:
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return rows
+
+
+def run(args: argparse.Namespace) -> int:
+    require_gpu()
+    if torch.cuda.device_count() < RANKS:
+        raise StartupError(
+            f"torch sees {torch.cuda.device_count()} GPU; run this on a machine with {RANKS} "
+            "(CUDA_VISIBLE_DEVICES hides others)"
+        )
+    rows, missing = measured()
+    figures = {"bench": "exchange", "shape": {"hidden": 3584}, "missing": missing, "rows": rows}
+    finish(args, figures, on_gpu=True)
+    if missing:
+        print(f"incomplete: {missing}", file=sys.stderr)
+    return 1 if missing else 0

@@ -1,0 +1,36 @@
+"""A folder in which the ranks of one host meet: each leaves bytes under a name, and reads all."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+POLL_S = 0.001
+
+
+class Meeting(NamedTuple):
+    folder: Path
+    rank: int
+    ranks: int
+    timeout_s: float
+
+    def told(self, name: str, data: bytes = b"") -> list[bytes]:
+        """Wait until all ranks have come here, and return what they told, in order. A name is used
+        once. `TimeoutError` names the rank that did not come.
+        """
+        written = self.folder / f"{name}.{self.rank}.part"
+        written.write_bytes(data)
+        written.rename(written.with_suffix(""))
+        end = time.monotonic() + self.timeout_s
+        found = []
+        for rank in range(self.ranks):
+            file = self.folder / f"{name}.{rank}"
+            while not file.exists():
+                if time.monotonic() > end:
+                    raise TimeoutError(
+                        f"rank {rank} did not come to {name!r} in {self.timeout_s:g} s"
+                    )
+                time.sleep(POLL_S)
+            found.append(file.read_bytes())
+        return found
