@@ -189,13 +189,13 @@ def test_ranks_added_in_another_order_are_noticed() -> None:
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8])
 def test_bits_of_a_row_do_not_depend_on_the_leaves_a_program_adds(leaves: int) -> None:
     """Compare tiles of 16 to 256 rows, which add one, two or four leaves in registers."""
-    x, weight = draw(2048, 3584), draw(1008, 3584, seed=1) * 0.02
+    x, weight = draw(2048, 4096), draw(1008, 4096, seed=1) * 0.02
     whole = summed(partials(x, weight, leaves=leaves))
     leaf_LMN = torch.stack(
         [
-            partials(x[:, k : k + 3584 // leaves].contiguous(), shard.contiguous(), leaves=1)[0]
+            partials(x[:, k : k + 4096 // leaves].contiguous(), shard.contiguous(), leaves=1)[0]
             for k, shard in zip(
-                range(0, 3584, 3584 // leaves), weight.chunk(leaves, 1), strict=True
+                range(0, 4096, 4096 // leaves), weight.chunk(leaves, 1), strict=True
             )
         ]
     )

@@ -119,7 +119,7 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(hidden: int) -> None:
         draw(300, hidden),
         draw(hidden, dtype=torch.bfloat16),
     )
-    added = ((part[0] + part[1]) + part[2]) + part[3]
+    added = (part[0] + part[1]) + (part[2] + part[3])
     whole_residual = residual.clone()
     whole = add_rms_norm(part, whole_residual, weight, EPS)
     for rows in (1, 7, 300):

@@ -5,6 +5,9 @@ share memory.
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -205,3 +208,32 @@ def test_two_gpus_exchange_a_million_times_in_a_graph(tmp_path: Path) -> None:
     exchanges = 1_000_000 if torch.cuda.device_count() > 1 else 800
     ranks = [started(tmp_path, "cuda", exchanges, rank) for rank in range(2)]
     assert ended(ranks, timeout_s=400) == [[f"{exchanges} exchanges, 0 differ"]] * 2
+
+
+def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does() -> None:
+    """The order in which a row's squares are added is that of the layout of the reduction."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.for_hopper"]
+    said = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
+    texts = json.loads(said.stdout)
+    assert set(texts) == {"_exchange_add_rms_norm", "_gather", "_add_rms_norm"}
+    for name in ("_exchange_add_rms_norm", "_gather"):
+        ptx = texts[name]["ptx"]
+        assert "multimem" not in ptx
+        assert ptx.count("st.release.sys") == 1 and ptx.count("ld.acquire.sys") == 2
+        assert ptx.index("griddepcontrol.wait") < ptx.index("st.release.sys"), "signalled early"
+        assert "ld.global.v4.b32" in ptx[ptx.index("ld.acquire.sys") :], "peers' vectors"
+    layouts = [
+        reduction_layout(texts[name]["layouts"])
+        for name in ("_exchange_add_rms_norm", "_add_rms_norm")
+    ]
+    assert layouts[0] == layouts[1] != ""
+
+
+def reduction_layout(text: str) -> str:
+    """Return the layout of the tensor that is reduced."""
+    used = re.search(r'"tt\.reduce".*?\}\) : \(tensor<\d+xf32, (#\w+)>', text, re.DOTALL)
+    assert used is not None
+    defined = re.search(rf"^{used[1]} = (.*)$", text, re.MULTILINE)
+    assert defined is not None
+    return defined[1]

@@ -59,9 +59,12 @@ class PeerWindows(NamedTuple):
         return f"{waited} for rank {missed - 1} in exchange {number}"
 
     def reset(self) -> None:
-        """Begin again with the first exchange, while all ranks do so and none exchanges."""
+        """Begin again with the first exchange, while all ranks do so and none exchanges. It waits
+        for the device, because a late zero would hide a peer's signal.
+        """
         self.own[:_ALIGNED].zero_()
         self.state.zero_()
+        self.state.tolist()
 
 
 def window_bytes(floats: int) -> int:
