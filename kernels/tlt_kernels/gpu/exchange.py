@@ -52,7 +52,7 @@ class PeerWindows(NamedTuple):
 
     def failure(self) -> str:
         """Return which rank was waited for in vain, or nothing. It waits for the device."""
-        _, _, missed, number = self.state.tolist()
+        missed, number = self.state[signals.MISSED.value :].tolist()
         if not missed:
             return ""
         waited = f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s"
@@ -153,13 +153,12 @@ def _exchange_add_rms_norm(
     row = tl.program_id(0).to(tl.int64) * H
     pdl_wait()
     residual = tl.load(residual_RH + row + h, mask=inside, other=0.0)
-    number = signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
+    signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
     total = _tree_of_ranks(windows, first + row + h, rows.to(tl.int64) * H, inside, 0, T, P)
     add_to_residual(
         total, residual, weight, residual_RH, bias_H, out_RH, row, h, inside, eps,
         BIASED, NORMED, H,
     )  # fmt: skip
-    signals.end(state, number)
 
 
 @triton.jit(do_not_specialize=["rank", "times"])
@@ -167,8 +166,7 @@ def _meet(address_T, own, state, times, rank, timeout_ns: tl.int64, T: tl.conste
     pdl_launch()
     pdl_wait()
     for _ in range(times):
-        number = signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
-        signals.end(state, number)
+        signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
         tl.debug_barrier()  # all threads read the next number
 
 
@@ -190,12 +188,11 @@ def _gather(
     windows = _windows(address_T, T)
     x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait()
-    number = signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
+    signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
     for t in tl.static_range(T):
         window = tl.multiple_of(windows[t].to(tl.pointer_type(tl.int32)), 16)
         word = tl.load(window + first + x, mask=x < X, other=0)
         tl.store(out_TX + X.to(tl.int64) * t + x, word, mask=x < X)
-    signals.end(state, number)
 
 
 def _first(peers: PeerWindows, mine: Tensor) -> int:
@@ -224,6 +221,7 @@ def exchange_add_rms_norm(
     """
     parts, rows, hidden = part_PRH.shape
     assert parts in (1, 2, 4, 8) and part_PRH.dtype == torch.float32
+    assert rows < signals.EXCHANGE.value
     if rows:
         _exchange_add_rms_norm[(rows,)](
             peers.address_T,

@@ -20,13 +20,14 @@ import triton.language as tl
 from tlt_kernels.gpu.target import INTERPRETED
 
 FLAG_BYTES = tl.constexpr(128)  # a flag has a cache line of its own; also in the PTX below
-# Words of `state`: number of exchanges that have ended, programs of this one that have, and after a
-# time-out the rank that was waited for, plus one, and the number of that exchange.
-EXCHANGES = tl.constexpr(0)
-ENDED = tl.constexpr(1)
+# Words of `state`: a counter of 64 bits; after a time-out the rank that was waited for, plus one,
+# and the number of that exchange.
 MISSED = tl.constexpr(2)
 MISSED_AT = tl.constexpr(3)
 STATE_WORDS = 4
+# What an exchange adds to the counter: each program adds one, and the first one the rest. So the
+# number of exchanges that have ended is the same for all programs of the next one.
+EXCHANGE = tl.constexpr(1 << 20)
 
 # Thread t tells rank t. The release makes what this GPU has written before visible to it.
 _TELL = tl.constexpr("""{
@@ -130,19 +131,13 @@ else:
 
 @triton.jit
 def meet(window_T, own, state, rank, timeout_ns, T: tl.constexpr):
-    """Tell the peers that this rank has come to its next exchange, wait until all of them have, and
-    return its number. own: the address of this rank's window.
+    """Tell the peers that this rank has come to its next exchange, and wait until all of them have.
+    own: the address of this rank's window.
     """
-    number = tl.load(state + EXCHANGES, volatile=True) + 1
-    if tl.program_id(0) == 0:
+    counter, p = state.to(tl.pointer_type(tl.int64)), tl.program_id(0)
+    number = (tl.load(counter, volatile=True) // EXCHANGE).to(tl.int32) + 1
+    if p == 0:
         tell(window_T, rank, number, T)
-    wait(own, state, rank, number, timeout_ns, T)
-    return number
-
-
-@triton.jit
-def end(state, number):
-    """End a program of the exchange. The last one makes the next exchange the next number."""
-    if tl.atomic_add(state + ENDED, 1) == tl.num_programs(0) - 1:
-        tl.store(state + ENDED, 0)
-        tl.store(state + EXCHANGES, number)
+    wait(own, state, rank, number, timeout_ns, T)  # all threads of the program have the number
+    rest = tl.where(p == 0, EXCHANGE - tl.num_programs(0), 0).to(tl.int64)
+    tl.atomic_add(counter, rest + 1, sem="relaxed")
