@@ -92,6 +92,14 @@ def test_up_to_four_leaves_every_tile_writes_two_partial_sums() -> None:
         assert all(leaves // tile.fold(leaves) == PARTS for tile in tiles)
 
 
+def test_sums_that_a_program_holds_fit_its_registers() -> None:
+    """From 192 registers per thread on, ptxas spills, and serializes the tensor cores' steps."""
+    for kind in (Kind.PARTIALS, Kind.FOLDED):
+        for _, tile in _STREAM[kind]:
+            sums = tile.most.bit_length()
+            assert sums * tile.rows * tile.columns <= 128 * 32 * tile.warps, tile
+
+
 class Shape(NamedTuple):
     """Sizes of a layer: H hidden, query heads of a width, I intermediate."""
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from typing import IO, Any
 
 import msgspec
@@ -26,6 +27,7 @@ from tlt_server.bench.record import finish
 from tlt_server.errors import StartupError
 
 RANKS = 2
+RANK = (sys.executable, "-P", "-m", "tlt_server.bench.exchange_rank")
 SILENT_S = 180.0  # a section takes seconds, and its kernels' compilation longer
 # NVLink multicast can take a host's GPUs out of service.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -37,15 +39,18 @@ def _read(rank: int, lines: IO[str], told: queue.Queue[tuple[int, str]]) -> None
     told.put((rank, ""))
 
 
-def measured() -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of all sections, and why some are missing, or nothing."""
+def measured(
+    command: Sequence[str] = RANK, *, silent_s: float = SILENT_S
+) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of all sections, and why some are missing, or nothing. The command gets a
+    folder to meet in, and a rank.
+    """
     told: queue.Queue[tuple[int, str]] = queue.Queue()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", "-m", "tlt_server.bench.exchange_rank", folder]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank)],
+                [*command, folder, str(rank)],
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, **NO_MULTICAST},
@@ -61,14 +66,14 @@ def measured() -> tuple[list[dict[str, Any]], str]:
             left = RANKS
             while left:
                 try:
-                    number, line = told.get(timeout=SILENT_S)
+                    number, line = told.get(timeout=silent_s)
                 except queue.Empty:
-                    return rows, f"no rank has said anything for {SILENT_S:g} s"
+                    return rows, f"no rank has said anything for {silent_s:g} s"
                 if line:
                     rows += _shown(line)
                     continue
                 left -= 1
-                if status := ranks[number].wait(SILENT_S):
+                if status := ranks[number].wait(silent_s):
                     return rows, f"rank {number} ended with status {status}; see above"
             return rows, ""
         finally:
