@@ -93,7 +93,7 @@ def test_up_to_four_leaves_every_tile_writes_two_partial_sums() -> None:
 
 
 def test_sums_that_a_program_holds_fit_its_registers() -> None:
-    """From 192 registers per thread on, ptxas spills, and serializes the tensor cores' steps."""
+    """Sums of 192 registers per thread make ptxas spill, and serialize the tensor cores' steps."""
     for kind in (Kind.PARTIALS, Kind.FOLDED):
         for _, tile in _STREAM[kind]:
             sums = tile.most.bit_length()
