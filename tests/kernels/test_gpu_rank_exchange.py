@@ -28,6 +28,7 @@ from tlt_kernels.gpu.exchange import (
     peer_windows,
     window_bytes,
 )
+from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_kernels.gpu.signals import EXCHANGE, FLAG_BYTES
 
@@ -118,6 +119,25 @@ def test_leaves_of_other_ranks_give_other_bits() -> None:
     mine = put(peers, torch.stack([part_LRH[0::2], part_LRH[1::2]]))[0]
     exchange_add_rms_norm(peers[0], mine, found, weight, EPS, out_RH=out)
     with pytest.raises(AssertionError, match="differ in their bits"):
+        assert_same_bits("residual", found, expected)
+
+
+def test_matmuls_of_ranks_are_exchanged_from_the_rooms_they_write_to() -> None:
+    x, weight_HK = draw(ROWS, 512, dtype=DTYPE), draw(HIDDEN, 512, seed=1, dtype=DTYPE)
+    norm = draw(HIDDEN, seed=2, dtype=DTYPE)
+    expected = torch.zeros(ROWS, HIDDEN, device=DEVICE)
+    whole = add_rms_norm(partials(x, weight_HK, leaves=4), expected, norm, EPS)
+    peers = group(2, 2)
+    shards = zip(x.chunk(2, 1), weight_HK.chunk(2, 1), strict=True)
+    rooms = [
+        partials(each.contiguous(), shard.contiguous(), leaves=2, room=peers[rank].room(0))
+        for rank, (each, shard) in enumerate(shards)
+    ]
+    for each, mine in zip(peers, rooms, strict=True):
+        assert mine.shape == (2, ROWS, HIDDEN) and mine.data_ptr() == each.room(0).data_ptr()
+        found, out = torch.zeros_like(expected), torch.empty_like(whole)
+        exchange_add_rms_norm(each, mine, found, norm, EPS, out_RH=out)
+        assert_same_bits("normed", out, whole)
         assert_same_bits("residual", found, expected)
 
 
