@@ -53,6 +53,9 @@ def exact_leaves(leaves: int) -> tuple[Tensor, Tensor]:
 def test_the_order_of_leaves_is_the_tree(leaves: int) -> None:
     x, weight = exact_leaves(leaves)
     found = summed(partials(x, weight, leaves=leaves))
+    in_one = partials(x, weight, leaves=leaves, parts=1)
+    assert len(in_one) == max(1, leaves // 4)
+    assert_same_bits("leaves added in registers", summed(in_one), found)
     leaf_LMN = reference.leaf_sums(x.float(), weight.float(), 1024 // leaves)
     assert_same_bits("sum of leaves", found, reference.tree(leaf_LMN))
     assert hashlib.sha256(found.cpu().numpy().tobytes()).hexdigest() == GOLDEN[leaves]
@@ -89,7 +92,7 @@ def test_up_to_four_leaves_every_tile_writes_two_partial_sums() -> None:
     for leaves, kind in ((2, Kind.PARTIALS), (4, Kind.FOLDED)):
         tiles = [tile for _, tile in _STREAM[kind]]
         tiles += [portable_tile(rows, DTYPE) for rows in (1, 64, 256, 2048)]
-        assert all(leaves // tile.fold(leaves) == PARTS for tile in tiles)
+        assert all(leaves // tile.fold(leaves, PARTS) == PARTS for tile in tiles)
 
 
 def test_sums_that_a_program_holds_fit_its_registers() -> None:
@@ -209,5 +212,6 @@ def test_bits_of_a_row_do_not_depend_on_the_leaves_a_program_adds(leaves: int) -
     )
     assert_same_bits("2048 rows", whole, reference.tree(leaf_LMN))
     for rows in (1, 16, 17, 32, 64, 65, 128, 200, 256, 300, 384, 512, 700):
-        found = summed(partials(x[:rows], weight, leaves=leaves))
-        assert_same_bits(f"{rows} of 2048 rows", found, whole[:rows])
+        for parts in (1, 2):
+            found = summed(partials(x[:rows], weight, leaves=leaves, parts=parts))
+            assert_same_bits(f"{rows} of 2048 rows, {parts}", found, whole[:rows])

@@ -148,46 +148,48 @@ def gathered_of(rank: Rank, rows: int) -> Row:
 
 
 def halves(rank: Rank) -> Iterator[Row]:
-    """Time a rank's half of the o and down projections as one leaf and as two, which is 56 and 112
-    programs.
+    """Time a rank's half of the o and down projections: as one leaf, as two that go to memory,
+    which is 112 programs instead of 56, and as two that a program adds.
     """
-    yield from projections(rank, RANKS, ROWS, (1, 2))
+    yield from projections(rank, RANKS, ROWS, ((1, 1), (2, 2), (2, 1)))
 
 
 def folds(rank: Rank) -> Iterator[Row]:
     """Time the o and down projections of one GPU, without and with a fold of two leaves."""
-    yield from projections(rank, 1, (64, 256, 2048), (2, 4))
+    yield from projections(rank, 1, (64, 256, 2048), ((2, 2), (4, 2)))
 
 
 def projections(
-    rank: Rank, ranks: int, all_rows: tuple[int, ...], leaves: tuple[int, ...]
+    rank: Rank, ranks: int, all_rows: tuple[int, ...], cuts: tuple[tuple[int, int], ...]
 ) -> Iterator[Row]:
+    """Time each number of leaves and of partial sums."""
     for name, inputs in (("o", HIDDEN // ranks), ("down", INTERMEDIATE // ranks)):
         weights = [
             rank.normal(HIDDEN, inputs, seed=i).to(torch.bfloat16) * 0.02 for i in range(LAYERS)
         ]
         for rows in all_rows:
-            us = projection_us(rank, f"{name} of {ranks}", weights, rows, leaves)
-            for count in leaves:
+            us = projection_us(rank, f"{name} of {ranks}", weights, rows, cuts)
+            for (leaves, parts), time_us in zip(cuts, us, strict=True):
                 yield {
                     "what": f"partials of {name}",
                     "ranks": ranks,
                     "rows": rows,
-                    "leaves": count,
-                    "us": round(us[str(count)] / LAYERS, 2),
+                    "leaves": leaves,
+                    "parts": parts,
+                    "us": round(time_us / LAYERS, 2),
                 }
 
 
 def projection_us(
-    rank: Rank, name: str, weights: list[Tensor], rows: int, leaves: tuple[int, ...]
-) -> dict[str, float]:
+    rank: Rank, name: str, weights: list[Tensor], rows: int, cuts: tuple[tuple[int, int], ...]
+) -> list[float]:
     x = rank.normal(rows, weights[0].shape[1], seed=rows).to(torch.bfloat16)
 
-    def run(leaves: int, i: int) -> Tensor:
-        return partials(x, weights[i], leaves=leaves)
+    def run(leaves: int, parts: int, i: int) -> Tensor:
+        return partials(x, weights[i], leaves=leaves, parts=parts)
 
-    runs = {str(count): many(partial(run, count), LAYERS) for count in leaves}
-    return rank.times_us(f"{name}, {rows} rows", runs)
+    runs = {str(cut): many(partial(run, *cut), LAYERS) for cut in cuts}
+    return [*rank.times_us(f"{name}, {rows} rows", runs).values()]
 
 
 def nccl(rank: Rank) -> Iterator[Row]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from tlt_kernels.gpu import gemm_portable
 from tlt_kernels.gpu.gemm_tiles import (
     LEAF_COUNTS,
+    PARTS,
     Kind,
     Tile,
     kind_of_linear,
@@ -109,16 +110,19 @@ def linear(
     return out_MN
 
 
-def partials(x_MK: Tensor, weight_NK: Tensor, *, leaves: int, room: Tensor | None = None) -> Tensor:
+def partials(
+    x_MK: Tensor, weight_NK: Tensor, *, leaves: int, parts: int = PARTS, room: Tensor | None = None
+) -> Tensor:
     """Return x @ weight^T as float32 sums over neighbouring leaves of K, [P, M, N]; `norm.tree`
-    adds them. P depends on the number of rows, their total does not. They are written to the
-    beginning of the float32 tensor `room` where that is given.
+    adds them. P depends on the number of rows, and is at least `parts` if there are as many leaves;
+    the total depends on neither. The sums are written to the beginning of the float32 tensor `room`
+    where that is given.
     """
     if leaves not in LEAF_COUNTS:
         raise ValueError(f"K cannot be cut into {leaves} leaves; take one of {LEAF_COUNTS}")
     (m, k), n = x_MK.shape, len(weight_NK)
-    multiply, tile = _chosen(kind_of_partials(leaves), x_MK, 0)
-    leaf, fold = leaf_size(k, leaves), tile.fold(leaves)
+    multiply, tile = _chosen(kind_of_partials(leaves, parts), x_MK, 0)
+    leaf, fold = leaf_size(k, leaves), tile.fold(leaves, parts)
     shape = triton.cdiv(k, leaf * fold), m, n
     if room is None:
         out_PMN = torch.empty(shape, dtype=torch.float32, device=x_MK.device)

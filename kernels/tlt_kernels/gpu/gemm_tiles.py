@@ -17,6 +17,7 @@ PIECE_COST = 1.5
 LEAVES = 2
 LEAF_COUNTS = (1, 2, 4, 8)
 # Partial sums at least, if there are as many leaves: 64-row tiles of few rows then fill the GPU.
+# Ranks that exchange them may ask for one, which is half as much to read.
 PARTS = 2
 # Elements of K: a multiple of every tile's depth, so that no step crosses the end of a leaf.
 LEAF_UNIT = 128
@@ -26,7 +27,7 @@ class Kind(Enum):
     LINEAR = "linear"
     HEAD = "head"  # a linear layer with enough outputs to fill the multiprocessors with any tile
     PARTIALS = "partials"
-    FOLDED = "folded"  # partial sums of more leaves than LEAVES: a program adds several
+    FOLDED = "folded"  # fewer partial sums than leaves: a program adds several
     GATED = "gated"
 
 
@@ -41,9 +42,9 @@ class Tile:
     pieces: int = 1  # cuts along M of the tiles of a last round that does not fill the machine
     most: int = 4  # leaves that a program adds at most: it holds log2(most) + 1 sums in registers
 
-    def fold(self, leaves: int) -> int:
-        """Return the number of leaves that a program adds, where K has `leaves`."""
-        return max(1, min(self.most, leaves // PARTS))
+    def fold(self, leaves: int, parts: int) -> int:
+        """Return the number of leaves that a program adds, for at least `parts` partial sums."""
+        return max(1, min(self.most, leaves // parts))
 
     @property
     def piece(self) -> int:
@@ -105,8 +106,8 @@ def leaf_size(inputs: int, leaves: int) -> int:
     return -(-inputs // (LEAF_UNIT * leaves)) * LEAF_UNIT
 
 
-def kind_of_partials(leaves: int) -> Kind:
-    return Kind.FOLDED if leaves > LEAVES else Kind.PARTIALS
+def kind_of_partials(leaves: int, parts: int) -> Kind:
+    return Kind.FOLDED if leaves > parts else Kind.PARTIALS
 
 
 def kind_of_linear(n: int) -> Kind:
