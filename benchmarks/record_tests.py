@@ -27,7 +27,11 @@ from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.errors import StartupError
 
 RECORD = Path(__file__).with_name("results") / "test-gpu.json"
-BITS = ("tests/kernels/test_gpu_gemm.py", "tests/kernels/test_gpu_attention.py")
+BITS = (
+    "tests/kernels/test_gpu_gemm.py",
+    "tests/kernels/test_gpu_leaves.py",
+    "tests/kernels/test_gpu_attention.py",
+)
 ALONE = (
     "-m",
     "gpu",
