@@ -113,8 +113,11 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from tlt_server.build import serve
-    from tlt_server.config import load
+    from tlt_server.garbage import loading
+
+    with loading():
+        from tlt_server.build import serve
+        from tlt_server.config import load
 
     flags = {
         name: value for name, value in vars(arguments).items() if name not in ("run", "config")

@@ -88,17 +88,24 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
     assert min(times) < 0.3
 
 
-def test_the_frontend_runs_without_torch() -> None:
+@pytest.mark.parametrize(
+    ("process", "heavy"),
+    [
+        ("tlt_server.build, tlt_server.frontend.reading_process.__main__", ["torch", "numba"]),
+        ("tlt_server.engine.assembly, tlt_server.engine.devices.cpu", ["triton"]),
+    ],
+)
+def test_a_process_loads_no_compiler_that_it_does_not_use(process: str, heavy: list[str]) -> None:
     script = (
-        "import sys, tlt_server.frontend.app, tlt_server.build, tlt_client\n"
-        "print('torch' in sys.modules)"
+        f"import sys, {process}\n"
+        "from tlt_server.frontend.dialects import DIALECTS\n"
+        "for name in DIALECTS: DIALECTS.resolve(name)\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
     )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-        ).stdout
-        == "False\n"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
     )
+    assert result.stdout == "[]\n"
 
 
 def test_serve_help_lists_every_setting_with_unit_and_default() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tlt_server import garbage
-from tlt_server.garbage import FEW, MANY, NEVER, RENEWED, collect_while_few, look
+from tlt_server.garbage import FEW, MANY, NEVER, RENEWED, collect_while_few, loading, look
 
 
 class Cycle:
@@ -82,3 +82,18 @@ def test_objects_that_are_made_collect_no_old_ones(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(main())
     assert gc.get_threshold() == thresholds
+
+
+def test_libraries_load_without_a_collection_and_are_kept_from_later_ones() -> None:
+    gc.enable()
+    with loading():
+        assert not gc.isenabled()
+        held = Cycle()
+        reference = weakref.ref(held)
+        del held
+    assert gc.isenabled()
+    gc.collect()
+    assert reference() is not None
+    with pytest.raises(ImportError), loading():
+        raise ImportError
+    assert gc.isenabled()

@@ -16,7 +16,7 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from tlt_server.attention.gpu import TREE_ROWS, TritonPaged
-from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, MemoryPlan, Needs
+from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import (
     BUSY,
     CONTEXT,
@@ -28,6 +28,7 @@ from tlt_server.engine.gpu.refusals import (
     exhausted,
 )
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.sizing import MIB
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.gpu.limits import check_shape

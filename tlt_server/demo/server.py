@@ -12,11 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 
-from tlt_client import Client
 from tlt_server.errors import StartupError
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_server", "serve", "--port", "0")
@@ -26,15 +24,15 @@ STOP_S = 20.0  # after SIGTERM; then it is killed, and its engine leaves with it
 
 
 class ServerProcess:
-    """Entering waits until the server is ready and the line that says so has been read;
-    `StartupError` says why it is not. `on_line` gets each line of its start-up report.
+    """Entering waits for the line that says that the server is ready; `StartupError` says why it is
+    not. `on_line` gets each line of its start-up report.
     """
 
     def __init__(self, *flags: str, on_line: Callable[[str], None] = lambda line: None) -> None:
         self._flags, self._on_line = flags, on_line
         self.lines: list[str] = []
         self.url = self.grpc_address = ""
-        self._told_ready = threading.Event()
+        self._ready = threading.Event()
 
     def __enter__(self) -> ServerProcess:
         environment = {
@@ -88,17 +86,11 @@ class ServerProcess:
                 self.url = found[1]
             self._on_line(line.rstrip("\n"))
             if line.startswith("tlt: ready at "):
-                self._told_ready.set()
+                self._ready.set()
 
     def _await_ready(self) -> None:
-        while not self.url:
+        while not self._ready.wait(POLL_S):
             self._check_alive()
-            time.sleep(POLL_S)
-        with Client(self.url, timeout_s=10) as client:
-            while not client.is_ready():
-                self._check_alive()
-                time.sleep(POLL_S)
-        self._told_ready.wait(LINES_S)
 
     def _check_alive(self) -> None:
         if self.process.poll() is not None:

@@ -24,6 +24,7 @@ from tlt_server.engine.faults import describe, trace
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.events import Event, Failed, Heartbeat, Phase, PhaseProgress, Ready, of_step
+from tlt_server.garbage import loading
 from tlt_server.records import encode
 from tlt_server.started import StartedFile
 
@@ -42,7 +43,8 @@ def serve(
     """Build the engine, then step until a `Stop` has ended it or its parent is gone."""
     started = time.perf_counter()
     # Imported here, as this takes a while and may fail: a phase like the others.
-    from tlt_server.engine.assembly import assemble
+    with loading():
+        from tlt_server.engine.assembly import assemble
 
     send(Phase("import libraries", time.perf_counter() - started))
     engine, info = assemble(

@@ -5,16 +5,23 @@ and the memory.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from tlt_server.engine.gpu.memory import MIB, Drafting
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.training_memory import CONTEXT, LEAST_SLOTS, TrainingShape
 
+MIB = 2**20
 MAX_POSITIONS = 1 << 22  # a rotary table of this length takes 4 GB at a head width of 128
+
+
+class Drafting(Protocol):
+    """A drafter's network, with storage or without."""
+
+    config: ModelConfig
+    draft_vocab_size: int
 
 
 class TrainingShare(NamedTuple):

@@ -6,8 +6,9 @@ of their route, and authentication and limits in front.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -45,14 +46,17 @@ def build_app(
 ) -> ASGIApp:
     tables: dict[str, Sequence[Endpoint]] = {name: DIALECTS.resolve(name) for name in dialects}
 
+    @cache
+    def about() -> bytes:  # most servers are never asked, and describing takes 0.4 s
+        return msgspec.json.encode(document(tables, keyed=gate.keyed))
+
     async def openapi(service: Service, request: Request) -> Response:
         """Return this document."""
-        return Response(about, media_type="application/json")
+        return Response(await asyncio.to_thread(about), media_type="application/json")
 
     tables["document"] = [
         Endpoint("GET", "/openapi.json", openapi, needs="any", gives=dict[str, Any])
     ]
-    about = msgspec.json.encode(document(tables, keyed=gate.keyed))
     table = _Table([endpoint for endpoints in tables.values() for endpoint in endpoints])
     refusals = _Refusals(service, table)
     app = FastAPI(

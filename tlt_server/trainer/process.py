@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from tlt_server.errors import StartupError, TltError
 from tlt_server.events import BufferReport
+from tlt_server.garbage import loading
 from tlt_server.mps import mps_enabled
 from tlt_server.registry import load_object
 from tlt_server.samples.activity import ActivityReader
@@ -194,8 +195,9 @@ class Trained:
                     "MPS is on for the engine but not for this process; start its control daemon "
                     "and the server again, or use drafter_training idle"
                 )
-            # torch takes seconds to import, and only training needs it.
-            made: Work = load_object("tlt_server.trainer.work:make_work")(
+            with loading():  # torch takes seconds, and only training needs it
+                make_work = load_object("tlt_server.trainer.work:make_work")
+            made: Work = make_work(
                 keeper.buffer,
                 keeper.states,
                 model=Path(settings.model),

@@ -40,7 +40,7 @@ from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV, make_cache
-from tlt_server.engine.gpu.memory import MIB, MemoryPlan, Needs
+from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.preparing import load_exchange, prepare
 from tlt_server.engine.gpu.recordings import GraphRecordings
@@ -237,7 +237,7 @@ class CudaDevice:
             runner, tuple(drafters.values()), lent, self._synchronize, kv.states
         )
         taken = (
-            f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, "
+            f"{len(graphs.bytes)} graphs, {graphs.total_bytes // 2**20} MiB, "
             f"{sum(graphs.seconds.values()):.1f} s"
         )
         compiled = self._kernels.compiled if self._kernels else 0

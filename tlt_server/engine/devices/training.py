@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from tlt_server.engine.gpu.memory import Drafting
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.engine.sizing import training_share
+from tlt_server.engine.sizing import Drafting, training_share
 from tlt_server.errors import StartupError
 from tlt_server.mps import pipe_directory
 

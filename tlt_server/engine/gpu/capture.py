@@ -17,9 +17,10 @@ from tlt_kernels.gpu.captured import StateRing, claim, copy_states
 from tlt_kernels.gpu.tensors import KeptRows, RowTable
 from tlt_server.engine.batch import Chunk
 from tlt_server.engine.capture import describe_states
-from tlt_server.engine.gpu.memory import MIB, MemoryPlan
+from tlt_server.engine.gpu.memory import MemoryPlan
 from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
+from tlt_server.engine.sizing import MIB
 from tlt_server.models import Forward
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement

@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tlt_server.engine.gpu.buckets import MAX_DRAFTED, MAX_VERIFIED, sampled_rows
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.sizing import MIB, Drafting
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.training_memory import CONTEXT, TrainingShape
 from tlt_server.samples.captured import state_bytes
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 RESERVE = 2 * GIB  # for graphs, libraries and fragmentation
 TEXTS = 64 * MIB  # for texts of sequences that have ended, which others draft from
-
-
-class Drafting(Protocol):
-    """A drafter's network, with storage or without."""
-
-    config: ModelConfig
-    draft_vocab_size: int
 
 
 class Needs(NamedTuple):

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tlt_server.engine.gpu.buckets import MAX_VERIFIED
-from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, MemoryPlan, Needs, size
+from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs, size
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.sizing import MIB
 from tlt_server.errors import StartupError
 from tlt_server.models.training_memory import CONTEXT as TRAINER
 from tlt_server.models.training_memory import LEAST_SLOTS

@@ -6,13 +6,15 @@ One file each, one table line each. `make` builds a policy from what the engine 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tlt_server.records import Arms, Cycle, StepContext, Strategy
 from tlt_server.registry import Registry
-from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.sizes import Recordings, Sizes
+
+if TYPE_CHECKING:  # it loads a compiler, which the frontend does not need
+    from tlt_server.speculation.knowledge import Knowledge
 
 POLICIES = Registry(
     "policy",
