@@ -1,9 +1,10 @@
 """Triton's CPU interpreter at several times its speed: the language is patched once.
 
 By itself the interpreter patches the language again for every launch and every call of a device
-function, computes each integer sum and product again in 64 bits to check it for overflow, and
-describes each value's type and shape again. Whole engines run without the overflow check; the
-kernels' own tests keep it (`checked`). With a Triton whose interior differs this changes nothing.
+function, computes each integer sum and product again in 64 bits to check it for overflow, describes
+each value's type and shape again, and finds out for each operation what its operands promote to.
+Whole engines run without the overflow check; the kernels' own tests keep it (`checked`). With a
+Triton whose interior differs this changes nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language import core, semantic
 from triton.runtime import interpreter
@@ -28,6 +30,7 @@ NEEDED = (  # what the patches replace
     (interpreter, "_patch_lang"),
     (interpreter, "_patch_attr"),
     (interpreter, "_get_np_dtype"),
+    (interpreter, "TensorHandle"),
     (core, "_unwrap_if_constexpr"),
     (core.block_type, "with_element_ty"),
     (core.block_type, "to_ir"),
@@ -35,10 +38,119 @@ NEEDED = (  # what the patches replace
 )
 
 
+WHOLE = dict.fromkeys(("int32", "uint32", "int64", "uint64"))
+SUMS = WHOLE | {"fp32": None}
+# Operations whose result has the type of both operands, and whether the overflow check is for them.
+SAME_TYPE: dict[str, tuple[np.ufunc, dict[str, None], bool]] = {
+    "__add__": (np.add, SUMS, True),
+    "__radd__": (np.add, SUMS, True),
+    "__sub__": (np.subtract, SUMS, True),
+    "__mul__": (np.multiply, SUMS, True),
+    "__rmul__": (np.multiply, SUMS, True),
+    "__and__": (np.bitwise_and, WHOLE | {"int1": None}, False),
+    "__or__": (np.bitwise_or, WHOLE | {"int1": None}, False),
+    "__xor__": (np.bitwise_xor, WHOLE, False),
+}
+COMPARISONS = {
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+}
+NUMPY = {"int1": bool, "int32": np.int32, "uint32": np.uint32, "int64": np.int64} | {
+    "uint64": np.uint64,
+    "fp32": np.float32,
+}
+_blocks: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
+
+
+def _block(scalar: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
+    key = scalar.name, shape
+    if (block := _blocks.get(key)) is None:
+        block = _blocks[key] = tl.block_type(scalar, list(shape))
+    return block
+
+
+def _shape(first: tl.tensor, second: tl.tensor, data: Any, scalar: tl.dtype) -> tl.dtype:
+    """Return the type of what two tensors gave."""
+    if first.type.is_block() or second.type.is_block():
+        return _block(scalar, data.shape)
+    return scalar
+
+
+def _offsets(pointers: tl.tensor, other: Any) -> bool:
+    return (
+        isinstance(pointers.dtype, tl.pointer_type)
+        and type(other) is tl.tensor
+        and other.dtype.name in ("int32", "int64")
+    )
+
+
+def _operation(name: str, slow: Callable[..., Any], checked: bool) -> Callable[..., Any]:
+    """Return an operation that asks numpy at once where both operands are of one plain type, or one
+    is a small number.
+    """
+    compares = name in COMPARISONS
+    ufunc, plain, overflows = (COMPARISONS[name], SUMS, False) if compares else SAME_TYPE[name]
+    if checked and overflows:
+        plain = {kind: None for kind in plain if kind not in ("int32", "uint32")}
+    handle, tensor = interpreter.TensorHandle, tl.tensor
+
+    def quick(self: tl.tensor, other: Any) -> Any:
+        kind = self.dtype.name
+        if kind not in plain:
+            if name == "__add__" and _offsets(self, other):
+                moved = interpreter.interpreter_builder.create_addptr(self.handle, other.handle)
+                return tensor(moved, _shape(self, other, moved.data, self.dtype))
+            return slow(self, other)
+        value = other.value if type(other) is tl.constexpr else other
+        own = self.handle.data
+        if type(value) is tensor and value.dtype.name == kind:
+            data = ufunc(own, value.handle.data)
+            element = tl.int1 if compares else self.dtype
+            shaped = _shape(self, value, data, element)
+        elif (type(value) is int and 0 <= value < 2**31 and kind != "int1") or (
+            type(value) is float and kind == "fp32" and value != 0
+        ):
+            data = ufunc(own, np.array([value], NUMPY[kind]))
+            element = tl.int1 if compares else self.dtype
+            shaped = _shape(self, self, data, element)
+        else:
+            return slow(self, other)
+        return tensor(handle(data, self.handle.dtype), shaped)
+
+    return quick
+
+
+def _remembered_types() -> list[Patch]:
+    """Return functions that make blocks and handles without looking at each again."""
+    make_block = core.block_type.__init__
+    shapes: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+    def init_handle(self: Any, data: Any, dtype: tl.dtype, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def init_block(self: tl.block_type, element: tl.dtype, shape: Any) -> None:
+        sizes = tuple(shape.values if isinstance(shape, tl.tuple) else shape)
+        if not all(type(size) is int for size in sizes):
+            make_block(self, element, shape)
+        elif (known := shapes.get((element.name, sizes))) is not None:
+            vars(self).update(known)
+        else:
+            make_block(self, element, shape)
+            shapes[element.name, sizes] = dict(vars(self))
+
+    return [
+        (interpreter.TensorHandle, "__init__", init_handle),
+        (core.block_type, "__init__", init_block),
+    ]
+
+
 def _short_cuts() -> list[Patch]:
     """Return functions that give what Triton's give, and remember what a type decides."""
     described: dict[str, tuple[tl.tuple, tl.constexpr]] = {}
-    blocks: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
     numpy_types: dict[str, Any] = {}
     numpy_type, unwrap = interpreter._get_np_dtype, core._unwrap_if_constexpr
     broadcast = semantic.TritonSemantic.broadcast_impl_value
@@ -54,10 +166,7 @@ def _short_cuts() -> list[Patch]:
         self.shape, self.numel = known
 
     def with_element_type(self: tl.block_type, scalar: tl.dtype) -> tl.block_type:
-        key = scalar.name, tuple(self.shape.values)
-        if (block := blocks.get(key)) is None:
-            block = blocks[key] = tl.block_type(scalar, self.shape)
-        return block
+        return _block(scalar, tuple(self.shape.values))
 
     def get_numpy_type(type: tl.dtype) -> Any:
         element = type.element_ty if isinstance(type, tl.block_type) else type
@@ -96,7 +205,9 @@ def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> N
         named["_semantic"] = interpreter.interpreter_semantic
         return inner(*args, **named)
 
-    scope.set_attr(obj, name, bound)
+    operation = obj is tl.tensor and (name in SAME_TYPE or name in COMPARISONS)
+    checked = interpreter.interpreter_builder.options.sanitize_overflow
+    scope.set_attr(obj, name, _operation(name, bound, checked) if operation else bound)
 
 
 @contextmanager
@@ -106,12 +217,12 @@ def patched_once(*, checked: bool = False) -> Iterator[None]:
         return
     builder, patch = interpreter.interpreter_builder, interpreter._patch_lang
     options = builder.options
-    patches = [*_short_cuts(), (interpreter, "_patch_attr", _patch_attr)]
+    patches = [*_remembered_types(), *_short_cuts(), (interpreter, "_patch_attr", _patch_attr)]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)
-    scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     builder.options = replace(options, sanitize_overflow=checked)
+    scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     try:
         yield
