@@ -135,10 +135,13 @@ def _with_engine(module: str):  # type: ignore[no-untyped-def]
     """
 
     def run(arguments: argparse.Namespace) -> int:
+        from tlt_server.garbage import loading
         from tlt_server.models.environment import library_environment
 
         os.environ.update(library_environment(arguments.numerics))
-        return int(import_module(module).run(arguments))
+        with loading():
+            verb = import_module(module)
+        return int(verb.run(arguments))
 
     return run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import QUESTION, until
 from tests.e2e.test_spot_training import items, status, weakened
 from tlt_client import Client
@@ -34,7 +34,7 @@ def test_servers_share_samples_and_a_drafter(tmp_path: Path) -> None:
         for name in ("a", "b"):
             flags = ["--state-dir", str(tmp_path / name), "--weight-channels", "http"]
             flags += ["--drafter-training", "idle", "--drafter-feature-mb", "16"]
-            url = stack.enter_context(ServerProcess(*PAIR, *flags)).url
+            url = stack.enter_context(ServerProcess(*DRAFTING, *flags)).url
             clients[url] = stack.enter_context(Client(url, timeout_s=60))
         first, second = clients.values()
         item = {"messages": QUESTION, "seed": 5, "n": 3, "sampling": {"max_tokens": 12}}

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import QUESTION, until
 from tests.processes import trainer
 from tlt_client import Client
@@ -43,7 +43,7 @@ def test_a_server_keeps_what_it_may_and_says_the_same(client: Client, tmp_path: 
     flags += ("--drafter-feature-mb", "64")
     lines: list[str] = []
     with (
-        ServerProcess(*PAIR, *flags, on_line=lines.append) as server,
+        ServerProcess(*DRAFTING, *flags, on_line=lines.append) as server,
         Client(server.url, timeout_s=60) as own,
     ):
         until(lambda: any("keeps finished sequences" in line for line in lines))

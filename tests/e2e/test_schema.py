@@ -26,11 +26,11 @@ from tlt_server.demo.workload import TARGET
 
 LIMITS = (
     "--max-output-tokens",
-    "24",
-    "--max-n",
     "4",
+    "--max-n",
+    "2",
     "--max-batch-items",
-    "8",
+    "2",
     "--max-queue",
     "64",
     "--max-running",
@@ -116,7 +116,7 @@ def test_every_operation_does_what_the_document_says(limited: ServerProcess) -> 
         "--phases",
         "examples,coverage,fuzzing",
         "--max-examples",
-        "5",
+        "2",
         "--seed",
         "1",
     )
@@ -137,7 +137,7 @@ def test_what_stops_the_others_does_what_the_document_says(limited: ServerProces
         "--phases",
         "coverage,fuzzing",
         "--max-examples",
-        "10",
+        "3",
         "--seed",
         "1",
     )

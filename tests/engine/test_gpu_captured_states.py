@@ -30,7 +30,7 @@ from tlt_server.trainer.recompute import Document, Recomputed
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
     with patched_once():
         settings = checkpoints(tmp_path_factory.mktemp("smallest"))
-        yield drafting(replace(settings, pages=4, max_rows=12), "eagle", 3, 2, 5)
+        yield drafting(replace(settings, pages=3, max_model_len=48, max_rows=12), "eagle", 3, 2, 5)
 
 
 def recorded(i: int, length: int, max_tokens: int) -> GenerateRequest:
@@ -45,7 +45,7 @@ def test_captured_states_are_those_that_are_computed_again(
     """
     plain, engine = Pushable(settings), Capturing(settings, tmp_path / "rings")
     other, last = request(3, 17, 3), recorded(0, 20, 3)
-    work = [recorded(1, 14, 20), recorded(2, 13, 20), other, last]
+    work = [recorded(1, 14, 12), recorded(2, 13, 12), other, last]
     late = msgspec.structs.replace(last, id="late", seed=7)
     for each in (plain, engine):
         each.run(*work)
@@ -77,7 +77,7 @@ def test_captured_states_are_those_that_are_computed_again(
 
 def test_a_request_ends_what_is_computed_again(settings: EngineSettings, tmp_path: Path) -> None:
     engine = Capturing(replace(settings, max_rows=8), tmp_path / "rings")
-    text = np.array(prompt(5, 50), "<i4").tobytes()
+    text = np.array(prompt(5, 40), "<i4").tobytes()
     engine.engine.send(Recompute([text]))
     engine.step()
     assert engine.engine.use_idle_time()
@@ -92,7 +92,7 @@ def test_states_are_of_one_version_and_a_sleep_forgets_them(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     engine = Capturing(settings, tmp_path / "rings")
-    work = recorded(7, 18, 12)
+    work = recorded(7, 17, 8)
     engine.push(Path(settings.model).parent / "new", "second", commit=False)
     engine.submit(work)
     engine.until(lambda: bool(engine.said.get(work.id)), "tokens")
@@ -117,7 +117,7 @@ def test_pages_above_the_bound_leave_holes_and_no_bit_changes(
 ) -> None:
     plain = Pushable(settings)
     engine = Capturing(settings, tmp_path / "rings", feature_bytes=1)
-    work = [recorded(0, 20, 8), recorded(1, 18, 8)]
+    work = [recorded(0, 18, 3), recorded(1, 17, 3)]
     for each in (plain, engine):
         each.run(*work)
     assert bits(engine, ["r0", "r1"]) == bits(plain, ["r0", "r1"])

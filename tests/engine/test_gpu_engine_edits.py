@@ -28,7 +28,7 @@ from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Strategy
 
-STRATEGIES = [Strategy("eagle", 3, 1, 4), Strategy("eagle", 3, 2, 6), Strategy("history", 3, 2, 4)]
+STRATEGIES = [Strategy("eagle", 3, 2, 6), Strategy("history", 3, 2, 4)]
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 
 ALLOWED = (5, 6, 9, 11, 17, 40)
@@ -92,7 +92,7 @@ def test_only_allowed_tokens_come_and_none_that_is_banned(twin: Pushable) -> Non
     assert {*twin.tokens("r6")} <= {*ALLOWED} - {5, 9} and {*twin.tokens("r7")} <= {*ALLOWED}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["chain", "tree", "history"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["tree", "history"])
 def test_speculation_changes_no_bit_of_edited_requests(
     strategy: Strategy, engine: Pushable, plain: dict[str, tuple[object, ...]], twin: Pushable
 ) -> None:
