@@ -35,6 +35,7 @@ NEEDED = (  # what the patches replace
     (core.block_type, "with_element_ty"),
     (core.block_type, "to_ir"),
     (semantic.TritonSemantic, "broadcast_impl_value"),
+    (semantic.TritonSemantic, "binary_op_type_checking_impl"),
 )
 
 
@@ -125,8 +126,9 @@ def _operation(name: str, slow: Callable[..., Any], checked: bool) -> Callable[.
 
 
 def _remembered_types() -> list[Patch]:
-    """Return functions that make blocks and handles without looking at each again."""
+    """Return functions that make blocks, handles and pairs without looking at each again."""
     make_block = core.block_type.__init__
+    check = semantic.TritonSemantic.binary_op_type_checking_impl
     shapes: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
 
     def init_handle(self: Any, data: Any, dtype: tl.dtype, attr: Any = None) -> None:
@@ -142,7 +144,14 @@ def _remembered_types() -> list[Patch]:
             make_block(self, element, shape)
             shapes[element.name, sizes] = dict(vars(self))
 
+    def check_operands(self: Any, left: Any, right: Any, *rules: bool, **named: bool) -> Any:
+        tensors = type(left) is tl.tensor and type(right) is tl.tensor
+        if tensors and left.dtype.name == right.dtype.name and left.dtype.name in SUMS:
+            return self.broadcast_impl_value(left, right)
+        return check(self, left, right, *rules, **named)
+
     return [
+        (semantic.TritonSemantic, "binary_op_type_checking_impl", check_operands),
         (interpreter.TensorHandle, "__init__", init_handle),
         (core.block_type, "__init__", init_block),
     ]
