@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.records import Cycle, StepOutput, Switch
 
 MAX_OUTPUTS = 256  # in one event; on a slow core the frontend takes 2 ms to take them in
@@ -33,6 +34,10 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     numerics: Annotated[
         str, Meta(description="the guarantee that the tokens have, with how it is kept")
     ]
+    fingerprint: Annotated[
+        Fingerprint, Meta(description="equal on servers that give the same bits")
+    ]
+    tensor_parallel: Annotated[int, Meta(description="ranks that share the target")] = 1
     max_rows: Annotated[int, Meta(description="prompt rows that one step processes")] = 0
     attention: Annotated[str, Meta(description="the attention backend")]
     dtype: Annotated[str, Meta(description="of weights and KV")]

@@ -120,6 +120,26 @@ class SharedSettings:
             "distribution only.",
         ),
     ] = "strict"
+    tensor_parallel: Annotated[
+        int,
+        Doc(
+            "ranks",
+            "Processes that share the target, a power of two; tokens are the same at every width.",
+            1,
+            8,
+        ),
+    ] = 1
+    reduction_leaves: Annotated[
+        int | None,
+        Doc(
+            "leaves",
+            "Slices of each long sum, added as a fixed tree: 1, 2, 4 or 8, and tensor_parallel at "
+            "least. Tokens depend on it; auto is tensor_parallel on a CPU, 2 on a GPU.",
+            1,
+            8,
+            auto=True,
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         Doc(

@@ -55,6 +55,7 @@ from tlt_server.events import (
     WeightState,
     of_step,
 )
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.records import (
     OFF,
     Cycle,
@@ -86,6 +87,7 @@ INFO = EngineInfo(
     drafter="",
     policy="off",
     numerics="strict",
+    fingerprint=Fingerprint(1, "float32", "none", "strict 1"),
     attention="none",
     dtype="float32",
     device="cpu",
@@ -156,6 +158,7 @@ class FakeEngine:
     max_model_len: int = INFO.max_model_len
     drafter: str = ""  # what it says it has loaded
     spooled: bool = False
+    leaves: int = 1  # its fingerprint
     lost: dict[str, str] = field(default_factory=dict)
     fails: str = ""  # every push and commit ends with this error's code
     deaf: bool = False  # hears and says nothing
@@ -191,6 +194,9 @@ class FakeEngine:
                                 max_model_len=self.max_model_len,
                                 weight_version=self.weights.target,
                                 spooled=self.spooled,
+                                fingerprint=msgspec.structs.replace(
+                                    INFO.fingerprint, leaves=self.leaves
+                                ),
                                 lost=self.lost,
                             )
                         )

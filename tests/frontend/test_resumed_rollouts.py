@@ -275,6 +275,25 @@ def test_a_deadline_ends_a_rollout_that_no_engine_can_take_up(model: Path, tmp_p
         )
 
 
+def test_a_rollout_of_other_numerics_is_refused_with_the_field_and_both_values(
+    model: Path, tmp_path: Path
+) -> None:
+    with (
+        live_server(model, engine={"step_s": 0.05, "per_step": 1}, state_dir=tmp_path) as first,
+        Client(first.url) as client,
+    ):
+        rollout = client.generate([{"prompt": "a"}], sampling={"max_tokens": 90}, detach=True)
+        eventually(lambda: rollout.fetch().progress.tokens > 3)
+    with (
+        live_server(model, engine={"leaves": 2}, state_dir=tmp_path) as second,
+        Client(second.url) as client,
+    ):
+        [result] = client.rollout(rollout.id).result(30).results
+        assert result.error is not None and result.error.code == "conflict"
+        assert "leaves is 2 here and 1 there" in result.error.message
+        assert not second.engine.submitted
+
+
 def test_outputs_that_another_version_has_written_are_a_typed_error_when_they_are_fetched(
     model: Path, tmp_path: Path
 ) -> None:

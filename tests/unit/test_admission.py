@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tlt_server.errors import Overloaded, QueueFull, TooLarge
 from tlt_server.events import EngineInfo
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.forecast import MIN_SEQUENCES
 from tlt_server.records import OFF, Cycle, GenerateRequest, Sampling, StepContext, StepOutput
@@ -27,6 +28,7 @@ ENGINE = EngineInfo(
     drafter="",
     policy="off",
     numerics="strict",
+    fingerprint=Fingerprint(1, "float32", "none", "strict 1"),
     attention="none",
     dtype="float32",
     device="cpu",

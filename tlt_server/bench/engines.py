@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, Quiet, make_device
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
 from tlt_server.records import Strategy
 from tlt_server.speculation.sizes import Reach
@@ -53,6 +54,10 @@ class _Shared:
     @property
     def numerics(self) -> str:
         return self._device.numerics
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self._device.fingerprint
 
     def load(self, config: ModelConfig) -> Live:
         if self._source.live is None:

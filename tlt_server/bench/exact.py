@@ -37,6 +37,7 @@ from tlt_server.engine.assembly import assemble
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.phases import OnPhase
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.records import GenerateRequest
 
 
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
                 compare(configuration, reference, found, counts, time.perf_counter() - began)
             )
             progress.update(task, advance=1)
-    return report(console, results, base, args)
+    return report(console, results, described(base, engines.fingerprint), args)
 
 
 class ExactEngines:
@@ -121,6 +122,7 @@ class ExactEngines:
         self._adapters = TemporaryDirectory(prefix="tlt-exact-")
         write_adapters(Path(base.model), Path(self._adapters.name))
         self._of: tuple[int, bool, bool] | None = None
+        self.fingerprint: Fingerprint | None = None  # the last engine's
 
     def engine(self, batch: int, *, fault: bool, reference: bool) -> Engine:
         """Return the engine that runs up to `batch` requests at once. One that is to err captures
@@ -139,7 +141,8 @@ class ExactEngines:
                 max_loras=len(ADAPTERS) - 1,
                 max_lora_rank=RANK,
             )
-            self._engine, _ = assemble(settings, self._on_phase, make_device=self._source.device)
+            self._engine, info = assemble(settings, self._on_phase, make_device=self._source.device)
+            self.fingerprint = info.fingerprint
             load_adapters(self._engine)
             self._of = batch, fault, reference
         return self._engine
@@ -219,7 +222,7 @@ def compare(
 
 
 def report(
-    console: Console, results: list[Result], base: EngineSettings, args: argparse.Namespace
+    console: Console, results: list[Result], settings: dict[str, object], args: argparse.Namespace
 ) -> int:
     strict = args.numerics == "strict"
     table = Table(title=f"tlt bench exact, {args.numerics}: against one run without speculation")
@@ -260,7 +263,7 @@ def report(
     summary = {
         "bench": "exact",
         "quick": bool(args.quick),
-        **described(base),
+        **settings,
         "configurations": len(results),
         "requests": sum(r.requests for r in results),
         "tokens": tokens,

@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
     figures = {
         "bench": "graphs",
         "quick": bool(args.quick),
-        **described(replace(settings, max_running=info.max_running)),
+        **described(replace(settings, max_running=info.max_running), info.fingerprint),
         "default": args.max_running == 0,
         "graphs": len(keys),
         "graph_bytes": sum(pool.bytes[key] for key in keys),

@@ -204,7 +204,7 @@ def recorded(
             for command, played in zip(policies, runs, strict=True)
         ),
         cost=cost,
-        described=described(replace(settings, max_running=info.max_running)),
+        described=described(replace(settings, max_running=info.max_running), info.fingerprint),
         machine=machine(on_gpu=info.device == "cuda"),
     )
     verified, cycles = _cycles(runs, strategies)

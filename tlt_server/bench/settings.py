@@ -7,7 +7,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
 from tlt_server.shared_settings import available_processors
 
@@ -49,9 +52,15 @@ def shape_of(model: Path) -> dict[str, int]:
     }
 
 
-def described(settings: EngineSettings) -> dict[str, object]:
-    """Return the settings that a reader of figures has to know."""
+def described(
+    settings: EngineSettings, fingerprint: Fingerprint | None = None
+) -> dict[str, object]:
+    """Return the settings that a reader of figures has to know. `fingerprint`: of the engines that
+    were measured, where they are of one kind.
+    """
+    named = {"fingerprint": msgspec.structs.asdict(fingerprint)} if fingerprint else {}
     return {
+        **named,
         "shape": shape_of(settings.model),
         "drafter": next(iter(settings.drafters), "none"),
         "device": settings.device,

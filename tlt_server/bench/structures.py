@@ -72,7 +72,11 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(
                     {"strategy": strategy.name, "batch": batch, **compared(engine, requests)}
                 )
-    figures = {"bench": "structures", "quick": bool(args.quick), **described(settings)}
+    figures = {
+        "bench": "structures",
+        "quick": bool(args.quick),
+        **described(settings, info.fingerprint),
+    }
     compiled_ms = compile_ms(Path(settings.model), info)
     figures |= {"prompt": PROMPT, "new": new, "compile_ms": compiled_ms, "rows": rows}
     table = Table("strategy", "batch", "us per token", "with a schema", "ratio", "masks")

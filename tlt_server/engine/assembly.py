@@ -285,6 +285,8 @@ def _describe(
         drafter="+".join(settings.drafters) or "none",
         policy=settings.policy,
         numerics=device.numerics,
+        fingerprint=device.fingerprint,
+        tensor_parallel=settings.tensor_parallel,
         max_rows=settings.max_rows,
         attention=settings.attention,
         dtype=settings.dtype,

@@ -81,6 +81,7 @@ class DecidedSettings(EngineSettings):
     dtype: Literal["float32", "bfloat16", "float16"]
     drafter_training_device: str  # as torch names it; cuda: the engine's own GPU
     attention: str
+    reduction_leaves: int
     threads: int
     max_running: int
     max_rows: int

@@ -26,6 +26,7 @@ from tlt_server.models.layers import GatedMlp, LayerShape, SelfAttention
 from tlt_server.models.names import target_parameters
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import RotaryTable, rotary_table
+from tlt_server.models.split import WHOLE, Split
 
 
 class DecoderLayer:
@@ -36,6 +37,7 @@ class DecoderLayer:
         table: RotaryTable,
         attention: Attention,
         numerics: Numerics,
+        split: Split,
     ) -> None:
         self.input_norm_H = torch.ones(config.hidden_size)
         self.post_attention_norm_H = torch.ones(config.hidden_size)
@@ -50,9 +52,14 @@ class DecoderLayer:
             table=table,
             attention=attention,
             numerics=numerics,
+            split=split,
         )
         self.mlp = GatedMlp(
-            config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, numerics=numerics
+            config.hidden_size,
+            config.intermediate_size,
+            bias=shape.mlp_bias,
+            numerics=numerics,
+            split=split,
         )
 
 
@@ -67,6 +74,7 @@ class Decoder:
         attention: str = "cpu",
         page_size: int = 16,
         feature_layers: tuple[int, ...] = (),
+        split: Split = WHOLE,
     ) -> None:
         """`feature_layers`: layers whose inputs `forward` returns (Hugging Face
         `hidden_states[i]`), 0 <= i < layers, or i = layers for the hidden state after the final
@@ -84,7 +92,7 @@ class Decoder:
             page_size,
             feature_layers,
         )
-        self.attention_name = attention
+        self.attention_name, self.split = attention, split
         self.kv_layers, self.kv_heads, self.head_dim = (
             config.layers,
             config.kv_heads,
@@ -115,7 +123,8 @@ class Decoder:
         table = rotary_table(config.rope, config.head_dim, config.max_position)
         shape = self.shape(config)
         self.layers = [
-            DecoderLayer(config, shape, table, backend, numerics) for _ in range(config.layers)
+            DecoderLayer(config, shape, table, backend, numerics, split)
+            for _ in range(config.layers)
         ]
 
     @staticmethod
@@ -130,6 +139,7 @@ class Decoder:
             attention=self.attention_name,
             page_size=self.page_size,
             feature_layers=self.feature_layers,
+            split=self.split,
         )
 
     def forward(
@@ -196,7 +206,9 @@ class Decoder:
         `Numerics.self_test`.
         """
         attention, mlp = self.layers[0].self_attention, self.layers[0].mlp
-        projections = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-        self.numerics.self_test(
-            [*((p.weight_KX, p.bias_X) for p in projections), (self.head_HV, None), *others]
-        )
+        whole = [(p.weight_KX, p.bias_X) for p in (attention.qkv, mlp.gate_up)]
+        summed = [
+            (p.weight_KX, p.bias_X) if p.whole else (p.leaf_KX, None)
+            for p in (attention.output, mlp.down)
+        ]
+        self.numerics.self_test([*whole, *summed, (self.head_HV, None), *others])

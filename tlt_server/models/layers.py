@@ -20,6 +20,7 @@ from tlt_server.models.adapted import AdaptedLayer, AdaptedProjection
 from tlt_server.models.names import Parameters
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import RotaryTable
+from tlt_server.models.split import WHOLE, Split
 
 
 class Projection:
@@ -49,6 +50,33 @@ class Projection:
             start += width
 
 
+class SummedProjection(Projection):
+    """A linear map whose sums run over the leaves of a split, here and on other ranks."""
+
+    def __init__(
+        self, inputs: int, parts: dict[str, int], *, bias: bool, numerics: Numerics, split: Split
+    ) -> None:
+        super().__init__(inputs, parts, bias=bias, numerics=numerics)
+        self.own_leaves, self.exchange = split.leaves // split.of, split.exchange
+        self.whole = split.leaves == 1
+
+    def __call__(self, x_RK: Tensor, adapted: AdaptedProjection | None = None) -> Tensor:
+        if self.whole:
+            return super().__call__(x_RK, adapted)
+        own_RX = self.numerics.sum_of_leaves(x_RK, self.weight_KX, self.own_leaves)
+        out_RX = self.exchange.add(own_RX)
+        if self.bias_X is not None:
+            out_RX += self.bias_X
+        if adapted is not None:
+            adapted.add(x_RK, out_RX)
+        return out_RX
+
+    @property
+    def leaf_KX(self) -> Tensor:
+        """Return the weights of one leaf."""
+        return self.weight_KX[: len(self.weight_KX) // self.own_leaves]
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """The differences between families that are no number in the config."""
@@ -73,6 +101,7 @@ class SelfAttention:
         table: RotaryTable,
         attention: Attention,
         numerics: Numerics,
+        split: Split = WHOLE,
     ) -> None:
         self.heads, self.query_width, self.norm_eps = heads, heads * head_dim, norm_eps
         self.table, self.attention = table, attention
@@ -83,8 +112,12 @@ class SelfAttention:
             bias=shape.qkv_bias,
             numerics=numerics,
         )
-        self.output = Projection(
-            self.query_width, {"o_proj": hidden}, bias=shape.output_bias, numerics=numerics
+        self.output = SummedProjection(
+            self.query_width,
+            {"o_proj": hidden},
+            bias=shape.output_bias,
+            numerics=numerics,
+            split=split,
         )
         self.q_weight_D = torch.ones(head_dim) if shape.qk_norm else None
         self.k_weight_D = torch.ones(head_dim) if shape.qk_norm else None
@@ -131,14 +164,24 @@ class SelfAttention:
 
 
 class GatedMlp:
-    def __init__(self, hidden: int, intermediate: int, *, bias: bool, numerics: Numerics) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        bias: bool,
+        numerics: Numerics,
+        split: Split = WHOLE,
+    ) -> None:
         self.gate_up = Projection(
             hidden,
             {"gate_proj": intermediate, "up_proj": intermediate},
             bias=bias,
             numerics=numerics,
         )
-        self.down = Projection(intermediate, {"down_proj": hidden}, bias=bias, numerics=numerics)
+        self.down = SummedProjection(
+            intermediate, {"down_proj": hidden}, bias=bias, numerics=numerics, split=split
+        )
 
     def __call__(self, x_RH: Tensor, adapted: AdaptedLayer | None = None) -> Tensor:
         gate_up_RX = self.gate_up(x_RH, adapted and adapted.gate_up)

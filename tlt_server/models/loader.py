@@ -22,6 +22,7 @@ from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.numerics import Numerics
+from tlt_server.models.split import WHOLE, Split
 
 GPU_READERS = 4  # threads that read and copy; one alone leaves most of the bus idle
 STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,6 +36,7 @@ def load_target(
     attention: str = "cpu",
     page_size: int = 16,
     feature_layers: tuple[int, ...] = (),
+    split: Split = WHOLE,
 ) -> Decoder:
     """The target model in `directory`, filled and self-tested. Raises `ModelError` or
     `StartupError`.
@@ -49,6 +51,7 @@ def load_target(
         attention=attention,
         page_size=page_size,
         feature_layers=feature_layers,
+        split=split,
     )
     fill(model.parameters(), Path(directory), ignored=unread(model.config))
     model.self_test()
@@ -63,6 +66,7 @@ def empty_target(
     attention: str = "cpu",
     page_size: int = 16,
     feature_layers: tuple[int, ...] = (),
+    split: Split = WHOLE,
 ) -> Decoder:
     """The model that the directory's JSON files describe, its storage not filled; on torch's device
     `meta` it takes no memory.
@@ -76,6 +80,7 @@ def empty_target(
         attention=attention,
         page_size=page_size,
         feature_layers=feature_layers,
+        split=split,
     )
 
 

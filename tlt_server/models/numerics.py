@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tlt_server.errors import StartupError
+from tlt_server.models.split import folded
 
 TESTED_ROWS = (1, 2, 3, 7, 16, 33, 64, 128, 300, 600)  # libraries change their kernel with the rows
 # Multiply-adds, about 200 us: below, waking sleeping threads costs more than they bring.
@@ -86,6 +87,14 @@ class Numerics:
             padded_RK = pad(x_RK, (0, 0, 0, method.min_rows - rows))
             return self._call(padded_RK, weight_KN, bias_N)[:rows]
         return self._call(x_RK, weight_KN, bias_N)
+
+    def sum_of_leaves(self, x_RK: Tensor, weight_KN: Tensor, leaves: int) -> Tensor:
+        """Return `x @ weight`, [R, N], as the tree of the products of `leaves` slices of K."""
+        if leaves == 1:
+            return self.linear(x_RK, weight_KN)
+        # A slice is copied, so that a leaf has the same memory layout at every width.
+        slices = zip(x_RK.chunk(leaves, dim=1), weight_KN.chunk(leaves), strict=True)
+        return folded([self.linear(x_RJ.contiguous(), w_JN) for x_RJ, w_JN in slices])
 
     def _call(self, x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
         threads = 1 if len(x_RK) * weight_KN.numel() < WORTH_THREADS else self.threads

@@ -826,8 +826,20 @@ class ServerInfo(_message.Message):
     enable_memory_saver: bool
     def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., paused: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., numerics: _Optional[str] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., open_sequences: _Optional[int] = ..., max_queue: _Optional[int] = ..., config: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., vllm_config: _Optional[_Union[VllmConfigInfo, _Mapping]] = ..., model_path: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., weight_version: _Optional[str] = ..., max_total_num_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., context_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., num_gpus: _Optional[int] = ..., disaggregation_mode: _Optional[str] = ..., enable_memory_saver: _Optional[bool] = ...) -> None: ...
 
+class Fingerprint(_message.Message):
+    __slots__ = ("leaves", "dtype", "architecture", "numerics")
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    leaves: int
+    dtype: str
+    architecture: str
+    numerics: str
+    def __init__(self, leaves: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
+
 class EngineInfo(_message.Message):
-    __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device", "adapters")
+    __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device", "adapters", "fingerprint", "tensor_parallel")
     class ChoicesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -883,6 +895,8 @@ class EngineInfo(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     TRAINING_DEVICE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     weight_version: str
     drafter_version: str
@@ -910,7 +924,9 @@ class EngineInfo(_message.Message):
     lost: _containers.ScalarMap[str, str]
     training_device: str
     adapters: _containers.ScalarMap[str, str]
-    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_running: _Optional[int] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., numerics: _Optional[str] = ..., max_rows: _Optional[int] = ..., attention: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., gpu: _Optional[str] = ..., products: _Optional[str] = ..., graphs: _Optional[bool] = ..., choices: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., spooled: _Optional[bool] = ..., lost: _Optional[_Mapping[str, str]] = ..., training_device: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    fingerprint: Fingerprint
+    tensor_parallel: int
+    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_running: _Optional[int] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., numerics: _Optional[str] = ..., max_rows: _Optional[int] = ..., attention: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., gpu: _Optional[str] = ..., products: _Optional[str] = ..., graphs: _Optional[bool] = ..., choices: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., spooled: _Optional[bool] = ..., lost: _Optional[_Mapping[str, str]] = ..., training_device: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class VllmConfigInfo(_message.Message):
     __slots__ = ("model_config", "weight_transfer_config", "parallel_config", "lora_config")

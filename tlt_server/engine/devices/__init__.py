@@ -21,6 +21,7 @@ from tlt_server.engine.scheduler import unpadded
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.traces import HeldTable
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
 from tlt_server.speculation.learnt import Learnt
@@ -97,6 +98,10 @@ class Device(Protocol):
     @property
     def numerics(self) -> str:
         """The guarantee that tokens have, with how it is kept."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Everything that bits depend on; known once the weights are loaded."""
 
     def load(self, config: ModelConfig) -> Live:
         """Target and drafter as they lie on disk, verified."""

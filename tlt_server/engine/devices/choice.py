@@ -16,12 +16,15 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.models.split import LEAVES
 from tlt_server.mps import mps_enabled
 from tlt_server.shared_settings import available_processors, suited_policy
 
 MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
 CPU_KV_MB = 1024
+GPU_LEAVES = 2  # the kernels add two
+WIDTHS = (1, 2, 4, 8)
 
 
 class Gpu(NamedTuple):
@@ -130,6 +133,7 @@ def _computing(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str])
 
 
 def for_cpu(settings: EngineSettings) -> DeviceChoice:
+    _check_width(settings)
     if settings.dtype not in (None, "float32"):
         raise StartupError(
             f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a "
@@ -142,6 +146,7 @@ def for_cpu(settings: EngineSettings) -> DeviceChoice:
         device="cpu",
         dtype="float32",
         attention="cpu",
+        reduction_leaves=settings.tensor_parallel,
         kv_memory_mb=CPU_KV_MB,
         max_running=64,
         max_rows=512,
@@ -151,6 +156,7 @@ def for_cpu(settings: EngineSettings) -> DeviceChoice:
 
 def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> DeviceChoice:
     check_attention(settings.attention, "cuda")
+    _check_one_gpu(settings)
     reasons, dtype = {}, str(settings.dtype)
     if settings.dtype is None:
         own = own_dtype()
@@ -158,7 +164,13 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> DeviceCh
         halved = f"half the size of the checkpoint in {own}"
         reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else halved}"
     suited = filled(
-        settings, device="cuda", dtype=dtype, attention="triton", max_running=256, max_rows=4096
+        settings,
+        device="cuda",
+        dtype=dtype,
+        attention="triton",
+        reduction_leaves=GPU_LEAVES,
+        max_running=256,
+        max_rows=4096,
     )
     if suited.attention == "torch" and suited.graphs:
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
@@ -168,10 +180,48 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> DeviceCh
 
 def for_interpreter(settings: EngineSettings) -> DeviceChoice:
     """The GPU engine without a GPU, for tests: small."""
+    _check_one_gpu(settings)
     suited = filled(
-        settings, dtype="float32", attention="triton", kv_memory_mb=16, max_running=8, max_rows=64
+        settings,
+        dtype="float32",
+        attention="triton",
+        reduction_leaves=GPU_LEAVES,
+        kv_memory_mb=16,
+        max_running=8,
+        max_rows=64,
     )
     return DeviceChoice(replace(suited, graphs=False), {})
+
+
+def _check_width(settings: EngineSettings) -> None:
+    """`StartupError` for ranks and leaves that no model could have."""
+    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
+    if ranks not in WIDTHS:
+        raise StartupError(
+            f"tensor_parallel is {ranks}; the width is a power of two: use "
+            f"{', '.join(map(str, WIDTHS))}"
+        )
+    if leaves is None:
+        return
+    works = [count for count in LEAVES if count >= ranks]
+    if leaves not in works:
+        raise StartupError(
+            f"reduction_leaves is {leaves} and tensor_parallel is {ranks}; every rank has the same "
+            f"number of leaves, a power of two: use {' or '.join(map(str, works))}"
+        )
+
+
+def _check_one_gpu(settings: EngineSettings) -> None:
+    if settings.tensor_parallel != 1:
+        raise StartupError(
+            f"tensor_parallel is {settings.tensor_parallel}, and a GPU's target is on one GPU; use "
+            "1, or device cpu"
+        )
+    if settings.reduction_leaves not in (None, GPU_LEAVES):
+        raise StartupError(
+            f"reduction_leaves is {settings.reduction_leaves}, and the kernels of a GPU add "
+            f"{GPU_LEAVES}; use auto or {GPU_LEAVES}"
+        )
 
 
 def check_attention(name: str | None, device: str) -> None:

@@ -14,17 +14,20 @@ from numpy.typing import NDArray
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.capture import CachedStates, describe_states
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
+from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import kv_pages, training_share
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.machine import host_memory
 from tlt_server.models.adapted import AdapterSlots
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
+from tlt_server.models.split import Split, check_leaves
 from tlt_server.registry import load_object
 from tlt_server.samples.captured import FLOAT32, state_bytes
 from tlt_server.speculation.drafters import DRAFTERS
@@ -39,6 +42,8 @@ from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import AnySize, Reach
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
+
+LEAF_UNIT = 8  # inputs of an MLP's leaf are a multiple
 
 
 class CpuDevice:
@@ -57,8 +62,13 @@ class CpuDevice:
     def numerics(self) -> str:
         return self._numerics.describe()
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return of_cpu(self._settings, self._numerics)
+
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, self._settings.drafter_directory
+        check_leaves(config, settings.reduction_leaves, LEAF_UNIT, str(settings.model))
         loader = find_loader(directory, self.name) if directory else None
         target = load_target(
             settings.model,
@@ -67,6 +77,7 @@ class CpuDevice:
             attention=settings.attention,
             page_size=settings.page_size,
             feature_layers=loader.feature_layers(directory, config) if loader and directory else (),
+            split=Split(settings.reduction_leaves),
         )
         version = settings.weight_version
         live = Live(Target.loaded(version, target, Path(settings.model)))

@@ -24,6 +24,7 @@ from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
+from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.buckets import (
     CAPTURED,
@@ -51,6 +52,7 @@ from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
@@ -95,12 +97,11 @@ class CudaDevice:
 
     @property
     def numerics(self) -> str:
-        if self._settings.numerics == "fast":
-            return "fast: library matmuls as they come; exact in distribution, not bit for bit"
-        return (
-            "strict: kernels that add in an order fixed by the weights' shapes and absolute "
-            "positions"
-        )
+        return GPU_PROMISES[self._settings.numerics]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return of_gpu(self._settings, self.device)
 
     def load(self, config: ModelConfig) -> Live:
         attention = self._backend(config)  # refuses before anything is read
@@ -114,8 +115,7 @@ class CudaDevice:
             target, network = self._empty(config, self._placement)
             fill(target.parameters(), directory, ignored=unread(config))
             live = Live(Target.loaded(settings.weight_version, target, directory))
-            drafter = settings.drafter_directory
-            if network is None or drafter is None:
+            if network is None or (drafter := settings.drafter_directory) is None:
                 return live
             loader = find_loader(drafter, self.name)
             loader.fill(network, drafter)

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.frontend.generation.batch import RequestItem
 from tlt_server.frontend.rollouts.clocks import KeptTime
 from tlt_server.packed import PackedIds
@@ -67,6 +68,7 @@ class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
     deadline_s: float
     boot: str = ""
     boot_s: float = 0.0
+    fingerprint: Fingerprint | None = None  # the engine's
     items: list[KeptItem]
 
     @property

@@ -30,6 +30,7 @@ from tlt_server.errors import (
     TltError,
     Unavailable,
 )
+from tlt_server.fingerprint import Fingerprint
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem
@@ -187,6 +188,7 @@ class Rollouts:
             deadline_s=created.wall_s + batch.deadline_s - time.monotonic(),
             boot=created.boot,
             boot_s=created.boot_s,
+            fingerprint=self._fingerprint,
             items=kept,
         )
         rollout = KeptRollout(header, self._directory / f"{header.id}.journal")
@@ -283,6 +285,7 @@ class Rollouts:
                 f"the rollout was started with the model {rollout.header.model}, this server "
                 f"serves {self._model}; send its request again"
             )
+        self._check_numerics(rollout.header.fingerprint)
         async with self._replaying:
             length, items, ended, _ = await asyncio.to_thread(
                 rollout.replayed, self._generations.items
@@ -307,6 +310,22 @@ class Rollouts:
                 if not error.retryable:
                     raise
             await asyncio.sleep(RETRY_S)
+
+    @property
+    def _fingerprint(self) -> Fingerprint | None:
+        info = self._generations.engine.info
+        return info.fingerprint if info is not None else None
+
+    def _check_numerics(self, kept: Fingerprint | None) -> None:
+        """`Conflict` where the engine would go on with other bits than it began with."""
+        mine = self._fingerprint
+        assert mine is not None, "an engine that is ready has said what it is"
+        why = mine.difference(kept) if kept is not None else "its journal names no fingerprint"
+        if why:
+            raise Conflict(
+                f"the rollout was started with other numerics ({why}), so it cannot go on with the "
+                "same tokens; start a server with the same settings, or send its request again"
+            )
 
     def _run(self, rollout: KeptRollout, deadline_s: float, *, accepted: bool = False) -> None:
         assert rollout.items is not None

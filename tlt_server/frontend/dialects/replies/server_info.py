@@ -39,7 +39,7 @@ class ModelConfigInfo(Struct, frozen=True):
 
 
 class ParallelConfigInfo(Struct, frozen=True):
-    tensor_parallel_size: Annotated[int, Meta(description="always 1")] = 1
+    tensor_parallel_size: Annotated[int, Meta(description="ranks that share the target")] = 1
     data_parallel_size: Annotated[int, Meta(description="always 1")] = 1
 
 
@@ -53,9 +53,7 @@ class VllmConfigInfo(Struct, frozen=True):
 
     model_config: Annotated[ModelConfigInfo, Meta(description="what is served")]
     weight_transfer_config: Annotated[TransferConfig, Meta(description="how weights come")]
-    parallel_config: Annotated[ParallelConfigInfo, Meta(description="how it is spread")] = (
-        ParallelConfigInfo()
-    )
+    parallel_config: Annotated[ParallelConfigInfo, Meta(description="how it is spread")]
     lora_config: Annotated[
         LoraConfigInfo | None, Meta(description="null: no LoRA adapters are taken")
     ] = None
@@ -112,7 +110,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     enable_memory_saver: Annotated[
         bool, Meta(description="always true: memory can be lent (/release_memory_occupation)")
     ] = True
-    tp_size: Annotated[int, Meta(description="always 1")] = 1
+    tp_size: Annotated[int, Meta(description="ranks that share the target")]
     pp_size: Annotated[int, Meta(description="always 1")] = 1
     dp_size: Annotated[int, Meta(description="always 1")] = 1
     num_gpus: Annotated[int, Meta(description="GPUs that compute: 0 on a CPU, else 1")]
@@ -147,6 +145,7 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         vllm_config=VllmConfigInfo(
             ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None),
             TransferConfig(_transfer(config.channels, info)),
+            ParallelConfigInfo(config.tensor_parallel),
             lora_config=LoraConfigInfo(config.max_loras, config.max_lora_rank)
             if config.max_loras
             else None,
@@ -157,6 +156,7 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         max_total_num_tokens=info.pages * info.page_size if info else 0,
         max_running_requests=info.max_running if info else 0,
         context_length=info.max_model_len if info else 0,
+        tp_size=config.tensor_parallel,
         num_gpus=int(info is not None and info.device == "cuda"),
     )
 

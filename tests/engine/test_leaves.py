@@ -1,0 +1,125 @@
+"""The leaves of long sums: one tree of additions, which the fingerprint names."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.engine.test_strict_numerics import CONFIG, TOKENS
+from tests.rows_of_one import Sequence
+from tlt_kernels import versions
+from tlt_server.engine.devices.choice import Gpu, choose
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.fingerprint import Fingerprint
+from tlt_server.models.numerics import Numerics
+from tlt_server.models.qwen2 import Qwen2
+from tlt_server.models.split import Split, check_leaves, folded
+
+# Each eighth of K has weights of this order of magnitude.
+EXPONENTS = (0, 17, 5, 11, 22, 19, 2, 14)
+# Version and leaves -> hash of the sums; `tlt_kernels.versions` is raised when these change.
+GOLDEN = {(1, 2): "6aba12ecfe6d9cdb", (1, 4): "5cffa6e62022edba", (1, 8): "49f4ece1efd04cf2"}
+
+
+def factors() -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole numbers whose sum over an eighth of K is exact in any order, and over all of K is
+    not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x_RK = torch.randint(-8, 9, (4, 64), generator=generator).float()
+    w_KN = torch.randint(-8, 9, (64, 16), generator=generator).float()
+    return x_RK, w_KN * 2.0 ** torch.tensor(EXPONENTS).repeat_interleave(8)[:, None]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("leaves", [2, 4, 8])
+def test_golden_bits_of_sums(leaves: int) -> None:
+    """Leaves of an eighth are exact on every processor, so the bits are those of the tree."""
+    x_RK, w_KN = factors()
+    eighths = [x @ w for x, w in zip(x_RK.chunk(8, 1), w_KN.chunk(8), strict=True)]
+    if leaves < 8:  # leaves that are exact, too: every other eighth is zero
+        w_KN = w_KN.clone()
+        for j in range(8):
+            w_KN[8 * j : 8 * j + 8] *= j % (8 // leaves) == 0
+    found_RN = Numerics("strict").sum_of_leaves(x_RK, w_KN, leaves)
+    assert digest(found_RN) == GOLDEN[versions.CPU, leaves]
+    if leaves == 8:
+        in_turn = eighths[0]
+        for eighth in eighths[1:]:
+            in_turn = in_turn + eighth
+        assert digest(in_turn) != GOLDEN[versions.CPU, 8], "another order is not noticed"
+
+
+def logits(leaves: int) -> torch.Tensor:
+    model = Qwen2(CONFIG, numerics=Numerics("strict"), split=Split(leaves))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters().values():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.06)
+    model.self_test()
+    hidden_RH = Sequence(model, capacity=160).extend(TOKENS).hidden_RH
+    return model.logits(hidden_RH)
+
+
+def test_two_leaves_are_near_one_and_have_bits_of_their_own() -> None:
+    one, two = logits(1), logits(2)
+    assert not torch.equal(one, two)
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+
+
+def test_the_tree_adds_neighbours() -> None:
+    parts = [torch.tensor([value]) for value in (1.0, 1e8, -1e8, 1.0)]
+    assert folded(parts).item() == 0, "one after the other they give 1"
+    assert folded(parts[:1]) is parts[0]
+
+
+def test_leaves_that_would_cut_a_head_are_refused_with_those_that_work() -> None:
+    config = replace(CONFIG, heads=28, intermediate_size=18944)
+    check_leaves(config, 4, 128, "m")
+    with pytest.raises(
+        StartupError, match=r"reduction_leaves is 8, and m has 28 heads .* 1 or 2 or 4"
+    ):
+        check_leaves(config, 8, 128, "m")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"tensor_parallel": 3}, "use 1, 2, 4, 8"),
+        ({"tensor_parallel": 4, "reduction_leaves": 2}, "use 4 or 8"),
+        ({"reduction_leaves": 3}, "use 1 or 2 or 4 or 8"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(flags: dict[str, int], why: str) -> None:
+    settings = EngineSettings(model="m", device="cpu", **flags)  # type: ignore[arg-type]
+    with pytest.raises(StartupError, match=why):
+        choose(settings, Gpu(), lambda: "float32")
+
+
+@pytest.mark.parametrize("flags", [{"tensor_parallel": 2}, {"reduction_leaves": 4}])
+def test_a_gpu_refuses_what_its_kernels_do_not_add(flags: dict[str, int]) -> None:
+    settings = EngineSettings(model="m", device="cuda", **flags)  # type: ignore[arg-type]
+    card = Gpu("Card 9000", (9, 0), 70 * 2**30, 80 * 2**30)
+    with pytest.raises(StartupError, match=r"use (1|auto)"):
+        choose(settings, card, lambda: "bfloat16")
+
+
+def test_auto_leaves_are_the_ranks_of_a_cpu() -> None:
+    for ranks in (1, 2):
+        settings = EngineSettings(model="m", device="cpu", tensor_parallel=ranks)  # type: ignore[arg-type]
+        found = choose(settings, Gpu(), lambda: "float32").settings
+        assert found.reduction_leaves == ranks
+
+
+def test_a_difference_of_fingerprints_names_the_field_and_both_values() -> None:
+    mine = Fingerprint(2, "float32", "x", "strict 1")
+    assert mine.difference(mine) == ""
+    assert mine.difference(Fingerprint(1, "float32", "x", "strict 1")) == (
+        "leaves is 2 here and 1 there"
+    )

@@ -1,0 +1,26 @@
+"""The fingerprint of a server's numerics: what the bits of a token depend on, next to the weights
+and the request. Two servers with equal fingerprints give equal bits, however many ranks they have.
+
+A part changes only when bits change. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class Fingerprint(Struct, frozen=True):
+    leaves: Annotated[int, Meta(description="slices of each long sum, added as a fixed tree")]
+    dtype: Annotated[str, Meta(description="of weights and KV")]
+    architecture: Annotated[str, Meta(description="of the processor")]
+    numerics: Annotated[str, Meta(description="the mode, the kernels' version and the library")]
+
+    def difference(self, other: Fingerprint) -> str:
+        """Return the first field that differs, with both values; empty if none does."""
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {mine!r} here and {theirs!r} there"
+        return ""

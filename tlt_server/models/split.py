@@ -1,0 +1,83 @@
+"""The split of a target: the leaves of its long sums, and the ranks that share them.
+
+The inputs of a row-parallel matmul (attention output, MLP down) are cut into equal *leaves*. Each
+leaf is one matmul; leaves add up as a fixed binary tree, then the bias is added, then the residual.
+A rank has neighbouring leaves, and an exchange adds the tree's upper levels. So the same additions
+are made at every width, and bits depend on the number of leaves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+
+LEAVES = (1, 2, 4, 8)
+
+
+def folded(parts: Sequence[Tensor]) -> Tensor:
+    """Add neighbours as a binary tree, `((p0 + p1) + (p2 + p3)) + ...`. The number of parts is a
+    power of two.
+    """
+    while len(parts) > 1:
+        parts = [
+            left + right for left, right in zip(parts[::2], parts[1::2], strict=True)
+        ]  # each node is rounded once
+    return parts[0]
+
+
+class RankExchange(Protocol):
+    """Messages between the ranks of one target; every rank makes the same calls in order."""
+
+    def add(self, part_RX: Tensor) -> Tensor:
+        """Return the tree's root: `folded` over the parts of all ranks."""
+
+    def join(self, part_RX: Tensor, widths: Sequence[int], check: int) -> Tensor:
+        """Return the columns of all ranks side by side: [R, sum of widths]. `check`: a 64-bit
+        number that is to be the same on all ranks; `EngineFailed` where it is not.
+        """
+
+
+class Alone:
+    """The exchange of a target that one process computes."""
+
+    def add(self, part_RX: Tensor) -> Tensor:
+        return part_RX
+
+    def join(self, part_RX: Tensor, widths: Sequence[int], check: int) -> Tensor:
+        return part_RX
+
+
+@dataclass(frozen=True)
+class Split:
+    """The part of a target that one process computes."""
+
+    leaves: int = 1  # slices of each row-parallel matmul, over all ranks
+    rank: int = 0
+    of: int = 1  # ranks
+    exchange: RankExchange = Alone()
+
+
+WHOLE = Split()
+
+
+def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str) -> None:
+    """Refuse leaves that would cut a head, or inputs that are no multiple of `unit`. `StartupError`
+    with the numbers that work.
+    """
+    works = [count for count in LEAVES if _divides(config, count, unit)]
+    if leaves not in works:
+        raise StartupError(
+            f"reduction_leaves is {leaves}, and {where} has {config.heads} heads and an MLP of "
+            f"{config.intermediate_size}, of which a leaf has a whole number of heads and a "
+            f"multiple of {unit}; use {' or '.join(map(str, works))}"
+        )
+
+
+def _divides(config: ModelConfig, leaves: int, unit: int) -> bool:
+    return config.heads % leaves == 0 and config.intermediate_size % (leaves * unit) == 0
