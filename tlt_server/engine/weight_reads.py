@@ -16,6 +16,7 @@ from tlt_client.channels import DRAFTER_PREFIX
 from tlt_server.commands import HandOver, LookAtWeights, ReadWeights
 from tlt_server.engine.weight_reports import WeightReports
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, PushFailed, TltError, Unavailable
+from tlt_server.models.shards import whole
 from tlt_server.speculation.cost import CostRecord
 from tlt_server.threads import Crew
 from tlt_server.weights.handover import hand_over
@@ -139,8 +140,8 @@ class WeightReads:
         role = "drafter" if name.startswith(DRAFTER_PREFIX) else "target"
         part = self._versions.live.by_role.get(role)
         tensors = part.network.parameters() if part is not None else {}
-        tensor = tensors.get(name.removeprefix(DRAFTER_PREFIX))
-        if tensor is None:
+        stored = tensors.get(name.removeprefix(DRAFTER_PREFIX))
+        if stored is None:
             raise NotFound(
                 f"there is no tensor {name[:200]!r}; POST /weight_checker lists the names"
             )
@@ -151,6 +152,7 @@ class WeightReads:
             )
         if why := self._versions.quarantined.get(role):
             raise Conflict(f"{name[:200]!r} cannot be read: {why}; push that version, or another")
+        tensor = whole(stored)
         numbers = tensor[:rows].numel()
         if numbers > MAX_NUMBERS:
             raise InvalidRequest(

@@ -10,7 +10,7 @@ Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from tlt_server.models.adapted import AdaptedLayer
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.layers import GatedMlp, LayerShape, SelfAttention
 from tlt_server.models.names import target_parameters
-from tlt_server.models.numerics import Numerics
+from tlt_server.models.numerics import Numerics, WeightSlice
 from tlt_server.models.rope import RotaryTable, rotary_table
+from tlt_server.models.shards import Stored, kv_heads, pieces_of, vocabulary
 from tlt_server.models.split import WHOLE, Split
 
 
@@ -44,8 +45,8 @@ class DecoderLayer:
         self.self_attention = SelfAttention(
             config.hidden_size,
             config.hidden_size,
-            config.heads,
-            config.kv_heads,
+            config.heads // split.of,
+            kv_heads(config, split),
             config.head_dim,
             shape=shape,
             norm_eps=config.norm_eps,
@@ -56,7 +57,7 @@ class DecoderLayer:
         )
         self.mlp = GatedMlp(
             config.hidden_size,
-            config.intermediate_size,
+            config.intermediate_size // split.of,
             bias=shape.mlp_bias,
             numerics=numerics,
             split=split,
@@ -95,7 +96,7 @@ class Decoder:
         self.attention_name, self.split = attention, split
         self.kv_layers, self.kv_heads, self.head_dim = (
             config.layers,
-            config.kv_heads,
+            kv_heads(config, split),
             config.head_dim,
         )
         self.vocab_size, self.hidden_size, self.max_position = (
@@ -106,18 +107,22 @@ class Decoder:
         self.eos_token_ids = config.eos_token_ids
         self.feature_width = len(feature_layers) * config.hidden_size
         self.embedding_VH = torch.zeros(config.vocab_size, config.hidden_size)
+        # The other ranks' shards, in the process that loads and pushes for all of them.
+        self.peers: tuple[Decoder, ...] = ()
+        ranges = [vocabulary(config, each) for each in split.all]
+        self._widths = [stop - start for start, stop in ranges]
         # A tied head reads the embedding's own storage: half the memory, and a weight push writes
         # one tensor.
         self.head_HV = (
-            self.embedding_VH.t()
+            self.embedding_VH[slice(*ranges[split.rank])].t()
             if config.tied_embeddings
-            else torch.zeros(config.hidden_size, config.vocab_size)
+            else torch.zeros(config.hidden_size, self._widths[split.rank])
         )
         self.final_norm_H = torch.ones(config.hidden_size)
         backend = BACKENDS.resolve(attention)(
             page_size=page_size,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            heads=config.heads // split.of,
+            kv_heads=self.kv_heads,
             head_dim=config.head_dim,
         )
         table = rotary_table(config.rope, config.head_dim, config.max_position)
@@ -133,13 +138,15 @@ class Decoder:
 
     def blank(self) -> Decoder:
         """The same model with storage of its own, to be filled with other weights."""
-        return type(self)(
-            self.config,
-            numerics=self.numerics,
-            attention=self.attention_name,
-            page_size=self.page_size,
-            feature_layers=self.feature_layers,
-            split=self.split,
+        return self.split.build(
+            lambda split: type(self)(
+                self.config,
+                numerics=self.numerics,
+                attention=self.attention_name,
+                page_size=self.page_size,
+                feature_layers=self.feature_layers,
+                split=split,
+            )
         )
 
     def forward(
@@ -173,9 +180,12 @@ class Decoder:
             torch.cat(features, dim=1) if features else residual_RH.new_empty(len(rows), 0),
         )
 
-    def logits(self, hidden_RH: Tensor) -> Tensor:
-        """[R, V] float32, from `Forward.hidden_RH` or any of its rows."""
-        return self.numerics.linear(hidden_RH, self.head_HV)
+    def logits(self, hidden_RH: Tensor, check: int = 0) -> Tensor:
+        """[R, V] float32, from `Forward.hidden_RH` or any of its rows. `check`: see
+        `RankExchange.join`.
+        """
+        own_RV = self.numerics.linear(hidden_RH, self.head_HV)
+        return self.split.exchange.join(own_RV, self._widths, check)
 
     def make_cache(
         self, pages: int, page_size: int, scratch: int, *, hidden: bool = False
@@ -195,10 +205,17 @@ class Decoder:
             hidden=self.hidden_size if hidden else 0,
         )
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not
-        listed.
+    def parameters(self) -> Mapping[str, Stored]:
+        """Hugging Face name -> view [out, in] of the live storage, with the shards of `peers`. A
+        tied `lm_head.weight` is not listed.
         """
+        if not self.peers:
+            return self.own_parameters()
+        shards = [model.own_parameters() for model in (self, *self.peers)]
+        return pieces_of(shards, self.config, self.split.all)
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Return this rank's slices."""
         return dict(target_parameters(self, self.head_HV.t()))
 
     def self_test(self, others: Iterable[tuple[Tensor, None]] = ()) -> None:
@@ -211,4 +228,13 @@ class Decoder:
             (p.weight_KX, p.bias_X) if p.whole else (p.leaf_KX, None)
             for p in (attention.output, mlp.down)
         ]
-        self.numerics.self_test([*whole, *summed, (self.head_HV, None), *others])
+        weights = [*whole, *summed, (self.head_HV, None), *others]
+        self.numerics.self_test(weights, self._slices() if self.split.of > 1 else ())
+
+    def _slices(self) -> list[WeightSlice]:
+        attention, mlp, ranks = self.layers[0].self_attention, self.layers[0].mlp, self.split.of
+        slices = [
+            WeightSlice(each.weight_KX, list(each.parts.values()), ranks)
+            for each in (attention.qkv, mlp.gate_up)
+        ]
+        return [*slices, WeightSlice(self.head_HV, [self.head_HV.shape[1]], ranks)]

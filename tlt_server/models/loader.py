@@ -22,6 +22,7 @@ from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.numerics import Numerics
+from tlt_server.models.shards import Stored
 from tlt_server.models.split import WHOLE, Split
 
 GPU_READERS = 4  # threads that read and copy; one alone leaves most of the bus idle
@@ -74,13 +75,15 @@ def empty_target(
     directory = Path(directory)
     config = eos_token_ids(config or ModelConfig.read(directory), directory)
     family: type[Decoder] = FAMILIES.resolve(config.architecture)
-    return family(
-        config,
-        numerics=numerics,
-        attention=attention,
-        page_size=page_size,
-        feature_layers=feature_layers,
-        split=split,
+    return split.build(
+        lambda split: family(
+            config,
+            numerics=numerics,
+            attention=attention,
+            page_size=page_size,
+            feature_layers=feature_layers,
+            split=split,
+        )
     )
 
 
@@ -112,7 +115,9 @@ def unread(config: ModelConfig) -> set[str]:
     return {"lm_head.weight"} if config.tied_embeddings else set()
 
 
-def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
+def fill(
+    parameters: Mapping[str, Stored], directory: Path, *, ignored: Collection[str] = ()
+) -> None:
     """Copy every tensor of the directory into the view of that name; all must be there, and no
     other but `ignored`.
     """
@@ -138,7 +143,7 @@ def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[
 
 
 def check_files(
-    parameters: Mapping[str, Tensor], directory: Path, *, ignored: Collection[str] = ()
+    parameters: Mapping[str, Stored], directory: Path, *, ignored: Collection[str] = ()
 ) -> None:
     """Raise the errors of `fill` that the files' headers reveal: names, shapes, dtypes, missing or
     cut files. Reads no values.
@@ -153,7 +158,7 @@ def check_files(
 
 
 def check_names(
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, Stored],
     files: Mapping[str, Path | str],
     ignored: Collection[str],
     directory: Path | str,
@@ -234,13 +239,13 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterable[tuple[str, Tensor
                 ) from None
 
 
-def dtypes_for(parameter: Tensor) -> tuple[torch.dtype, ...]:
+def dtypes_for(parameter: Stored) -> tuple[torch.dtype, ...]:
     """Return the dtypes in which its values may come."""
     return STORAGE_DTYPES if parameter.is_floating_point() else (parameter.dtype,)
 
 
 def check_layout(
-    name: str, shape: Sequence[int], dtype: torch.dtype, expected: Tensor, path: Path | str
+    name: str, shape: Sequence[int], dtype: torch.dtype, expected: Stored, path: Path | str
 ) -> None:
     if list(shape) != list(expected.shape):
         raise ModelError(
@@ -255,7 +260,7 @@ def check_layout(
         )
 
 
-def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path | str) -> None:
+def check_tensor(name: str, tensor: Tensor, expected: Stored, path: Path | str) -> None:
     check_layout(name, tensor.shape, tensor.dtype, expected, path)
     check_finite(name, tensor, path)
 

@@ -68,6 +68,14 @@ METHODS = (
 )
 
 
+class WeightSlice(NamedTuple):
+    """A rank's slice of a wider weight."""
+
+    weight_KN: Tensor
+    widths: list[int]  # its parts, each a slice of a part of the wider weight
+    ranks: int
+
+
 class Numerics:
     def __init__(self, mode: Mode = "strict", *, threads: int | None = None) -> None:
         """`threads`: torch threads of a large matmul; None takes what is set now."""
@@ -106,10 +114,13 @@ class Numerics:
         torch.set_num_threads(before)
         return out_RN
 
-    def self_test(self, weights: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Take the first method that is row-invariant on the model's own (weight_KN, bias_N);
-        `StartupError` where none is.
+    def self_test(
+        self, weights: Iterable[tuple[Tensor, Tensor | None]], slices: Iterable[WeightSlice] = ()
+    ) -> None:
+        """Take the first method that is row-invariant on the model's own (weight_KN, bias_N), and
+        gives a slice of a wider weight the bits that it has alone; `StartupError` where none is.
         """
+        slices = list(slices)
         if self.mode == "fast":
             return
         distinct = {(w.shape, w.stride(), b is None): (w, b) for w, b in weights}
@@ -117,11 +128,12 @@ class Numerics:
         for method in METHODS:
             self.method = method
             broken = [w.shape for w, b in distinct.values() if not self._row_invariant(w, b)]
+            broken += [cut.weight_KN.shape for cut in slices if not self._slice_invariant(cut)]
             if not broken:
                 return
         raise StartupError(
             f"strict numerics: the matmul by a weight of {list(broken[0])} depends on the rows "
-            f"around it, also in {BLOCKS.name}; set MKL_CBWR=AVX2,STRICT before the process "
+            f"or columns around it, also in {BLOCKS.name}; set MKL_CBWR=AVX2,STRICT before the process "
             "starts, or choose numerics: fast (exact in distribution only)"
         )
 
@@ -138,6 +150,22 @@ class Numerics:
                 found_RN = self.linear(x_RK[start : start + count], weight_KN, bias_N)
                 if not torch.equal(found_RN, expected_RN[start : start + count]):
                     return False
+        return True
+
+    def _slice_invariant(self, cut: WeightSlice) -> bool:
+        """Compare the product by a slice with the products by its copies inside the wider weight,
+        in which the copies of each part lie side by side, as one rank alone has them.
+        """
+        weight_KN, widths, ranks = cut
+        parts = weight_KN.split(widths, dim=1)
+        wide_KX = torch.cat([part for part in parts for _ in range(ranks)], dim=1)
+        generator = torch.Generator().manual_seed(1)
+        x_RK = torch.randn(33, len(weight_KN), generator=generator)
+        for count in (1, 3, len(x_RK)):
+            own_RN = self.linear(x_RK[:count], weight_KN)
+            expected = [own for own in own_RN.split(widths, dim=1) for _ in range(ranks)]
+            if not torch.equal(self.linear(x_RK[:count], wide_KX), torch.cat(expected, dim=1)):
+                return False
         return True
 
     def describe(self) -> str:

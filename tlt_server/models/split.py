@@ -8,9 +8,9 @@ are made at every width, and bits depend on the number of leaves alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 
 LEAVES = (1, 2, 4, 8)
+Model = TypeVar("Model")
 
 
 def folded(parts: Sequence[Tensor]) -> Tensor:
@@ -61,6 +62,15 @@ class Split:
     rank: int = 0
     of: int = 1  # ranks
     exchange: RankExchange = Alone()
+
+    @property
+    def all(self) -> list[Split]:
+        """Return the splits of all ranks, in order."""
+        return [Split(self.leaves, rank, self.of) for rank in range(self.of)]
+
+    def build(self, make: Callable[[Split], Model]) -> Model:
+        """Return what `make` makes, with storage for what this process writes."""
+        return make(self)
 
 
 WHOLE = Split()

@@ -22,6 +22,7 @@ from tlt_server.errors import WeightsRefused
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_layouts import layout_of
 from tlt_server.models.loader import check_finite, check_layout, check_names
+from tlt_server.models.shards import Stored
 from tlt_server.weights.checksums import content
 from tlt_server.weights.declared import check_content, check_shape
 from tlt_server.weights.parts import Adapter, Drafter, Network, Target
@@ -53,7 +54,7 @@ class Steps:
 class Arriving:
     role: str
     network: Network
-    parameters: Mapping[str, Tensor]
+    parameters: Mapping[str, Stored]
     others: Set[str]  # names that may come and are no parameters
     steps: Steps
     place: str = "the weights in use"  # where the newest tensors come from, for messages
@@ -146,7 +147,8 @@ class Arriving:
 
     def _checked(self, name: str, tensor: Tensor, entry: TensorEntry | None, where: str) -> Tensor:
         """Return the tensor as it is stored, and note its checksum."""
-        check_layout(name, tensor.shape, tensor.dtype, self.parameters.get(name, tensor), where)
+        expected: Stored = self.parameters.get(name, tensor)
+        check_layout(name, tensor.shape, tensor.dtype, expected, where)
         stored = tensor.to(self.parameters[name].dtype) if name in self.parameters else tensor
         found = content(stored)
         if not found.finite:

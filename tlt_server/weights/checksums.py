@@ -14,6 +14,7 @@ from tlt_client.channels.checksums import finished, xxh3
 from tlt_client.channels.tensors import raw
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.loader import tensor_files
+from tlt_server.models.shards import SpreadTensor, Stored
 
 KINDS = ("mix64", "sha256", "xxh3")
 XXH3_128_DIGITS = 32
@@ -59,11 +60,24 @@ def content(tensor: Tensor) -> Content:
     return Content(finished(total, tensor.numel()), finite)
 
 
-def mix64(tensor: Tensor) -> str:
-    return content(tensor).sum
+def mix64(stored: Stored) -> str:
+    return _over_ranks(stored) if isinstance(stored, SpreadTensor) else content(stored).sum
 
 
-def live_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+def _over_ranks(pieces: SpreadTensor) -> str:
+    """Sum up where the slices lie. Of slices that several ranks hold, one is counted: the first
+    that differs from the others, if one does.
+    """
+    from tlt_kernels.cpu.checksums import placed_sum
+
+    found: dict[int, list[int]] = {}
+    for values_RC, first, distance in pieces.placed():
+        found.setdefault(first, []).append(placed_sum(values_RC, first, distance)[0])
+    counted = (next((s for s in sums if s != sums[0]), sums[0]) for sums in found.values())
+    return finished(sum(counted), pieces.numel())
+
+
+def live_sums(parameters: Mapping[str, Stored]) -> dict[str, str]:
     """Return mix64 of every tensor's values in the checkpoint's shape, in any layout."""
     return {name: mix64(tensor) for name, tensor in parameters.items()}
 

@@ -11,10 +11,11 @@ from tlt_client.channels.tensors import dtype_named
 from tlt_server.commands import TensorEntry
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.loader import dtypes_for
+from tlt_server.models.shards import Stored
 from tlt_server.weights.checksums import checksum, kind_of
 
 
-def check_dtype(entry: TensorEntry, parameter: Tensor | None) -> None:
+def check_dtype(entry: TensorEntry, parameter: Stored | None) -> None:
     """Refuse a declared dtype that cannot be taken for the parameter."""
     if not entry.dtype:
         return
@@ -29,7 +30,7 @@ def check_dtype(entry: TensorEntry, parameter: Tensor | None) -> None:
 
 
 def check_shape(
-    name: str, shape: Sequence[int], parameters: Mapping[str, Tensor], where: str
+    name: str, shape: Sequence[int], parameters: Mapping[str, Stored], where: str
 ) -> None:
     """Refuse a shape that is not the parameter's or, for another name, that is larger than any
     parameter's. Called before memory is taken for the tensor.

@@ -15,6 +15,7 @@ import torch
 
 from tlt_server.attention.backing import Backing, give_back
 from tlt_server.errors import EngineFailed, StorageFailed
+from tlt_server.models.shards import tensors_of
 from tlt_server.weights.checksums import checksum
 from tlt_server.weights.parts import Changed, Live
 
@@ -40,7 +41,8 @@ class Dormant:
         backings = {
             view.untyped_storage().data_ptr(): Backing(view)
             for network in networks
-            for view in network.parameters().values()
+            for stored in network.parameters().values()
+            for view in tensors_of(stored)
         }
         stored = []
         try:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tlt_client.channels.checkpoint import SINGLE
 from tlt_server.errors import Conflict
 from tlt_server.models.draft_layouts import write_flat
+from tlt_server.models.shards import whole
 from tlt_server.private import private_directory
 from tlt_server.weights.parts import Live
 
@@ -38,8 +39,8 @@ def hand_over(live: Live, drafter: Path, costs: bytes = b"") -> Callable[[Path],
     if live.drafter is None:
         raise Conflict("this server drafts without a network, so there is nothing to train")
     network, target = live.drafter.network, live.target.network.parameters()
-    embedding_VH = target["model.embed_tokens.weight"]
-    head_VH = target.get("lm_head.weight", embedding_VH)
+    embedding_VH = whole(target["model.embed_tokens.weight"])
+    head_VH = whole(target["lm_head.weight"]) if "lm_head.weight" in target else embedding_VH
     head_CH = head_VH.index_select(0, network.target_ids.to(head_VH.device))
     own = dict(network.parameters())
     if "d2t" in network.vocabulary_map:

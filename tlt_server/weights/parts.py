@@ -18,6 +18,7 @@ from torch import Tensor
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_server.models.adapters import AdapterWeights
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.shards import Stored, tensors_of
 from tlt_server.records import LoadedAdapter
 from tlt_server.weights.checksums import digest, live_sums, origin_of
 
@@ -29,7 +30,7 @@ class TargetNetwork(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> Mapping[str, Stored]:
         """Return a view [out, in] of the live storage for each Hugging Face name."""
 
     def blank(self) -> Self:
@@ -266,7 +267,12 @@ def let_go(networks: list[Network]) -> None:
     interpreter's lock, as unmapping a gigabyte takes 100 ms.
     """
     with torch.inference_mode():
-        held = [view.detach() for network in networks for view in network.parameters().values()]
+        held = [
+            view.detach()
+            for network in networks
+            for stored in network.parameters().values()
+            for view in tensors_of(stored)
+        ]
         networks.clear()
         for view in held:
             view.set_()  # type: ignore[call-overload]

@@ -35,6 +35,32 @@ def _sum(word_N, shift, exponent):
     return total, not strange
 
 
+@njit(cache=True, nogil=True)
+def _sum_placed(word_RC, first, distance, shift, exponent):
+    total, strange = np.uint64(0), False
+    for r in range(word_RC.shape[0]):
+        step = np.uint64(first + r * distance) * _GOLDEN
+        for c in range(word_RC.shape[1]):
+            step += _GOLDEN
+            u = np.uint64(word_RC[r, c]) << shift
+            strange |= (u & exponent) == _EXPONENT
+            z = u + step
+            z = (z ^ (z >> _30)) * _FIRST
+            z = (z ^ (z >> _27)) * _SECOND
+            total += z ^ (z >> _31)
+    return total, not strange
+
+
+def placed_sum(values_RC: Tensor, first: int, distance: int) -> tuple[int, bool]:
+    """Return `mixed_sum` of a slice of a larger tensor, in which its first element has the index
+    `first` and its rows are `distance` elements apart. The sums of all slices add up, modulo 2^64,
+    to that of the tensor. `values_RC` is of floating point, in any layout.
+    """
+    word_RC = values_RC.detach().float().numpy().view(np.uint32)
+    total, finite = _sum_placed(word_RC, first, distance, np.uint64(0), _EXPONENT)
+    return int(total), bool(finite)
+
+
 def mixed_sum(values: Tensor) -> tuple[int, bool]:
     """Return the sum modulo 2^64, and whether all elements are finite. `values` is a contiguous CPU
     tensor of floating point or integers; the call releases the GIL.

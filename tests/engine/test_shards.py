@@ -1,0 +1,175 @@
+"""Shards of a target, all in one process: each rank's slices, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.engine.test_strict_numerics import CONFIG, TOKENS
+from tests.rows_of_one import Sequence as OneSequence
+from tlt_client.channels.checksums import mix64
+from tlt_server.errors import StartupError
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.llama import Llama
+from tlt_server.models.loader import fill
+from tlt_server.models.numerics import METHODS, Numerics
+from tlt_server.models.qwen3 import Qwen3
+from tlt_server.models.shards import check_ranks, cut
+from tlt_server.models.split import Split, folded
+from tlt_server.weights.checksums import live_sums
+
+# Two KV heads: shared by ranks at width 4; biases everywhere.
+SHAPE = replace(CONFIG, heads=4, kv_heads=2, head_dim=64, tied_embeddings=False, mlp_bias=True)
+
+
+class Lockstep:
+    """An exchange between threads: all parts are there before one is read."""
+
+    def __init__(self, ranks: int, order: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
+        self._parts: list[Tensor] = [torch.empty(0)] * ranks
+        self._barrier, self._order = Barrier(ranks, timeout=30), order
+
+    def gathered(self, rank: int, part: Tensor) -> list[Tensor]:
+        self._parts[rank] = part
+        self._barrier.wait()
+        parts = list(self._parts)
+        self._barrier.wait()
+        return parts
+
+    def of(self, rank: int) -> LockstepOfOne:
+        return LockstepOfOne(self, rank)
+
+    def add(self, rank: int, part: Tensor) -> Tensor:
+        return folded(self._order(self.gathered(rank, part)))
+
+
+@dataclass(frozen=True)
+class LockstepOfOne:
+    group: Lockstep
+    rank: int
+
+    def add(self, part_RX: Tensor) -> Tensor:
+        return self.group.add(self.rank, part_RX)
+
+    def join(self, part_RX: Tensor, widths: Sequence[int], check: int) -> Tensor:
+        return torch.cat(self.group.gathered(self.rank, part_RX), dim=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights of SHAPE with both kinds of norms and all biases, in one file."""
+    directory = tmp_path_factory.mktemp("sharded")
+    for family in (Llama, Qwen3):
+        model = family(with_biases(family), numerics=Numerics("fast"))
+        generator = torch.Generator().manual_seed(4)
+        tensors = {
+            name: torch.randn(view.shape, generator=generator) * 0.06 + (view.dim() == 1)
+            for name, view in model.own_parameters().items()
+        }
+        (directory / family.__name__).mkdir()
+        save_file(tensors, directory / family.__name__ / "model.safetensors")
+    return directory
+
+
+def with_biases(family: type[Decoder]):
+    return replace(SHAPE, attention_bias=family is Llama)
+
+
+def sharded(family: type[Decoder], checkpoint: Path, ranks: int, leaves: int, order=list):
+    group = Lockstep(ranks, order)
+    models = [
+        family(
+            with_biases(family),
+            numerics=Numerics("strict"),
+            feature_layers=(1, 2),
+            split=Split(leaves, rank, ranks, group.of(rank)),
+        )
+        for rank in range(ranks)
+    ]
+    models[0].peers = tuple(models[1:])
+    fill(models[0].parameters(), checkpoint / family.__name__)
+    for model in models:
+        model.self_test()
+    return models
+
+
+def outputs(models: Sequence[Decoder]) -> list[Tensor]:
+    """Logits and states of every rank, computed in chunks of several sizes."""
+
+    def run(model: Decoder) -> Tensor:
+        sequence, found, start = OneSequence(model, capacity=len(TOKENS)), [], 0
+        for size in (100, 1, 7, 32):
+            forward = sequence.extend(TOKENS[start : start + size])
+            found.append(torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1))
+            start += size
+        return torch.cat(found)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(run, models))
+
+
+@pytest.mark.parametrize("family", [Llama, Qwen3])
+def test_every_width_gives_the_bits_of_one_rank(family: type[Decoder], checkpoint: Path) -> None:
+    [expected] = outputs(sharded(family, checkpoint, 1, 4))
+    for ranks in (2, 4):
+        for found in outputs(sharded(family, checkpoint, ranks, 4)):
+            assert torch.equal(found, expected), f"{ranks} ranks"
+
+
+def test_parts_in_another_order_are_noticed(checkpoint: Path) -> None:
+    """A negative control: `(p0 + p2) + (p1 + p3)` gives other bits."""
+    [expected] = outputs(sharded(Llama, checkpoint, 1, 4))
+    crossed = outputs(sharded(Llama, checkpoint, 4, 4, lambda parts: parts[::2] + parts[1::2]))
+    assert not torch.equal(crossed[0], expected)
+    torch.testing.assert_close(crossed[0], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_checksums_are_those_of_the_whole_tensors(checkpoint: Path, ranks: int) -> None:
+    whole = sharded(Llama, checkpoint, 1, 4)[0].own_parameters()
+    models = sharded(Llama, checkpoint, ranks, 4)
+    parameters = models[0].parameters()
+    assert live_sums(parameters) == {name: mix64(view) for name, view in whole.items()}
+    assert {name: list(view.shape) for name, view in parameters.items()} == {
+        name: list(view.shape) for name, view in whole.items()
+    }
+    for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+        models[-1].own_parameters()[name][..., -1:].add_(1)
+        assert live_sums(parameters)[name] != mix64(whole[name]), "a changed slice is not noticed"
+
+
+def test_a_library_whose_slices_have_other_bits_is_not_taken(checkpoint: Path) -> None:
+    class WideIsOther(Numerics):
+        """Multiply by a wide weight in another order."""
+
+        def linear(self, x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+            if self.method is METHODS[0] and weight_KN.shape[1] > 600:
+                x_RK, weight_KN = x_RK.flip(1), weight_KN.flip(0)
+            return super().linear(x_RK, weight_KN, bias_N)
+
+    numerics = WideIsOther("strict")
+    model = Llama(with_biases(Llama), numerics=numerics, split=Split(2, 0, 2))
+    fill_with_noise = torch.Generator().manual_seed(5)
+    for view in model.own_parameters().values():
+        view.copy_(torch.randn(view.shape, generator=fill_with_noise))
+    model.self_test()
+    assert numerics.method is not METHODS[0]
+
+
+def test_ranks_share_a_kv_head_where_there_are_fewer() -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    spans = [cut(name, SHAPE, Split(4, rank, 4))[1:] for rank in range(4)]  # type: ignore[index]
+    assert spans == [(0, 64), (0, 64), (64, 128), (64, 128)]
+
+
+def test_widths_that_would_cut_a_head_are_refused_with_those_that_work() -> None:
+    with pytest.raises(StartupError, match=r"m has 4 heads, 2 KV heads .* use 1 or 2 or 4"):
+        check_ranks(SHAPE, 8, "m")

@@ -1,0 +1,179 @@
+"""The shards of a target: which slice of each tensor of a checkpoint a rank holds.
+
+`RULES` is the table; `cut` reads it for one rank. `SpreadTensor` is a tensor of the checkpoint whose
+slices lie with several ranks: a checkpoint and a push write through it, and its checksum is that of
+the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.split import Split
+
+BLOCK = 16  # tokens; a rank has whole blocks of the vocabulary
+
+
+class ShardCut(NamedTuple):
+    """The slice [start, stop) along `dim` of a checkpoint's tensor."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+class Rule(NamedTuple):
+    dim: int
+    span: Callable[[ModelConfig, Split], tuple[int, int]]
+
+
+def _heads(config: ModelConfig, split: Split) -> tuple[int, int]:
+    width = config.heads * config.head_dim // split.of
+    return split.rank * width, (split.rank + 1) * width
+
+
+def _kv_heads(config: ModelConfig, split: Split) -> tuple[int, int]:
+    """Give several ranks the same head where there are fewer than ranks."""
+    count = kv_heads(config, split)
+    first = split.rank * config.kv_heads // split.of
+    return first * config.head_dim, (first + count) * config.head_dim
+
+
+def _intermediate(config: ModelConfig, split: Split) -> tuple[int, int]:
+    width = config.intermediate_size // split.of
+    return split.rank * width, (split.rank + 1) * width
+
+
+def _vocabulary(config: ModelConfig, split: Split) -> tuple[int, int]:
+    blocks = -(-config.vocab_size // BLOCK)
+    first, last = (blocks * rank // split.of for rank in (split.rank, split.rank + 1))
+    return BLOCK * first, min(BLOCK * last, config.vocab_size)
+
+
+# The end of a tensor's name, without `.weight` or `.bias` -> its rule. Others are on every rank,
+# and so are biases of what is cut along its inputs.
+RULES: dict[str, Rule] = {
+    "q_proj": Rule(0, _heads),
+    "k_proj": Rule(0, _kv_heads),
+    "v_proj": Rule(0, _kv_heads),
+    "o_proj": Rule(1, _heads),
+    "gate_proj": Rule(0, _intermediate),
+    "up_proj": Rule(0, _intermediate),
+    "down_proj": Rule(1, _intermediate),
+    "lm_head": Rule(0, _vocabulary),
+}
+
+
+def cut(name: str, config: ModelConfig, split: Split) -> ShardCut | None:
+    """Return the rank's slice of a tensor; None: all of it."""
+    *_, layer, kind = name.split(".")
+    rule = RULES.get(layer)
+    if rule is None or (rule.dim == 1 and kind == "bias"):
+        return None
+    return ShardCut(rule.dim, *rule.span(config, split))
+
+
+def kv_heads(config: ModelConfig, split: Split) -> int:
+    return max(1, config.kv_heads // split.of)
+
+
+def vocabulary(config: ModelConfig, split: Split) -> tuple[int, int]:
+    """Return the rank's range of token ids."""
+    return _vocabulary(config, split)
+
+
+def check_ranks(config: ModelConfig, ranks: int, where: str) -> None:
+    """`StartupError` with the widths that work, where heads do not divide."""
+    works = [
+        width
+        for width in (1, 2, 4, 8)
+        if config.heads % width == 0
+        and (config.kv_heads % width == 0 or width % config.kv_heads == 0)
+        and -(-config.vocab_size // BLOCK) >= width
+    ]
+    if ranks not in works:
+        raise StartupError(
+            f"tensor_parallel is {ranks}, and {where} has {config.heads} heads, {config.kv_heads} "
+            f"KV heads and {config.vocab_size} tokens; use {' or '.join(map(str, works))}"
+        )
+
+
+class SpreadTensor:
+    """A tensor of a checkpoint as the ranks hold it, in order of the ranks. What several of them
+    hold is the same.
+    """
+
+    def __init__(self, pieces: Sequence[Tensor], cuts: Sequence[ShardCut | None]) -> None:
+        self.pieces, self.cuts = pieces, cuts
+        first = pieces[0]
+        self.dtype, self.device, self.is_cuda = first.dtype, first.device, first.is_cuda
+        sizes = list(first.shape)
+        if cuts[0] is not None:
+            sizes[cuts[0].dim] = max(cut.stop for cut in cuts if cut is not None)
+        self.shape = torch.Size(sizes)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def copy_(self, values: Tensor) -> None:
+        for piece, cut in zip(self.pieces, self.cuts, strict=True):
+            piece.copy_(values if cut is None else values.narrow(cut.dim, *_length(cut)))
+
+    def whole(self) -> Tensor:
+        """Return a copy of the whole tensor."""
+        made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for piece, cut in zip(self.pieces, self.cuts, strict=True):
+            (made if cut is None else made.narrow(cut.dim, *_length(cut))).copy_(piece)
+        return made
+
+    def placed(self) -> Iterator[tuple[Tensor, int, int]]:
+        """Yield each rank's slice as [rows, columns], the index of its first element in the whole
+        tensor, and the distance of two rows there.
+        """
+        columns = 1 if self.dim() == 1 else self.shape[1:].numel()
+        for piece, cut in zip(self.pieces, self.cuts, strict=True):
+            first = 0 if cut is None else cut.start * (columns if cut.dim == 0 else 1)
+            yield piece.reshape(len(piece), -1), first, columns
+
+
+Stored = Tensor | SpreadTensor
+
+
+def tensors_of(stored: Stored) -> Sequence[Tensor]:
+    return stored.pieces if isinstance(stored, SpreadTensor) else (stored,)
+
+
+def whole(stored: Stored) -> Tensor:
+    return stored.whole() if isinstance(stored, SpreadTensor) else stored
+
+
+def pieces_of(
+    shards: Sequence[Mapping[str, Tensor]], config: ModelConfig, splits: Sequence[Split]
+) -> dict[str, Stored]:
+    """Return the checkpoint's tensors, from the parameters of every rank's shard."""
+    return {
+        name: SpreadTensor(
+            [shard[name] for shard in shards], [cut(name, config, split) for split in splits]
+        )
+        for name in shards[0]
+    }
+
+
+def _length(cut: ShardCut) -> tuple[int, int]:
+    return cut.start, cut.stop - cut.start
