@@ -32,10 +32,8 @@ class Backing:
                 block.unpin()
             first = -(-self.storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (self.storage.data_ptr() + self.size) // mmap.PAGESIZE * mmap.PAGESIZE - first
-            if length > 0 and _libc.madvise(
-                ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED
-            ):
-                raise OSError(ctypes.get_errno(), "madvise failed")
+            if length > 0:
+                _drop(first, length)
         else:
             self.storage.resize_(0)
 
@@ -53,6 +51,14 @@ class Backing:
     def bytes(self) -> torch.Tensor:
         """Return a uint8 view."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore[call-overload, no-any-return]
+
+
+def _drop(first: int, length: int) -> None:
+    """Give pages back: of a file in memory those of all who map it, else those of this process."""
+    for advice in (mmap.MADV_REMOVE, mmap.MADV_DONTNEED):
+        if not _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice):
+            return
+    raise OSError(ctypes.get_errno(), "madvise failed")
 
 
 def give_back() -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tlt_kernels.cpu.rows import RowLayout, layout_rows
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.engine.batch import Batch, Chunk
+from tlt_server.engine.orders import ExtendRows
 from tlt_server.records import DraftLimits
 from tlt_server.speculation.batch import Candidates, DraftBatch
 
@@ -52,6 +53,22 @@ class LaidOut:
     # Rows whose logits are needed: roots and drafts of sampling chunks, chunk after chunk.
     sampled_R: NDArray[np.int64]
     table_WP: NDArray[np.int32]
+
+
+def extend(step: LaidOut, scored: list[tuple[int, int]]) -> ExtendRows:
+    """Return the order that repeats this step on other ranks; arrays are not copied."""
+    rows, layout = step.rows, step.layout
+    return ExtendRows(
+        layout.token_R,
+        layout.position_R,
+        layout.kv_slot_R,
+        layout.request_R,
+        rows.base_B.numpy(),
+        step.table_WP,
+        layout.path_RD,
+        step.sampled_R,
+        scored,
+    )
 
 
 def lay_out(

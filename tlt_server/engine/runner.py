@@ -20,7 +20,9 @@ from torch import Tensor
 from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batch import Batch, Emission
-from tlt_server.engine.batching import LaidOut, draft_batch, lay_out
+from tlt_server.engine.batching import LaidOut, draft_batch, extend, lay_out
+from tlt_server.engine.orders import Keep
+from tlt_server.engine.ranks import NO_RANKS, RankOrders
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
@@ -57,8 +59,9 @@ class CpuRunner:
         drafters: dict[str, CpuDrafter],
         page_table_SP: NDArray[np.int32],
         adapters: AdapterSlots | None = None,
+        ranks: RankOrders = NO_RANKS,
     ) -> None:
-        self.adapters = adapters
+        self.adapters, self.ranks = adapters, ranks
         self.model, self._cache, self._drafters, self._page_table_SP = (
             model,
             cache,
@@ -85,6 +88,7 @@ class CpuRunner:
 
     def collect(self, *, busy: bool) -> Finished | None:
         """Take the batch just launched. On a CPU nothing is held back, `busy` or not."""
+        self.ranks.check()
         finished, self._finished = self._finished, None
         return finished
 
@@ -109,6 +113,8 @@ class CpuRunner:
             drafts.candidates,
             drafts.chosen_N,
         )
+        scored = _scored(batch, step)
+        self.ranks.order(extend(step, [*scored.values()]))
         forward = self.model.forward(step.rows, self._cache, self._adapted(batch, step))
         for kept_SX, states_RX in self._states(forward):
             kept_SX.numpy()[step.layout.kv_slot_R] = states_RX.numpy()
@@ -117,7 +123,7 @@ class CpuRunner:
 
         own_N = drafts.candidates.rank_N[drafts.chosen_N] >= 0
         emissions = _emissions(batch, step, sampled, walk, own_N)
-        self._add_prompt_logprobs(batch, step, forward, emissions)
+        self._add_prompt_logprobs(batch, scored, forward, emissions)
         accepted_R = np.zeros(len(step.rows), np.int8)
         accepted_R[walk.row_A] = 1
         if self.learns:
@@ -150,7 +156,9 @@ class CpuRunner:
     def _sample(self, batch: Batch, step: LaidOut, forward: Forward) -> tuple[Sampled, Walk]:
         layout = step.layout
         states = [chunk.sequence.state for chunk in batch.chunks]
-        logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
+        check = self.ranks.sum_of(forward.hidden_RH, step.rows)
+        hidden_SH = forward.hidden_RH[torch.from_numpy(step.sampled_R)]
+        logits_SV = self.model.logits(hidden_SH, check)
         sampled = self.sample(
             logits_SV,
             states,
@@ -175,32 +183,47 @@ class CpuRunner:
             step.table_WP[layout.request_R[kept], position // size].astype(np.int64) * size
             + position % size
         )
-        source_A, target_A = torch.from_numpy(layout.kv_slot_R[kept]), torch.from_numpy(target)
+        source = layout.kv_slot_R[kept]
+        self.ranks.order(Keep(source, target))
+        source_A, target_A = torch.from_numpy(source), torch.from_numpy(target)
         cache = self._cache
         for array in (cache.k, cache.v, cache.features_SF[None], cache.hidden_SH[None]):
             copy_kv_slots(array, source_A, target_A)
 
     def _add_prompt_logprobs(
-        self, batch: Batch, step: LaidOut, forward: Forward, emissions: list[Emission]
+        self,
+        batch: Batch,
+        scored: dict[int, tuple[int, int]],
+        forward: Forward,
+        emissions: list[Emission],
     ) -> None:
         """Add the log-probs of prompt tokens for requests that ask, which are rare. Row p gives
-        those of position p + 1.
+        those of position p + 1. `scored`: the rows of each chunk, all ranks alike.
         """
-        first_row = 0
         for w, (chunk, emission) in enumerate(zip(batch.chunks, emissions, strict=True)):
             sequence, count = chunk.sequence, chunk.sequence.request.sampling.prompt_logprobs
-            rows = min(chunk.end, sequence.prompt_len - 1) - chunk.start
-            if count is not None and sequence.output_len == 0:
-                found: list[TokenLogprobs | None] = [None] if chunk.start == 0 else []
-                if rows > 0:
-                    logits = self.model.logits(forward.hidden_RH[first_row : first_row + rows])
-                    found += prompt_logprobs(
-                        logits,
-                        sequence.tokens[chunk.start + 1 : chunk.start + 1 + rows].tolist(),
-                        count,
-                    )
-                emission.prompt_logprobs = found
-            first_row = int(step.layout.root_W[w] + step.layout.drafts_W[w]) + 1
+            if count is None or sequence.output_len:
+                continue
+            found: list[TokenLogprobs | None] = [None] if chunk.start == 0 else []
+            if w in scored:
+                first, end = scored[w]
+                logits = self.model.logits(forward.hidden_RH[first:end])
+                targets = sequence.tokens[chunk.start + 1 : chunk.start + 1 + end - first]
+                found += prompt_logprobs(logits, targets.tolist(), count)
+            emission.prompt_logprobs = found
+
+
+def _scored(batch: Batch, step: LaidOut) -> dict[int, tuple[int, int]]:
+    """Return the rows of prompt tokens whose log-probs are asked for: chunk -> [first, end)."""
+    found, first = {}, 0
+    for w, chunk in enumerate(batch.chunks):
+        sequence = chunk.sequence
+        rows = min(chunk.end, sequence.prompt_len - 1) - chunk.start
+        asked = sequence.request.sampling.prompt_logprobs is not None
+        if asked and sequence.output_len == 0 and rows > 0:
+            found[w] = first, first + rows
+        first = int(step.layout.root_W[w] + step.layout.drafts_W[w]) + 1
+    return found
 
 
 class _Drafts(NamedTuple):

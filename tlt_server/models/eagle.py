@@ -49,6 +49,7 @@ class EagleNetwork:
 
     vocabulary_map = VOCABULARY_MAP  # tensors of a checkpoint that are no parameters
     joined_width: int  # X / H
+    own_head = True  # whether it reads no head of the target
 
     def __init__(self, described: Described, target: Decoder) -> None:
         config, numerics = described.config, target.numerics
@@ -203,6 +204,7 @@ class Eagle1(EagleNetwork):
 
     vocabulary_map = frozenset[str]()
     joined_width = 1
+    own_head = False
 
     def __init__(self, described: Described, target: Decoder) -> None:
         hidden = described.config.hidden_size

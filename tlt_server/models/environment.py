@@ -22,10 +22,15 @@ def library_environment(numerics: str = "strict") -> dict[str, str]:
 
     torch's own groups over NCCL end the process where a broadcast does not come in time, unless
     they are told not to: a trainer that dies is no reason for that.
+
+    No switch of a network adds numbers, nor sends them to several GPUs at once: an order of
+    addition that the library chooses is not ours.
     """
     waiting = {
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:2"),
     }
     return {**waiting, **(strict_environment() if numerics == "strict" else {})}

@@ -1,8 +1,8 @@
 """The shards of a target: which slice of each tensor of a checkpoint a rank holds.
 
-`RULES` is the table; `cut` reads it for one rank. `SpreadTensor` is a tensor of the checkpoint whose
-slices lie with several ranks: a checkpoint and a push write through it, and its checksum is that of
-the whole tensor.
+`RULES` is the table; `cut` reads it for one rank. `SpreadTensor` is a tensor of the checkpoint
+whose slices lie with several ranks: a checkpoint and a push write through it, and its checksum is
+that of the whole tensor.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 
 LEAVES = (1, 2, 4, 8)
-Model = TypeVar("Model")
 
 
 def folded(parts: Sequence[Tensor]) -> Tensor:
@@ -68,7 +67,7 @@ class Split:
         """Return the splits of all ranks, in order."""
         return [Split(self.leaves, rank, self.of) for rank in range(self.of)]
 
-    def build(self, make: Callable[[Split], Model]) -> Model:
+    def build(self, make: Callable[[Split], Any]) -> Any:
         """Return what `make` makes, with storage for what this process writes."""
         return make(self)
 

@@ -201,6 +201,16 @@ def _check_width(settings: EngineSettings) -> None:
             f"tensor_parallel is {ranks}; the width is a power of two: use "
             f"{', '.join(map(str, WIDTHS))}"
         )
+    if ranks > 1 and settings.max_loras:
+        raise StartupError(
+            f"tensor_parallel is {ranks} and max_loras {settings.max_loras}: LoRA adapters are "
+            "computed by one rank; leave one of them out"
+        )
+    if ranks > 1 and settings.weight_staging in ("host", "disk"):
+        raise StartupError(
+            f"weight_staging is {settings.weight_staging}, and the ranks of a CPU share memory: "
+            "use auto, device or none"
+        )
     if leaves is None:
         return
     works = [count for count in LEAVES if count >= ranks]

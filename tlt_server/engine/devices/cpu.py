@@ -15,11 +15,14 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.engine.capture import CachedStates, describe_states
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.devices.fingerprints import of_cpu
+from tlt_server.engine.orders import Allocate, FreePages, Install, ReclaimPages
+from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, key_of, threads_of
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import kv_pages, training_share
+from tlt_server.errors import StartupError
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.machine import host_memory
 from tlt_server.models.adapted import AdapterSlots
@@ -27,6 +30,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
+from tlt_server.models.shards import check_ranks
 from tlt_server.models.split import Split, check_leaves
 from tlt_server.registry import load_object
 from tlt_server.samples.captured import FLOAT32, state_bytes
@@ -54,9 +58,11 @@ class CpuDevice:
     device = torch.device("cpu")
 
     def __init__(self, settings: DecidedSettings) -> None:
-        torch.set_num_threads(settings.threads)
+        threads = threads_of(settings)
+        torch.set_num_threads(threads)
         self._settings = settings
-        self._numerics = Numerics(settings.numerics, threads=settings.threads)
+        self._ranks: RankOrders = NO_RANKS
+        self._numerics = Numerics(settings.numerics, threads=threads)
 
     @property
     def numerics(self) -> str:
@@ -68,7 +74,12 @@ class CpuDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, self._settings.drafter_directory
+        check_ranks(config, settings.tensor_parallel, str(settings.model))
         check_leaves(config, settings.reduction_leaves, LEAF_UNIT, str(settings.model))
+        split = Split(settings.reduction_leaves)
+        if settings.tensor_parallel > 1:
+            ranks = self._ranks = Ranks(settings, config)
+            split = ranks.split(settings.reduction_leaves)
         loader = find_loader(directory, self.name) if directory else None
         target = load_target(
             settings.model,
@@ -77,13 +88,20 @@ class CpuDevice:
             attention=settings.attention,
             page_size=settings.page_size,
             feature_layers=loader.feature_layers(directory, config) if loader and directory else (),
-            split=Split(settings.reduction_leaves),
+            split=split,
         )
+        if isinstance(self._ranks, Ranks):
+            self._ranks.test(target)
         version = settings.weight_version
         live = Live(Target.loaded(version, target, Path(settings.model)))
         if loader is None or directory is None:
             return live
         network = loader.empty(directory, target)
+        if settings.tensor_parallel > 1 and not network.own_head:
+            raise StartupError(
+                f"the drafter {directory} reads the target's head, which several ranks share; use "
+                "an EAGLE-3 drafter, or tensor_parallel 1"
+            )
         loader.fill(network, directory)
         calibration = loader.calibration(directory)
         return replace(live, drafter=Drafter.loaded(version, network, calibration, directory))
@@ -96,7 +114,10 @@ class CpuDevice:
         bytes_per_page = make(1, scratch=0).bytes_per_kv_slot * settings.page_size
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         cache = make(pages, scratch=settings.max_draft_rows)
-        memory = Memory(pages, cache.reuse, cache.save, cache.restore, cache)
+        self._ranks.ask(Install(key_of(model)))
+        self._ranks.ask(Allocate(pages, settings.max_draft_rows))
+        save, restore = self._ranks.copiers(cache)
+        memory = Memory(pages, cache.reuse, save, restore, cache)
         if not captures or live.drafter is None:
             return memory
         share = training_share(settings, live.drafter.network)
@@ -133,7 +154,12 @@ class CpuDevice:
                 if DRAFTERS[name].needs_weights:
                     drafter.tables[name].hold()
         runner = CpuRunner(
-            live.target.network, memory.kv, drafters, page_table_SP, self._adapter_slots(live)
+            live.target.network,
+            memory.kv,
+            drafters,
+            page_table_SP,
+            self._adapter_slots(live),
+            self._ranks,
         )
         caches = (memory.kv, *(cache for drafter in drafters.values() for cache in drafter.caches))
         equipment = CpuEquipment(runner, tuple(drafters.values()), caches)
@@ -175,6 +201,7 @@ class CpuEquipment:
 
     def install(self, live: Live, changed: Changed) -> None:
         assert isinstance(live.target.network, Decoder)
+        self.runner.ranks.ask(Install(key_of(live.target.network)))
         self.runner.model = live.target.network
         if changed.adapter is not None:
             assert self.runner.adapters is not None
@@ -185,12 +212,14 @@ class CpuEquipment:
             drafter.install(weights)
 
     def free(self) -> None:
+        self.runner.ranks.ask(FreePages())
         for cache in self.caches:
             cache.free()
 
     def reclaim(self) -> None:
         for cache in self.caches:
             cache.reclaim()
+        self.runner.ranks.ask(ReclaimPages())
 
     def forget(self) -> None:
         for drafter in self.drafters:

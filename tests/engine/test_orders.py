@@ -1,0 +1,108 @@
+"""Orders between ranks, and the exchange that moves their sums."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tlt_server.engine.exchange import gloo
+from tlt_server.engine.exchange.gloo import GlooExchange
+from tlt_server.engine.orders import Envelope, ExtendRows, Keep, decoded, encoded
+from tlt_server.errors import EngineFailed
+from tlt_server.models.split import folded
+
+KEEP = Keep(np.array([3, 2**40], np.int64), np.array([1, 0], np.int64))
+
+
+def test_arrays_arrive_as_they_were_sent() -> None:
+    table_BP = np.arange(12, dtype=np.int32).reshape(3, 4)[:, :2]
+    none_RD = np.zeros((2, 0), np.int32)
+    ids_R = np.array([5, 7], np.int64)
+    sent = ExtendRows(
+        ids_R, ids_R, ids_R, none_RD[:, 0:0].sum(1, dtype=np.int32), table_BP[:, 0], table_BP,
+        none_RD, ids_R, [(0, 2)],
+    )  # fmt: skip
+    [found] = [decoded(encoded(Envelope("a", 1, False, sent)), "a", 1).order]
+    assert isinstance(found, ExtendRows) and found.scored == [(0, 2)]
+    for name in ("token_R", "page_table_BP", "path_RD", "request_R"):
+        mine, theirs = getattr(found, name), getattr(sent, name)
+        assert np.array_equal(mine, theirs) and mine.dtype == theirs.dtype, name
+        assert mine.shape == theirs.shape and mine.flags.writeable, name
+
+
+@pytest.mark.parametrize(
+    ("life", "number", "why"),
+    [
+        ("b", 5, "an order of the life 'b' came in the life 'a'"),
+        ("a", 6, "order 6 came where order 5 was due: one was lost"),
+        ("a", 4, "order 4 came where order 5 was due: one came again"),
+    ],
+)
+def test_orders_lost_repeated_or_of_another_life_are_refused(
+    life: str, number: int, why: str
+) -> None:
+    data = encoded(Envelope(life, number, False, KEEP))
+    with pytest.raises(EngineFailed, match=why):
+        decoded(data, "a", 5)
+
+
+def test_an_order_with_an_array_of_another_kind_is_refused() -> None:
+    odd = Keep(np.array(["x"]), KEEP.target_A)
+    with pytest.raises(ValueError, match="an order has an array of '<U1'"):
+        decoded(encoded(Envelope("a", 1, False, odd)), "a", 1)
+
+
+@pytest.fixture(scope="module")
+def exchanges(tmp_path_factory: pytest.TempPathFactory) -> list[GlooExchange]:
+    """Four ranks, each to be called in a thread of its own."""
+    store = tmp_path_factory.mktemp("exchange") / "store"
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda rank: GlooExchange(store, rank, 4), range(4)))
+
+
+def test_every_rank_has_the_tree_of_all_parts(exchanges: list[GlooExchange]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(3, 50, generator=generator) * 10.0**rank for rank in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda e, part: e.add(part), exchanges, parts))
+    assert all(torch.equal(each, folded(parts)) for each in found)
+    assert not torch.equal(found[0], folded(parts[::2] + parts[1::2])), "the order is not seen"
+
+
+def test_columns_of_different_widths_are_joined_with_all_their_bits(
+    exchanges: list[GlooExchange],
+) -> None:
+    widths = [3, 0, 2, 4]
+    parts = [torch.full((2, width), float("nan")) for width in widths]
+    parts[3][0] = torch.tensor([-0.0, 1e-45, float("inf"), 3.0])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda e, part: e.join(part, widths, 2**64 - 1), exchanges, parts))
+    expected = torch.cat(parts, dim=1).view(torch.int32)
+    assert all(torch.equal(each.view(torch.int32), expected) for each in found)
+
+
+def test_a_rank_with_other_states_is_named_on_every_rank(exchanges: list[GlooExchange]) -> None:
+    def join(exchange: GlooExchange) -> str:
+        try:
+            exchange.join(torch.zeros(0, 1), [1] * 4, 5 + (exchange.rank == 2))
+        except EngineFailed as error:
+            return error.message
+        return ""
+
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(join, exchanges))
+    assert len(found) == 1 and "the states of rank 2 are not those of rank 0" in found.pop()
+
+
+def test_a_rank_that_sends_nothing_is_an_error_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "FIRST_S", 0.3)
+    with ThreadPoolExecutor(2) as pool:
+        two = list(pool.map(lambda rank: GlooExchange(tmp_path / "store", rank, 2), range(2)))
+    with pytest.raises(EngineFailed, match="a rank left, or sent nothing for 0.3 s"):
+        two[0].add(torch.zeros(1))

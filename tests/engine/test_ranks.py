@@ -1,0 +1,207 @@
+"""A target over two processes: the bits of one, through pushes, sleeps and preemption; one error
+when a rank dies, falls silent or differs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.engine.halting import EAGLE, done
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.test_engine import bits, requests
+from tests.engine.tiny import write_eagle, write_eagle1, write_target
+from tlt_server.commands import ClearCache, SetPolicy, Sleep, WakeUp
+from tlt_server.engine.exchange import gloo
+from tlt_server.engine.ranks import Ranks
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.models.decoder import Decoder
+from tlt_server.records import Strategy
+from tlt_server.weights.checksums import live_sums
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ranks")
+    write_target(root / "base")
+    write_eagle(root / "drafter")
+    for seed, name in enumerate(("new", "newer"), 7):
+        perturbed(root / "base", root / name, seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return EngineSettings(
+        model=root / "base",
+        device="cpu",
+        drafter=str(root / "drafter"),
+        policy="off",
+        kv_memory_mb=64,
+        weight_root=root,
+        reduction_leaves=2,
+    )
+
+
+def ranks_of(engine: Pushable) -> Ranks:
+    ranks = engine.engine.runner.ranks  # type: ignore[attr-defined]
+    assert isinstance(ranks, Ranks)
+    return ranks
+
+
+def target_of(engine: Pushable) -> Decoder:
+    target = engine.engine.pushes.transaction.versions.live.target.network
+    assert isinstance(target, Decoder)
+    return target
+
+
+@pytest.fixture(scope="module")
+def one(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+@pytest.fixture(scope="module")
+def shared(settings: EngineSettings) -> Iterator[Pushable]:
+    engine = Pushable(replace(settings, tensor_parallel=2))
+    yield engine
+    ranks_of(engine).close()
+
+
+@pytest.fixture
+def doomed(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pushable]:
+    """An engine of two ranks for one fault; exchanges are given up after a second."""
+    monkeypatch.setattr(gloo, "FIRST_STEPS", 0)
+    monkeypatch.setattr(gloo, "WAIT_S", 1.0)
+    engine = Pushable(replace(settings, tensor_parallel=2))
+    yield engine
+    ranks_of(engine).close()
+
+
+def responses(engine: Pushable, policy: SetPolicy = EAGLE) -> dict[str, tuple[object, ...]]:
+    """Everything that requests of all kinds bring under this policy."""
+    engine.said.clear()
+    engine.engine.send(policy)
+    engine.submit(*requests())
+    engine.finish()
+    return bits(engine.said)
+
+
+def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
+    assert one.info.fingerprint == shared.info.fingerprint
+    assert shared.info.tensor_parallel == 2
+    expected = responses(one, SetPolicy("off"))
+    for policy in (SetPolicy("off"), EAGLE, SetPolicy("fixed", Strategy("history", 6, 2, 8))):
+        if policy.strategy is None or policy.strategy.drafter in shared.settings.drafters:
+            assert responses(shared, policy) == expected, policy
+
+
+def test_sequences_of_two_versions_keep_their_bits_through_a_sleep(
+    one: Pushable, shared: Pushable, root: Path
+) -> None:
+    """KV of two versions is copied out and back on every rank: no version can compute it again."""
+    found = []
+    for engine in (one, shared):
+        engine.said.clear()
+        engine.engine.send(SetPolicy("off"))
+        done(engine, ClearCache("c"))
+        assert engine.push(root / "new", "mixed", commit=False).result == "staged"
+        engine.submit(*requests(6, "reported"))
+        engine.step(6)
+        assert engine.commit("mixed").result == "committed"
+        done(engine, Sleep("s", ("kv_cache",)))
+        done(engine, WakeUp("w", ("kv_cache",)))
+        engine.finish()
+        found.append(bits(engine.said))
+        assert engine.roll_back("initial").result == "rolled_back"
+    assert found[0] == found[1]
+
+
+def test_pushes_rollback_and_sleep_change_both_ranks(
+    one: Pushable, shared: Pushable, root: Path
+) -> None:
+    first = responses(one)
+    reports = [engine.push(root / "newer", "v1") for engine in (one, shared)]
+    assert [report.result for report in reports] == ["committed", "committed"]
+    assert reports[0].checksums == reports[1].checksums
+    assert one.checksums() == shared.checksums()
+    expected = responses(one)
+    assert responses(shared) == expected != first
+    done(shared, Sleep("s", ("weights", "kv_cache")))
+    peer = target_of(shared).peers[0]
+    assert not peer.layers[0].mlp.down.weight_KX.any(), "a slice of the other rank did not sleep"
+    done(shared, WakeUp("w", ("weights", "kv_cache")))
+    assert responses(shared) == expected
+    for engine in (one, shared):
+        assert engine.roll_back().result == "rolled_back"
+    assert responses(shared) == first and one.checksums() == shared.checksums()
+
+
+def test_a_changed_slice_of_another_rank_is_named_by_the_checksums(shared: Pushable) -> None:
+    name = "model.layers.2.self_attn.o_proj.weight"
+    network, before = target_of(shared), shared.checksums()
+    view = network.peers[0].own_parameters()[name]
+    kept = float(view[0, 0])
+    view[0, 0] = kept + 1
+    changed = live_sums(network.parameters())
+    assert {each for each in changed if changed[each] != before[each]} == {name}
+    view[0, 0] = kept
+    assert shared.checksums() == before
+
+
+def test_ranks_that_differ_end_the_life_with_the_step_and_the_rank(doomed: Pushable) -> None:
+    """A norm of rank 1 alone is off, so its states are, and its next sums are."""
+    responses(doomed, SetPolicy("off"))
+    target_of(doomed).peers[0].final_norm_H[3] += 2**-10
+    with pytest.raises(EngineFailed, match=r"ranks differ: after step \d+ the states of rank 1 "):
+        responses(doomed, SetPolicy("off"))
+
+
+def test_a_rank_that_is_stopped_is_one_error_within_its_bound(doomed: Pushable) -> None:
+    [process] = ranks_of(doomed)._processes
+    doomed.submit(*requests(2))
+    doomed.step(3)
+    os.kill(process.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    with pytest.raises(EngineFailed, match=r"a rank left, or sent nothing for 1 s"):
+        doomed.finish()
+    assert time.monotonic() - began_s < 5
+    ranks_of(doomed).close()
+    assert process.returncode == -signal.SIGKILL, "a process is left"
+
+
+def test_an_idle_engine_notices_that_a_rank_ended(doomed: Pushable) -> None:
+    [process] = ranks_of(doomed)._processes
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(5)
+    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
+        doomed.step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tensor_parallel": 4}, "has 2 heads, .* use 1 or 2"),
+        ({"tensor_parallel": 2, "max_loras": 1}, "LoRA adapters are computed by one rank"),
+        ({"tensor_parallel": 2, "weight_staging": "disk"}, "use auto, device or none"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_before_weights_are_read(
+    settings: EngineSettings, changes: dict[str, object], why: str
+) -> None:
+    with pytest.raises(StartupError, match=why):
+        Pushable(replace(settings, reduction_leaves=None, **changes))  # type: ignore[arg-type]
+
+
+def test_a_drafter_that_reads_the_targets_head_is_refused(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    drafter = write_eagle1(tmp_path / "eagle1", root / "base")
+    with pytest.raises(StartupError, match="use an EAGLE-3 drafter, or tensor_parallel 1"):
+        Pushable(replace(settings, drafter=str(drafter), tensor_parallel=2))

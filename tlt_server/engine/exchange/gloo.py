@@ -1,0 +1,71 @@
+"""The exchange of CPU ranks: gloo gathers the bytes, and every rank adds them in tree order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from tlt_server.errors import EngineFailed
+from tlt_server.models.split import folded
+
+JOIN_S = 120.0  # for all ranks to be there; they import torch first
+FIRST_S = 120.0  # for a step's exchange while kernels may still be compiled
+WAIT_S = 10.0  # for any later one
+FIRST_STEPS = 16
+
+
+class GlooExchange:
+    """One of the ranks; all make the same calls in the same order."""
+
+    def __init__(self, store: Path, rank: int, ranks: int) -> None:
+        """Join the others. `store`: a file that all ranks name, in a private directory."""
+        self.rank, self.ranks, self.steps = rank, ranks, 0
+        gloo = distributed.ProcessGroupGloo
+        options = gloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=JOIN_S)
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        self._group: Any = gloo(FileStore(str(store), ranks), rank, ranks, options)
+
+    def add(self, part_RX: Tensor) -> Tensor:
+        return folded(self._gathered(part_RX))
+
+    def join(self, part_RX: Tensor, widths: Sequence[int], check: int) -> Tensor:
+        self.steps += 1
+        rows, widest = len(part_RX), max(widths)
+        sent = torch.zeros(2 + rows * widest, dtype=torch.int32)  # bits: no number is touched
+        sent[:2] = torch.tensor([_signed(check)]).view(torch.int32)
+        sent[2:].view(torch.float32).view(rows, widest)[:, : part_RX.shape[1]] = part_RX
+        found = self._gathered(sent)
+        checks = [each[:2].view(torch.int64).item() for each in found]
+        differing = [rank for rank, value in enumerate(checks) if value != checks[0]]
+        if differing:
+            raise EngineFailed(
+                f"ranks differ: after step {self.steps} the states of rank "
+                f"{', '.join(map(str, differing))} are not those of rank 0"
+            )
+        parts = [each[2:].view(torch.float32).view(rows, widest) for each in found]
+        return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], dim=1)
+
+    def _gathered(self, part: Tensor) -> list[Tensor]:
+        part = part.contiguous()
+        found = [torch.empty_like(part) for _ in range(self.ranks)]
+        wait_s = FIRST_S if self.steps <= FIRST_STEPS else WAIT_S
+        try:
+            self._group.allgather(found, part, timedelta(seconds=wait_s)).wait()
+        except RuntimeError as error:
+            raise EngineFailed(
+                f"a rank left, or sent nothing for {wait_s:g} s "
+                f"({str(error).splitlines()[0][:200]})"
+            ) from None
+        return found
+
+
+def _signed(value: int) -> int:
+    """Return the number from -2^63 with the same 64 bits."""
+    return (value + 2**63) % 2**64 - 2**63

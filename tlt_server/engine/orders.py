@@ -1,0 +1,160 @@
+"""Orders of rank 0 to the other ranks of its target: everything that a rank does not decide.
+
+An order travels in an envelope with its number and the life that it belongs to, so one that is
+lost, repeated or of another life is refused. Arrays travel as their bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from tlt_server.errors import EngineFailed
+
+Array = np.ndarray[Any, Any]
+DTYPES = ("<i4", "<i8")
+
+
+class ExtendRows(Struct, frozen=True, tag="extend"):
+    """Extend sequences by the rows of a step (`attention.rows.Rows`), and take part in their
+    logits: those of `sampled_R`, then of each range of rows.
+    """
+
+    token_R: Array
+    position_R: Array
+    kv_slot_R: Array
+    request_R: Array
+    base_B: Array
+    page_table_BP: Array
+    path_RD: Array
+    sampled_R: Array
+    scored: list[tuple[int, int]]
+
+
+class Keep(Struct, frozen=True, tag="keep"):
+    """Copy the KV of accepted draft rows."""
+
+    source_A: Array
+    target_A: Array
+
+
+class LoadShard(Struct, frozen=True, tag="load"):
+    """Make a model on the memory that comes by the side channel under this key."""
+
+    key: int
+
+
+class CheckNumerics(Struct, frozen=True, tag="check"):
+    """Test the numerics on the model of this key, and answer with the method of matmuls."""
+
+    key: int
+
+
+class Install(Struct, frozen=True, tag="install"):
+    """Compute with the model of this key from the next step on."""
+
+    key: int
+
+
+class Drop(Struct, frozen=True, tag="drop"):
+    """Forget models and saved pages, by key."""
+
+    models: list[int]
+    saved: list[int]
+
+
+class Allocate(Struct, frozen=True, tag="allocate"):
+    """Make KV pages, and `scratch` KV slots for draft rows."""
+
+    pages: int
+    scratch: int
+
+
+class Save(Struct, frozen=True, tag="save"):
+    """Copy pages under a key."""
+
+    key: int
+    pages: list[int]
+
+
+class Restore(Struct, frozen=True, tag="restore"):
+    """Write what was saved under a key into these pages."""
+
+    key: int
+    pages: list[int]
+
+
+class FreePages(Struct, frozen=True, tag="sleep"):
+    """Give the memory of pages back."""
+
+
+class ReclaimPages(Struct, frozen=True, tag="wake"):
+    """Take it again."""
+
+
+PageOrder = Keep | Allocate | Save | Restore | FreePages | ReclaimPages
+ModelOrder = LoadShard | CheckNumerics | Install | Drop
+Order = ExtendRows | PageOrder | ModelOrder
+
+
+class Envelope(Struct, frozen=True):
+    life: str
+    number: int  # counts from 1
+    asks: bool  # whether an answer is awaited
+    order: Order
+
+
+class RankAnswer(Struct, frozen=True):
+    rank: int
+    number: int
+    text: str = ""
+    error: str = ""
+
+
+class RankStart(Struct, frozen=True):
+    """The first line of a rank's standard input."""
+
+    life: str
+    rank: int
+    ranks: int
+    leaves: int
+    directory: str
+    model: str
+    max_position: int
+    page_size: int
+    attention: str
+    numerics: str
+    threads: int
+    parent: int
+
+
+def encoded(envelope: Envelope) -> bytes:
+    return msgspec.msgpack.encode(envelope, enc_hook=_packed)
+
+
+def decoded(data: bytes, life: str, number: int) -> Envelope:
+    """Return the envelope. `EngineFailed` unless it is the one with this number, of this life."""
+    envelope = msgspec.msgpack.decode(data, type=Envelope, dec_hook=_unpacked)
+    if envelope.life != life:
+        raise EngineFailed(f"an order of the life {envelope.life!r} came in the life {life!r}")
+    if envelope.number != number:
+        what = "was lost" if envelope.number > number else "came again"
+        raise EngineFailed(f"order {envelope.number} came where order {number} was due: one {what}")
+    return envelope
+
+
+def _packed(array: Any) -> Any:
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(type(array))
+    return array.dtype.str, array.shape, np.ascontiguousarray(array).tobytes()
+
+
+def _unpacked(kind: type, packed: Any) -> NDArray[Any]:
+    name, shape, data = packed
+    if name not in DTYPES:
+        raise ValueError(f"an order has an array of {name!r}; use {' or '.join(DTYPES)}")
+    return np.frombuffer(bytearray(data), name).reshape(shape)

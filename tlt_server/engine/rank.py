@@ -1,0 +1,216 @@
+"""A rank other than 0: computes its shard as it is ordered. It has no scheduler and no policy.
+
+Started by `ranks.py` as `python -P -m tlt_server.engine.rank DESCRIPTOR`, with a `RankStart` on its
+standard input. Ends with rank 0, at the first order that it cannot follow, or when an exchange
+fails; it never waits beyond the bound of an exchange.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import torch
+import zmq
+
+from tlt_kernels.cpu.elementwise import copy_kv_slots
+from tlt_server.attention.rows import KVCache, Rows, SavedPages
+from tlt_server.engine import orders
+from tlt_server.engine.arena import Arena, layout
+from tlt_server.engine.exchange.gloo import GlooExchange
+from tlt_server.engine.faults import trace
+from tlt_server.engine.orders import (
+    Allocate,
+    CheckNumerics,
+    Drop,
+    ExtendRows,
+    FreePages,
+    Install,
+    Keep,
+    LoadShard,
+    ModelOrder,
+    Order,
+    PageOrder,
+    RankAnswer,
+    RankStart,
+    ReclaimPages,
+    Restore,
+    Save,
+)
+from tlt_server.engine.ranks import sum_of_states
+from tlt_server.errors import EngineFailed, TltError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.loader import empty_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.models.split import Split
+
+POLL_MS = 1000  # between two looks whether rank 0 lives
+PR_SET_PDEATHSIG = 1
+
+Socket = zmq.Socket[bytes]
+
+
+class Rank:
+    """The state of a rank: models by key, KV, saved pages."""
+
+    def __init__(self, start: RankStart, exchange: GlooExchange, side: socket.socket) -> None:
+        self._start, self._side = start, side
+        self._numerics = Numerics(start.numerics, threads=start.threads)  # type: ignore[arg-type]
+        config = ModelConfig.read(Path(start.model))
+        self._config = replace(config, max_position=start.max_position)
+        self._split = Split(start.leaves, start.rank, start.ranks, exchange)
+        self._models: dict[int, Decoder] = {}
+        self._saved: dict[int, SavedPages] = {}
+        self._model: Decoder | None = None
+        self._cache: KVCache | None = None
+
+    @property
+    def model(self) -> Decoder:
+        assert self._model is not None, "an order before the first model"
+        return self._model
+
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "an order before the pages"
+        return self._cache
+
+    @torch.inference_mode()
+    def follow(self, order: Order) -> str:
+        """Do as ordered, and return the text of an answer."""
+        match order:
+            case ExtendRows():
+                self._extend(order)
+                return ""
+            case LoadShard() | CheckNumerics() | Install() | Drop():
+                return self._follow_on_models(order)
+            case _:
+                self._follow_on_pages(order)
+                return ""
+
+    def _follow_on_models(self, order: ModelOrder) -> str:
+        match order:
+            case LoadShard(key):
+                self._load(key)
+            case CheckNumerics(key):
+                self._models[key].self_test()
+                return f"{self._numerics.method.name}; {layout(self._models[key])}"
+            case Install(key):
+                self._model = self._models[key]
+            case Drop(models, saved):
+                for key in models:
+                    del self._models[key]
+                for key in saved:
+                    del self._saved[key]
+        return ""
+
+    def _follow_on_pages(self, order: PageOrder) -> None:
+        match order:
+            case Keep(source_A, target_A):
+                source, target = torch.from_numpy(source_A), torch.from_numpy(target_A)
+                for array in (self.cache.k, self.cache.v):
+                    copy_kv_slots(array, source, target)
+            case Allocate(pages, scratch):
+                self._cache = self.model.make_cache(pages, self._start.page_size, scratch)
+            case Save(key, pages):
+                self._saved[key] = self.cache.save(pages)
+            case Restore(key, pages):
+                self.cache.restore(self._saved[key], pages)
+            case FreePages():
+                self.cache.free()
+            case ReclaimPages():
+                self.cache.reclaim()
+
+    def _extend(self, order: ExtendRows) -> None:
+        rows = Rows(
+            *(
+                torch.from_numpy(array)
+                for array in (
+                    order.token_R,
+                    order.position_R,
+                    order.kv_slot_R,
+                    order.request_R,
+                    order.base_B,
+                    order.page_table_BP,
+                    order.path_RD,
+                )
+            )
+        )
+        hidden_RH = self.model.forward(rows, self.cache).hidden_RH
+        check = sum_of_states(hidden_RH, rows)
+        self.model.logits(hidden_RH[torch.from_numpy(order.sampled_R)], check)
+        for first, end in order.scored:
+            self.model.logits(hidden_RH[first:end])
+
+    def _load(self, key: int) -> None:
+        data, descriptors, _, _ = socket.recv_fds(self._side, 8, 1)
+        if int.from_bytes(data, "little") != key or len(descriptors) != 1:
+            raise EngineFailed(f"other memory came than that of model {key}")
+        arena = Arena(descriptors[0])
+        self._models[key] = arena.fill(self._empty)
+        arena.close()
+
+    def _empty(self) -> Decoder:
+        start = self._start
+        return empty_target(
+            start.model,
+            numerics=self._numerics,
+            config=self._config,
+            attention=start.attention,
+            page_size=start.page_size,
+            split=self._split,
+        )
+
+
+def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) -> None:
+    """Follow orders until rank 0 is gone. `EngineFailed` where one cannot be followed."""
+    exchange = GlooExchange(Path(start.directory) / "store", start.rank, start.ranks)
+    rank, number = Rank(start, exchange, side), 0
+    outbox.send(msgspec.msgpack.encode(RankAnswer(start.rank, number)))  # it is there
+    while os.getppid() == start.parent:
+        if not inbox.poll(POLL_MS):
+            continue
+        number += 1
+        envelope = orders.decoded(inbox.recv(), start.life, number)
+        try:
+            text, error = rank.follow(envelope.order), ""
+        except torch.OutOfMemoryError as cause:
+            text, error = "", f"out of memory: {str(cause)[:200]}"
+        if envelope.asks:
+            outbox.send(msgspec.msgpack.encode(RankAnswer(start.rank, number, text, error)))
+        elif error:
+            raise EngineFailed(error)
+
+
+def main() -> NoReturn:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)  # rank 0 decides
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
+    torch.set_num_threads(start.threads)
+    side, context = socket.socket(fileno=int(sys.argv[1])), zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.connect(f"ipc://{start.directory}/orders-{start.rank}")
+    outbox.connect(f"ipc://{start.directory}/answers")
+    status = 0
+    try:
+        serve(start, side, inbox, outbox)
+    except TltError as error:
+        print(f"tlt: rank {start.rank}: {error.message}", file=sys.stderr)
+        status = 2
+    except Exception as error:
+        print(trace(error, ready=True), file=sys.stderr)
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)  # without gloo's destructor, which may wait for a peer
+
+
+if __name__ == "__main__":
+    main()

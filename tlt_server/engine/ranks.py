@@ -1,0 +1,324 @@
+"""The ranks of a target that several processes share, as rank 0 sees them.
+
+`Ranks` starts the others, sends them orders, and notices their death; `NoRanks` is the one of a
+target that this process has alone. A rank that dies, falls silent or differs ends the engine's life
+with one error: the supervisor starts the next one, and requests go on with the same tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from tlt_kernels.cpu.checksums import mixed_sum
+from tlt_server.attention.rows import KVCache, Rows, SavedPages
+from tlt_server.engine import orders
+from tlt_server.engine.arena import Arena, layout
+from tlt_server.engine.exchange.gloo import GlooExchange
+from tlt_server.engine.orders import Envelope, Order, RankAnswer, RankStart
+from tlt_server.engine.settings import DecidedSettings
+from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.split import Split
+
+START_S = 120.0  # for all ranks to be there, and for an answer while kernels may be compiled
+SEND_S = 10.0  # for room in a rank's socket
+POLL_S = 0.2
+
+Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
+
+
+class RankOrders(Protocol):
+    """Everything that rank 0 tells the others, and their state."""
+
+    def order(self, order: Order) -> None:
+        """Send an order that nothing answers."""
+
+    def ask(self, order: Order) -> None:
+        """Send an order and wait until all have followed it; their error, if there is one."""
+
+    def check(self) -> None:
+        """`EngineFailed` where a rank has ended."""
+
+    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
+        """Return `sum_of_states`, which all ranks compare; 0 where there is one."""
+
+    def copiers(self, cache: KVCache) -> Copiers:
+        """Return what saves and restores pages on all ranks."""
+
+
+class NoRanks:
+    def order(self, order: Order) -> None: ...
+
+    def ask(self, order: Order) -> None: ...
+
+    def check(self) -> None: ...
+
+    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
+        return 0
+
+    def copiers(self, cache: KVCache) -> Copiers:
+        return cache.save, cache.restore
+
+
+NO_RANKS = NoRanks()
+
+
+def sum_of_states(hidden_RH: Tensor, rows: Rows) -> int:
+    """Return a 64-bit sum over what every rank holds alike after a step: the last normed rows, and
+    the layout of the rows that gave them.
+    """
+    laid_out = torch.cat([rows.token_R, rows.position_R, rows.kv_slot_R, rows.request_R])
+    return (mixed_sum(hidden_RH)[0] + 3 * mixed_sum(laid_out)[0]) % 2**64
+
+
+class SavedOnRanks:
+    """Saved pages of this rank, and the key of those of the others, which go with it."""
+
+    def __init__(self, key: int, own: SavedPages) -> None:
+        self.key, self.own = key, own
+
+
+class Ranks:
+    def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
+        """RankStart the other ranks and wait until they are there. `StartupError` if one is not."""
+        self._count, self._threads = settings.tensor_parallel, threads_of(settings)
+        self._life, self._sent = secrets.token_hex(8), 0
+        self._lock = threading.RLock()  # the staging thread sends, too
+        self._models: deque[int] = deque()  # keys to be dropped; garbage of any thread
+        self._saved: deque[int] = deque()
+        self._keys = 0
+        self._context = zmq.Context()
+        self._sides: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._end = weakref.finalize(self, _ended, self._processes, self._sides, self._context)
+        with tempfile.TemporaryDirectory(prefix="tlt-") as directory:
+            self._orders = [
+                self._bound(zmq.PUSH, f"{directory}/orders-{rank}")
+                for rank in range(1, self._count)
+            ]
+            self._answers = self._bound(zmq.PULL, f"{directory}/answers")
+            for rank in range(1, self._count):
+                self._launch(settings, config, directory, rank)
+            self.exchange = GlooExchange(Path(directory) / "store", 0, self._count)
+            self._answered(0)
+
+    def close(self) -> None:
+        """End the other ranks; so does the end of this process."""
+        self._end()
+
+    def _bound(self, kind: int, path: str) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.SNDTIMEO, int(1000 * SEND_S))
+        made.setsockopt(zmq.LINGER, 0)
+        made.bind(f"ipc://{path}")
+        return made
+
+    def _launch(
+        self, settings: DecidedSettings, config: ModelConfig, directory: str, rank: int
+    ) -> None:
+        start = RankStart(
+            life=self._life,
+            rank=rank,
+            ranks=self._count,
+            leaves=settings.reduction_leaves,
+            directory=directory,
+            model=str(settings.model),
+            max_position=config.max_position,
+            page_size=settings.page_size,
+            attention=settings.attention,
+            numerics=settings.numerics,
+            threads=self._threads,
+            parent=os.getpid(),
+        )
+        mine, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tlt_server.engine.rank", str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )
+        self._sides.append(mine)
+        self._processes.append(process)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(start) + b"\n")
+        process.stdin.close()
+
+    # -- orders ------------------------------------------------------------------------------------
+
+    def order(self, order: Order) -> None:
+        self._send(order, asks=False)
+
+    def ask(self, order: Order) -> None:
+        self._texts(order)
+
+    def _texts(self, order: Order) -> list[str]:
+        return self._answered(self._send(order, asks=True))
+
+    def _send(self, order: Order, *, asks: bool) -> int:
+        with self._lock:
+            if self._models or self._saved:
+                gone = orders.Drop(_taken(self._models), _taken(self._saved))
+                self._post(gone, asks=False)
+            return self._post(order, asks=asks)
+
+    def _post(self, order: Order, *, asks: bool) -> int:
+        self._sent += 1
+        data = orders.encoded(Envelope(self._life, self._sent, asks, order))
+        for rank, each in enumerate(self._orders, 1):
+            try:
+                each.send(data)
+            except zmq.Again:
+                raise EngineFailed(
+                    f"rank {rank} took no order for {SEND_S:g} s: its socket is full"
+                ) from None
+        return self._sent
+
+    def _answered(self, number: int) -> list[str]:
+        """Wait for the answers of all ranks to the order of this number, and return their texts."""
+        texts: dict[int, str] = {}
+        until_s = time.monotonic() + START_S
+        while len(texts) < self._count - 1:
+            if self._answers.poll(int(1000 * POLL_S)):
+                answer = msgspec.msgpack.decode(self._answers.recv(), type=RankAnswer)
+                if answer.number != number:
+                    raise EngineFailed(
+                        f"rank {answer.rank} answered order {answer.number} instead of {number}"
+                    )
+                if answer.error:
+                    raise EngineFailed(f"rank {answer.rank} failed: {answer.error}")
+                texts[answer.rank] = answer.text
+            elif time.monotonic() > until_s:
+                silent = [str(rank) for rank in range(1, self._count) if rank not in texts]
+                raise EngineFailed(f"rank {', '.join(silent)} did not answer in {START_S:g} s")
+            self.check()
+        return [texts[rank] for rank in sorted(texts)]
+
+    def check(self) -> None:
+        for rank, process in enumerate(self._processes, 1):
+            if process.poll() is not None:
+                raise EngineFailed(
+                    f"rank {rank} (process {process.pid}) ended with status {process.returncode}; "
+                    "its last lines are on stderr"
+                )
+
+    def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
+        return sum_of_states(hidden_RH, rows)
+
+    # -- models and pages --------------------------------------------------------------------------
+
+    def split(self, leaves: int) -> Split:
+        return SharedSplit(leaves, 0, self._count, self.exchange, ranks=self)
+
+    def hold(self, shards: Sequence[Arena]) -> int:
+        """Let each rank map its shard, and return the key that orders name them by."""
+        with self._lock:
+            self._keys += 1
+            for side, arena in zip(self._sides, shards, strict=True):
+                key = self._keys.to_bytes(8, "little")
+                socket.send_fds(side, [key], [arena.descriptor])
+            self.order(orders.LoadShard(self._keys))
+            return self._keys
+
+    def drop_model(self, key: int) -> None:
+        """Have the ranks forget a model; called when this process has, in any thread."""
+        self._models.append(key)
+
+    def test(self, target: Decoder) -> None:
+        """Test the numerics of every rank. `StartupError` where they differ from rank 0's."""
+        key = key_of(target)
+        own = target.numerics.method.name
+        for peer, text in zip(target.peers, self._texts(orders.CheckNumerics(key)), strict=True):
+            method, _, found = text.partition("; ")
+            if method != own or found != layout(peer):
+                raise StartupError(
+                    f"rank {peer.split.rank} has {method} and another layout of its weights or "
+                    f"method than rank 0, which has {own}; start the same version on one machine"
+                )
+
+    def copiers(self, cache: KVCache) -> Copiers:
+        def save(pages: list[int]) -> SavedOnRanks:
+            with self._lock:
+                self._keys += 1
+                saved = SavedOnRanks(self._keys, cache.save(pages))
+            weakref.finalize(saved, self._saved.append, saved.key)
+            self.order(orders.Save(saved.key, pages))
+            return saved
+
+        def restore(saved: SavedOnRanks, pages: list[int]) -> None:
+            self.order(orders.Restore(saved.key, pages))
+            cache.restore(saved.own, pages)
+
+        return save, restore
+
+
+@dataclass(frozen=True)
+class SharedSplit(Split):
+    """Rank 0's split: what it builds has the shards of all ranks, on memory that they map."""
+
+    ranks: Ranks | None = None
+    key: int = 0
+
+    def build(self, make: Callable[[Split], Any]) -> Any:
+        assert self.ranks is not None
+        own, *others = self.all
+        models: list[Any] = []
+        arenas: list[Arena] = []
+        for split in (self, *others):
+            plain = Split(split.leaves, split.rank, split.of, split.exchange)
+            arena = Arena.for_model(partial(make, plain))
+            models.append(arena.fill(partial(make, split)))
+            arenas.append(arena)
+        key = self.ranks.hold(arenas[1:])
+        for arena in arenas:
+            arena.close()
+        target = models[0]
+        target.split, target.peers = replace(self, key=key), tuple(models[1:])
+        weakref.finalize(target, self.ranks.drop_model, key)
+        return target
+
+
+def key_of(target: Decoder) -> int:
+    """Return the key that orders name this target by; 0 without other ranks."""
+    return target.split.key if isinstance(target.split, SharedSplit) else 0
+
+
+def threads_of(settings: DecidedSettings) -> int:
+    """Return the compute threads of each rank."""
+    return max(1, settings.threads // settings.tensor_parallel)
+
+
+def _taken(keys: deque[int]) -> list[int]:
+    return [keys.popleft() for _ in range(len(keys))]
+
+
+def _ended(
+    processes: list[subprocess.Popen[bytes]], sides: list[socket.socket], context: zmq.Context[Any]
+) -> None:
+    """Leave no process: a rank has nothing to save."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    for side in sides:
+        side.close()
+    context.destroy(linger=0)
