@@ -41,3 +41,8 @@ def _command(pid: str) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:  # it has just ended
         return b""
+
+
+def ranks(engine: int) -> list[int]:
+    """Return the pids of the processes with which an engine shares its target."""
+    return [pid for pid, command in _children(engine).items() if b"engine.rank" in command]

@@ -7,12 +7,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
 from tlt_server.bench.exact import ExactEngines, compare, rollout
 from tlt_server.bench.exact_plan import KINDS, PLANS, ExactSize, pages_for, varied
+from tlt_server.bench.exact_versions import PUSHED, STARTED
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
@@ -77,6 +79,24 @@ def test_green_on_a_sound_engine_and_red_on_one_ulp(
     found, counts = rollout(engines, configuration, requests, SIZE, fault=True)
     faulty = compare(configuration, reference, found, counts, 0.0)
     assert faulty.differing_tokens + faulty.differing_logprobs > 0
+
+
+def test_two_ranks_are_green_with_a_pushed_version(
+    base: EngineSettings, requests: list[GenerateRequest]
+) -> None:
+    engines = ExactEngines(replace(base, tensor_parallel=2, reduction_leaves=2))
+    plain = [msgspec.structs.replace(request, lora="") for request in requests]
+    reference = PLANS["cpu"].reference
+    configuration = {"arm": "eagle medium", "batch": 7, "pages": "scarce", "chunk": 16}
+    expected = {
+        version: rollout(engines, reference, plain, SIZE, version=version)[0]
+        for version in engines.versions
+    }
+    assert len(expected) == 2 and expected[STARTED] != expected[PUSHED]
+    for version, bits in expected.items():
+        found, counts = rollout(engines, configuration, plain, SIZE, version=version)
+        seen = compare(configuration, bits, found, counts, 0.0)
+        assert (seen.differing_tokens, seen.differing_logprobs) == (0, 0) and seen.tokens > 100
 
 
 def test_scarce_pages_hold_the_longest_request_and_preempt(

@@ -79,6 +79,13 @@ def _engine(parser: argparse.ArgumentParser) -> None:
 def _exact(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
     parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=1,
+        help="ranks of every run but the reference, which has one [default 1]",
+    )
+    parser.add_argument(
         "--plant-fault",
         action="store_true",
         help="move logits by one ulp, to see the check turn red",

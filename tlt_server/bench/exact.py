@@ -8,7 +8,9 @@ Compared are the tokens and the bits of every log-prob, of prompts too where the
 Many requests have penalties, biases, min_tokens, prompt log-probs or one of two LoRA adapters.
 `--plant-fault` moves logits
 by one ulp in thirty steps of one run, to show that the check can fail. With `--numerics fast`,
-which promises no such thing, the rate of differing tokens is reported and nothing fails.
+which promises no such thing, the rate of differing tokens is reported and nothing fails. With
+`--tensor-parallel` the reference has one rank, all other runs have several, and every second run
+has a pushed version.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
 from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.exact_plan import ADAPTERS, PLANS, ExactSize, pages_for, varied, with_length
+from tlt_server.bench.exact_versions import PUSHED, STARTED, bring, write_pushed
 from tlt_server.bench.faults import planted
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.commands import ClearCache, SetPolicy, Submit
 from tlt_server.engine.assembly import assemble
+from tlt_server.engine.devices import make_device
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.phases import OnPhase
 from tlt_server.engine.settings import EngineSettings
@@ -74,10 +78,13 @@ def run(args: argparse.Namespace) -> int:
     plan = PLANS[args.device]
     size = plan.quick if args.quick else plan.full
     base = settings_of(args)
+    if args.tensor_parallel > 1:
+        ranks = args.tensor_parallel
+        base = replace(base, tensor_parallel=ranks, reduction_leaves=ranks)
     if plan.max_model_len:
         base = replace(base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len))
     requests = [
-        varied(with_length(request, i, size), i)
+        varied(with_length(request, i, size), i, adapters=base.tensor_parallel == 1)
         for i, request in enumerate(
             problems_as_requests(base.model, size.requests, group=8, seed=args.seed)
         )
@@ -91,7 +98,10 @@ def run(args: argparse.Namespace) -> int:
             progress.update(task, description=f"start: {name} took {seconds:.1f} s")
 
         engines = ExactEngines(base, started)
-        reference, _ = rollout(engines, plan.reference, requests, size)
+        references = {
+            version: rollout(engines, plan.reference, requests, size, version=version)[0]
+            for version in engines.versions
+        }
         progress.update(task, advance=1)
         results = []
         for i, configuration in enumerate(configurations):
@@ -100,12 +110,13 @@ def run(args: argparse.Namespace) -> int:
             )
             chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
             began = time.perf_counter()
+            version = engines.versions[i % len(engines.versions)]
+            fault = args.plant_fault and i == 0
             found, counts = rollout(
-                engines, configuration, chosen, size, fault=args.plant_fault and i == 0
+                engines, configuration, chosen, size, fault=fault, version=version
             )
-            results.append(
-                compare(configuration, reference, found, counts, time.perf_counter() - began)
-            )
+            seconds = time.perf_counter() - began
+            results.append(compare(configuration, references[version], found, counts, seconds))
             progress.update(task, advance=1)
     return report(console, results, described(base, engines.fingerprint), args)
 
@@ -119,8 +130,11 @@ class ExactEngines:
         self.base, self.plan, self._on_phase = base, PLANS[str(base.device)], on_phase
         self._source = LoadedOnce(self.plan.strategies)
         self._engine: Engine | None = None
-        self._adapters = TemporaryDirectory(prefix="tlt-exact-")
-        write_adapters(Path(base.model), Path(self._adapters.name))
+        self._root = TemporaryDirectory(prefix="tlt-exact-")
+        self.shared = base.tensor_parallel > 1
+        self.versions = (STARTED, PUSHED) if self.shared else (STARTED,)
+        write = write_pushed if self.shared else write_adapters
+        write(Path(base.model), Path(self._root.name))
         self._of: tuple[int, bool, bool] | None = None
         self.fingerprint: Fingerprint | None = None  # the last engine's
 
@@ -137,13 +151,17 @@ class ExactEngines:
                 max_running=batch,
                 max_rows=self.plan.max_rows,
                 graphs=self.base.graphs and not fault,
-                weight_root=Path(self._adapters.name),
-                max_loras=len(ADAPTERS) - 1,
+                weight_root=Path(self._root.name),
+                max_loras=0 if self.shared else len(ADAPTERS) - 1,
                 max_lora_rank=RANK,
+                tensor_parallel=1 if reference else self.base.tensor_parallel,
             )
-            self._engine, info = assemble(settings, self._on_phase, make_device=self._source.device)
+            device = make_device if self.shared else self._source.device
+            self._engine, info = assemble(settings, self._on_phase, make_device=device)
+            assert self.fingerprint in (None, info.fingerprint), "runs of different numerics"
             self.fingerprint = info.fingerprint
-            load_adapters(self._engine)
+            if not self.shared:
+                load_adapters(self._engine)
             self._of = batch, fault, reference
         return self._engine
 
@@ -155,13 +173,15 @@ def rollout(
     size: ExactSize,
     *,
     fault: bool = False,
+    version: str = STARTED,
 ) -> tuple[dict[str, Bits], dict[str, float]]:
-    """Run all requests on an engine that has forgotten what it ran before; return each output and
-    the run's counts.
+    """Run all requests on an engine that has forgotten what it ran before, with a version of the
+    target; return each output and the run's counts.
     """
     batch, reference = int(str(configuration["batch"])), configuration is engines.plan.reference
     engine = engines.engine(batch, fault=fault, reference=reference)
     policy, strategy = engines.plan.arms[str(configuration["arm"])]
+    bring(engine, version)
     pool, before = engine.scheduler.pool, engine.scheduler.preemptions
     engine.send(SetPolicy(policy, strategy))
     engine.send(ClearCache("exact"))

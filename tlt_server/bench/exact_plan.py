@@ -148,10 +148,12 @@ def with_length(request: GenerateRequest, i: int, size: ExactSize) -> GenerateRe
     return msgspec.structs.replace(request, sampling=changed)
 
 
-def varied(request: GenerateRequest, i: int) -> GenerateRequest:
+def varied(request: GenerateRequest, i: int, *, adapters: bool = True) -> GenerateRequest:
     """Return the request with the edits of logits, the scores and the adapter that its turn has."""
     changed = msgspec.structs.replace(request.sampling, **KINDS[i % len(KINDS)])
-    return msgspec.structs.replace(request, sampling=changed, lora=ADAPTERS[i % len(ADAPTERS)])
+    return msgspec.structs.replace(
+        request, sampling=changed, lora=ADAPTERS[i % len(ADAPTERS)] if adapters else ""
+    )
 
 
 def pages_for(

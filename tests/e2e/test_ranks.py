@@ -1,0 +1,53 @@
+"""A real server whose target is shared by two processes: it says so, and goes on with the same
+tokens after one of them was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.e2e.conftest import DRAFTING
+from tests.e2e.test_lifecycle import until
+from tests.processes import engine, ranks
+from tlt_client import Client, Reply
+from tlt_server.demo.push import perturbed_copy
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+
+ASKED = [{"prompt": f"Compute {i}*4+5.", "seed": i} for i in range(4)]
+SAMPLING = {"max_tokens": 120, "ignore_eos": True, "temperature": 1.0}
+
+
+def outputs(reply: Reply) -> list[tuple[list[int], list[float]]]:
+    found = [choice for result in reply.results for choice in result.choices]
+    return [(list(choice.token_ids), list(choice.logprobs)) for choice in found]
+
+
+def test_a_shared_target_takes_a_push_and_goes_on_with_its_tokens_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    new = perturbed_copy(TARGET, tmp_path / "new")
+    flags = ("--device", "cpu", "--tensor-parallel", "2", "--weight-root", str(tmp_path))
+    state = ("--state-dir", str(tmp_path / "state"))
+    with (
+        ServerProcess(*DRAFTING, *flags, *state, "--port", "0") as server,
+        Client(server.url, timeout_s=60) as client,
+    ):
+        info = client.server_info()
+        assert info["tp_size"] == info["engine"]["tensor_parallel"] == 2
+        assert info["vllm_config"]["parallel_config"]["tensor_parallel_size"] == 2
+        assert info["engine"]["fingerprint"]["leaves"] == 2
+        client.update_weights(str(new), "v1")
+        expected = outputs(client.generate(ASKED, sampling=SAMPLING))
+        killed_engine = engine(server.process.pid)
+        [rank] = ranks(killed_engine)
+        rollout = client.generate(ASKED, sampling=SAMPLING, detach=True)
+        until(lambda: rollout.fetch().progress.tokens > 20, 60)
+        os.kill(rank, signal.SIGKILL)
+        assert outputs(rollout.result(120)) == expected
+        assert engine(server.process.pid) != killed_engine, "the life went on without a rank"
+        [rank] = ranks(engine(server.process.pid))
+        server.stop()
+        assert not Path(f"/proc/{rank}").exists(), "a rank outlived its server"
