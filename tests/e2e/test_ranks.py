@@ -48,6 +48,7 @@ def test_a_shared_target_takes_a_push_and_goes_on_with_its_tokens_after_a_kill(
         os.kill(rank, signal.SIGKILL)
         assert outputs(rollout.result(120)) == expected
         assert engine(server.process.pid) != killed_engine, "the life went on without a rank"
-        [rank] = ranks(engine(server.process.pid))
-        server.stop()
-        assert not Path(f"/proc/{rank}").exists(), "a rank outlived its server"
+        last = engine(server.process.pid)
+        [rank] = ranks(last)
+        os.kill(last, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{rank}").exists(), 5)

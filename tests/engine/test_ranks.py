@@ -143,6 +143,16 @@ def test_pushes_rollback_and_sleep_change_both_ranks(
     assert responses(shared) == first and one.checksums() == shared.checksums()
 
 
+def test_a_rank_forgets_versions_that_are_replaced(shared: Pushable, root: Path) -> None:
+    for turn in range(3):
+        path = root / ("new", "newer")[turn % 2]
+        assert shared.push(path, f"turn {turn}").result == "committed"
+    shared.step(2)
+    [process] = ranks_of(shared)._processes
+    mapped = Path(f"/proc/{process.pid}/maps").read_text().count("tlt-shard")
+    assert 2 <= mapped <= 3, "live, previous, and one that is about to be dropped"
+
+
 def test_a_changed_slice_of_another_rank_is_named_by_the_checksums(shared: Pushable) -> None:
     name = "model.layers.2.self_attn.o_proj.weight"
     network, before = target_of(shared), shared.checksums()
@@ -182,6 +192,14 @@ def test_an_idle_engine_notices_that_a_rank_ended(doomed: Pushable) -> None:
     process.wait(5)
     with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
         doomed.step()
+
+
+def test_a_rank_that_cannot_start_is_one_error(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt_server.engine.ranks.RANK", "tlt_server.engine.no_rank")
+    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status 1"):
+        Pushable(replace(settings, tensor_parallel=2))
 
 
 @pytest.mark.parametrize(

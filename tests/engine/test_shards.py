@@ -22,7 +22,7 @@ from tlt_server.models.llama import Llama
 from tlt_server.models.loader import fill
 from tlt_server.models.numerics import METHODS, Numerics
 from tlt_server.models.qwen3 import Qwen3
-from tlt_server.models.shards import check_ranks, cut
+from tlt_server.models.shards import BLOCK, check_ranks, cut
 from tlt_server.models.split import Split, folded
 from tlt_server.weights.checksums import live_sums
 
@@ -130,6 +130,21 @@ def test_parts_in_another_order_are_noticed(checkpoint: Path) -> None:
     crossed = outputs(sharded(Llama, checkpoint, 4, 4, lambda parts: parts[::2] + parts[1::2]))
     assert not torch.equal(crossed[0], expected)
     torch.testing.assert_close(crossed[0], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_shard_that_is_off_by_one_block_is_noticed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A negative control: rank 0 has the second block of the vocabulary twice, and no first."""
+    whole = sharded(Llama, checkpoint, 1, 4)[0].own_parameters()
+    models = sharded(Llama, checkpoint, 2, 4)
+    head = models[0].own_parameters()["lm_head.weight"]
+    head[:BLOCK] = whole["lm_head.weight"][BLOCK : 2 * BLOCK]
+    assert not torch.equal(outputs(models)[0], outputs(sharded(Llama, checkpoint, 1, 4))[0])
+    changed = live_sums(models[0].parameters())
+    assert [name for name, view in whole.items() if changed[name] != mix64(view)] == [
+        "lm_head.weight"
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -171,9 +171,11 @@ class Rank:
 
 def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) -> None:
     """Follow orders until rank 0 is gone. `EngineFailed` where one cannot be followed."""
+    number, here = 0, msgspec.msgpack.encode(RankAnswer(start.rank, 0))
+    outbox.send(here)
     exchange = GlooExchange(Path(start.directory) / "store", start.rank, start.ranks)
-    rank, number = Rank(start, exchange, side), 0
-    outbox.send(msgspec.msgpack.encode(RankAnswer(start.rank, number)))  # it is there
+    outbox.send(here)
+    rank = Rank(start, exchange, side)
     while os.getppid() == start.parent:
         if not inbox.poll(POLL_MS):
             continue

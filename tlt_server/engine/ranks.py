@@ -40,6 +40,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.split import Split
 
+RANK = "tlt_server.engine.rank"
 START_S = 120.0  # for all ranks to be there, and for an answer while kernels may be compiled
 SEND_S = 10.0  # for room in a rank's socket
 POLL_S = 0.2
@@ -119,8 +120,9 @@ class Ranks:
             self._answers = self._bound(zmq.PULL, f"{directory}/answers")
             for rank in range(1, self._count):
                 self._launch(settings, config, directory, rank)
+            self._answered(0)  # all have begun, so the exchange waits for none that cannot
             self.exchange = GlooExchange(Path(directory) / "store", 0, self._count)
-            self._answered(0)
+            self._answered(0)  # all have joined, so none reads the directory any more
 
     def close(self) -> None:
         """End the other ranks; so does the end of this process."""
@@ -153,7 +155,7 @@ class Ranks:
         mine, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tlt_server.engine.rank", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", RANK, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
             )

@@ -133,8 +133,8 @@ class Numerics:
                 return
         raise StartupError(
             f"strict numerics: the matmul by a weight of {list(broken[0])} depends on the rows "
-            f"or columns around it, also in {BLOCKS.name}; set MKL_CBWR=AVX2,STRICT before the "
-            "process starts, or choose numerics: fast (exact in distribution only)"
+            f"around it, or on the columns, also in {BLOCKS.name}; set "
+            "MKL_CBWR=AVX2,STRICT before the process starts, or choose numerics: fast (exact in distribution only)"
         )
 
     def _row_invariant(self, weight_KN: Tensor, bias_N: Tensor | None) -> bool:

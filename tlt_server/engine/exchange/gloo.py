@@ -14,7 +14,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from tlt_server.errors import EngineFailed
 from tlt_server.models.split import folded
 
-JOIN_S = 120.0  # for all ranks to be there; they import torch first
+JOIN_S = 30.0  # for all ranks to connect
 FIRST_S = 120.0  # for a step's exchange while kernels may still be compiled
 WAIT_S = 10.0  # for any later one
 FIRST_STEPS = 16
