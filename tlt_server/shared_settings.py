@@ -261,7 +261,8 @@ class SharedSettings:
         int | None,
         Doc(
             "MiB",
-            "Memory for KV pages; auto is 1024 on a CPU, and what memory_fraction leaves on a GPU.",
+            "Memory for KV pages of each rank; auto is 1024 on a CPU, and what memory_fraction "
+            "leaves on a GPU.",
             1,
             2**24,
             auto=True,

@@ -32,6 +32,12 @@ def broken(pair: Path, **settings: Any) -> Config:
     return configured(model=pair / "target", drafter=str(pair / "drafter"), **settings)
 
 
+def test_ranks(pair: Path) -> None:
+    assert "on each of 2 ranks" in found(model.memory, broken(pair, tensor_parallel=2)).found
+    refused = found(model.device, broken(pair, tensor_parallel=4))
+    expect(refused, "fail", "tensor_parallel is 4", "use 1 or 2")
+
+
 def test_tokenizer(pair: Path) -> None:
     (pair / "target" / "tokenizer_config.json").write_text("{}")
     expect(found(places.tokenizer, broken(pair)), "warn", "no chat template", "chat_template")

@@ -133,13 +133,15 @@ def measure(
     seed: int = 0,
     on_part: Callable[[str], None] = lambda name: None,
 ) -> list[dict[str, Any]]:
-    engine, _ = assemble(settings, make_device=LoadedOnce().device)
+    engine, info = assemble(settings, make_device=LoadedOnce().device)
+    fingerprint = msgspec.structs.asdict(info.fingerprint)
     on_part(cases[0].name)
     rows = []
     for done, case in enumerate(cases):
         figures = _measured(engine, settings, case, quick=quick, seed=seed)
         captured = settings.feature_ring is not None
-        rows.append({"prompt": case.prompt, "captured": captured, **figures})
+        named = {"prompt": case.prompt, "captured": captured, "fingerprint": fingerprint}
+        rows.append({**named, **figures})
         on_part(cases[min(done + 1, len(cases) - 1)].name)
     del engine
     release()

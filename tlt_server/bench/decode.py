@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -110,20 +111,24 @@ def measure(
     on_part: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Row], list[Row]]:
     """Rows of decoding and of prefill on one engine, which is taken down again."""
-    engine, _ = assemble(settings, make_device=LoadedOnce().device)
+    engine, info = assemble(settings, make_device=LoadedOnce().device)
+    named: Row = {
+        "numerics": settings.numerics,
+        "fingerprint": msgspec.structs.asdict(info.fingerprint),
+    }
     on_part("batch")
     rows: list[Row] = []
     for batch in batches:
         timed = time_steps(
             engine, random_requests(batch, PROMPT, QUICK_NEW if quick else NEW, seed=seed + batch)
         )
-        rows.append({"numerics": settings.numerics, "prompt": PROMPT, **timed.figures()})
+        rows.append({**named, "prompt": PROMPT, **timed.figures()})
         on_part(f"batch {batch}, {settings.numerics}")
     if context:
         timed = time_steps(
             engine, random_requests(1, context, LONG_NEW, seed=seed), max_steps=LONG_NEW // 2
         )
-        rows.append({"numerics": settings.numerics, "prompt": context, **timed.figures()})
+        rows.append({**named, "prompt": context, **timed.figures()})
         on_part(f"context {context}, {settings.numerics}")
     prefill: list[Row] = []
     for prompts, length in prefills:
@@ -131,12 +136,7 @@ def measure(
             engine, prompts, length, rounds=2 if quick else ROUNDS, seed=seed + prompts
         )
         prefill.append(
-            {
-                "numerics": settings.numerics,
-                "prompts": prompts,
-                "length": length,
-                "tokens_per_s": round(rate, 1),
-            }
+            {**named, "prompts": prompts, "length": length, "tokens_per_s": round(rate, 1)}
         )
         on_part(f"prefill {prompts} x {length}, {settings.numerics}")
     del engine

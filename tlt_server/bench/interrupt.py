@@ -27,7 +27,7 @@ from tlt_client.errors import Conflict
 from tlt_server.bench.goodput import percentile
 from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, progress_bar, wide_console
-from tlt_server.bench.settings import described, settings_of
+from tlt_server.bench.settings import described, fingerprint_of, settings_of
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
                 states.append(until_working(client))
                 time.sleep(probe.draw.uniform(*WAIT_S))
                 delays_s.append(timed(states[-1], 1) - statistics.median(idle_s))
-            trainer = client.drafter()["trainer"]
+            trainer, fingerprint = client.drafter()["trainer"], fingerprint_of(client)
             probe.close()
     in_training_s = [
         delay_s for delay_s, name in zip(delays_s, states, strict=True) if name == "training"
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     figures = {
         "bench": "interrupt",
         "quick": bool(args.quick),
-        **described(settings),
+        **described(settings, fingerprint),
         "requests": asked,
         "states": {name: states.count(name) for name in WORKING},
         "idle_ms": _milliseconds(idle_s),

@@ -25,7 +25,6 @@ from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.child import EngineChild
-from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.events import Outputs
 from tlt_server.records import Cycle, GenerateRequest, Strategy
@@ -141,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
                         expected = expected or tokens
                         differing += sum(tokens[i] != expected[i] for i in tokens)
                     progress.update(task, advance=1)
-    return report(console, seen, differing, base, args)
+    named = {"threads": base.threads, **described(base, strict.info.fingerprint)}
+    return report(console, seen, differing, named, args)
 
 
 def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
@@ -228,7 +228,7 @@ def report(
     console: Console,
     seen: dict[tuple[str, str], list[Figures]],
     differing: int,
-    base: EngineSettings,
+    settings: dict[str, object],
     args: argparse.Namespace,
 ) -> int:
     table = Table(
@@ -249,8 +249,7 @@ def report(
         "bench": "rollout",
         "quick": bool(args.quick),
         "rounds": len(seen["tail", "off"]),
-        "threads": base.threads,
-        **described(base),
+        **settings,
     }
     for (workload, name), found in seen.items():
         median = {

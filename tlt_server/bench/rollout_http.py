@@ -35,7 +35,7 @@ from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, progress_bar, save, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout import shortened
-from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
+from tlt_server.bench.settings import at_most_what_it_takes, described, fingerprint_of, settings_of
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
@@ -106,8 +106,6 @@ def run(args: argparse.Namespace) -> int:
         "seeds": [],
         "max_tokens": most,
         "penalties": bool(args.penalties),
-        **described(settings),
-        "max_running": args.max_running,
     }
     seen: dict[tuple[str, str], list[RolloutRun]] = {}
     with (
@@ -119,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         total = len(workloads) * len(seeds) * len(arms) + 2
         task = progress.add_task("rollouts", total=total)
+
+        said |= described(settings, fingerprint_of(client)) | {"max_running": args.max_running}
 
         def play(workload: Workload, seed: int, arm: str) -> RolloutRun:
             progress.update(task, description=f"{workload.name}: {arm.replace(':', ' ')}")

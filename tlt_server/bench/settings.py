@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from tlt_client import Client
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
@@ -50,6 +51,11 @@ def shape_of(model: Path) -> dict[str, int]:
         "kv_heads": config.kv_heads,
         "vocab": config.vocab_size,
     }
+
+
+def fingerprint_of(client: Client) -> Fingerprint:
+    """Return the fingerprint of a running server's engine."""
+    return msgspec.convert(client.server_info()["engine"]["fingerprint"], Fingerprint)
 
 
 def described(

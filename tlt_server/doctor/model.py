@@ -14,6 +14,7 @@ from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
+from tlt_server.engine.devices.cpu import check_split
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.sizing import kv_pages, served_length, training_share
@@ -24,6 +25,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.loader import check_files, empty_target, own_dtype, unread
 from tlt_server.models.numerics import BLOCKS, Numerics
+from tlt_server.models.split import WHOLE, Split
 from tlt_server.speculation.drafters import drafter_in, weights_directory
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.weights.parts import DrafterNetwork
@@ -57,11 +59,12 @@ def device(config: Config) -> Finding:
         )
     else:
         BACKENDS.resolve(choice.settings.attention)
+        check_split(choice.settings, ModelConfig.read(config.model))
     return ok(choice.describe())
 
 
-def _model(config: Config) -> Decoder:
-    """The target without storage."""
+def _model(config: Config, split: Split = WHOLE) -> Decoder:
+    """The target without storage, or a rank's part of it."""
     settings, raw = engine_settings(config), ModelConfig.read(config.model)
     directory = weights_directory(config.drafter)
     layers = find_loader(directory, "cpu").feature_layers(directory, raw) if directory else ()
@@ -72,6 +75,7 @@ def _model(config: Config) -> Decoder:
             numerics=Numerics("strict"),
             page_size=settings.page_size,
             feature_layers=layers,
+            split=split,
         )
 
 
@@ -135,14 +139,16 @@ def memory(config: Config) -> Finding:
     settings, model = chosen[0].settings, _model(config)
     if settings.device == "cuda":
         return _gpu_memory(config, model)
-    per_page = model.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
+    ranks = settings.tensor_parallel
+    of_rank = _model(config, Split(settings.reduction_leaves, 0, ranks))
+    per_page = of_rank.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
     pages = kv_pages(settings, per_page, model.max_position)
     beside = config.channels and config.weight_staging in (None, "device", "host")
     versions = 3 if beside else 1  # live, before that, and the one being staged
-    need = 4 * _values(model) * versions + pages * per_page
+    need = 4 * _values(model) * versions + ranks * pages * per_page
     found = (
         f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and "
-        f"{pages * per_page / GIB:.2f} GiB of KV"
+        f"{pages * per_page / GIB:.2f} GiB of KV{f' on each of {ranks} ranks' * (ranks > 1)}"
     )
     directory = weights_directory(config.drafter)
     if settings.feature_bytes and directory is not None:

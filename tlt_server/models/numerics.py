@@ -134,7 +134,8 @@ class Numerics:
         raise StartupError(
             f"strict numerics: the matmul by a weight of {list(broken[0])} depends on the rows "
             f"around it, or on the columns, also in {BLOCKS.name}; set "
-            "MKL_CBWR=AVX2,STRICT before the process starts, or choose numerics: fast (exact in distribution only)"
+            "MKL_CBWR=AVX2,STRICT before the process starts, or choose numerics: fast (exact in "
+            "distribution only)"
         )
 
     def _row_invariant(self, weight_KN: Tensor, bias_N: Tensor | None) -> bool:

@@ -74,8 +74,7 @@ class CpuDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, self._settings.drafter_directory
-        check_ranks(config, settings.tensor_parallel, str(settings.model))
-        check_leaves(config, settings.reduction_leaves, LEAF_UNIT, str(settings.model))
+        check_split(settings, config)
         split = Split(settings.reduction_leaves)
         if settings.tensor_parallel > 1:
             ranks = self._ranks = Ranks(settings, config)
@@ -189,6 +188,12 @@ class CpuDevice:
     def free(self) -> Free:
         available = host_memory().available
         return Free(available, available, disk_free(self._settings.state_dir))
+
+
+def check_split(settings: DecidedSettings, config: ModelConfig) -> None:
+    """`StartupError` where this model cannot be split so."""
+    check_ranks(config, settings.tensor_parallel, str(settings.model))
+    check_leaves(config, settings.reduction_leaves, LEAF_UNIT, str(settings.model))
 
 
 @dataclass(frozen=True)
