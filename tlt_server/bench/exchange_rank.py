@@ -38,7 +38,7 @@ WAIT_S = 60.0  # a rank that compiles is waited for
 Row = dict[str, Any]
 
 
-class Rank:
+class BenchRank:
     def __init__(self, number: int, folder: Path) -> None:
         self.folder, self.number = folder, number
         self.device = torch.device("cuda", number)
@@ -76,7 +76,7 @@ class Rank:
         return torch.randn(shape, generator=generator, device=self.device)
 
 
-def signals(rank: Rank) -> Iterator[Row]:
+def signals(rank: BenchRank) -> Iterator[Row]:
     run = partial(exchange.meet, rank.peers, MEETINGS)
     run()
     us = rank.times_us("signals", {"it": run})["it"] / MEETINGS
@@ -93,13 +93,13 @@ def many(call: Callable[[int], object], count: int = CALLS) -> Callable[[], None
     return captured(run)
 
 
-def fused(rank: Rank) -> Iterator[Row]:
+def fused(rank: BenchRank) -> Iterator[Row]:
     for rows in MANY_ROWS:
         for parts in (1, 2):
             yield fused_of(rank, parts, rows)
 
 
-def fused_of(rank: Rank, parts: int, rows: int) -> Row:
+def fused_of(rank: BenchRank, parts: int, rows: int) -> Row:
     """Time the exchange of some partial sums per rank, and the norm that adds as many on one GPU;
     say how many of its elements differ from the norm's.
     """
@@ -133,12 +133,12 @@ def fused_of(rank: Rank, parts: int, rows: int) -> Row:
     }
 
 
-def gathered(rank: Rank) -> Iterator[Row]:
+def gathered(rank: BenchRank) -> Iterator[Row]:
     for rows in ROWS:
         yield gathered_of(rank, rows)
 
 
-def gathered_of(rank: Rank, rows: int) -> Row:
+def gathered_of(rank: BenchRank, rows: int) -> Row:
     words = rows * BLOCK_WORDS
     mine = [rank.peers.room(turn)[:words].view(torch.int32) for turn in range(2)]
     out = torch.empty(RANKS, words, dtype=torch.int32, device=rank.device)
@@ -147,20 +147,20 @@ def gathered_of(rank: Rank, rows: int) -> Row:
     return {"what": "gather", "rows": rows, "words": words, "us": round(us / CALLS, 2)}
 
 
-def halves(rank: Rank) -> Iterator[Row]:
+def halves(rank: BenchRank) -> Iterator[Row]:
     """Time a rank's half of the o and down projections: as one leaf, as two that go to memory,
     which is 112 programs instead of 56, and as two that a program adds.
     """
     yield from projections(rank, RANKS, ROWS, ((1, 1), (2, 2), (2, 1)))
 
 
-def folds(rank: Rank) -> Iterator[Row]:
+def folds(rank: BenchRank) -> Iterator[Row]:
     """Time the o and down projections of one GPU, without and with a fold of two leaves."""
     yield from projections(rank, 1, (64, 256, 2048), ((2, 2), (4, 2)))
 
 
 def projections(
-    rank: Rank, ranks: int, all_rows: tuple[int, ...], cuts: tuple[tuple[int, int], ...]
+    rank: BenchRank, ranks: int, all_rows: tuple[int, ...], cuts: tuple[tuple[int, int], ...]
 ) -> Iterator[Row]:
     """Time each number of leaves and of partial sums."""
     for name, inputs in (("o", HIDDEN // ranks), ("down", INTERMEDIATE // ranks)):
@@ -181,7 +181,7 @@ def projections(
 
 
 def projection_us(
-    rank: Rank, name: str, weights: list[Tensor], rows: int, cuts: tuple[tuple[int, int], ...]
+    rank: BenchRank, name: str, weights: list[Tensor], rows: int, cuts: tuple[tuple[int, int], ...]
 ) -> list[float]:
     x = rank.normal(rows, weights[0].shape[1], seed=rows).to(torch.bfloat16)
 
@@ -192,7 +192,7 @@ def projection_us(
     return [*rank.times_us(f"{name}, {rows} rows", runs).values()]
 
 
-def nccl(rank: Rank) -> Iterator[Row]:
+def nccl(rank: BenchRank) -> Iterator[Row]:
     """Time NCCL's all-gather of the partial sums and the norm that adds them."""
     distributed.init_process_group(
         "nccl",
@@ -206,7 +206,7 @@ def nccl(rank: Rank) -> Iterator[Row]:
         yield nccl_of(rank, rows)
 
 
-def nccl_of(rank: Rank, rows: int) -> Row:
+def nccl_of(rank: BenchRank, rows: int) -> Row:
     mine = rank.normal(1, rows, HIDDEN, seed=rank.number)
     part_TRH = torch.empty(RANKS, rows, HIDDEN, device=rank.device)
     residual = torch.zeros(rows, HIDDEN, device=rank.device)
@@ -223,7 +223,7 @@ SECTIONS = (signals, fused, gathered, halves, folds, nccl)
 
 
 def main(folder: Path, number: int) -> None:
-    rank = Rank(number, folder)
+    rank = BenchRank(number, folder)
     for section in SECTIONS:
         rows = list(section(rank))
         if number == 0:
