@@ -22,6 +22,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "rollout": ("Rollouts with a long tail", rollouts.rollout),
     "rollout-http": ("Rollouts over HTTP", rollouts.rollout_http),
     "replay": ("Regret of the policies", rollouts.replay),
+    "grpo": ("Steps of an RL loop", training.grpo),
     "training": ("Training the drafter", training.training),
     "interrupt": ("Interrupting the drafter's training", training.interrupt),
     "overload": ("Overload", service.overload),

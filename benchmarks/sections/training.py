@@ -46,6 +46,29 @@ def interrupt(figures: Figures) -> Iterator[str]:
     )
 
 
+def grpo(figures: Figures) -> Iterator[str]:
+    yield (
+        "Medians over steps of RL runs with the same bits of tokens, rewards and weights. `in "
+        "all`: rollout and pushes, without the policy's update and the drafter's training. "
+        "`faster`: the first run's time over this one's at the same step, median and 90 % interval."
+    )
+    yield table(
+        ("run", "steps", "rollout, s", "push, s", "in all, s", "accept length", "faster"),
+        (
+            (
+                r["run"],
+                r["steps"],
+                f"{r['rollout_s']:.2f}",
+                f"{r['push_s'] + r['drafter_push_s']:.2f}",
+                f"{r['total_s']:.2f}",
+                "" if r["accept_length"] is None else f"{r['accept_length']:.2f}",
+                f"{r['ratio']:.2f} [{r['interval'][0]:.2f}, {r['interval'][1]:.2f}]",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
 def training(figures: Figures) -> Iterator[str]:
     yield (
         f"Random weights and features, lengths with a long tail, {figures['budget']} tokens a "

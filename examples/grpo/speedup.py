@@ -10,7 +10,8 @@ that holds 90 % of medians over resampled steps.
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 
 from examples.grpo.plots import lines_of
 from examples.grpo.record import differences
+from tlt_server.bench.record import entry_of, without_folder, write_entry
 
 PARTS = ("rollout_s", "push_s", "drafter_push_s")
 RESAMPLES = 2000
@@ -63,10 +65,16 @@ if __name__ == "__main__":
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--from-step", type=int, default=0, help="first step that counts")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write a file like those of tlt bench")
+    parser.add_argument("--commit", help="of the code that runs [default: what git says]")
+    parser.add_argument("--note", help="what a reader has to know of the runs")
     asked = parser.parse_args()
     found = compare(asked.runs, asked.from_step)
     for row in found:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+        figures = {"bench": "grpo", "first_step": asked.from_step, "rows": found}
+        flags = [without_folder(argument) for argument in sys.argv[1:]]
+        command = shlex.join(["python", "-m", "examples.grpo.speedup", *flags])
+        entry = entry_of(figures, command, on_gpu=True, commit=asked.commit)
+        write_entry(asked.json, entry | ({"note": asked.note} if asked.note else {}))
