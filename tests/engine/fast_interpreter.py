@@ -1,10 +1,9 @@
 """Triton's CPU interpreter at several times its speed: the language is patched once.
 
 By itself the interpreter patches the language again for every launch and every call of a device
-function, computes each integer sum and product again in 64 bits to check it for overflow, describes
-each value's type and shape again, and finds out for each operation what its operands promote to.
-Whole engines run without the overflow check; the kernels' own tests keep it (`checked`). With a
-Triton whose interior differs this changes nothing.
+function, computes each integer sum and product again in 64 bits for a check of overflows that it
+does not make, describes each value's type and shape again, and finds out for each operation what
+its operands promote to. With a Triton whose interior differs this changes nothing.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ NEEDED = (  # what the patches replace
 )
 
 
-WHOLE = dict.fromkeys(("int32", "uint32", "int64", "uint64"))
-SUMS = WHOLE | {"fp32": None}
-# Operations whose result has the type of both operands, and whether the overflow check is for them.
-SAME_TYPE: dict[str, tuple[np.ufunc, dict[str, None], bool]] = {
-    "__add__": (np.add, SUMS, True),
-    "__radd__": (np.add, SUMS, True),
-    "__sub__": (np.subtract, SUMS, True),
-    "__mul__": (np.multiply, SUMS, True),
-    "__rmul__": (np.multiply, SUMS, True),
-    "__and__": (np.bitwise_and, WHOLE | {"int1": None}, False),
-    "__or__": (np.bitwise_or, WHOLE | {"int1": None}, False),
-    "__xor__": (np.bitwise_xor, WHOLE, False),
+WHOLE = frozenset(("int32", "uint32", "int64", "uint64"))
+SUMS = WHOLE | {"fp32"}
+# Operations whose result has the type of both operands.
+SAME_TYPE: dict[str, tuple[np.ufunc, frozenset[str]]] = {
+    "__add__": (np.add, SUMS),
+    "__radd__": (np.add, SUMS),
+    "__sub__": (np.subtract, SUMS),
+    "__mul__": (np.multiply, SUMS),
+    "__rmul__": (np.multiply, SUMS),
+    "__and__": (np.bitwise_and, WHOLE | {"int1"}),
+    "__or__": (np.bitwise_or, WHOLE | {"int1"}),
+    "__xor__": (np.bitwise_xor, WHOLE),
 }
 COMPARISONS = {
     "__lt__": np.less,
@@ -60,7 +59,10 @@ COMPARISONS = {
     "__eq__": np.equal,
     "__ne__": np.not_equal,
 }
-NUMPY = {"int1": bool, "int32": np.int32, "uint32": np.uint32, "int64": np.int64} | {
+NUMPY = {
+    "int32": np.int32,
+    "uint32": np.uint32,
+    "int64": np.int64,
     "uint64": np.uint64,
     "fp32": np.float32,
 }
@@ -89,14 +91,12 @@ def _offsets(pointers: tl.tensor, other: Any) -> bool:
     )
 
 
-def _operation(name: str, slow: Callable[..., Any], checked: bool) -> Callable[..., Any]:
+def _operation(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
     """Return an operation that asks numpy at once where both operands are of one plain type, or one
     is a small number.
     """
     compares = name in COMPARISONS
-    ufunc, plain, overflows = (COMPARISONS[name], SUMS, False) if compares else SAME_TYPE[name]
-    if checked and overflows:
-        plain = {kind: None for kind in plain if kind not in ("int32", "uint32")}
+    ufunc, plain = (COMPARISONS[name], SUMS) if compares else SAME_TYPE[name]
     handle, tensor = interpreter.TensorHandle, tl.tensor
 
     def quick(self: tl.tensor, other: Any) -> Any:
@@ -215,12 +215,11 @@ def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> N
         return inner(*args, **named)
 
     operation = obj is tl.tensor and (name in SAME_TYPE or name in COMPARISONS)
-    checked = interpreter.interpreter_builder.options.sanitize_overflow
-    scope.set_attr(obj, name, _operation(name, bound, checked) if operation else bound)
+    scope.set_attr(obj, name, _operation(name, bound) if operation else bound)
 
 
 @contextmanager
-def patched_once(*, checked: bool = False) -> Iterator[None]:
+def patched_once() -> Iterator[None]:
     if not all(hasattr(owner, name) for owner, name in NEEDED):
         yield
         return
@@ -230,7 +229,7 @@ def patched_once(*, checked: bool = False) -> Iterator[None]:
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)
-    builder.options = replace(options, sanitize_overflow=checked)
+    builder.options = replace(options, sanitize_overflow=False)
     scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     try:

@@ -1,9 +1,14 @@
-"""The property of Triton's CPU interpreter that the kernels' bit tests rely on."""
+"""Properties of Triton's CPU interpreter that the kernels' bit tests rely on, with the short cuts
+that tests give it.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 from tests.kernels.triton_tests import DEVICE
 
@@ -24,3 +29,31 @@ def test_a_row_of_numpys_matmul_has_the_same_bits_for_any_number_of_rows() -> No
                     if not np.array_equal(left[:rows] @ matrix, whole[:rows])
                 ]
     assert not differing, f"(inner, columns, rows, order in memory): {differing}"
+
+
+@triton.jit
+def _mixed(whole_N, real_N, out_2N, N: tl.constexpr, ROWS: tl.constexpr):
+    n_N = tl.arange(0, N)
+    row_R = tl.arange(0, ROWS)[:, None]
+    whole = tl.load(whole_N + n_N[None, :], mask=(n_N < N - 1)[None, :] & (row_R >= 0), other=7)
+    real = tl.load(real_N + n_N)
+    mixed = (whole * 3 - row_R + (whole ^ 5)) * real + 0.5 * real - row_R.to(tl.float32)
+    kept = ((whole == 7) | (whole > 2)) & (real[None, :] != 0.0)
+    tl.store(out_2N + row_R * N + n_N[None, :], tl.where(kept, mixed, 1 + mixed))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="nothing is interpreted on a GPU")
+def test_operations_of_shapes_and_types_give_what_numpy_gives() -> None:
+    draw = np.random.default_rng(1)
+    whole_N = draw.integers(-9, 9, 16, np.int32)
+    real_N = np.round(draw.standard_normal(16), 1).astype(np.float32)
+    real_N[3] = 0.0
+    out_2N = torch.zeros(2, 16)
+    _mixed[(1,)](torch.from_numpy(whole_N), torch.from_numpy(real_N), out_2N, N=16, ROWS=2)
+    read_N = np.where(np.arange(16) < 15, whole_N, np.int32(7))
+    row_R1 = np.arange(2, dtype=np.int32)[:, None]
+    whole_2N = (read_N * 3 - row_R1 + (read_N ^ 5)).astype(np.float32)
+    mixed_2N = whole_2N * real_N + np.float32(0.5) * real_N - row_R1.astype(np.float32)
+    kept_2N = ((read_N == 7) | (read_N > 2)) & (real_N != 0)
+    expected = np.where(kept_2N, mixed_2N, np.float32(1) + mixed_2N)
+    assert np.array_equal(out_2N.numpy(), expected)
