@@ -96,7 +96,17 @@ def test_gain_on_short_responses_does_not_pay_for_loss_on_long_ones() -> None:
 def test_siblings_are_one_observation() -> None:
     before_N, after_N = np.array([4.0, 2.0, 8.0, 6.0]), np.array([4.0, 1.0, 4.0, 6.0])
     found = gains(before_N, after_N, np.array([7, 2, 7, 2], np.int32))
-    assert found.tolist() == pytest.approx([(0 + 4 / 12) / 2, (1 / 3 + 0) / 2])
+    assert found.tolist() == pytest.approx([(0 + 4 / 8) / 2, (1 / 2 + 0) / 2])
+
+
+def test_a_few_prompts_prove_a_candidate_that_saves_40_percent() -> None:
+    adopted, before_N = 0, np.full(28, 100.0)
+    for run in range(20):
+        random, test = np.random.default_rng(run), AdoptionTest(candidate=3)
+        after_N = 100 * np.clip(0.6 + 0.25 * random.standard_normal(28), 0.1, 1.5)
+        test.observe(before_N, after_N, np.arange(28, dtype=np.int32))
+        adopted += test.better
+    assert adopted >= 18
 
 
 def test_gains_out_of_bounds_are_refused() -> None:

@@ -1,8 +1,9 @@
 """The test that a candidate drafter must pass: paired, and valid however often it is asked.
 
-Each observation is the gain of one prompt group: for each response (a - b) / (a + b), where a and b
-are the costs (expected time, or cycles) under the drafter in force and under the candidate, and the
-mean of these over the group, as siblings are alike. It lies in [-1, 1]. The hypothesis to reject is
+Each observation is the gain of one prompt group: for each response (a - b) / max(a, b), where a and
+b are the costs (expected time, or cycles) under the drafter in force and under the candidate, and
+the mean of these over the group, as siblings are alike. It is the share that is saved, or lost, and
+lies in [-1, 1]. The hypothesis to reject is
 that its expectation, given all that came before, is not above 0.
 
 The test bets on gains: wealth is multiplied by 1 + bet * gain, with a bet in [0, 1) that only
@@ -52,7 +53,7 @@ def gains(
     """
     if not ((before_N > 0).all() and (after_N > 0).all()):
         raise ValueError("the cost of a response must be above 0: leave out those without cycles")
-    gain_N = (before_N - after_N) / (before_N + after_N)
+    gain_N = (before_N - after_N) / np.maximum(before_N, after_N)
     _, first_G, place_N = np.unique(group_N, return_index=True, return_inverse=True)
     mean_G = np.bincount(place_N, gain_N) / np.bincount(place_N)
     ordered: NDArray[np.float64] = mean_G[np.argsort(first_G)]
