@@ -154,7 +154,7 @@ def structures(figures: Figures) -> Iterator[str]:
         f"{figures['compile_ms']:.1f} ms."
     )
     yield table(
-        ("strategy", "batch", "us per token", "with a schema", "ratio", "masks, us"),
+        ("strategy", "batch", "us per token", "with a schema", "ratio", "per step", "masks, us"),
         (
             (
                 r["strategy"],
@@ -162,6 +162,7 @@ def structures(figures: Figures) -> Iterator[str]:
                 f"{r['plain_us']:.0f}",
                 f"{r['structured_us']:.0f}",
                 f"{r['ratio']:.3f}",
+                f"{r['step_ratio']:.3f}" if "step_ratio" in r else "",
                 f"{r['mask_us']:.0f}",
             )
             for r in figures["rows"]

@@ -3,7 +3,8 @@ without one, plain and speculated on; and the time to compile a schema of 50 fie
 
 Both kinds take turns on one engine; the median of the rounds' ratios counts. The schema is a list
 of records that is longer than the output, so both kinds emit the same number of tokens. What a
-random prompt leads to is noise to a drafter, in a schema less so.
+random prompt leads to is noise to a drafter, in a schema less so; `per step` compares the times of
+steps, whatever they accept.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.table import Table
@@ -79,7 +80,16 @@ def run(args: argparse.Namespace) -> int:
     }
     compiled_ms = compile_ms(Path(settings.model), info)
     figures |= {"prompt": PROMPT, "new": new, "compile_ms": compiled_ms, "rows": rows}
-    table = Table("strategy", "batch", "us per token", "with a schema", "ratio", "masks")
+    table = Table(
+        "strategy",
+        "batch",
+        "us per token",
+        "with a schema",
+        "ratio",
+        "per step",
+        "accepted",
+        "masks",
+    )
     for r in rows:
         table.add_row(
             r["strategy"],
@@ -87,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
             f"{r['plain_us']:.0f}",
             f"{r['structured_us']:.0f}",
             f"{r['ratio']:.3f}",
+            f"{r['step_ratio']:.3f}",
+            f"{r['plain_accept_length']:.2f}, {r['structured_accept_length']:.2f}",
             f"{r['mask_us']:.0f}",
         )
     console.print(table)
@@ -122,29 +134,36 @@ def compared(engine: Engine, requests: list[GenerateRequest]) -> dict[str, float
         for request in requests
     ]
     for each in (requests, structured):  # compiles, and records graphs
-        time_per_token(engine, each)
+        timed(engine, each)
     before = engine.gauges()["structures_mask_s"]
-    pairs = [
-        (time_per_token(engine, requests), time_per_token(engine, structured))
-        for _ in range(ROUNDS)
-    ]
+    pairs = [(timed(engine, requests), timed(engine, structured)) for _ in range(ROUNDS)]
     tokens = ROUNDS * sum(request.sampling.max_tokens for request in requests)
     return {
-        "plain_us": 1e6 * statistics.median(plain for plain, _ in pairs),
-        "structured_us": 1e6 * statistics.median(mine for _, mine in pairs),
-        "ratio": statistics.median(mine / plain for plain, mine in pairs),
+        "plain_us": 1e6 * statistics.median(plain.token_s for plain, _ in pairs),
+        "structured_us": 1e6 * statistics.median(mine.token_s for _, mine in pairs),
+        "ratio": statistics.median(mine.token_s / plain.token_s for plain, mine in pairs),
+        "step_ratio": statistics.median(mine.step_s / plain.step_s for plain, mine in pairs),
+        "plain_accept_length": pairs[0][0].accept_length,
+        "structured_accept_length": pairs[0][1].accept_length,
         "mask_us": 1e6 * (engine.gauges()["structures_mask_s"] - before) / tokens,
     }
 
 
-def time_per_token(engine: Engine, requests: list[GenerateRequest]) -> float:
-    """Return the seconds per token of this batch after its first tokens."""
+class Timed(NamedTuple):
+    token_s: float  # seconds per token of the batch
+    step_s: float
+    accept_length: float  # tokens per request and step
+
+
+def timed(engine: Engine, requests: list[GenerateRequest]) -> Timed:
+    """Time this batch after its first tokens."""
     engine.send(Submit(requests))
-    began, tokens = 0.0, 0
+    began, tokens, steps, parts = 0.0, 0, 0, 0
     while not engine.idle:
-        emitted = sum(len(output.token_ids) for output in engine.step())
+        emitted = [len(output.token_ids) for output in engine.step()]
         if began:
-            tokens += emitted
-        elif emitted:
+            tokens, steps, parts = tokens + sum(emitted), steps + any(emitted), parts + len(emitted)
+        elif any(emitted):
             began = time.perf_counter()
-    return (time.perf_counter() - began) / tokens
+    seconds = time.perf_counter() - began
+    return Timed(seconds / tokens, seconds / steps, tokens / parts)
