@@ -3,8 +3,8 @@ without one, plain and speculated on; and the time to compile a schema of 50 fie
 
 Both kinds take turns on one engine; the median of the rounds' ratios counts. The schema is a list
 of records that is longer than the output, so both kinds emit the same number of tokens. What a
-random prompt leads to is noise to a drafter, in a schema less so; `per step` compares the times of
-steps, whatever they accept.
+random prompt leads to is noise to a drafter, in a schema less so; `per step` compares the times
+of steps, without what they accept.
 """
 
 from __future__ import annotations
