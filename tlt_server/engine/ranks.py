@@ -51,11 +51,8 @@ Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 class RankOrders(Protocol):
     """Everything that rank 0 tells the others, and their state."""
 
-    def order(self, order: Order) -> None:
-        """Send an order that nothing answers."""
-
-    def ask(self, order: Order) -> None:
-        """Send an order and wait until all have followed it; their error, if there is one."""
+    def order(self, order: Order, *, wait: bool = False) -> None:
+        """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not."""
 
     def check(self) -> None:
         """`EngineFailed` where a rank has ended."""
@@ -68,9 +65,7 @@ class RankOrders(Protocol):
 
 
 class NoRanks:
-    def order(self, order: Order) -> None: ...
-
-    def ask(self, order: Order) -> None: ...
+    def order(self, order: Order, *, wait: bool = False) -> None: ...
 
     def check(self) -> None: ...
 
@@ -101,7 +96,7 @@ class SavedOnRanks:
 
 class Ranks:
     def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
-        """RankStart the other ranks and wait until they are there. `StartupError` if one is not."""
+        """Start the other ranks and wait until all are there. `EngineFailed` if one cannot start."""
         self._count, self._threads = settings.tensor_parallel, threads_of(settings)
         self._life, self._sent = secrets.token_hex(8), 0
         self._lock = threading.RLock()  # the staging thread sends, too
@@ -167,14 +162,10 @@ class Ranks:
 
     # -- orders ------------------------------------------------------------------------------------
 
-    def order(self, order: Order) -> None:
-        self._send(order, asks=False)
-
-    def ask(self, order: Order) -> None:
-        self._texts(order)
-
-    def _texts(self, order: Order) -> list[str]:
-        return self._answered(self._send(order, asks=True))
+    def order(self, order: Order, *, wait: bool = False) -> None:
+        number = self._send(order, asks=wait)
+        if wait:
+            self._answered(number)
 
     def _send(self, order: Order, *, asks: bool) -> int:
         with self._lock:
@@ -249,9 +240,10 @@ class Ranks:
         """Test the numerics of every rank. `StartupError` where they differ from rank 0's."""
         key = key_of(target)
         own = target.numerics.method.name
-        for peer, text in zip(target.peers, self._texts(orders.CheckNumerics(key)), strict=True):
-            method, _, found = text.partition("; ")
-            if method != own or found != layout(peer):
+        found = self._answered(self._send(orders.CheckNumerics(key), asks=True))
+        for peer, text in zip(target.peers, found, strict=True):
+            method, _, lies = text.partition("; ")
+            if method != own or lies != layout(peer):
                 raise StartupError(
                     f"rank {peer.split.rank} has {method} and another layout of its weights or "
                     f"method than rank 0, which has {own}; start the same version on one machine"

@@ -113,8 +113,8 @@ class CpuDevice:
         bytes_per_page = make(1, scratch=0).bytes_per_kv_slot * settings.page_size
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         cache = make(pages, scratch=settings.max_draft_rows)
-        self._ranks.ask(Install(key_of(model)))
-        self._ranks.ask(Allocate(pages, settings.max_draft_rows))
+        self._ranks.order(Install(key_of(model)), wait=True)
+        self._ranks.order(Allocate(pages, settings.max_draft_rows), wait=True)
         save, restore = self._ranks.copiers(cache)
         memory = Memory(pages, cache.reuse, save, restore, cache)
         if not captures or live.drafter is None:
@@ -206,7 +206,7 @@ class CpuEquipment:
 
     def install(self, live: Live, changed: Changed) -> None:
         assert isinstance(live.target.network, Decoder)
-        self.runner.ranks.ask(Install(key_of(live.target.network)))
+        self.runner.ranks.order(Install(key_of(live.target.network)), wait=True)
         self.runner.model = live.target.network
         if changed.adapter is not None:
             assert self.runner.adapters is not None
@@ -217,14 +217,14 @@ class CpuEquipment:
             drafter.install(weights)
 
     def free(self) -> None:
-        self.runner.ranks.ask(FreePages())
+        self.runner.ranks.order(FreePages(), wait=True)
         for cache in self.caches:
             cache.free()
 
     def reclaim(self) -> None:
         for cache in self.caches:
             cache.reclaim()
-        self.runner.ranks.ask(ReclaimPages())
+        self.runner.ranks.order(ReclaimPages(), wait=True)
 
     def forget(self) -> None:
         for drafter in self.drafters:
