@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.engine.halting import EAGLE, done
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.test_engine import bits, requests
 from tests.engine.tiny import write_eagle, write_eagle1, write_target
+from tlt_client.channels.checkpoint import SINGLE
+from tlt_client.channels.checksums import mix64
 from tlt_server.commands import ClearCache, SetPolicy, Sleep, WakeUp
 from tlt_server.engine.exchange import gloo
 from tlt_server.engine.ranks import Ranks
@@ -25,6 +28,7 @@ from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.decoder import Decoder
 from tlt_server.records import Strategy
 from tlt_server.weights.checksums import live_sums
+from tlt_server.weights.parts import Changed, Live
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +196,30 @@ def test_an_idle_engine_notices_that_a_rank_ended(doomed: Pushable) -> None:
     process.wait(5)
     with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
         doomed.step()
+
+
+def test_a_rank_that_dies_after_the_commit_leaves_the_new_version_to_the_next_life(
+    settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lasting = replace(settings, tensor_parallel=2, state_dir=tmp_path)
+    engine = Pushable(lasting)
+    pushes, [process] = engine.engine.pushes, ranks_of(engine)._processes
+    install = pushes._install
+
+    def killed_first(live: Live, changed: Changed) -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(5)
+        install(live, changed)
+
+    monkeypatch.setattr(pushes, "_install", killed_first)
+    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended"):
+        engine.push(root / "new", "v1")
+    ranks_of(engine).close()
+    next_life = Pushable(lasting)
+    assert next_life.info.weight_version == "v1" and not next_life.info.lost
+    pushed = {name: mix64(tensor) for name, tensor in load_file(root / "new" / SINGLE).items()}
+    assert next_life.checksums().items() >= pushed.items()
+    ranks_of(next_life).close()
 
 
 def test_a_rank_that_cannot_start_is_one_error(

@@ -125,7 +125,6 @@ class Ranks:
 
     def _bound(self, kind: int, path: str) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
-        made.setsockopt(zmq.SNDTIMEO, int(1000 * SEND_S))
         made.setsockopt(zmq.LINGER, 0)
         made.bind(f"ipc://{path}")
         return made
@@ -178,12 +177,14 @@ class Ranks:
         self._sent += 1
         data = orders.encoded(Envelope(self._life, self._sent, asks, order))
         for rank, each in enumerate(self._orders, 1):
-            try:
-                each.send(data)
-            except zmq.Again:
-                raise EngineFailed(
-                    f"rank {rank} took no order for {SEND_S:g} s: its socket is full"
-                ) from None
+            until_s = time.monotonic() + SEND_S
+            while not each.poll(int(1000 * POLL_S), zmq.POLLOUT):
+                self.check()
+                if time.monotonic() > until_s:
+                    raise EngineFailed(
+                        f"rank {rank} took no order for {SEND_S:g} s: its socket is full"
+                    )
+            each.send(data)
         return self._sent
 
     def _answered(self, number: int) -> list[str]:
