@@ -96,7 +96,7 @@ class SavedOnRanks:
 
 class Ranks:
     def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
-        """Start the other ranks and wait until all are there. `EngineFailed` if one cannot start."""
+        """Start the other ranks. `EngineFailed` if one cannot start, or not in START_S."""
         self._count, self._threads = settings.tensor_parallel, threads_of(settings)
         self._life, self._sent = secrets.token_hex(8), 0
         self._lock = threading.RLock()  # the staging thread sends, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,7 @@ from tlt_server.machine import host_memory
 from tlt_server.models.adapted import AdapterSlots
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.loader import load_target
+from tlt_server.models.loader import empty_target, load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.shards import check_ranks
 from tlt_server.models.split import Split, check_leaves
@@ -42,7 +43,7 @@ from tlt_server.speculation.drafters.cpu import (
     Following,
     Sleeper,
 )
-from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.speculation.drafters.loading import Loader, find_loader
 from tlt_server.speculation.sizes import AnySize, Reach
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
@@ -76,19 +77,24 @@ class CpuDevice:
         settings, directory = self._settings, self._settings.drafter_directory
         check_split(settings, config)
         split = Split(settings.reduction_leaves)
-        if settings.tensor_parallel > 1:
-            ranks = self._ranks = Ranks(settings, config)
-            split = ranks.split(settings.reduction_leaves)
         loader = find_loader(directory, self.name) if directory else None
-        target = load_target(
+        make = partial(
+            load_target,
             settings.model,
             config=config,
             numerics=self._numerics,
             attention=settings.attention,
             page_size=settings.page_size,
             feature_layers=loader.feature_layers(directory, config) if loader and directory else (),
-            split=split,
         )
+        if settings.tensor_parallel > 1:
+            if loader is not None and directory is not None:
+                _check_own_head(
+                    loader, directory, partial(empty_target, *make.args, **make.keywords)
+                )
+            ranks = self._ranks = Ranks(settings, config)
+            split = ranks.split(settings.reduction_leaves)
+        target = make(split=split)
         if isinstance(self._ranks, Ranks):
             self._ranks.test(target)
         version = settings.weight_version
@@ -96,11 +102,6 @@ class CpuDevice:
         if loader is None or directory is None:
             return live
         network = loader.empty(directory, target)
-        if settings.tensor_parallel > 1 and not network.own_head:
-            raise StartupError(
-                f"the drafter {directory} reads the target's head, which several ranks share; use "
-                "an EAGLE-3 drafter, or tensor_parallel 1"
-            )
         loader.fill(network, directory)
         calibration = loader.calibration(directory)
         return replace(live, drafter=Drafter.loaded(version, network, calibration, directory))
@@ -194,6 +195,17 @@ def check_split(settings: DecidedSettings, config: ModelConfig) -> None:
     """`StartupError` where this model cannot be split so."""
     check_ranks(config, settings.tensor_parallel, str(settings.model))
     check_leaves(config, settings.reduction_leaves, LEAF_UNIT, str(settings.model))
+
+
+def _check_own_head(loader: Loader, directory: Path, make_target: Callable[[], Decoder]) -> None:
+    """`StartupError` for a drafter that reads the target's head; no storage is made."""
+    with torch.device("meta"):
+        network = loader.empty(directory, make_target())
+    if not network.own_head:
+        raise StartupError(
+            f"the drafter {directory} reads the target's head, which several ranks share; use an "
+            "EAGLE-3 drafter, or tensor_parallel 1"
+        )
 
 
 @dataclass(frozen=True)
