@@ -58,17 +58,24 @@ class Recording:
         return self
 
 
+OTHERS = (
+    ["filtered"],
+    ["edited"],
+    ["structured"],
+    ["filtered", "edited"],
+    ["filtered", "structured"],
+)
+
+
 def test_steps_with_filters_edits_and_structures_follow_a_start_largest_first() -> None:
     runner = Recording().started(short)
     record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
     extends = [key for key in runner.shapes.captured(short) if isinstance(key, ExtendKey)]
-    for number in range(1, 4 * len(extends) + 1):
+    for number in range(1, len(OTHERS) * len(extends) + 1):
         assert record(short) and len(runner.recorded) == number
     assert not record(short)
     assert runner.recorded == [
-        key._replace(**dict.fromkeys(flags, True))
-        for flags in (["filtered"], ["edited"], ["structured"], ["filtered", "edited"])
-        for key in extends
+        key._replace(**dict.fromkeys(flags, True)) for flags in OTHERS for key in extends
     ]
     rows = [key.decode_rows + key.prompt_rows for key in extends]
     assert rows == sorted(rows, reverse=True) and len(extends) > 5

@@ -149,13 +149,13 @@ def compared(engine: Engine, requests: list[GenerateRequest]) -> dict[str, float
     }
 
 
-class Timed(NamedTuple):
+class TimedTokens(NamedTuple):
     token_s: float  # seconds per token of the batch
     step_s: float
     accept_length: float  # tokens per request and step
 
 
-def timed(engine: Engine, requests: list[GenerateRequest]) -> Timed:
+def timed(engine: Engine, requests: list[GenerateRequest]) -> TimedTokens:
     """Time this batch after its first tokens."""
     engine.send(Submit(requests))
     began, tokens, steps, parts = 0.0, 0, 0, 0
@@ -166,4 +166,4 @@ def timed(engine: Engine, requests: list[GenerateRequest]) -> Timed:
         elif any(emitted):
             began = time.perf_counter()
     seconds = time.perf_counter() - began
-    return Timed(seconds / tokens, seconds / steps, tokens / parts)
+    return TimedTokens(seconds / tokens, seconds / steps, tokens / parts)

@@ -91,5 +91,7 @@ class TrialSpacing:
         return paid
 
     def renewed(self) -> None:
-        """Compare with no candidate of before: weights have changed."""
+        """Compare with no candidate of before: weights have changed. The spacing stays, as every
+        step of an RL run pushes weights.
+        """
         self._best = 0.0

@@ -186,7 +186,7 @@ def shrink(x_MK: Tensor, a_SXK: Tensor, rows: AdapterRows) -> Tensor:
     nothing where a row has no adapter. Launched without PDL, for a stream of its own.
     """
     (count, inputs), (slots, width, _) = x_MK.shape, a_SXK.shape
-    assert len(rows.count_S) == slots + 1 and x_MK.is_contiguous()
+    assert rows.row_SM.shape == (slots + 1, count) and x_MK.is_contiguous()
     segment = SEGMENT if inputs < LONG else 2 * SEGMENT
     segments = triton.cdiv(inputs, segment)
     low_PMX = torch.empty(segments, count, width, dtype=torch.float32, device=x_MK.device)
@@ -225,6 +225,7 @@ def expand(
     (segments, count, width), (slots, outputs, rank) = low_PMX.shape, b_SNr.shape
     assert len(parts) <= MAX_PARTS and width == rank * len(parts) and sum(parts) == outputs
     assert out_MN.shape == (count, outputs) and out_MN.is_contiguous()
+    assert rows.row_SM.shape == (slots + 1, count)
     if not count:
         return
     ends = [sum(parts[: i + 1]) for i in range(len(parts))]
@@ -265,6 +266,7 @@ def expand_silu(
     inputs = outputs // 2
     assert gate_up_MN.dtype == torch.float32 and gate_up_MN.is_contiguous()
     assert gate_up_MN.shape == (count, outputs) and width == 2 * rank
+    assert rows.row_SM.shape == (slots + 1, count)
     out_MI = torch.empty(count, inputs, dtype=dtype, device=gate_up_MN.device)
     if count:
         _expand_silu[(triton.cdiv(count, ROWS), triton.cdiv(inputs, 128), slots + 1)](
