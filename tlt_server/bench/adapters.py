@@ -19,12 +19,12 @@ RANK = 8
 EFFECT = 0.05  # size of what is added, relative to the input
 
 
-def write_adapters(model: Path, root: Path, rank: int = RANK) -> None:
+def write_adapters(model: Path, root: Path, largest: int = RANK) -> None:
     """Write an adapter of the model for each name, each of one rank less than the one before."""
     config = ModelConfig.read(model)
     for seed, name in enumerate(ADAPTERS[1:]):
         generator = torch.Generator().manual_seed(seed)
-        rank -= seed
+        rank = largest - seed
         weights = AdapterWeights(config, AdapterConfig(rank, 1.0, tuple(BLOCKS)), torch.float32)
         for _, _, (a_rK, b_Nr) in weights.pairs():
             a_rK.normal_(0, a_rK.shape[1] ** -0.5, generator=generator)

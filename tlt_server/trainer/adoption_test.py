@@ -3,8 +3,8 @@
 Each observation is the gain of one prompt group: for each response (a - b) / max(a, b), where a and
 b are the costs (expected time, or cycles) under the drafter in force and under the candidate, and
 the mean of these over the group, as siblings are alike. It is the share that is saved, or lost, and
-lies in [-1, 1]. The hypothesis to reject is
-that its expectation, given all that came before, is not above 0.
+lies in [-1, 1]. The hypothesis to reject is that its expectation, given all that came before, is
+not above 0.
 
 The test bets on gains: wealth is multiplied by 1 + bet * gain, with a bet in [0, 1) that only
 earlier observations decide. Without gain wealth is a non-negative supermartingale that starts at 1,
