@@ -22,21 +22,7 @@ _EXPONENT, _NONE = np.uint64(0x7F800000), np.uint64(0)
 
 
 @njit(cache=True, nogil=True)
-def _sum(word_N, shift, exponent):
-    total, step, strange = np.uint64(0), np.uint64(0), False
-    for i in range(len(word_N)):
-        step += _GOLDEN
-        u = np.uint64(word_N[i]) << shift
-        strange |= (u & exponent) == _EXPONENT
-        z = u + step
-        z = (z ^ (z >> _30)) * _FIRST
-        z = (z ^ (z >> _27)) * _SECOND
-        total += z ^ (z >> _31)
-    return total, not strange
-
-
-@njit(cache=True, nogil=True)
-def _sum_placed(word_RC, first, distance, shift, exponent):
+def _sum(word_RC, first, distance, shift, exponent):
     total, strange = np.uint64(0), False
     for r in range(word_RC.shape[0]):
         step = np.uint64(first + r * distance) * _GOLDEN
@@ -57,7 +43,7 @@ def placed_sum(values_RC: Tensor, first: int, distance: int) -> tuple[int, bool]
     to that of the tensor. `values_RC` is of floating point, in any layout.
     """
     word_RC = values_RC.detach().float().numpy().view(np.uint32)
-    total, finite = _sum_placed(word_RC, first, distance, np.uint64(0), _EXPONENT)
+    total, finite = _sum(word_RC, first, distance, np.uint64(0), _EXPONENT)
     return int(total), bool(finite)
 
 
@@ -65,13 +51,12 @@ def mixed_sum(values: Tensor) -> tuple[int, bool]:
     """Return the sum modulo 2^64, and whether all elements are finite. `values` is a contiguous CPU
     tensor of floating point or integers; the call releases the GIL.
     """
-    flat = values.detach().reshape(-1)
-    if flat.dtype == torch.bfloat16:
-        total, finite = _sum(
-            flat.view(torch.int16).numpy().view(np.uint16), np.uint64(16), _EXPONENT
-        )
-    elif flat.is_floating_point():
-        total, finite = _sum(flat.float().numpy().view(np.uint32), np.uint64(0), _EXPONENT)
+    row = values.detach().reshape(-1)[None]
+    if row.dtype == torch.bfloat16:
+        word_RC, shift, exponent = row.view(torch.int16).numpy().view(np.uint16), 16, _EXPONENT
+    elif row.is_floating_point():
+        word_RC, shift, exponent = row.float().numpy().view(np.uint32), 0, _EXPONENT
     else:
-        total, finite = _sum(flat.long().numpy().view(np.uint64), np.uint64(0), _NONE)
+        word_RC, shift, exponent = row.long().numpy().view(np.uint64), 0, _NONE
+    total, finite = _sum(word_RC, 0, 0, np.uint64(shift), exponent)
     return int(total), bool(finite)
