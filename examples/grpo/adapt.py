@@ -179,8 +179,9 @@ class SpotDrafter(FixedDrafter):
 
 
 def ended(status: dict[str, Any]) -> int:
-    """Count the rounds of a server's trainer with an outcome."""
-    return int(status["adopted"]) + sum(status["refused"].values())
+    """Count the rounds of a server's trainer that came to their end; a push cuts the others off."""
+    refused = {reason: n for reason, n in status["refused"].items() if reason != "weights_changed"}
+    return int(status["adopted"]) + sum(refused.values())
 
 
 ADAPTATIONS = {
