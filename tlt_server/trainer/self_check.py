@@ -174,16 +174,22 @@ def _replayed(
     here: NDArray[np.int64],
     tables: Mapping[str, NDArray[np.float32]],
 ) -> NDArray[np.int32]:
-    """Draft again at these roots, whose verifications are `here`, each tree by its own table."""
+    """Draft again at these roots, whose verifications are `here`: each tree by its own table, and
+    chains, which read none, together.
+    """
+    strategies = samples.legend.strategies
+    chain_S = np.array([strategy.width == 1 for strategy in strategies])
     strategy_B = samples.verified.strategy_V[here]
-    calibration_B = samples.verified.calibration_V[here]
+    table_B = samples.verified.calibration_V[here].astype(np.int64)
+    calibration_B = np.where(chain_S[strategy_B], -1, table_B)
     replayed_B = np.zeros(len(here), np.int32)
     in_force_K = replay.drafter.weights.calibration.survival_K
     own_K = in_force_K.copy()
     for index, table in sorted({*zip(strategy_B.tolist(), calibration_B.tolist(), strict=True)}):
-        strategy = samples.legend.strategies[index]
+        strategy = strategies[index]
         same = np.flatnonzero((strategy_B == index) & (calibration_B == table))
-        in_force_K[:] = tables.get(samples.legend.calibrations[table], own_K)
+        name = samples.legend.calibrations[table] if table >= 0 else ""
+        in_force_K[:] = tables.get(name, own_K)
         replayed_B[same] = replay.accepted(
             roots.part(same), strategy.depth, strategy.width, floored=strategy.width > 1
         )
