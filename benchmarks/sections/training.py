@@ -72,21 +72,29 @@ def grpo(figures: Figures) -> Iterator[str]:
 def training(figures: Figures) -> Iterator[str]:
     yield (
         f"Random weights and features, lengths with a long tail, {figures['budget']} tokens a "
-        "step. `segment`: what runs between two points where training can be parked."
+        "step. `segment`: what runs between two points where training can be parked. `read`: the "
+        "pack's states, copied from the host before a step."
     )
     yield table(
-        ("objective", "ms per step", "tokens/s", "longest segment, ms", "peak, GiB"),
+        ("objective", "ms per step", "tokens/s", "read, ms", "longest segment, ms", "peak, GiB"),
         (
             (
                 name,
                 f"{r['step_ms']:.1f}",
                 number(r["tokens_per_s"]),
+                f"{r['read_ms']:.1f}" if "read_ms" in r else "",
                 f"{r['longest_segment_ms']:.1f}",
                 f"{r['peak_gib']:.1f}" if "peak_gib" in r else "",
             )
             for name, r in figures["objectives"].items()
         ),
     )
+    for name, r in figures.get("recomputed", {}).items():
+        yield (
+            f"{name} with states that a target of random weights computes before each step: "
+            f"{r['prefill_ms']:.1f} ms for {number(r['tokens'])} tokens, {r['step_ms']:.1f} ms "
+            f"with the step, {number(r['tokens_per_s'])} tokens/s."
+        )
     packed = figures["layouts"]["packed"]["documents_per_s"]
     yield (
         "Layouts of a batch. `padded_losses`: padded batches with losses in the padding, too, as "

@@ -297,8 +297,11 @@ EXAMPLES = [
             for name, peak_gib in (("eagle", 9.5), ("eagle3", 12.5))
         },
         layouts={
-            "packed": {"documents_per_s": 100.0, "filled": 0.96},
-            "padded": {"documents_per_s": 50.0, "filled": 0.38},
+            "packed": {"documents_per_s": 100.0, "filled": 0.96, "packed_is_faster": 1.0},
+            "padded": {"documents_per_s": 50.0, "filled": 0.38, "packed_is_faster": 2.0},
+        },
+        recomputed={
+            "eagle3": {"tokens": 2060, "prefill_ms": 52.0, "step_ms": 152.0, "tokens_per_s": 13474}
         },
         checkpoint={"bytes": 4800000000, "plain_ms": 5000.0, "stall_ms": 0.5},
         checkpoint_stall_ms=0.5,
@@ -454,7 +457,7 @@ def test_rollouts_are_compared_seed_by_seed() -> None:
     assert "|512|off|7.00|8750|1.00x||" in said
 
 
-TABLES = ("rows", "price", "objectives")
+TABLES = ("rows", "price", "objectives", "recomputed", "layouts")
 
 
 def test_goals_ask_for_fields_that_benches_write() -> None:

@@ -189,7 +189,10 @@ def _batches(parser: argparse.ArgumentParser, full: str, quick: str) -> None:
 
 def _training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shape", choices=("7b", "demo"), default="7b", help="of the drafter [default 7b]"
+        "--shape",
+        choices=("7b", "demo", "tiny"),
+        default="7b",
+        help="of the drafter; tiny says whether the bench runs [default 7b]",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="[default cuda]")
     parser.add_argument(

@@ -3,7 +3,9 @@ shipped pair's.
 
 Weights and features are random, lengths long-tailed (median 72 tokens, one in ten above 270). Per
 objective, on an EAGLE-3 network and `eagle1` on one of EAGLE-1, whose head is the target's whole
-one: trained tokens per second, the longest segment between two parking points, and memory.
+one: trained tokens per second, the longest segment between two parking points, memory, and what
+reading a pack on the host and copying it takes before each step. `recomputed`: the same for EAGLE-3
+with the time in which a target of random weights computes the states of each pack's documents.
 Packing against batches padded to their longest document (with losses where tokens are, or
 everywhere) and against length classes, in documents per second. A checkpoint's stall against a
 plain save of the same state.
@@ -12,16 +14,19 @@ plain save of the same state.
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from tlt_server.bench.recomputing import random_target
 from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
@@ -43,11 +48,13 @@ from tlt_server.trainer.step import Trainer
 SHAPES = {  # the target's layers, then of both: hidden, MLP, heads, KV heads, vocabulary, draft's
     "7b": (28, 3584, 18944, 28, 4, 152064, 32000),
     "demo": (4, 256, 768, 2, 1, 512, 256),
+    "tiny": (3, 64, 96, 2, 1, 256, 128),
 }
 PROMPT, LONGEST, BATCH = 40, 2000, 8
 RUNS = {**{name: (name, EAGLE3) for name in OBJECTIVES}, "eagle1": ("eagle", EAGLE1)}
 CLASSES = (64, 128, 256, 512, 1024, 2048)
-REPEATS = 5
+WARMING, REPEATS = 2, 5
+FAMILY = "Qwen2ForCausalLM"  # the target's
 
 
 class RandomDocuments:
@@ -71,7 +78,7 @@ class RandomDocuments:
 class TrainingBench:
     def __init__(self, args: argparse.Namespace) -> None:
         layers, hidden, inner, heads, kv_heads, vocab, self.draft_vocab = SHAPES[args.shape]
-        self.shape = {"name": args.shape, "layers": layers, "hidden": hidden}
+        self.layers, self.shape = layers, {"name": args.shape, "layers": layers, "hidden": hidden}
         self.device = torch.device(args.device)
         self.budget = args.budget
         self.config = ModelConfig(
@@ -82,7 +89,7 @@ class TrainingBench:
             layers=1,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=128,
+            head_dim=min(128, hidden // heads),
             max_position=4096,
             norm_eps=1e-6,
             rope=Rope(),
@@ -134,32 +141,73 @@ class TrainingBench:
         self._wait()
         return time.perf_counter() - began
 
+    def median_s(self, work: Callable[[], object]) -> float:
+        for _ in range(WARMING):
+            work()
+        return statistics.median(self.seconds(work) for _ in range(REPEATS))
+
     def objective(self, name: str, architecture: str) -> dict[str, Any]:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         trainer = self.trainer(name, architecture)
         placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
         pack = self.pack(trainer, placed, self.budget)
-        for _ in range(2):
-            trainer.step([pack])
-        step_s = sorted(self.seconds(lambda: trainer.step([pack])) for _ in range(REPEATS))
-        segments, lengths = trainer.segments([pack]), [0.0]
-        ended = object()
-        while True:
-            began = time.perf_counter()
-            if next(segments, ended) is ended:
-                break
-            self._wait()
-            lengths.append(time.perf_counter() - began)
+        step_s = self.median_s(lambda: trainer.step([pack]))
+        parts = self.parts(trainer, pack)
         found = {
-            "step_ms": round(step_s[REPEATS // 2] * 1e3, 3),
-            "tokens_per_s": round(self.budget / step_s[REPEATS // 2]),
-            "segments": len(lengths) - 1,
-            "longest_segment_ms": round(max(lengths) * 1e3, 3),
+            "step_ms": round(step_s * 1e3, 3),
+            "tokens_per_s": round(self.budget / step_s),
+            "read_ms": round(
+                1e3 * self.median_s(lambda: self.pack(trainer, placed, self.budget)), 3
+            ),
+            "segments": sum(map(len, parts.values())),
+            "longest_segment_ms": round(max(map(max, parts.values())) * 1e3, 3),
+            "parts_ms": _in_ms(parts),
         }
         if self.device.type == "cuda":
             found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         return found
+
+    def parts(self, trainer: Trainer, pack: Pack) -> dict[str, list[float]]:
+        """Return the seconds of a step's segments, by name, each waited for."""
+        segments = trainer.segments([pack])
+        found: dict[str, list[float]] = {}
+        self._wait()
+        while True:
+            began = time.perf_counter()
+            name = next(segments, None)
+            if name is None:
+                return found
+            self._wait()
+            found.setdefault(name, []).append(time.perf_counter() - began)
+
+    def recomputed(self) -> dict[str, Any]:
+        """Time steps of EAGLE-3 whose states are computed right before, on the same device."""
+        target_config = replace(self.config, architecture=FAMILY, layers=self.layers)
+        target = random_target(target_config, reading(self.layers), self.device)
+        trainer = self.trainer("eagle3")
+        placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
+        pack = self.pack(trainer, placed, self.budget)
+        texts = [
+            self.source.read(window.document, 0, window.stop).tokens_T.numpy().astype(np.int32)
+            for window, _ in placed
+        ]
+        before_N = feature_rows(placed, self.budget).to(self.device)
+
+        def prefilled() -> Pack:
+            hidden_TH, features_TF = (x.to(trainer.network.compute) for x in target.states(texts))
+            return replace(
+                pack, feature_NF=features_TF[before_N], teacher_NH=hidden_TH[before_N + 1]
+            )
+
+        prefill_s = self.median_s(prefilled)
+        both_s = self.median_s(lambda: trainer.step([prefilled()]))
+        return {
+            "tokens": sum(map(len, texts)),
+            "prefill_ms": round(prefill_s * 1e3, 3),
+            "step_ms": round(both_s * 1e3, 3),
+            "tokens_per_s": round(self.budget / both_s),
+        }
 
     def layouts(self) -> dict[str, Any]:
         """Documents per second of one pass over all documents, in three layouts, and in padded
@@ -180,7 +228,7 @@ class TrainingBench:
         laid["padded_losses"] = laid["padded"]
         found = {}
         for name, all_placed in laid.items():
-            seconds = 0.0
+            seconds, parts = 0.0, dict[str, list[float]]()
             for at, (placed, slots) in enumerate(all_placed):
                 pack = self.pack(trainer, placed, slots)
                 if name == "padded_losses":
@@ -188,11 +236,17 @@ class TrainingBench:
                 if at == 0:
                     trainer.step([pack])
                 seconds += self.seconds(lambda pack=pack: trainer.step([pack]))  # type: ignore[misc]
+                for part, lengths in self.parts(trainer, pack).items():
+                    parts.setdefault(part, []).extend(lengths)
             slots = sum(slots for _, slots in all_placed)
             found[name] = {
                 "documents_per_s": round(len(pieces) / seconds, 2),
                 "filled": round(sum(window.slots for window in pieces) / slots, 3),
+                "parts_ms": _in_ms(parts),
             }
+        packed = found["packed"]["documents_per_s"]
+        for figures in found.values():
+            figures["packed_is_faster"] = round(packed / figures["documents_per_s"], 3)
         return found
 
     def checkpoints(self) -> dict[str, Any]:
@@ -241,12 +295,35 @@ def _in_classes(pieces: Sequence[Window], budget: int) -> list[tuple[list[Placed
     ]
 
 
+def _in_ms(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: round(1e3 * sum(seconds), 3) for name, seconds in parts.items()}
+
+
+def reading(layers: int) -> tuple[int, ...]:
+    """Return the layers of a target whose inputs a drafter reads."""
+    return min(2, layers - 1), layers // 2, max(layers - 3, 0)
+
+
+def feature_rows(placed: Sequence[Placed], slots: int) -> Tensor:
+    """Return for each slot of a pack the row of its feature among the states of its documents'
+    first `stop` tokens, document after document; [slots], 0 where a slot is empty.
+    """
+    before_N = torch.zeros(slots, dtype=torch.int64)
+    at = first = 0
+    for window, width in placed:
+        before_N[at : at + window.slots] = torch.arange(window.start, window.stop - 1) + first
+        at, first = at + width, first + window.stop
+    return before_N
+
+
 def run(args: argparse.Namespace) -> int:
     bench = TrainingBench(args)
     found: dict[str, Any] = {"objectives": {}}
     for name, (objective, architecture) in RUNS.items():
         found["objectives"][name] = bench.objective(objective, architecture)
         print(f"{name:>8}: {found['objectives'][name]}", flush=True)
+    found["recomputed"] = {"eagle3": bench.recomputed()}
+    print(f"recomputed: {found['recomputed']}", flush=True)
     found["layouts"] = bench.layouts()
     for name, figures in found["layouts"].items():
         print(f"{name:>14}: {figures}", flush=True)
