@@ -24,6 +24,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "replay": ("Regret of the policies", rollouts.replay),
     "grpo": ("Steps of an RL loop", training.grpo),
     "training": ("Training the drafter", training.training),
+    "objectives": ("Objectives of the drafter's training", training.objectives),
     "interrupt": ("Interrupting the drafter's training", training.interrupt),
     "overload": ("Overload", service.overload),
     "hostile": ("Hostile clients", service.hostile),

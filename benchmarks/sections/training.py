@@ -117,3 +117,26 @@ def training(figures: Figures) -> Iterator[str]:
         f"A checkpoint of {saved['bytes'] / 1e9:.1f} GB holds training up for "
         f"{saved['stall_ms']:.2f} ms; a plain save takes {number(saved['plain_ms'])} ms."
     )
+
+
+def objectives(figures: Figures) -> Iterator[str]:
+    yield (
+        f"The demo pair's drafter ({figures['start']}), trained by each objective on as many "
+        f"tokens, in steps of {number(figures['budget'])}, of a record of "
+        f"{number(figures['record_tokens'])}. Replayed in chains ({figures['chain']}) on prompts "
+        "that are not in it. `at 7B cost`: accept length over the time of a cycle of one request."
+    )
+    yield table(
+        ("objective", "accept length", "by depth, %", "tokens", "s", "tok/s at 7B cost"),
+        (
+            (
+                r["objective"],
+                f"{r['accept_length']:.2f}",
+                ", ".join(f"{100 * share:.0f}" for share in r["accepted_at_depth"]),
+                number(r["tokens"]),
+                f"{r['seconds']:.0f}",
+                f"{r['tokens_per_s_at_7b']:.0f}",
+            )
+            for r in figures["rows"]
+        ),
+    )

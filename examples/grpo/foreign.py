@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -40,19 +41,27 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def make(asked: argparse.Namespace) -> None:
+def record(asked: argparse.Namespace, trained_on: Sequence[str]) -> tuple[Path, Path]:
+    """Roll out `asked.prompts` prompts of some kinds to train on, and `asked.judged` of all kinds;
+    return a segment of each.
+    """
     asked.model, asked.padded, asked.speculation = TARGET, None, "frozen"
-    run = RunDirectory(asked.out, {"kind": asked.kind, "seed": asked.seed}, resume=False)
-    tokenizer = load_tokenizer(TARGET)
+    options = {"kinds": list(trained_on), "seed": asked.seed}
+    run, tokenizer = RunDirectory(asked.out, options, resume=False), load_tokenizer(TARGET)
     with ExitStack() as stack:
         client = stack.enter_context(Client(started(stack, asked, DRAFTER)))
         version = client.weights()["target"]
-        for kinds, count in (((asked.kind,), asked.prompts), (KINDS, asked.judged)):
+        for kinds, count in ((trained_on, asked.prompts), (KINDS, asked.judged)):
             prompts = draw_prompts(tokenizer, count, kinds, asked.seed, run.steps)
             groups = roll_out(client, prompts, GROUP, MAX_TOKENS, version)
             run.keep_responses(groups, version, TARGET, MAX_TOKENS)
             run.steps += 1
-    trained_on, judged_on = sorted((asked.out / "responses").glob("*.segment"))
+    first, second = sorted((asked.out / "responses").glob("*.segment"))
+    return first, second
+
+
+def make(asked: argparse.Namespace) -> None:
+    trained_on, judged_on = record(asked, (asked.kind,))
     drafter = asked.out / "drafter"
     command = ["train", "--drafter", DRAFTER, "--data", trained_on, "--out", drafter]
     command += ["--acceptance", "total-variation", "--device", "cpu", "--seed", asked.seed]

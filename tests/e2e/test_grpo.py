@@ -16,8 +16,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from examples.grpo import speedup
+from examples.grpo import side_by_side, speedup
 from examples.grpo.gap import arguments as gap_arguments
+from examples.grpo.objectives import arguments as objective_arguments
 from examples.grpo.oracle import ReplayedStep, compare, joined
 from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.rollouts import KINDS, LARGER, draw_prompts, load_tokenizer
@@ -32,6 +33,7 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import reward, solution
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.trainer.figures import ByResponse, gap_recovered
+from tlt_server.trainer.objectives import OBJECTIVES
 
 SIZE = ["--prompts", "2", "--group", "4", "--max-tokens", "48", "--lr", "1e-3"]
 TRAINING = ("--drafter-training", "idle", "--drafter-feature-mb", "64")
@@ -83,6 +85,12 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) ->
     assert [line["step"] for line in replayed] == ["0", "1", "all"]
     assert all(5 < line["frozen"] == line["oracle"] < 8 for line in replayed)
     assert replayed[0]["adaptive"] == replayed[0]["frozen"]
+    flags = ["--out", str(off), "--drafter", str(DRAFTER), "--tokens", "300", "--budget", "256"]
+    side_by_side.compare(objective_arguments().parse_args(flags))
+    trained = json.loads((off / "objectives.json").read_text())["rows"]
+    assert [row["objective"].partition(",")[0] for row in trained] == ["start", *OBJECTIVES]
+    assert trained[0]["accept_length"] > 5 and trained[0]["tokens"] == 0
+    assert all(row["tokens"] == 512 and row["accept_length"] > 1.5 for row in trained[1:])
     samples = load_samples(off, 1)
     assert len(samples) == 8 and {sample.version for sample in samples} == {"off-1"}
 

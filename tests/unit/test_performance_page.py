@@ -308,6 +308,24 @@ EXAMPLES = [
         **COMMON,
     ),
     result(
+        "objectives-gpu.json",
+        bench="objectives",
+        start="never trained",
+        record_tokens=170000,
+        chain="eagle:7x1x8",
+        rows=[
+            {
+                "objective": "eagle3, total-variation",
+                "accept_length": 4.5,
+                "accepted_at_depth": [0.9, 0.8, 0.6, 0.5, 0.3, 0.2, 0.2],
+                "tokens": 8003584,
+                "seconds": 41.2,
+                "tokens_per_s_at_7b": 824.9,
+            }
+        ],
+        **{**COMMON, "budget": 8192},
+    ),
+    result(
         "interrupt-h200.json",
         bench="interrupt",
         requests=500,
