@@ -97,8 +97,8 @@ def training(figures: Figures) -> Iterator[str]:
         )
     packed = figures["layouts"]["packed"]["documents_per_s"]
     yield (
-        "Layouts of a batch. `padded_losses`: padded batches with losses in the padding, too, as "
-        "other trainers do."
+        "Layouts of a batch. `padded_losses`: padded batches whose padding is drafted from, too, "
+        "with losses, as other trainers do."
     )
     yield table(
         ("layout", "documents/s", "filled", "packed is faster by"),

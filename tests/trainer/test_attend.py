@@ -10,11 +10,12 @@ from tlt_server.trainer.attend import Blocks, attend
 A, K, D = 4, 2, 8
 
 
-def attend_densely(bounds, q, k, v, branch_k, branch_v):
+def attend_densely(bounds, queries, q, k, v, branch_k, branch_v):
     """One softmax over an N x N mask of the trunk and the branch's own keys."""
-    slots = len(q)
+    slots = len(k)
     document = torch.bucketize(torch.arange(slots), torch.tensor(bounds[1:-1]), right=True)
     seen = (document[:, None] == document) & torch.ones(slots, slots, dtype=torch.bool).tril()
+    seen = seen[queries]
     k, v, *branch = (x.repeat_interleave(A // K, 1) for x in (k, v, *branch_k, *branch_v))
     scores = [torch.einsum("nad,mad->nam", q, k).masked_fill(~seen[:, None], float("-inf"))]
     scores += [(q * key).sum(-1, keepdim=True) for key in branch[: len(branch_k)]]
@@ -25,22 +26,26 @@ def attend_densely(bounds, q, k, v, branch_k, branch_v):
     return out
 
 
+@pytest.mark.parametrize("first", [None, (0, 4, 12, 13)])
 @pytest.mark.parametrize("block", [3, 256])
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_outputs_and_gradients_equal_the_dense_twin(monkeypatch, steps, block):
+def test_outputs_and_gradients_equal_the_dense_twin(monkeypatch, steps, block, first):
     monkeypatch.setattr(attend_module, "BLOCK", block)
     bounds = (0, 1, 8, 13, 20)
-    inputs = [random(20, A, D, seed=1)]
-    inputs += [random(20, K, D, seed=2 + i) for i in range(2 + 2 * steps)]
-    grad = random(20, A, D, seed=99)
+    parts = zip(first or bounds, bounds[1:], strict=False)
+    queries = torch.cat([torch.arange(start, end) for start, end in parts])
+    inputs = [random(len(queries), A, D, seed=1)]
+    inputs += [random(20, K, D, seed=2 + i) for i in range(2)]
+    inputs += [random(len(queries), K, D, seed=4 + i) for i in range(2 * steps)]
+    grad = random(len(queries), A, D, seed=99)
     found = []
     for function in (attend_densely, attend):
         q, k, v, *branch = leaves = [x.clone().requires_grad_() for x in inputs]
         branches = branch[:steps], branch[steps:]
         if function is attend:
-            out = attend(Blocks(bounds), torch.float32, q, k, v, *branches)
+            out = attend(Blocks(bounds, first), torch.float32, q, k, v, *branches)
         else:
-            out = attend_densely(bounds, q, k, v, *branches)
+            out = attend_densely(bounds, queries, q, k, v, *branches)
         out.backward(grad)
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for ours, dense in zip(*found, strict=True):

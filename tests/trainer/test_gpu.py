@@ -28,18 +28,23 @@ def cosine(first, second) -> float:
     return float(torch.nn.functional.cosine_similarity(first.flatten(), second.flatten(), dim=0))
 
 
+@pytest.mark.parametrize("first", [None, (2, 299, 300, 340), (4, 299, 300, 511)])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_flash_attention_gives_what_plain_blocks_give(steps):
+def test_flash_attention_gives_what_plain_blocks_give(steps, first):
     bounds, slots, device = (0, 5, 300, 301, 512), 512, torch.device("cuda")
-    inputs = [random(slots, 4, 128, seed=1)]
-    inputs += [random(slots, 2, 128, seed=2 + i) for i in range(2 + 2 * steps)]
+    parts = zip(first or bounds, bounds[1:], strict=False)
+    queries = sum(end - start for start, end in parts)
+    inputs = [random(queries, 4, 128, seed=1)]
+    inputs += [random(slots, 2, 128, seed=2 + i) for i in range(2)]
+    inputs += [random(queries, 2, 128, seed=4 + i) for i in range(2 * steps)]
     inputs = [x.to(device, torch.bfloat16).float() for x in inputs]
     found = []
-    for trunk, dtype in ((Blocks(bounds), torch.float32), (Flash(bounds, device), torch.bfloat16)):
+    trunks = Blocks(bounds, first), Flash(bounds, device, first)
+    for trunk, dtype in zip(trunks, (torch.float32, torch.bfloat16), strict=True):
         leaves = [x.clone().requires_grad_() for x in inputs]
         q, k, v, *branch = leaves
         out = attend(trunk, dtype, q, k, v, branch[:steps], branch[steps:])
-        out.backward(random(slots, 4, 128, seed=99).to(device))
+        out.backward(random(queries, 4, 128, seed=99).to(device))
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for plain, flash in zip(*found, strict=True):
         # Weights and outputs are rounded to 8 bits; directions agree far better than any element.
@@ -77,7 +82,7 @@ def test_logits_in_bfloat16_are_those_of_float32_on_a_cpu(target, source):
             for _ in range(7):
                 steps.append(forward(trainer.network, trainer.frozen, there, trunk, steps))
             found.append(
-                [trainer.network.logits(step.h_NH, trainer.frozen).cpu() for step in steps]
+                [trainer.network.logits(step.h_RH, trainer.frozen).cpu() for step in steps]
             )
     weighing = pack.root_N > 0
     for step, (exact, rounded) in enumerate(zip(*found, strict=True)):

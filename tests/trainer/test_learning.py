@@ -67,7 +67,7 @@ def agreement(trainer, source):
         output = forward(network, trainer.frozen, pack, Blocks(pack.bounds), [])
         teacher_NC = teacher_probabilities(pack.teacher_NH, trainer.frozen.head_CH)
         weight_N = weights_of(trainer.frozen, pack, 1)[0]
-        same_N = network.logits(output.h_NH, trainer.frozen).argmax(-1) == teacher_NC.argmax(-1)
+        same_N = network.logits(output.h_RH, trainer.frozen).argmax(-1) == teacher_NC.argmax(-1)
         agreed, total = agreed + float((same_N * weight_N).sum()), total + float(weight_N.sum())
     return agreed / total
 

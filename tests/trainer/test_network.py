@@ -94,7 +94,7 @@ def trained(trainable, target, source, bounds=None):
     with torch.no_grad():
         for _ in range(STEPS):
             steps.append(forward(trainable, frozen, pack, Blocks(bounds or pack.bounds), steps))
-        return torch.stack([trainable.logits(step.h_NH, frozen) for step in steps]), pack.bounds
+        return torch.stack([trainable.logits(step.h_RH, frozen) for step in steps]), pack.bounds
 
 
 def difference(directories, target, source, trainable, network=Eagle3, **kwargs):
@@ -188,9 +188,9 @@ def _late(project):
     """Rotate the trunk as it should be and a branch as if it began one position later."""
     calls = []
 
-    def changed(self, embedded_NH, g_NH, position_N):
+    def changed(self, embedded_NH, g_NH, position_N, query_M=None):
         calls.append(1)
-        return project(self, embedded_NH, g_NH, position_N + (len(calls) % STEPS == 2))
+        return project(self, embedded_NH, g_NH, position_N + (len(calls) % STEPS == 2), query_M)
 
     return changed
 

@@ -1,5 +1,7 @@
 """Packs: windows, full budgets, and losses and gradients that are the sums over documents."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,6 +85,27 @@ def test_a_packs_loss_and_gradients_are_the_sums_over_its_documents(
     for key in packed:
         # float32 sums over at most 60 slots, in another order.
         torch.testing.assert_close(packed[key], summed[key], atol=2e-5, rtol=1e-3, msg=key)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_slots_before_the_first_root_need_keys_and_values_only(name):
+    """The twin computes every slot: spans of roots from the first slot to the last leave none out,
+    and those without weight add nothing.
+    """
+    drafter, objective = network(), make_objective(name)
+    fixed, shapes = frozen(drafter), ((9, 0), (12, 7), (5, 5), (8, 3))  # the third has no root
+    source = Documents(*(document(n, p, seed) for seed, (n, p) in enumerate(shapes)))
+    pieces = [w for d, (n, _) in enumerate(shapes) for w in windows(d, n, 60, 7)]
+    pack = assemble(source, fit(pieces, 40)[0], 40)
+    assert pack.first_queries() == (0, 8 + 6, 8 + 11 + 3, 8 + 11 + 4 + 2, 39)
+    every = replace(pack, roots=((0, 40),))
+    assert every.first_queries() == pack.bounds[:-1]
+    for ours, twin in zip(
+        *(gradients(drafter, fixed, objective, [each]) for each in (pack, every)), strict=True
+    ):
+        ours, twin = (dict(x._asdict()) if isinstance(x, Sums) else x for x in (ours, twin))
+        for key in twin:
+            torch.testing.assert_close(ours[key], twin[key], atol=2e-5, rtol=1e-3, msg=key)
 
 
 def test_a_padded_batch_has_the_gradients_of_a_pack():

@@ -6,7 +6,7 @@ objective, on an EAGLE-3 network and `eagle1` on one of EAGLE-1, whose head is t
 one: trained tokens per second, the longest segment between two parking points, memory, and what
 reading a pack on the host and copying it takes before each step. `recomputed`: the same for EAGLE-3
 with the time in which a target of random weights computes the states of each pack's documents.
-Packing against batches padded to their longest document (with losses where tokens are, or
+Packing against batches padded to their longest document (drafted from where roots are, or
 everywhere) and against length classes, in documents per second. A checkpoint's stall against a
 plain save of the same state.
 """
@@ -211,7 +211,7 @@ class TrainingBench:
 
     def layouts(self) -> dict[str, Any]:
         """Documents per second of one pass over all documents, in three layouts, and in padded
-        batches the losses of which are computed in the padding, too, as other trainers do.
+        batches of which the padding is drafted from, too, with losses, as other trainers do.
         """
         trainer = self.trainer("eagle3")
         pieces = self.pieces(trainer.objective.steps)

@@ -55,8 +55,8 @@ class Frozen(NamedTuple):
 class Projected(NamedTuple):
     """A slot's attention inputs, rotated, and the start of its residual stream; float32."""
 
-    residual_NH: Tensor
-    q_NAD: Tensor
+    residual_MH: Tensor
+    q_MAD: Tensor
     k_NKD: Tensor
     v_NKD: Tensor
 
@@ -146,18 +146,20 @@ class TrainableDrafter:
         """Return the tensors by which a checkpoint says what can be drafted."""
         raise NotImplementedError
 
-    def project(self, embedded_NH: Tensor, g_NH: Tensor, position_N: Tensor) -> Projected:
-        """Join the two halves of a slot, project and rotate."""
+    def project(
+        self, embedded_NH: Tensor, g_NH: Tensor, position_N: Tensor, query_M: Tensor | None = None
+    ) -> Projected:
+        """Join the two halves of a slot, project and rotate. `query_M`: the slots that get a query
+        and a residual stream; None: all.
+        """
         joined_NX, residual_NH = self.join(embedded_NH, g_NH)
-        q, k, v = (
-            self._linear(f"{self.layer}self_attn.{part}_proj", joined_NX).unflatten(
-                1, (-1, self.config.head_dim)
+        k, v = (self._heads(part, joined_NX) for part in "kv")
+        k = self._rotated(k, position_N)
+        if query_M is not None:
+            joined_NX, residual_NH, position_N = (
+                x.index_select(0, query_M) for x in (joined_NX, residual_NH, position_N)
             )
-            for part in "qkv"
-        )
-        at_N = position_N.clamp(max=len(self._cos_PD2) - 1)  # beyond it nothing is served
-        cos_N1D, sin_N1D = (half[at_N][:, None] for half in (self._cos_PD2, self._sin_PD2))
-        q, k = (_rotate(x, cos_N1D, sin_N1D) for x in (q, k))
+        q = self._rotated(self._heads("q", joined_NX), position_N)
         return Projected(residual_NH, q, k, v)
 
     def finish(self, residual_NH: Tensor, attended_NAD: Tensor) -> Tensor:
@@ -181,6 +183,16 @@ class TrainableDrafter:
             directory / "model.safetensors",
             metadata={"format": "pt"},
         )
+
+    def _heads(self, part: str, joined_NX: Tensor) -> Tensor:
+        """Return the queries, keys or values of slots, not rotated."""
+        x_NX = self._linear(f"{self.layer}self_attn.{part}_proj", joined_NX)
+        return x_NX.unflatten(1, (-1, self.config.head_dim))
+
+    def _rotated(self, x_NXD: Tensor, position_N: Tensor) -> Tensor:
+        at_N = position_N.clamp(max=len(self._cos_PD2) - 1)  # beyond it nothing is served
+        cos_N1D, sin_N1D = (half[at_N][:, None] for half in (self._cos_PD2, self._sin_PD2))
+        return _rotate(x_NXD, cos_N1D, sin_N1D)
 
     def _linear(self, name: str, x_NX: Tensor) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")

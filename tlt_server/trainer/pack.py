@@ -88,6 +88,16 @@ class Pack:
     def __len__(self) -> int:
         return len(self.token_N)
 
+    def first_queries(self) -> tuple[int, ...]:
+        """Return the slot of each document from which on it is drafted from: its first root, or the
+        last slot of one that has no root. Slots before it are only attended to.
+        """
+        firsts = []
+        for start, end in zip(self.bounds, self.bounds[1:], strict=False):
+            own = [max(first, start) for first, stop in self.roots if first < end and stop > start]
+            firsts.append(min(own, default=end - 1))
+        return tuple(firsts)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Pack:
         """Copy to a device; features and hidden states become `dtype`."""
         tensors = {

@@ -4,10 +4,11 @@ each step backward.
 The graph is cut between segments: a step reads detached inputs and leaves its output's gradient to
 be filled in, so a trainer can stop between any two segments and keep all it has done. Logits exist
 for one chunk of slots at a time, forward and backward at once. Losses are sums, so that those of a
-pack are the sums over its documents.
+pack are the sums over its documents. Of slots before a document's first root, such as those of its
+prompt, only keys and values are computed.
 
-Legend: N slots, H hidden, A query heads, K KV heads, D head width, C draft vocabulary, S unrolled
-steps, M slots of a chunk, L = S x M.
+Legend: N slots, R those from a document's first root on, H hidden, A query heads, K KV heads, D
+head width, C draft vocabulary, S unrolled steps, M slots of a chunk, L = S x M.
 """
 
 from __future__ import annotations
@@ -42,15 +43,32 @@ class Sums(NamedTuple):
 
 @dataclass
 class Unrolled:
-    """One step's graph and its cut ends."""
+    """One step's graph and its cut ends. Input, keys and values of the first step are of all slots,
+    those of later ones of R.
+    """
 
     g_NH: Tensor  # its input
-    h_NH: Tensor
+    h_RH: Tensor
     k_NKD: Tensor
     v_NKD: Tensor
     k_cut: Tensor  # what later steps read, gathering gradients
     v_cut: Tensor
-    grad_NH: Tensor  # gradient of h_NH
+    grad_RH: Tensor  # gradient of h_RH
+
+
+class DraftedSlots(NamedTuple):
+    """The slots from a document's first root on."""
+
+    slot_R: Tensor
+    row_N: Tensor  # place of such a slot among them
+
+    @classmethod
+    def of(cls, pack: Pack, device: torch.device) -> DraftedSlots:
+        ends = zip(pack.first_queries(), pack.bounds[1:], strict=True)
+        slot_R = torch.cat([torch.arange(first, end) for first, end in ends])
+        row_N = torch.zeros(len(pack), dtype=torch.int64)
+        row_N[slot_R] = torch.arange(len(slot_R))
+        return cls(slot_R.to(device), row_N.to(device))
 
 
 def weights_of(frozen: Frozen, pack: Pack, steps: int) -> Tensor:
@@ -64,23 +82,34 @@ def weights_of(frozen: Frozen, pack: Pack, steps: int) -> Tensor:
 
 
 def forward(
-    network: TrainableDrafter, frozen: Frozen, pack: Pack, trunk: Trunk, before: list[Unrolled]
+    network: TrainableDrafter,
+    frozen: Frozen,
+    pack: Pack,
+    trunk: Trunk,
+    before: list[Unrolled],
+    slot_R: Tensor | None = None,
 ) -> Unrolled:
-    """Run the next unrolled step after `before`."""
+    """Run the next unrolled step after `before`. `slot_R`: the slots that it is run for, which are
+    the queries of `trunk`; None: all.
+    """
     step = len(before)
+    token_N, position_N = pack.token_N.roll(-step), pack.position_N + step
     if step:
-        g_NH = before[-1].h_NH.detach().requires_grad_()
+        g_NH = before[-1].h_RH.detach().requires_grad_()
+        if slot_R is not None:
+            token_N, position_N = token_N[slot_R], position_N[slot_R]
     else:
         g_NH = network.fuse(pack.feature_NF)
-    embedded_NH = embedding(pack.token_N.roll(-step), frozen.embedding_VH)
-    residual_NH, q, k, v = network.project(embedded_NH, g_NH, pack.position_N + step)
+    embedded_NH = embedding(token_N, frozen.embedding_VH)
+    queries_R = None if step else slot_R
+    residual_RH, q, k, v = network.project(embedded_NH, g_NH, position_N, queries_R)
     trunk_k, trunk_v = (before[0].k_cut, before[0].v_cut) if step else (k, v)
     branch_k = [each.k_cut for each in before[1:]] + [k] * (step > 0)
     branch_v = [each.v_cut for each in before[1:]] + [v] * (step > 0)
-    attended_NAD = attend(trunk, network.compute, q, trunk_k, trunk_v, branch_k, branch_v)
-    h_NH = network.finish(residual_NH, attended_NAD)
+    attended_RAD = attend(trunk, network.compute, q, trunk_k, trunk_v, branch_k, branch_v)
+    h_RH = network.finish(residual_RH, attended_RAD)
     k_cut, v_cut = (x.detach().requires_grad_() for x in (k, v))
-    return Unrolled(g_NH, h_NH, k, v, k_cut, v_cut, torch.zeros_like(h_NH))
+    return Unrolled(g_NH, h_RH, k, v, k_cut, v_cut, torch.zeros_like(h_RH))
 
 
 def accumulate(
@@ -94,15 +123,17 @@ def accumulate(
     """Add a pack's gradients of sum_s factor_s * loss_s to the weights' `grad`, and its totals to
     `sums`; yields after each segment.
     """
-    trunk = trunk_of(pack.bounds, network.device, network.compute)
+    trunk = trunk_of(pack.bounds, network.device, network.compute, pack.first_queries())
     weight_SN = weights_of(frozen, pack, objective.steps)
-    steps: list[Unrolled] = []
+    drafted, steps = DraftedSlots.of(pack, network.device), list[Unrolled]()
     for _ in range(objective.steps):
-        steps.append(forward(network, frozen, pack, trunk, steps))
+        steps.append(forward(network, frozen, pack, trunk, steps, drafted.slot_R))
         yield "forward"
     size = max(16, CHUNK_LOGITS // (network.draft_vocab_size * len(steps)))
     for spans in chunks(pack.roots, size):
-        _chunk(network, frozen, objective, pack, steps, spans, weight_SN, factor_S, sums)
+        _chunk(
+            network, frozen, objective, pack, steps, spans, drafted.row_N, weight_SN, factor_S, sums
+        )
         yield "loss"
     while steps:
         _backward(steps)
@@ -135,6 +166,7 @@ def _chunk(
     pack: Pack,
     steps: list[Unrolled],
     spans: Sequence[tuple[int, int]],
+    row_N: Tensor,
     weight_SN: Tensor,
     factor_S: Tensor,
     sums: Sums,
@@ -150,12 +182,12 @@ def _chunk(
     )
     index, at_M = (torch.cat(read) % len(pack)).to(network.device), at_M.to(network.device)
     at_SM = torch.arange(len(steps), device=network.device)[:, None] + at_M  # within `index`
-    rows = index[at_M]
-    weight_SM = weight_SN[:, rows]
+    slots = index[at_M]
+    weight_SM, rows = weight_SN[:, slots], row_N[slots]
     with torch.no_grad():
         teacher_MC = teacher_probabilities(pack.teacher_NH[index], frozen.head_CH)
         teacher_LC = teacher_MC[at_SM.flatten()]
-    h_LH = torch.cat([each.h_NH[rows] for each in steps]).detach().requires_grad_()
+    h_LH = torch.cat([each.h_RH[rows] for each in steps]).detach().requires_grad_()
     logits_LC = network.logits(h_LH, frozen)
     loss_L = objective.token_loss(logits_LC, teacher_LC)
     if objective.feature_weight:
@@ -165,7 +197,7 @@ def _chunk(
     (loss_S * factor_S).sum().backward()
     assert h_LH.grad is not None
     for each, grad_MH in zip(steps, h_LH.grad.chunk(len(steps)), strict=True):
-        each.grad_NH[rows] = grad_MH
+        each.grad_RH[rows] = grad_MH
     agreed_L = logits_LC.detach().argmax(-1) == teacher_LC.argmax(-1)
     sums.loss_S.add_(loss_S.detach())
     sums.weight_S.add_(weight_SM.sum(1))
@@ -175,10 +207,10 @@ def _chunk(
 def _backward(steps: list[Unrolled]) -> None:
     """Backward through the last step that is left; its input's gradient goes to the step before."""
     last = steps.pop()
-    ends = [last.h_NH, last.k_NKD, last.v_NKD]
-    grads = [last.grad_NH, last.k_cut.grad, last.v_cut.grad]
+    ends = [last.h_RH, last.k_NKD, last.v_NKD]
+    grads = [last.grad_RH, last.k_cut.grad, last.v_cut.grad]
     live = [(end, grad) for end, grad in zip(ends, grads, strict=True) if grad is not None]
     torch.autograd.backward([end for end, _ in live], [grad for _, grad in live])
     if steps:
         assert last.g_NH.grad is not None
-        steps[-1].grad_NH += last.g_NH.grad
+        steps[-1].grad_RH += last.g_NH.grad
