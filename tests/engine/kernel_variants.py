@@ -114,22 +114,23 @@ def main(drafter: str, max_running: int, max_loras: int, dtype: str) -> None:
     engine, _ = assemble(settings, make_device=Pretended)
     runner, policy = engine.runner, engine.policy
     assert isinstance(runner, GpuRunner)
+    passes = runner.passes
     with torch.inference_mode():
         rehearse(runner, runner.shapes.at_start(MAX_ROWS, policy.strategies))
         at_start = len(found)
         passed: set[DraftKey | ExtendKey | None] = {None}
         for draft, key in dict.fromkeys(reachable(runner.shapes, policy)):
-            extend = runner.extend_pass(key)
+            extend = passes.extend(key)
             if not key.plain:
                 extend.select(None)
             if draft is not None:
-                drafted = runner.draft_pass(draft)
+                drafted = passes.draft(draft)
                 if draft not in passed:
-                    runner.work(drafted)()
+                    passes.work(drafted)()
                 extend.select(drafted.nodes)
-                runner.learn(extend, drafted)
+                passes.learn(extend, drafted)
             if key not in passed:
-                runner.work(extend)()
+                passes.work(extend)()
                 if key.structured:
                     extend.run_second()
                 for best in (0, MIN_BEST, 8 * MIN_BEST):

@@ -240,7 +240,7 @@ def test_pushes_and_rollbacks_of_both_roles(
     old, new = said_of("base"), said_of("new")
     assert old != new
     engine = Pushable(drafting(on_device(settings), *CHAIN))
-    drafts = engine.engine.runner._drafters["eagle"]
+    drafts = engine.engine.runner.passes.drafters["eagle"]
     both = str(root / "new-drafter")
     for act, expected in (
         (lambda: engine.push(root / "new", "v1"), new),

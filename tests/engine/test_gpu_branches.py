@@ -50,7 +50,7 @@ def accepted(engine: Pushable, turn: int) -> int:
 
 def branch_nodes(engine: Pushable) -> tuple[int, int]:
     """Return how many nodes of branches were accepted, and how many were tried."""
-    table = engine.engine.runner._drafters["eagle"].branches.calibration
+    table = engine.engine.runner.passes.drafters["eagle"].branches.calibration
     return int(table.hits_Z.sum()), int(table.trials_Z.sum())
 
 

@@ -132,5 +132,5 @@ def test_nothing_follows_without_a_trainer_that_wants_features(
         (Capturing(settings, tmp_path / "rings"), True),
     ):
         engine.run(request(0, 4, 2))
-        for extend in engine.engine.runner._extends.values():
+        for extend in engine.engine.runner.passes.extends.values():
             assert any(isinstance(f, StateCapture) for f in extend._followers) == captures

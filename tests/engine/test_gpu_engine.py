@@ -131,7 +131,7 @@ def test_speculation_changes_no_bit(
         assert not any(output.drafted for output in engine.said["r1"]), "another drafter's step"
     gauges = engine.engine.gauges()
     assert gauges["pages_free"] == engine.info.pages
-    table = engine.engine.runner._drafters[strategy[0]].calibration
+    table = engine.engine.runner.passes.drafters[strategy[0]].calibration
     online = OnlineTable(table.prior_Z.numpy())
     online.survival_K, online.trials_K = table.survival_Z.numpy(), table.trials_Z.numpy()
     assert gauges[

@@ -152,10 +152,10 @@ def test_counts_that_a_sleep_gave_back_are_made_again(
 
 def test_only_steps_with_an_edited_request_are_edited(engine: Pushable) -> None:
     choose(engine, None)
-    keys = set(engine.engine.runner._extends)
-    engine.engine.runner._extends.clear()
+    keys = set(engine.engine.runner.passes.extends)
+    engine.engine.runner.passes.extends.clear()
     engine.run(asked()[1])
-    assert not any(key.edited for key in engine.engine.runner._extends)
+    assert not any(key.edited for key in engine.engine.runner.passes.extends)
     engine.run(asked()[4])
-    edited = [key.edited for key in engine.engine.runner._extends if not key.prompt_rows]
+    edited = [key.edited for key in engine.engine.runner.passes.extends if not key.prompt_rows]
     assert edited == [False, True] and any(key.edited for key in keys)

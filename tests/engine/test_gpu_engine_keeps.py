@@ -42,7 +42,7 @@ def test_a_pass_that_is_not_captured_is_made_for_its_step(tmp_path: Path) -> Non
     engine = Pushable(replace(checkpoints(tmp_path), max_rows=64))
     for i, length in enumerate((3, 9, 13, 17, 21)):  # a captured step would hold the first
         engine.run(request(i, length, max_tokens=1))
-    kept = engine.engine.runner._extends
+    kept = engine.engine.runner.passes.extends
     assert kept and all(engine.engine.runner.shapes.keeps(key) for key in kept) and len(kept) < 5
 
 

@@ -154,5 +154,5 @@ def test_preemption_changes_nothing(settings: EngineSettings) -> None:
 def test_only_steps_with_a_structure_are_two_halves(engine: Pushable) -> None:
     choose(engine, None)
     engine.run(request(1, 4, max_tokens=3))
-    keys = [key for key in engine.engine.runner._extends if not key.prompt_rows]
+    keys = [key for key in engine.engine.runner.passes.extends if not key.prompt_rows]
     assert {key.structured for key in keys} >= {False, True}

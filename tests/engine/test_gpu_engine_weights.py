@@ -45,13 +45,13 @@ def storage(engine: Pushable) -> dict[str, torch.Tensor]:
     """Return every tensor that a captured graph would read."""
     runner = engine.engine.runner
     tensors = {f"target {name}": tensor for name, tensor in runner.state.model.parameters().items()}
-    network = runner._drafters["eagle"].network
+    network = runner.passes.drafters["eagle"].network
     return {
         **tensors,
         **{f"drafter {name}": tensor for name, tensor in network.parameters().items()},
         "drafter embedding": network.embedding_VH,
         "drafter vocabulary": network.target_ids_C,
-        "drafter gap edges": runner._drafters["eagle"].gap_edge_G,
+        "drafter gap edges": runner.passes.drafters["eagle"].gap_edge_G,
     }
 
 

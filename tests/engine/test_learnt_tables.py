@@ -68,7 +68,7 @@ def learnt(engine: Pushable) -> dict[str, TableRecord]:
 
 def survival(engine: Pushable) -> NDArray[np.float32]:
     """Return the table that trees are built by."""
-    table = engine.engine.runner._drafters["eagle"].calibration
+    table = engine.engine.runner.passes.drafters["eagle"].calibration
     if isinstance(table, Calibration):
         return table.survival_K.copy()
     return table.survival_Z.numpy().copy()

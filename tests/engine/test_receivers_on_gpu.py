@@ -20,7 +20,7 @@ from tlt_server.attention.backing import Backing
 from tlt_server.attention.pinned import block_at, pinned
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.demo.workload import TARGET
-from tlt_server.engine.devices.cuda import CudaDevice
+from tlt_server.engine.gpu.maker import GpuMaker
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import ControlReport
@@ -103,16 +103,16 @@ def busy() -> Iterator[torch.cuda.Event]:
 
 
 def test_a_commit_does_not_wait_for_what_others_do_on_the_device(busy: torch.cuda.Event) -> None:
-    device = object.__new__(CudaDevice)
-    device.device, device._stream = (
+    maker = object.__new__(GpuMaker)
+    maker.device, maker.stream = (
         torch.device("cuda", torch.cuda.current_device()),
         torch.cuda.Stream(),
     )
     staged = torch.zeros(4, device="cuda").add_(1)
-    with torch.cuda.stream(device._stream):
+    with torch.cuda.stream(maker.stream):
         exchanged = torch.zeros(4, device="cuda").add_(1)
-    device._synchronize()
-    assert not busy.query() and torch.cuda.default_stream().query() and device._stream.query()
+    maker.synchronize()
+    assert not busy.query() and torch.cuda.default_stream().query() and maker.stream.query()
     assert staged.tolist() == exchanged.tolist() == [1.0] * 4
 
 

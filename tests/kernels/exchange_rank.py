@@ -23,7 +23,7 @@ from tlt_kernels.gpu.exchange import (
     window_bytes,
 )
 from tlt_kernels.gpu.norm import add_rms_norm
-from tlt_server.bench.meeting import Meeting
+from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu.windows import GroupWindows
 
 RANKS, PARTS, ROWS, HIDDEN, EPS = 2, 2, 3, 256, 1e-6

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tlt_server.bench.exchange import NO_MULTICAST, measured
-from tlt_server.bench.meeting import Meeting
+from tlt_server.engine.exchange.meeting import Meeting
 
 ROW = {"what": "signal", "us": 1.5}
 SAY = "import json, os, sys, time; rank = int(sys.argv[2])\n"

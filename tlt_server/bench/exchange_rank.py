@@ -22,7 +22,7 @@ from tlt_kernels.gpu.exchange import PeerWindows, exchange_add_rms_norm, gather
 from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_server.bench.graph_time import captured
-from tlt_server.bench.meeting import Meeting
+from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu.windows import GroupWindows
 
 RANKS, HIDDEN, INTERMEDIATE, LAYERS, EPS = 2, 3584, 18944, 28, 1e-6

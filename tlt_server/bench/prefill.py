@@ -64,7 +64,7 @@ class Library(FastMatmuls):
     ) -> Tensor:
         return functional.linear(x_MK, weight_NK, bias_N)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Tensor | None = None) -> Tensor:
         return functional.linear(x_MK, weight_NK)[None]
 
     @staticmethod
@@ -144,7 +144,7 @@ def decoder() -> GpuDecoder:
     model = GpuDecoder(
         config, placement=Placement(torch.device("cuda"), torch.bfloat16, StrictMatmuls())
     )
-    for _, parameter in model.parameters().items():
+    for parameter in model.storage():
         parameter.normal_(0, 0.02)
     return model
 

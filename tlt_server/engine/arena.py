@@ -1,6 +1,7 @@
-"""The memory of a rank's shard: one file in memory, which rank 0 writes and the rank reads.
+"""The memory of a rank's shard, which rank 0 writes and the rank reads: on a CPU a file in memory,
+on a GPU an allocation of rank 0 on the rank's GPU.
 
-Rank 0 makes the same model as the rank, on the same file, so it can write the rank's slices. Both
+Rank 0 makes the same model as the rank, on the same memory, so it can write the rank's slices. Both
 take the tensors in the order in which the model asks for them; `layout` proves it.
 """
 
@@ -8,38 +9,52 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tlt_client.channels.memory import GRANT, Grant, SharedGpuMemory
 from tlt_server.models.decoder import Decoder
 
-ALIGNMENT = 64  # bytes, as torch's own allocator gives
+ALIGNMENT = 256  # bytes; torch's own allocators give no less on a CPU or a GPU
 
 
 class Arena:
-    """A mapping of the file. `size`: bytes; None opens one that another process made."""
+    """A mapping of the memory. `descriptors` and `grant` are what another process maps it by."""
 
-    def __init__(self, descriptor: int, size: int | None = None) -> None:
-        if size is not None:
-            os.ftruncate(descriptor, size)
-        self.descriptor, self.used = descriptor, 0
-        self.size = os.fstat(descriptor).st_size
-        self._bytes = torch.frombuffer(mmap.mmap(descriptor, self.size), dtype=torch.uint8)
+    def __init__(
+        self, data: Tensor, descriptors: Sequence[int] = (), shared: SharedGpuMemory | None = None
+    ) -> None:
+        """data: all of it, uint8."""
+        self._bytes, self.descriptors, self._shared, self.used = data, descriptors, shared, 0
+        self.grant = shared.grant.packed() if shared else bytes(GRANT.size)
 
     @classmethod
-    def for_model(cls, make: Callable[[], Decoder]) -> Arena:
-        """Return an arena of the size that such a model needs."""
-        with torch.device("meta"):
-            views = make().own_parameters().values()
-        size = sum(view.nbytes + ALIGNMENT for view in views) + ALIGNMENT
-        return cls(os.memfd_create("tlt-shard", os.MFD_CLOEXEC), size)
+    def file(cls, size: int) -> Arena:
+        descriptor = os.memfd_create("tlt-shard", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        return cls(_mapped(descriptor), (descriptor,))
 
-    def fill(self, make: Callable[[], Decoder]) -> Decoder:
-        """Return a model whose storage lies here, with the content that the file has."""
+    @classmethod
+    def shared(cls, size: int, device: torch.device) -> Arena:
+        if device.type != "cuda":
+            return cls.file(size)
+        memory = SharedGpuMemory.share(size, device)
+        return cls(memory.view, shared=memory)
+
+    @classmethod
+    def opened(cls, grant: bytes, descriptors: Sequence[int]) -> Arena:
+        """Map what another process made."""
+        if descriptors:
+            return cls(_mapped(descriptors[0]), descriptors)
+        memory = SharedGpuMemory.open(Grant.parsed(grant), ())
+        return cls(memory.view, shared=memory)
+
+    def fill(self, make: Callable[[], Any]) -> Any:
+        """Return a model whose storage lies here, with the content that is there."""
         with _Carving(self):
             return make()
 
@@ -50,7 +65,23 @@ class Arena:
 
     def close(self) -> None:
         """Close the file; what is mapped stays."""
-        os.close(self.descriptor)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = ()
+
+    def free(self) -> None:
+        """Free a GPU's memory, or unmap it, when nothing reads it any more. A file is gone with its
+        tensors.
+        """
+        if self._shared is not None:
+            del self._bytes
+            self._shared.close()
+            self._shared = None
+
+
+def arena_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of an arena for these tensors, which need no storage."""
+    return sum(tensor.nbytes + ALIGNMENT for tensor in tensors) + ALIGNMENT
 
 
 def layout(model: Decoder) -> str:
@@ -61,6 +92,11 @@ def layout(model: Decoder) -> str:
         f"{name}@{view.data_ptr() - base}{list(view.shape)}{list(view.stride())}"
         for name, view in views.items()
     )
+
+
+def _mapped(descriptor: int) -> Tensor:
+    size = os.fstat(descriptor).st_size
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 class _Carving(TorchFunctionMode):

@@ -6,15 +6,18 @@ lost, repeated or of another life is refused. Arrays travel as their bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from tlt_server.engine.settings import DecidedSettings, decode_decided
 from tlt_server.errors import EngineFailed
 
+AnyOrder = TypeVar("AnyOrder")
 Array = np.ndarray[Any, Any]
 DTYPES = ("<i4", "<i8")
 
@@ -43,9 +46,12 @@ class Keep(Struct, frozen=True, tag="keep"):
 
 
 class LoadShard(Struct, frozen=True, tag="load"):
-    """Make a model on the memory that comes by the side channel under this key."""
+    """Make a model on the memory that comes by the side channel under this key. `beside`: the key
+    of a drafter's target; 0: the model is a target.
+    """
 
     key: int
+    beside: int = 0
 
 
 class CheckNumerics(Struct, frozen=True, tag="check"):
@@ -68,10 +74,10 @@ class Drop(Struct, frozen=True, tag="drop"):
 
 
 class Allocate(Struct, frozen=True, tag="allocate"):
-    """Make KV pages, and `scratch` KV slots for draft rows."""
+    """Make KV pages for sequences of up to `max_model_len` tokens."""
 
     pages: int
-    scratch: int
+    max_model_len: int
 
 
 class Save(Struct, frozen=True, tag="save"):
@@ -101,11 +107,11 @@ ModelOrder = LoadShard | CheckNumerics | Install | Drop
 Order = ExtendRows | PageOrder | ModelOrder
 
 
-class Envelope(Struct, frozen=True):
+class Envelope(Struct, Generic[AnyOrder], frozen=True):
     life: str
     number: int  # counts from 1
     asks: bool  # whether an answer is awaited
-    order: Order
+    order: AnyOrder
 
 
 class RankAnswer(Struct, frozen=True):
@@ -121,24 +127,27 @@ class RankStart(Struct, frozen=True):
     life: str
     rank: int
     ranks: int
-    leaves: int
+    device: str
     directory: str
-    model: str
+    settings: str  # of the engine, but for its device
     max_position: int
-    page_size: int
-    attention: str
-    numerics: str
     threads: int
     parent: int
 
+    @property
+    def decided(self) -> DecidedSettings:
+        return replace(decode_decided(self.settings), device=self.device)  # type: ignore[arg-type]
 
-def encoded(envelope: Envelope) -> bytes:
+
+def encoded(envelope: Envelope[Any]) -> bytes:
     return msgspec.msgpack.encode(envelope, enc_hook=_packed)
 
 
-def decoded(data: bytes, life: str, number: int) -> Envelope:
-    """Return the envelope. `EngineFailed` unless it is the one with this number, of this life."""
-    envelope = msgspec.msgpack.decode(data, type=Envelope, dec_hook=_unpacked)
+def decoded(data: bytes, life: str, number: int, kind: Any = Order) -> Envelope[Any]:
+    """Return the envelope. `EngineFailed` unless it is the one with this number, of this life.
+    `kind`: the orders that the rank follows.
+    """
+    envelope: Envelope[Any] = msgspec.msgpack.decode(data, type=Envelope[kind], dec_hook=_unpacked)
     if envelope.life != life:
         raise EngineFailed(f"an order of the life {envelope.life!r} came in the life {life!r}")
     if envelope.number != number:

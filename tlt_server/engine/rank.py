@@ -1,4 +1,5 @@
 """A rank other than 0: computes its shard as it is ordered. It has no scheduler and no policy.
+`Rank` is that of a CPU.
 
 Started by `ranks.py` as `python -P -m tlt_server.engine.rank DESCRIPTOR`, with a `RankStart` on its
 standard input. Ends with rank 0, at the first order that it cannot follow, or when an exchange
@@ -14,12 +15,13 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import torch
 import zmq
 
+from tlt_client.channels.memory import GRANT
 from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache, Rows, SavedPages
 from tlt_server.engine import orders
@@ -51,6 +53,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
+from tlt_server.registry import Registry
 
 POLL_MS = 1000  # between two looks whether rank 0 lives
 PR_SET_PDEATHSIG = 1
@@ -58,15 +61,37 @@ PR_SET_PDEATHSIG = 1
 Socket = zmq.Socket[bytes]
 
 
+class Following(Protocol):
+    orders: Any  # the type of those that it follows
+
+    def follow(self, order: Any) -> str:
+        """Do as ordered, and return the text of an answer."""
+
+
+FOLLOWING = Registry(
+    "kind of rank",
+    {
+        "cpu": "tlt_server.engine.rank:Rank",
+        "cuda": "tlt_server.engine.gpu.rank:GpuRank",
+        "interpreter": "tlt_server.engine.gpu.rank:GpuRank",
+    },
+)
+
+
 class Rank:
     """The state of a rank: models by key, KV, saved pages."""
 
-    def __init__(self, start: RankStart, exchange: GlooExchange, side: socket.socket) -> None:
-        self._start, self._side = start, side
-        self._numerics = Numerics(start.numerics, threads=start.threads)  # type: ignore[arg-type]
-        config = ModelConfig.read(Path(start.model))
+    orders = Order
+
+    def __init__(self, start: RankStart, side: socket.socket) -> None:
+        """Join the others. `side`: where descriptors come."""
+        settings = self._settings = start.decided
+        exchange = GlooExchange(Path(start.directory) / "store", start.rank, start.ranks)
+        self._side = side
+        self._numerics = Numerics(settings.numerics, threads=start.threads)
+        config = ModelConfig.read(Path(settings.model))
         self._config = replace(config, max_position=start.max_position)
-        self._split = Split(start.leaves, start.rank, start.ranks, exchange)
+        self._split = Split(settings.reduction_leaves, start.rank, start.ranks, exchange)
         self._models: dict[int, Decoder] = {}
         self._saved: dict[int, SavedPages] = {}
         self._model: Decoder | None = None
@@ -117,8 +142,9 @@ class Rank:
                 source, target = torch.from_numpy(source_A), torch.from_numpy(target_A)
                 for array in (self.cache.k, self.cache.v):
                     copy_kv_slots(array, source, target)
-            case Allocate(pages, scratch):
-                self._cache = self.model.make_cache(pages, self._start.page_size, scratch)
+            case Allocate(pages):
+                size, scratch = self._settings.page_size, self._settings.max_draft_rows
+                self._cache = self.model.make_cache(pages, size, scratch)
             case Save(key, pages):
                 self._saved[key] = self.cache.save(pages)
             case Restore(key, pages):
@@ -150,41 +176,47 @@ class Rank:
             self.model.logits(hidden_RH[first:end])
 
     def _load(self, key: int) -> None:
-        data, descriptors, _, _ = socket.recv_fds(self._side, 8, 1)
-        if int.from_bytes(data, "little") != key or len(descriptors) != 1:
-            raise EngineFailed(f"other memory came than that of model {key}")
-        arena = Arena(descriptors[0])
+        arena = receive(self._side, key)
         self._models[key] = arena.fill(self._empty)
         arena.close()
 
     def _empty(self) -> Decoder:
-        start = self._start
+        settings = self._settings
         return empty_target(
-            start.model,
+            settings.model,
             numerics=self._numerics,
             config=self._config,
-            attention=start.attention,
-            page_size=start.page_size,
+            attention=settings.attention,
+            page_size=settings.page_size,
             split=self._split,
         )
+
+
+def receive(side: socket.socket, key: int) -> Arena:
+    """Map the memory of a model that rank 0 has sent. `EngineFailed` for that of another."""
+    data, descriptors, _, _ = socket.recv_fds(side, 8 + GRANT.size, 1, socket.MSG_WAITALL)
+    if int.from_bytes(data[:8], "little") != key:
+        raise EngineFailed(f"other memory came than that of model {key}")
+    return Arena.opened(data[8:], descriptors)
 
 
 def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) -> None:
     """Follow orders until rank 0 is gone. `EngineFailed` where one cannot be followed."""
     number, here = 0, msgspec.msgpack.encode(RankAnswer(start.rank, 0))
     outbox.send(here)
-    exchange = GlooExchange(Path(start.directory) / "store", start.rank, start.ranks)
+    rank: Following = FOLLOWING.resolve(start.device)(start, side)
     outbox.send(here)
-    rank = Rank(start, exchange, side)
     while os.getppid() == start.parent:
         if not inbox.poll(POLL_MS):
             continue
         number += 1
-        envelope = orders.decoded(inbox.recv(), start.life, number)
+        envelope = orders.decoded(inbox.recv(), start.life, number, rank.orders)
         try:
             text, error = rank.follow(envelope.order), ""
         except torch.OutOfMemoryError as cause:
             text, error = "", f"out of memory: {str(cause)[:200]}"
+        except TltError as cause:
+            text, error = "", cause.message
         if envelope.asks:
             outbox.send(msgspec.msgpack.encode(RankAnswer(start.rank, number, text, error)))
         elif error:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -29,21 +29,24 @@ import zmq
 from torch import Tensor
 
 from tlt_kernels.cpu.checksums import mixed_sum
-from tlt_server.attention.rows import KVCache, Rows, SavedPages
+from tlt_server.attention.rows import Rows
 from tlt_server.engine import orders
-from tlt_server.engine.arena import Arena, layout
+from tlt_server.engine.arena import Arena, arena_bytes, layout
 from tlt_server.engine.exchange.gloo import GlooExchange
-from tlt_server.engine.orders import Envelope, Order, RankAnswer, RankStart
-from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.orders import Envelope, RankAnswer, RankStart
+from tlt_server.engine.settings import DecidedSettings, encode_settings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.split import Split
+from tlt_server.models.split import RankExchange, Split
 
+Taken = TypeVar("Taken")
 RANK = "tlt_server.engine.rank"
 START_S = 120.0  # for all ranks to be there, and for an answer while kernels may be compiled
 SEND_S = 10.0  # for room in a rank's socket
 POLL_S = 0.2
+# NVLink multicast can take a host's GPUs out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 
@@ -51,7 +54,7 @@ Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 class RankOrders(Protocol):
     """Everything that rank 0 tells the others, and their state."""
 
-    def order(self, order: Order, *, wait: bool = False) -> None:
+    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
         """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not."""
 
     def check(self) -> None:
@@ -60,20 +63,20 @@ class RankOrders(Protocol):
     def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
         """Return `sum_of_states`, which all ranks compare; 0 where there is one."""
 
-    def copiers(self, cache: KVCache) -> Copiers:
-        """Return what saves and restores pages on all ranks."""
+    def copiers(self, *own: *Copiers) -> Copiers:
+        """Return what saves and restores pages on all ranks, from what does on this one."""
 
 
 class NoRanks:
-    def order(self, order: Order, *, wait: bool = False) -> None: ...
+    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None: ...
 
     def check(self) -> None: ...
 
     def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
         return 0
 
-    def copiers(self, cache: KVCache) -> Copiers:
-        return cache.save, cache.restore
+    def copiers(self, *own: *Copiers) -> Copiers:
+        return own
 
 
 NO_RANKS = NoRanks()
@@ -90,7 +93,7 @@ def sum_of_states(hidden_RH: Tensor, rows: Rows) -> int:
 class SavedOnRanks:
     """Saved pages of this rank, and the key of those of the others, which go with it."""
 
-    def __init__(self, key: int, own: SavedPages) -> None:
+    def __init__(self, key: int, own: object) -> None:
         self.key, self.own = key, own
 
 
@@ -100,7 +103,9 @@ class Ranks:
         self._count, self._threads = settings.tensor_parallel, threads_of(settings)
         self._life, self._sent = secrets.token_hex(8), 0
         self._lock = threading.RLock()  # the staging thread sends, too
-        self._models: deque[int] = deque()  # keys to be dropped; garbage of any thread
+        # Keys of models to be dropped, each with what closes its memory; garbage of any thread.
+        self._models: deque[tuple[int, Callable[[], None]]] = deque()
+        self._closing: list[tuple[int, Callable[[], None]]] = []  # once this order is followed
         self._saved: deque[int] = deque()
         self._keys = 0
         self._context = zmq.Context()
@@ -116,8 +121,12 @@ class Ranks:
             for rank in range(1, self._count):
                 self._launch(settings, config, directory, rank)
             self._answered(0)  # all have begun, so the exchange waits for none that cannot
-            self.exchange = GlooExchange(Path(directory) / "store", 0, self._count)
+            self.join(Path(directory))
             self._answered(0)  # all have joined, so none reads the directory any more
+
+    def join(self, directory: Path) -> None:
+        """Get ready to exchange with the others, which do so, too."""
+        self.exchange: RankExchange = GlooExchange(directory / "store", 0, self._count)
 
     def close(self) -> None:
         """End the other ranks; so does the end of this process."""
@@ -136,13 +145,11 @@ class Ranks:
             life=self._life,
             rank=rank,
             ranks=self._count,
-            leaves=settings.reduction_leaves,
+            device=settings.device,
             directory=directory,
-            model=str(settings.model),
+            # No settings may name the device of tests, so it is told apart.
+            settings=encode_settings(replace(settings, device="cpu")).decode(),
             max_position=config.max_position,
-            page_size=settings.page_size,
-            attention=settings.attention,
-            numerics=settings.numerics,
             threads=self._threads,
             parent=os.getpid(),
         )
@@ -152,6 +159,7 @@ class Ranks:
                 [sys.executable, "-P", "-m", RANK, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, **NO_MULTICAST},
             )
         self._sides.append(mine)
         self._processes.append(process)
@@ -161,19 +169,24 @@ class Ranks:
 
     # -- orders ------------------------------------------------------------------------------------
 
-    def order(self, order: Order, *, wait: bool = False) -> None:
-        number = self._send(order, asks=wait)
-        if wait:
-            self._answered(number)
+    def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
+        self.ask(order) if wait else self._send(order, asks=False)
 
-    def _send(self, order: Order, *, asks: bool) -> int:
+    def ask(self, order: msgspec.Struct) -> list[str]:
+        """Send an order, and return the answers of all ranks."""
+        with self._lock:
+            return self._answered(self._send(order, asks=True))
+
+    def _send(self, order: msgspec.Struct, *, asks: bool) -> int:
         with self._lock:
             if self._models or self._saved:
-                gone = orders.Drop(_taken(self._models), _taken(self._saved))
-                self._post(gone, asks=False)
+                models = _taken(self._models)
+                gone = orders.Drop([key for key, _ in models], _taken(self._saved))
+                number = self._post(gone, asks=False)
+                self._closing += [(number, close) for _, close in models]
             return self._post(order, asks=asks)
 
-    def _post(self, order: Order, *, asks: bool) -> int:
+    def _post(self, order: msgspec.Struct, *, asks: bool) -> int:
         self._sent += 1
         data = orders.encoded(Envelope(self._life, self._sent, asks, order))
         for rank, each in enumerate(self._orders, 1):
@@ -205,6 +218,10 @@ class Ranks:
                 silent = [str(rank) for rank in range(1, self._count) if rank not in texts]
                 raise EngineFailed(f"rank {', '.join(silent)} did not answer in {START_S:g} s")
             self.check()
+        followed = [close for dropped, close in self._closing if dropped < number]
+        self._closing = [each for each in self._closing if each[0] >= number]
+        for close in followed:
+            close()
         return [texts[rank] for rank in sorted(texts)]
 
     def check(self) -> None:
@@ -220,28 +237,45 @@ class Ranks:
 
     # -- models and pages --------------------------------------------------------------------------
 
-    def split(self, leaves: int) -> Split:
-        return SharedSplit(leaves, 0, self._count, self.exchange, ranks=self)
+    def split(self, leaves: int, whole: tuple[str, ...] = ()) -> Split:
+        """`whole`: layers that every rank has whole."""
+        return SharedSplit(leaves, 0, self._count, self.exchange, whole, ranks=self)
 
-    def hold(self, shards: Sequence[Arena]) -> int:
-        """Let each rank map its shard, and return the key that orders name them by."""
+    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
+        """Return memory for the model that `make` makes on the meta device, which the rank can map;
+        None: this rank's is no different from any other.
+        """
+        with torch.device("meta"):
+            size = arena_bytes(make().own_parameters().values())
+        return Arena.file(size)
+
+    def hold(self, shards: Sequence[Arena], beside: int) -> int:
+        """Let each rank map its shard, and return the key that orders name them by. `beside`: see
+        `LoadShard`.
+        """
         with self._lock:
             self._keys += 1
             for side, arena in zip(self._sides, shards, strict=True):
-                key = self._keys.to_bytes(8, "little")
-                socket.send_fds(side, [key], [arena.descriptor])
-            self.order(orders.LoadShard(self._keys))
+                data = self._keys.to_bytes(8, "little") + arena.grant
+                socket.send_fds(side, [data], arena.descriptors)
+            # A drafter is made with a vocabulary map, which rank 0 then writes.
+            self.order(orders.LoadShard(self._keys, beside), wait=beside > 0)
             return self._keys
 
-    def drop_model(self, key: int) -> None:
+    def drop_model(self, key: int, arenas: Sequence[Arena]) -> None:
         """Have the ranks forget a model; called when this process has, in any thread."""
-        self._models.append(key)
+
+        def close() -> None:
+            for arena in arenas:
+                arena.free()
+
+        self._models.append((key, close))
 
     def test(self, target: Decoder) -> None:
         """Test the numerics of every rank. `StartupError` where they differ from rank 0's."""
         key = key_of(target)
         own = target.numerics.method.name
-        found = self._answered(self._send(orders.CheckNumerics(key), asks=True))
+        found = self.ask(orders.CheckNumerics(key))
         for peer, text in zip(target.peers, found, strict=True):
             method, _, lies = text.partition("; ")
             if method != own or lies != layout(peer):
@@ -250,18 +284,21 @@ class Ranks:
                     f"method than rank 0, which has {own}; start the same version on one machine"
                 )
 
-    def copiers(self, cache: KVCache) -> Copiers:
+    def copiers(self, *own: *Copiers) -> Copiers:
+        own_save, own_restore = own
+
         def save(pages: list[int]) -> SavedOnRanks:
             with self._lock:
                 self._keys += 1
-                saved = SavedOnRanks(self._keys, cache.save(pages))
-            weakref.finalize(saved, self._saved.append, saved.key)
-            self.order(orders.Save(saved.key, pages))
+                key = self._keys
+            self.order(orders.Save(key, pages))
+            saved = SavedOnRanks(key, own_save(pages))
+            weakref.finalize(saved, self._saved.append, key)
             return saved
 
         def restore(saved: SavedOnRanks, pages: list[int]) -> None:
             self.order(orders.Restore(saved.key, pages))
-            cache.restore(saved.own, pages)
+            own_restore(saved.own, pages)
 
         return save, restore
 
@@ -273,28 +310,34 @@ class SharedSplit(Split):
     ranks: Ranks | None = None
     key: int = 0
 
-    def build(self, make: Callable[[Split], Any]) -> Any:
+    def build(self, make: Callable[[Split], Any], beside: Any = None) -> Any:
+        """`beside`: the target of a drafter."""
         assert self.ranks is not None
-        own, *others = self.all
+        _, *others = self.all
         models: list[Any] = []
         arenas: list[Arena] = []
         for split in (self, *others):
-            plain = Split(split.leaves, split.rank, split.of, split.exchange)
-            arena = Arena.for_model(partial(make, plain))
-            models.append(arena.fill(partial(make, split)))
-            arenas.append(arena)
-        key = self.ranks.hold(arenas[1:])
+            plain = Split(split.leaves, split.rank, split.of, split.exchange, split.whole)
+            arena = self.ranks.arena(split.rank, partial(make, plain))
+            models.append(arena.fill(partial(make, split)) if arena else make(split))
+            arenas += [arena] if arena and split.rank else []
+        key = self.ranks.hold(arenas, key_of(beside) if beside is not None else 0)
         for arena in arenas:
             arena.close()
-        target = models[0]
-        target.split, target.peers = replace(self, key=key), tuple(models[1:])
-        weakref.finalize(target, self.ranks.drop_model, key)
-        return target
+        first = models[0]
+        first.split, first.peers = replace(self, key=key), tuple(models[1:])
+        first.held = _Held()
+        weakref.finalize(first.held, self.ranks.drop_model, key, arenas)
+        return first
 
 
-def key_of(target: Decoder) -> int:
-    """Return the key that orders name this target by; 0 without other ranks."""
-    return target.split.key if isinstance(target.split, SharedSplit) else 0
+class _Held:
+    """Lives as long as a model's storage is used: models may exchange it."""
+
+
+def key_of(model: Any) -> int:
+    """Return the key that orders name this model's storage by; 0 without other ranks."""
+    return model.split.key if isinstance(model.split, SharedSplit) else 0
 
 
 def threads_of(settings: DecidedSettings) -> int:
@@ -302,7 +345,7 @@ def threads_of(settings: DecidedSettings) -> int:
     return max(1, settings.threads // settings.tensor_parallel)
 
 
-def _taken(keys: deque[int]) -> list[int]:
+def _taken(keys: deque[Taken]) -> list[Taken]:
     return [keys.popleft() for _ in range(len(keys))]
 
 

@@ -92,6 +92,11 @@ def encode_settings(settings: EngineSettings) -> bytes:
     return msgspec.json.encode(settings, enc_hook=str) + b"\n"
 
 
+def decode_decided(line: str) -> DecidedSettings:
+    """Return the settings in a line that an engine has written for its ranks."""
+    return msgspec.json.decode(line, type=DecidedSettings, dec_hook=lambda kind, value: kind(value))
+
+
 def decode_settings(line: bytes) -> EngineSettings:
     """Return the settings in a line, checked once more. `StartupError` for a field that this engine
     does not have.

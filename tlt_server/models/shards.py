@@ -8,6 +8,7 @@ that of the whole tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -74,9 +75,21 @@ def cut(name: str, config: ModelConfig, split: Split) -> ShardCut | None:
     """Return the rank's slice of a tensor; None: all of it."""
     *_, layer, kind = name.split(".")
     rule = RULES.get(layer)
-    if rule is None or (rule.dim == 1 and kind == "bias"):
+    if rule is None or (rule.dim == 1 and kind == "bias") or layer in split.whole:
         return None
     return ShardCut(rule.dim, *rule.span(config, split))
+
+
+def rank_config(config: ModelConfig, split: Split) -> ModelConfig:
+    """Return the shape of a rank's layers; those of a whole target are `config` itself."""
+    if split.of == 1:
+        return config
+    return replace(
+        config,
+        heads=config.heads // split.of,
+        kv_heads=kv_heads(config, split),
+        intermediate_size=config.intermediate_size // split.of,
+    )
 
 
 def kv_heads(config: ModelConfig, split: Split) -> int:
@@ -173,6 +186,12 @@ def pieces_of(
         )
         for name in shards[0]
     }
+
+
+def copies_of(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Stored]:
+    """Return the tensors of a model that every rank has whole."""
+    whole = [None] * len(models)
+    return {name: SpreadTensor([model[name] for model in models], whole) for name in models[0]}
 
 
 def _length(cut: ShardCut) -> tuple[int, int]:

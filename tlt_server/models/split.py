@@ -61,14 +61,17 @@ class Split:
     rank: int = 0
     of: int = 1  # ranks
     exchange: RankExchange = Alone()
+    whole: tuple[str, ...] = ()  # layers that every rank has whole
 
     @property
     def all(self) -> list[Split]:
         """Return the splits of all ranks, in order."""
-        return [Split(self.leaves, rank, self.of) for rank in range(self.of)]
+        return [Split(self.leaves, rank, self.of, whole=self.whole) for rank in range(self.of)]
 
-    def build(self, make: Callable[[Split], Any]) -> Any:
-        """Return what `make` makes, with storage for what this process writes."""
+    def build(self, make: Callable[[Split], Any], beside: Any = None) -> Any:
+        """Return what `make` makes, with storage for what this process writes. `beside`: the target
+        of a drafter.
+        """
         return make(self)
 
 
@@ -76,17 +79,19 @@ WHOLE = Split()
 
 
 def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str) -> None:
-    """Refuse leaves that would cut a head, or inputs that are no multiple of `unit`. `StartupError`
-    with the numbers that work.
+    """Refuse leaves that would cut a head, or whose inputs are no multiple of `unit`.
+    `StartupError` with the numbers that work.
     """
     works = [count for count in LEAVES if _divides(config, count, unit)]
     if leaves not in works:
         raise StartupError(
-            f"reduction_leaves is {leaves}, and {where} has {config.heads} heads and an MLP of "
-            f"{config.intermediate_size}, of which a leaf has a whole number of heads and a "
-            f"multiple of {unit}; use {' or '.join(map(str, works))}"
+            f"reduction_leaves is {leaves}, and {where} has {config.heads} heads of "
+            f"{config.head_dim} and an MLP of {config.intermediate_size}, of which a leaf has a "
+            f"whole number of heads and a multiple of {unit}; use {' or '.join(map(str, works))}"
         )
 
 
 def _divides(config: ModelConfig, leaves: int, unit: int) -> bool:
-    return config.heads % leaves == 0 and config.intermediate_size % (leaves * unit) == 0
+    width = config.heads * config.head_dim
+    sizes = (width, config.intermediate_size)
+    return config.heads % leaves == 0 and all(size % (leaves * unit) == 0 for size in sizes)

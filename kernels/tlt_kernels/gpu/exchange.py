@@ -58,6 +58,10 @@ class PeerWindows(NamedTuple):
         waited = f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s"
         return f"{waited} for rank {missed - 1} in exchange {number}"
 
+    def mute(self) -> None:
+        """Wait for no rank until `reset`: what is exchanged meanwhile is undefined."""
+        self.state[signals.MISSED.value] = MAX_RANKS + 1
+
     def reset(self) -> None:
         """Begin again with the first exchange, while all ranks do so and none exchanges. It waits
         for the device, because a late zero would hide a peer's signal.

@@ -23,7 +23,7 @@ from tlt_server.shared_settings import available_processors, suited_policy
 MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
 CPU_KV_MB = 1024
-GPU_LEAVES = 2  # the kernels add two
+GPU_LEAVES = 2  # at width 1
 WIDTHS = (1, 2, 4, 8)
 
 
@@ -103,7 +103,8 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
     `own_dtype`: of the checkpoint.
     """
     chosen, asked = _computing(settings, gpu, own_dtype), settings.drafter_training_device
-    place = Place(chosen.settings.device, gpu.name, gpu.mps, gpu.others, asked)
+    others = gpu.others[settings.tensor_parallel - 1 :]  # the first ones have ranks
+    place = Place(chosen.settings.device, gpu.name, gpu.mps, others, asked)
     device = training_device(settings.drafter_training, place)
     reasons = chosen.reasons
     if settings.trains_apart and asked is None:
@@ -124,10 +125,10 @@ def _computing(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str])
                 f"device is cuda, but {gpu.unusable}; start with --device cpu, or check the "
                 "machine with tlt doctor"
             )
-        return for_cuda(settings, own_dtype)
+        return for_cuda(settings, gpu, own_dtype)
     if device is not None:
         raise StartupError(f"device is {device!r}; it must be auto, cpu or cuda")
-    chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, own_dtype)
+    chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, gpu, own_dtype)
     because = f"{chosen.settings.device}: {gpu.unusable or f'torch sees {gpu.description}'}"
     return DeviceChoice(chosen.settings, {"device": because, **chosen.reasons})
 
@@ -154,9 +155,10 @@ def for_cpu(settings: EngineSettings) -> DeviceChoice:
     return DeviceChoice(replace(suited, graphs=False), {})
 
 
-def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> DeviceChoice:
+def for_cuda(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> DeviceChoice:
     check_attention(settings.attention, "cuda")
-    _check_one_gpu(settings)
+    _check_sums(settings)
+    _check_gpus(settings.tensor_parallel, gpu)
     reasons, dtype = {}, str(settings.dtype)
     if settings.dtype is None:
         own = own_dtype()
@@ -168,7 +170,7 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> DeviceCh
         device="cuda",
         dtype=dtype,
         attention="triton",
-        reduction_leaves=GPU_LEAVES,
+        reduction_leaves=max(GPU_LEAVES, settings.tensor_parallel),
         max_running=256,
         max_rows=4096,
     )
@@ -180,12 +182,12 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> DeviceCh
 
 def for_interpreter(settings: EngineSettings) -> DeviceChoice:
     """The GPU engine without a GPU, for tests: small."""
-    _check_one_gpu(settings)
+    _check_sums(settings)
     suited = filled(
         settings,
         dtype="float32",
         attention="triton",
-        reduction_leaves=GPU_LEAVES,
+        reduction_leaves=max(GPU_LEAVES, settings.tensor_parallel),
         kv_memory_mb=16,
         max_running=8,
         max_rows=64,
@@ -208,8 +210,8 @@ def _check_width(settings: EngineSettings) -> None:
         )
     if ranks > 1 and settings.weight_staging in ("host", "disk"):
         raise StartupError(
-            f"weight_staging is {settings.weight_staging}, and the ranks of a CPU share memory: "
-            "use auto, device or none"
+            f"weight_staging is {settings.weight_staging}, and every rank keeps its slice on its "
+            "own device: use auto, device or none"
         )
     if leaves is None:
         return
@@ -221,17 +223,37 @@ def _check_width(settings: EngineSettings) -> None:
         )
 
 
-def _check_one_gpu(settings: EngineSettings) -> None:
-    if settings.tensor_parallel != 1:
+def _check_sums(settings: EngineSettings) -> None:
+    """`StartupError` for ranks and leaves that the kernels of a GPU do not add."""
+    _check_width(settings)
+    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
+    if settings.numerics == "fast" and (ranks > 1 or leaves not in (None, GPU_LEAVES)):
         raise StartupError(
-            f"tensor_parallel is {settings.tensor_parallel}, and a GPU's target is on one GPU; use "
-            "1, or device cpu"
+            f"numerics is fast, tensor_parallel {ranks} and reduction_leaves {leaves or 'auto'}: "
+            "the library's matmuls have no leaves; use numerics strict, or one GPU and auto"
         )
-    if settings.reduction_leaves not in (None, GPU_LEAVES):
+    if settings.max_loras and leaves is not None and leaves > GPU_LEAVES:
         raise StartupError(
-            f"reduction_leaves is {settings.reduction_leaves}, and the kernels of a GPU add "
-            f"{GPU_LEAVES}; use auto or {GPU_LEAVES}"
+            f"reduction_leaves is {leaves} and max_loras {settings.max_loras}: adapters are added "
+            f"to one of {GPU_LEAVES} leaves; use reduction_leaves {GPU_LEAVES}, or no adapters"
         )
+
+
+def _check_gpus(ranks: int, gpu: Gpu) -> None:
+    """`StartupError` unless there are as many GPUs, of one kind."""
+    others = gpu.others[: ranks - 1]
+    if len(others) < ranks - 1:
+        raise StartupError(
+            f"tensor_parallel is {ranks}, and torch sees {1 + len(others)} GPU; every rank has "
+            "one: use a smaller width, or name more in CUDA_VISIBLE_DEVICES"
+        )
+    for other in others:
+        if (other.name, other.total_bytes) != (gpu.name, gpu.total_bytes):
+            raise StartupError(
+                f"tensor_parallel is {ranks}, and {other.device} is {other.name} with "
+                f"{other.total_bytes // MIB} MiB, cuda:0 {gpu.description}; ranks need GPUs of one "
+                "kind: choose them with CUDA_VISIBLE_DEVICES"
+            )
 
 
 def check_attention(name: str | None, device: str) -> None:

@@ -115,8 +115,8 @@ class CpuDevice:
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         cache = make(pages, scratch=settings.max_draft_rows)
         self._ranks.order(Install(key_of(model)), wait=True)
-        self._ranks.order(Allocate(pages, settings.max_draft_rows), wait=True)
-        save, restore = self._ranks.copiers(cache)
+        self._ranks.order(Allocate(pages, max_model_len), wait=True)
+        save, restore = self._ranks.copiers(cache.save, cache.restore)
         memory = Memory(pages, cache.reuse, save, restore, cache)
         if not captures or live.drafter is None:
             return memory

@@ -259,3 +259,5 @@ class Extend:
         commit_kv(self.kept, state.cache.k, state.cache.v)
         for follower in self._followers:
             follower.follow(self.rows, self.kept, forwarded)
+        if state.agreement is not None:
+            state.agreement.add(forwarded.hidden_RH, self.rows, self.outcome_EF)

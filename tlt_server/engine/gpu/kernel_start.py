@@ -121,6 +121,8 @@ def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:
         settings.policy,
         settings.sd_strategy,
         settings.page_size,
+        settings.tensor_parallel,
+        settings.reduction_leaves,
         settings.feature_bytes > 0,
         sources("tlt_server"),
     ]

@@ -5,30 +5,46 @@ when these are loaded the steps are captured, without a run of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Protocol
 
 from tlt_kernels.gpu.variants import Unloaded, Variant, listed, only_loaded
 from tlt_server.engine.devices import OnProgress
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
 from tlt_server.engine.gpu.kernel_start import KernelStart
-from tlt_server.engine.gpu.runner import GpuRunner
+from tlt_server.engine.gpu.passes import Passes
 from tlt_server.models.gpu.exchange import Stored, compile_exchange
 
 Keys = list[DraftKey | ExtendKey]
 
 
+class Runner(Protocol):
+    """What launches steps on one GPU: the runner of rank 0, or a further rank."""
+
+    @property
+    def passes(self) -> Passes: ...
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Let the block launch passes of dead rows, while no request runs."""
+
+    def rehearse(self) -> None:
+        """Launch what follows steps."""
+
+
 def prepare(
-    runner: GpuRunner,
+    runner: Runner,
     kernels: KernelStart,
     networks: Iterable[object],
     keys: Keys,
     on_progress: OnProgress,
     *,
     run_first: bool,
+    on_compiled: Callable[[], None] = lambda: None,
 ) -> None:
     """Load the kernels of these steps and of pushes to these networks, and capture the steps; see
-    `capture` for `run_first`.
+    `capture` for `run_first`. `on_compiled`: called between the two.
     """
     networks = [*networks]
 
@@ -40,6 +56,7 @@ def prepare(
 
     with kernels.recorded():
         kernels.load(list_kernels, partial(on_progress, "compile kernels"))
+        on_compiled()
         capture(runner, keys, partial(on_progress, "prepare runner"), run_first=run_first)
         load_exchange(networks)
 
@@ -51,66 +68,59 @@ def load_exchange(networks: Iterable[object]) -> None:
         compile_exchange(network)
 
 
-def rehearse(runner: GpuRunner, keys: Keys) -> None:
+def rehearse(runner: Runner, keys: Keys) -> None:
     """Launch all that steps of these keys launch, once, and capture nothing."""
+    passes = runner.passes
     with runner.at_rest():
         for key in keys:
-            part = runner.pass_of(key)
-            runner.work(part)()
+            part = passes.of(key)
+            passes.work(part)()
             if isinstance(part, Extend) and part.key.structured:
                 part.run_second()
             if isinstance(key, DraftKey):
-                runner.cap_rows(key)
-        _between(runner, keys)
-        _after(runner)
+                passes.cap_rows(key)
+        _between(passes, keys)
+        runner.rehearse()
 
 
 def capture(
-    runner: GpuRunner, keys: Keys, on_key: Callable[[int, int], None], *, run_first: bool
+    runner: Runner, keys: Keys, on_key: Callable[[int, int], None], *, run_first: bool
 ) -> None:
     """Capture the steps of these keys, in this order; `on_key(done, of)` follows each. Kernels of
     ours are loaded; with `run_first`, libraries of others get ready in a run of each key.
     """
+    passes = runner.passes
     with runner.at_rest():
         for done, key in enumerate(keys):
             if run_first:
-                runner.run_empty(key)
-            elif runner.keeps(key):
-                _capture(runner, key)
+                passes.run_empty(key)
+            elif passes.keeps(key):
+                _capture(passes, key)
             on_key(done + 1, len(keys))
-        _after(runner)
+        runner.rehearse()
 
 
-def _capture(runner: GpuRunner, key: DraftKey | ExtendKey) -> None:
+def _capture(passes: Passes, key: DraftKey | ExtendKey) -> None:
     """Capture a key without a run. One that lacks a kernel is run first, because a capture must not
     load any.
     """
     try:
         with only_loaded():
-            part = runner.pass_of(key)
-            runner.graphs.record(key, runner.work(part))
+            part = passes.of(key)
+            passes.graphs.record(key, passes.work(part))
             if isinstance(part, Extend) and part.key.structured:
-                runner.graphs.record(SecondHalf(part.key), part.run_second)
+                passes.graphs.record(SecondHalf(part.key), part.run_second)
     except Unloaded:
-        runner.run_empty(key)
+        passes.run_empty(key)
 
 
-def _between(runner: GpuRunner, keys: Keys) -> None:
+def _between(passes: Passes, keys: Keys) -> None:
     """Launch what steps launch between a draft and an extend pass."""
     extends = [key for key in keys if isinstance(key, ExtendKey) and not key.plain]
-    for extend in map(runner.extend_pass, extends):
+    for extend in map(passes.extend, extends):
         extend.select(None)
     for key in keys:
-        for extend in (runner.extend_pass(other) for other in extends if other.batch == key.batch):
+        for extend in (passes.extend(other) for other in extends if other.batch == key.batch):
             if isinstance(key, DraftKey):
-                extend.select(runner.draft_pass(key).nodes)
-                runner.learn(extend, runner.draft_pass(key))
-
-
-def _after(runner: GpuRunner) -> None:
-    """Launch what follows steps, so that its kernels, too, are loaded before a trainer may hold the
-    GPU.
-    """
-    runner.forget()
-    for filtered, edited in ((False, False), (True, False), (False, True)):
-        runner.rehearse_reports(ExtendKey(1, 1, filtered=filtered, edited=edited))
+                extend.select(passes.draft(key).nodes)
+                passes.learn(extend, passes.draft(key))

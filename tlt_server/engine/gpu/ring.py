@@ -41,6 +41,11 @@ class PinnedBuffer:
         if self._event is not None:
             self._event.record()
 
+    @property
+    def arrived(self) -> bool:
+        """Tell whether that copy is done."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         """Wait until that copy is done."""
         if self._event is not None:

@@ -18,23 +18,19 @@ from typing import NamedTuple
 import torch
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields
-from tlt_kernels.gpu.caps import cap_rows
 from tlt_kernels.gpu.rows import MAX_NODES
-from tlt_kernels.gpu.upload import Upload, apply
-from tlt_server.attention.gpu import GpuAttention
+from tlt_kernels.gpu.upload import Upload
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.asked import edits_of, limits_rows
-from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.capture import StateCapture
-from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, Follower, GpuDrafter, drafters_of
+from tlt_server.engine.gpu.drafts import DraftKey, drafters_of
 from tlt_server.engine.gpu.drafts.tables import DeviceTable
-from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
+from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
-from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.page_states import PageStates
+from tlt_server.engine.gpu.followed import ALONE, Followers
+from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.reports import Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
-from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.engine.gpu.structured import StructureMasks
 from tlt_server.engine.gpu.texts import SentText, Texts
 from tlt_server.engine.gpu.tree_samples import TreeSample, TreeSampler, read
@@ -64,36 +60,30 @@ class Writing(NamedTuple):
 class GpuRunner:
     def __init__(
         self,
-        state: DeviceState,
-        attention: GpuAttention,
-        drafters: dict[str, GpuDrafter],
-        graphs: GraphPool,
+        passes: Passes,
         texts: Texts,
         *,
-        shapes: Shapes,
-        stream: torch.cuda.Stream | None,
-        page_hint_PH: torch.Tensor | None,
-        states: PageStates | None = None,
+        capture: StateCapture | None = None,
+        followers: Followers = ALONE,
     ) -> None:
-        """`states`: takes the states of recorded sequences; None: they are not captured."""
-        self.state, self.graphs, self.shapes = state, graphs, shapes
-        self.stream, self._attention, self._drafters = stream, attention, drafters
-        self._page_hint_PH = page_hint_PH
+        """`capture`: takes the states of recorded sequences; None: they are not captured.
+        `followers`: the further ranks, which launch what this one does.
+        """
+        self.passes, self.state, self.graphs = passes, passes.state, passes.graphs
+        self.shapes, self.stream, self.followers = passes.shapes, passes.stream, followers
         self.learns = True
-        pinned = state.upload_U.device.type == "cuda"
+        state, pinned = self.state, passes.pinned
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
-        entries = shapes.max_running + state.layout.chunks
-        self._outcomes = PinnedRing(RING, entries * fields(state.depth), pinned=pinned)
+        entries = self.shapes.max_running + state.layout.chunks
+        words = entries * fields(state.depth) + followers.words
+        self._outcomes = PinnedRing(RING, words, pinned=pinned)
         self._trees = TreeSampler(RING, pinned=pinned)
-        self._pinned = pinned
         self._masks = StructureMasks(state, pinned=pinned)
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self.texts = texts
-        self._capture = StateCapture(states, steps=RING, pinned=pinned) if states else None
+        self._capture = capture
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
-        self._extends: dict[ExtendKey, Extend] = {}
-        self._drafts: dict[DraftKey, DraftPass] = {}
         self._writing: Writing | None = None  # what the device has not been told yet
         self._last_batch: tuple[list[int], list[tuple[int, int, int]]] | None = None
 
@@ -101,9 +91,9 @@ class GpuRunner:
     def tables(self) -> dict[str, DeviceTable]:
         """Return the tables of drafters, and those of the branches in their trees."""
         found: dict[str, DeviceTable] = {}
-        for drafter in self._drafters.values():
+        for drafter in self.passes.drafters.values():
             found |= drafter.tables(self.stream)
-        return found
+        return {name: self.followers.table(name, table) for name, table in found.items()}
 
     @property
     def in_flight(self) -> int:
@@ -111,19 +101,20 @@ class GpuRunner:
 
     def gauges(self) -> dict[str, float]:
         gauges = dict(self.texts.gauges())
-        for drafter in self._drafters.values():
+        for drafter in self.passes.drafters.values():
             gauges |= drafter.gauges()
         return gauges
 
     def forget(self) -> None:
         """Draft no more from the text of sequences that have ended, unless their prompt runs."""
-        slots = torch.tensor(self.texts.forget(), dtype=torch.int64)
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
-            self.state.batch_slots.group_Q[slots.to(self.state.upload_U.device)] = -1
+        slots = self.texts.forget()
+        self.followers.forget(slots)
+        self.passes.forget(slots)
 
     def copy_all_trees(self) -> None:
         """Give the whole trees of every step from now on, with tokens and cells, to be recorded."""
-        self._trees = TreeSampler(RING, pinned=self._pinned, every=1, most=MAX_NODES, detailed=True)
+        pinned = self.passes.pinned
+        self._trees = TreeSampler(RING, pinned=pinned, every=1, most=MAX_NODES, detailed=True)
 
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
@@ -134,6 +125,7 @@ class GpuRunner:
         if len(self._flights) <= int(busy):
             return None
         flight = self._flights.popleft()
+        self.followers.wait(flight.outcome)
         outcome = flight.outcomes(self.state.depth)
         if self._capture and flight.captured:
             self._capture.collected(flight.captured)
@@ -157,7 +149,8 @@ class GpuRunner:
     def record(self, key: DraftKey | ExtendKey) -> None:
         """Run one key without a request, while none runs, and capture it."""
         with self.at_rest():
-            self.run_empty(key)
+            self.followers.run_empty(key)
+            self.passes.run_empty(key)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -166,27 +159,14 @@ class GpuRunner:
             self._upload([], [])
             yield
 
-    def run_empty(self, key: DraftKey | ExtendKey) -> None:
-        """Run a pass of dead rows, and capture it if that is worth it."""
-        part = self.pass_of(key)
-        if isinstance(part, Extend) and not part.key.plain:
-            part.select(None)
-        self.graphs.run(key, self.work(part), keep=self.keeps(key))
-        if isinstance(key, DraftKey):
-            self.cap_rows(key)
-        elif isinstance(part, Extend) and key.structured:
-            self._run_second(part)
-
-    def rehearse_reports(self, key: ExtendKey) -> None:
-        self._reporter.rehearse(self.extend_pass(key))
-
-    def keeps(self, key: DraftKey | ExtendKey) -> bool:
-        return isinstance(key, DraftKey) or self.shapes.keeps(key)
-
-    def learn(self, extend: Extend, drafted: DraftPass) -> None:
-        self._drafters[drafted.key.drafter].observe(
-            extend.trees, extend.kept, drafted.nodes, extend.rows, extend.key.decode_rows
-        )
+    def rehearse(self) -> None:
+        """Launch what follows steps, so that its kernels, too, are loaded before a trainer may hold
+        the GPU.
+        """
+        self.passes.forget([])
+        for filtered, edited in ((False, False), (True, False), (False, True)):
+            key = ExtendKey(1, 1, filtered=filtered, edited=edited)
+            self._reporter.rehearse(self.passes.extend(key))
 
     def _launch(self, batch: Batch, strategy: Strategy) -> None:
         decoding = [work for work in batch.chunks if work.decodes]
@@ -206,48 +186,39 @@ class GpuRunner:
             structured=batch.context.structured,
             adapted=batch.context.adapted,
         )
-        extend = self.extend_pass(key)
-        drafted: DraftPass | None = None
+        passes, extend = self.passes, self.passes.extend(key)
+        capped = name is not None and any(limits_rows(work.sequence) for work in decoding)
+        learns = self.learns and not key.plain
+        order = self.followers.run_step(name, key, capped=capped, learns=learns)
+        drafted = passes.run_draft(name, capped=capped) if name else None
+        passes.select(extend, drafted)
         trees: TreeSample | None = None
-        if name:
-            drafted = self.draft_pass(name)
-            self.graphs.run(name, self.work(drafted), keep=True)
-            if any(limits_rows(work.sequence) for work in decoding):
-                self.cap_rows(name)
-            if not key.plain:
-                extend.select(drafted.nodes, drafted.own_columns)
+        if drafted:
             trees = self._trees.launch(drafted.nodes, len(decoding), drafted.own_columns)
         captured = None
         if self._capture:
             captured = self._capture.choose(batch.chunks, self.state.depth if drafted else 0)
         entries = entries_of(decoding, prompts, key.batch)
         if key.structured:
-            if key.plain:  # the pass selects the same again
-                self._take_over()
-                extend.select(None)
             self._masks.copy_trees(extend)
-        self.graphs.run(key, self.work(extend), keep=self.shapes.keeps(key))
+        passes.run_extend(extend)
         if key.structured:
             newest = newest_tokens(self._flights, self.state.depth)
-            self._masks.upload(extend, entries, newest)
-            self._run_second(extend)
+            self.followers.finish_step(order, self._masks.upload(extend, entries, newest))
+            passes.run_second(extend)
         if self._capture and captured:
             self._capture.launched(captured)
-        if drafted and self.learns and not key.plain:
-            self.learn(extend, drafted)
+        if drafted and learns:
+            passes.learn(extend, drafted)
         outcome = self._outcomes.take()
-        outcome.tensor[: extend.outcome_EF.numel()].copy_(
-            extend.outcome_EF.view(-1), non_blocking=True
-        )
+        used = extend.outcome_EF.numel()
+        outcome.tensor[:used].copy_(extend.outcome_EF.view(-1), non_blocking=True)
+        self.followers.copy_sums(outcome)
         reports = self._reporter.launch(extend, entries)
         outcome.mark()
         self._flights.append(
             Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees, captured)
         )
-
-    def _run_second(self, extend: Extend) -> None:
-        keep = self.shapes.keeps(extend.key)
-        self.graphs.run(SecondHalf(extend.key), extend.run_second, keep=keep)
 
     def _hold(self, work: Chunk) -> None:
         """Send a sequence that has started, and pages that a batch slot has got since."""
@@ -273,7 +244,7 @@ class GpuRunner:
         for text in shared.sent:
             self._change(partial(_send_text, text))
         limits = request.draft_limits
-        reads_page = self._page_hint_PH is not None and start > 0 and start % size == 0
+        reads_page = self.passes.has_hints and start > 0 and start % size == 0
         self._change(
             lambda upload: upload.admit(
                 sequence.batch_slot,
@@ -303,7 +274,8 @@ class GpuRunner:
         """Put a change into the upload; what is in it goes first when there is no room."""
         if not write(self._open().upload):
             self._send()
-            self._take_over()
+            self.followers.take_over()
+            self.passes.take_over()
             assert write(self._open().upload), "one sequence does not fit an empty upload"
 
     def _open(self) -> Writing:
@@ -315,27 +287,9 @@ class GpuRunner:
 
     def _send(self) -> None:
         upload, buffer = self._open()
-        used = upload.used
-        self.state.upload_U[:used].copy_(buffer.tensor[:used], non_blocking=True)
-        buffer.mark()
+        self.followers.upload(buffer.array[: upload.used])
+        self.passes.send(buffer, upload.used)
         self._writing, self._last_batch = None, None
-
-    def _take_over(self) -> None:
-        """Apply the upload, unless that has been done."""
-        apply(self.state.upload_U, self.state.layout, self.state.batch_slots, self._page_hint_PH)
-
-    def work(self, part: DraftPass | Extend) -> Callable[[], None]:
-        """Return the callable to run or capture. The first pass of a step also applies the upload,
-        which saves a launch.
-        """
-        if isinstance(part, Extend) and not part.key.plain:
-            return part.run
-
-        def run() -> None:
-            self._take_over()
-            part.run()
-
-        return run
 
     def _upload(self, batch_slots: list[int], chunks: list[tuple[int, int, int]]) -> None:
         """Everything the step needs to be told, unless it is what the device was told last."""
@@ -344,32 +298,6 @@ class GpuRunner:
         self._open().upload.batch(batch_slots, chunks)
         self._send()
         self._last_batch = batch_slots, chunks
-
-    def pass_of(self, key: DraftKey | ExtendKey) -> DraftPass | Extend:
-        return self.extend_pass(key) if isinstance(key, ExtendKey) else self.draft_pass(key)
-
-    def extend_pass(self, key: ExtendKey) -> Extend:
-        """A pass that is never captured is made for its one step: there are too many sizes to keep
-        their buffers.
-        """
-        extend = self._extends.get(key)
-        if extend is None:
-            followers: list[Follower] = [*self._drafters.values()]
-            followers += [self._capture] if self._capture else []
-            extend = Extend(key, self.state, self._attention, followers)
-            if self.shapes.keeps(key):
-                self._extends[key] = extend
-        return extend
-
-    def draft_pass(self, key: DraftKey) -> DraftPass:
-        if key not in self._drafts:
-            self._drafts[key] = self._drafters[key.drafter].draft_pass(key)
-        return self._drafts[key]
-
-    def cap_rows(self, key: DraftKey) -> None:
-        """Cut the trees just drafted for requests that take few rows."""
-        state = self.state
-        cap_rows(state.batch_slot_B(key.batch), state.batch_slots, self.draft_pass(key).nodes)
 
     @staticmethod
     def _emission(outcome: EntryOutcomes, entry: int, work: Chunk, flight: Flight) -> Emission:

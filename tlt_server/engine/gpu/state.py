@@ -20,6 +20,7 @@ from tlt_kernels.gpu.structure import Masks
 from tlt_kernels.gpu.tensors import BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_server.attention.rows import KVCache
+from tlt_server.engine.gpu.agreement import Agreement
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
 
@@ -60,6 +61,7 @@ class DeviceState:
     logits_SV: Tensor
     depth: int  # longest draft path
     adapters: GpuAdapterSlots | None = None  # None: the server takes no adapters
+    agreement: Agreement | None = None  # None: there is one rank
 
     @cached_property
     def masks(self) -> Masks:

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tlt_server.engine.batch import Chunk
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
@@ -50,9 +53,10 @@ class StructureMasks:
         extend: Extend,
         entries: Sequence[tuple[int, Chunk]],
         newest: Mapping[EngineSequence, list[int]],
-    ) -> None:
+    ) -> NDArray[np.int32]:
         """Fill the masks of the step whose trees were copied and whose first half runs, and queue
-        their upload. `newest`: the tokens of steps whose outcome has not been committed.
+        their upload. Return the words. `newest`: the tokens of steps whose outcome has not been
+        committed.
         """
         device = self._state.masks
         samples, words = len(device.mask_S), device.mask_MW.shape[1]
@@ -77,6 +81,7 @@ class StructureMasks:
         count = samples + used * words
         device.whole[:count].copy_(buffer.tensor[:count], non_blocking=True)
         buffer.mark()
+        return buffer.array[:count]
 
 
 class _Paths:

@@ -1,4 +1,5 @@
-"""The window of a rank on a GPU, and the windows of its peers, mapped by CUDA IPC.
+"""The window of a rank on a GPU, and the windows of its peers, mapped by CUDA IPC; in Triton's
+interpreter they are files.
 
 A rank makes its window, sends the grant to its peers, and opens theirs. The kernels of
 `tlt_kernels.gpu.exchange` do the rest.
@@ -7,13 +8,20 @@ A rank makes its window, sends the grant to its peers, and opens theirs. The ker
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import Grant, PeerMemory, share
 from tlt_kernels.gpu.exchange import PeerWindows, peer_windows, window_bytes
-from tlt_server.errors import StartupError
+from tlt_server.engine.exchange.meeting import Meeting
+from tlt_server.errors import EngineFailed, StartupError
+
+JOIN_S = 120.0  # for all ranks to come
+WAIT_S = 15.0  # of a kernel for a rank; a rank may compile a kernel meanwhile
 
 
 class GroupWindows:
@@ -57,3 +65,36 @@ class GroupWindows:
         for other in self._others:
             other.close()
         self._own.close()
+
+
+class JoinedWindows(NamedTuple):
+    peers: PeerWindows
+    kept: GroupWindows | list[Tensor]  # what keeps the memory mapped
+
+
+def join(
+    directory: Path, rank: int, ranks: int, floats: int, device: torch.device
+) -> JoinedWindows:
+    """Make this rank's window and map those of the others, which come to the same directory.
+    `EngineFailed` if one does not come, `StartupError` if its memory cannot be reached.
+    """
+    meeting = Meeting(directory, rank, ranks, JOIN_S)
+    try:
+        if device.type == "cuda":
+            own = GroupWindows(rank, floats, device)
+            grants = meeting.told("grants", own.grant)
+            joined = JoinedWindows(own.open(grants, timeout_s=WAIT_S), own)
+        else:
+            files = [directory / f"window-{each}" for each in range(ranks)]
+            windows = [_file(path, window_bytes(floats)) for path in files]
+            addresses = [each.data_ptr() for each in windows]
+            peers = peer_windows(rank, addresses, windows[rank], timeout_s=WAIT_S)
+            joined = JoinedWindows(peers, windows)
+        meeting.told("windows")  # all are zero
+    except TimeoutError as error:
+        raise EngineFailed(str(error)) from None
+    return joined
+
+
+def _file(path: Path, size: int) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

@@ -9,12 +9,13 @@ Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.norm import add_rms_norm, embed_rms_norm
+from tlt_kernels.gpu.norm import embed_rms_norm
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
@@ -28,9 +29,13 @@ from tlt_server.models.gpu.layers import (
     RowTensors,
 )
 from tlt_server.models.gpu.limits import check_shape
+from tlt_server.models.gpu.matmuls import WHOLE
+from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import target_parameters
 from tlt_server.models.rope import RotaryTable, rotary_table
+from tlt_server.models.shards import Stored, pieces_of, rank_config
+from tlt_server.models.split import Split
 
 
 class GpuDecoderLayer:
@@ -59,11 +64,17 @@ class GpuDecoderLayer:
 
 class GpuDecoder:
     def __init__(
-        self, config: ModelConfig, *, placement: Placement, feature_layers: tuple[int, ...] = ()
+        self,
+        config: ModelConfig,
+        *,
+        placement: Placement,
+        feature_layers: tuple[int, ...] = (),
+        split: Split = WHOLE,
     ) -> None:
         """`feature_layers`: layers whose inputs `forward` returns (Hugging Face
         `hidden_states[i]`), 0 <= i < layers, or i = layers for the hidden state after the final
-        norm.
+        norm. `split`: the rank whose heads and part of the MLP this is; embedding, norms and head
+        are whole on every rank.
         """
         wrong = [layer for layer in feature_layers if not 0 <= layer <= config.layers]
         if wrong:
@@ -74,6 +85,9 @@ class GpuDecoder:
         shape = FAMILIES.resolve(config.architecture).shape(config)
         check_shape(config, shape, "the target")
         self.config, self.placement, self.feature_layers = config, placement, feature_layers
+        self.split, self.own_config = split, rank_config(config, split)
+        # The other ranks' shards, in the process that loads and pushes for all of them.
+        self.peers: tuple[GpuDecoder, ...] = ()
         self.vocab_size, self.hidden_size, self.max_position = (
             config.vocab_size,
             config.hidden_size,
@@ -89,13 +103,18 @@ class GpuDecoder:
         )
         self.final_norm_H = placement.empty(config.hidden_size)
         table = device_table(config, placement)
+        of_rank = replace(placement, matmuls=placement.matmuls.of_rank(split))
         self.layers = [
-            GpuDecoderLayer(config, shape, table, placement) for _ in range(config.layers)
+            GpuDecoderLayer(self.own_config, shape, table, of_rank) for _ in range(config.layers)
         ]
 
     def blank(self) -> GpuDecoder:
         """The same model with storage of its own, to be filled with other weights."""
-        return GpuDecoder(self.config, placement=self.placement, feature_layers=self.feature_layers)
+        return shards(self.config, self.placement, self.feature_layers, self.split)
+
+    def of(self, rank: int) -> GpuDecoder:
+        """Return the shard of a rank."""
+        return self if rank == self.split.rank else self.peers[rank - 1]
 
     def forward(
         self,
@@ -110,6 +129,7 @@ class GpuDecoder:
         adapters add to some of the rows, by layer.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
+        sums = self.placement.sums
         residual_RH, normed_RH = embed_rms_norm(
             rows.token_R, self.embedding_VH, self.layers[0].input_norm_H, eps
         )
@@ -118,13 +138,19 @@ class GpuDecoder:
             self._keep(index, residual_RH, features_RF)
             own = adapted[index] if adapted is not None else None
             part_PRH = layer.self_attention(
-                normed_RH, keys[index], values[index], rows, attend, adapted=own
+                normed_RH,
+                keys[index],
+                values[index],
+                rows,
+                attend,
+                adapted=own,
+                room=sums.room(ATTENTION),
             )
-            normed_RH = add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
+            normed_RH = sums.add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
             last = index + 1 == len(self.layers)
             next_norm_H = self.final_norm_H if last else self.layers[index + 1].input_norm_H
-            normed_RH = add_rms_norm(
-                layer.mlp(normed_RH, own),
+            normed_RH = sums.add_rms_norm(
+                layer.mlp(normed_RH, own, sums.room(MLP)),
                 residual_RH,
                 next_norm_H,
                 eps,
@@ -149,17 +175,42 @@ class GpuDecoder:
             hidden_RH, self.head_VH, out_dtype=torch.float32, out_MN=out_RV
         )
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not
-        listed.
+    def parameters(self) -> Mapping[str, Stored]:
+        """Hugging Face name -> view [out, in] of the live storage, with the shards of `peers`. A
+        tied `lm_head.weight` is not listed.
         """
+        if not self.peers:
+            return self.own_parameters()
+        shards = [model.own_parameters() for model in (self, *self.peers)]
+        return pieces_of(shards, self.config, self.split.all)
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Return this rank's slices."""
         return dict(target_parameters(self, self.head_VH))
 
     def storage(self) -> list[Tensor]:
-        """Everything that makes a version, in a fixed order."""
-        return list(self.parameters().values())
+        """Everything that makes this rank's part of a version, in a fixed order."""
+        return list(self.own_parameters().values())
 
 
 def device_table(config: ModelConfig, placement: Placement) -> RotaryTable:
     cos_PD2, sin_PD2 = rotary_table(config.rope, config.head_dim, config.max_position)
     return RotaryTable(cos_PD2.to(placement.device), sin_PD2.to(placement.device))
+
+
+def shards(
+    config: ModelConfig, placement: Placement, feature_layers: tuple[int, ...], split: Split
+) -> GpuDecoder:
+    """Return a rank's target, with the shards of the ranks that `split` builds for. Their tensors
+    lie where `split` puts them; what is no weight is left out.
+    """
+    elsewhere = replace(placement, device=torch.device("meta"), sums=OWN_SUMS)
+    made: GpuDecoder = split.build(
+        lambda each: GpuDecoder(
+            config,
+            placement=placement if each.rank == split.rank else elsewhere,
+            feature_layers=feature_layers,
+            split=each,
+        )
+    )
+    return made

@@ -11,8 +11,9 @@ vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,8 +36,19 @@ from tlt_server.models.gpu.layers import (
     RowTensors,
 )
 from tlt_server.models.gpu.limits import check_shape
+from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import drafter_parameters, eagle1_parameters
+from tlt_server.models.shards import Stored, copies_of
+from tlt_server.models.split import Split
+
+
+def beside(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
+    """Return the drafter that `make` makes next to the target, with a copy for each rank."""
+    made = target.split.build(lambda split: make(target.of(split.rank)), target)
+    for network in made.peers:
+        network.target_ids_C.copy_(made.target_ids_C)
+    return made
 
 
 class GpuEagleNetwork:
@@ -58,6 +70,9 @@ class GpuEagleNetwork:
             described.own_embedding,
         )
         self.vocab_size = target.vocab_size
+        # The same network of the other ranks, in the process that loads and pushes for all.
+        self.split: Split = WHOLE
+        self.peers: tuple[GpuEagleNetwork, ...] = ()
         self.embedding_VH = (
             placement.empty(target.vocab_size, hidden)
             if self.own_embedding
@@ -78,9 +93,10 @@ class GpuEagleNetwork:
         self.mlp = GpuGatedMlp(
             hidden, config.intermediate_size, bias=config.mlp_bias, placement=placement
         )
-        self.target_ids_C = torch.arange(
-            self.draft_vocab_size, dtype=torch.int32, device=placement.device
-        )  # draft id -> target id
+        count = self.draft_vocab_size
+        # draft id -> target id
+        self.target_ids_C = torch.empty(count, dtype=torch.int32, device=placement.device)
+        self.target_ids_C.copy_(torch.arange(count, dtype=torch.int32))
 
     @property
     def target_ids(self) -> Tensor:
@@ -91,9 +107,9 @@ class GpuEagleNetwork:
         """Map draft ids to target ids as a checkpoint's two tensors say; they must agree. `path`
         names them in errors.
         """
-        self.target_ids_C.copy_(
-            target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
-        )
+        found = target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
+        for network in (self, *self.peers):
+            network.target_ids_C.copy_(found)
 
     def blank(self, target: GpuDecoder, *, own_embedding: bool) -> Self:
         """The same network with storage of its own, to be filled with other weights; the vocabulary
@@ -110,9 +126,10 @@ class GpuEagleNetwork:
                 "running GPU engine cannot "
                 f"change that; {remedy}, or restart the server with --drafter naming the other"
             )
-        network = type(self)(self.described, target)
-        network.target_ids_C.copy_(self.target_ids_C)
-        return network
+        made = beside(target, lambda of: type(self)(self.described, of))
+        for network in (made, *made.peers):
+            network.target_ids_C.copy_(self.target_ids_C)
+        return made
 
     def fuse(self, features_RF: Tensor) -> Tensor:
         """The target's features of a position as the hint of the next: [R, H]."""
@@ -132,8 +149,16 @@ class GpuEagleNetwork:
     def head_CH(self) -> Tensor:
         raise NotImplementedError
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Map published names to views [out, in] of the live storage; `target_ids_C` is `d2t`."""
+    def parameters(self) -> Mapping[str, Stored]:
+        """Map published names to views [out, in] of the live storage, with those of `peers`;
+        `target_ids_C` is `d2t`.
+        """
+        if not self.peers:
+            return self.own_parameters()
+        return copies_of([network.own_parameters() for network in (self, *self.peers)])
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """Return this rank's."""
         raise NotImplementedError
 
     def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
@@ -153,7 +178,7 @@ class GpuEagleNetwork:
 
     def storage(self) -> list[Tensor]:
         """Everything that makes a version, in a fixed order."""
-        return [*self.parameters().values(), self.target_ids_C]
+        return [*self.own_parameters().values(), self.target_ids_C]
 
 
 class GpuEagle3(GpuEagleNetwork):
@@ -199,7 +224,7 @@ class GpuEagle3(GpuEagleNetwork):
     def head_CH(self) -> Tensor:
         return self.head.weight_XK
 
-    def parameters(self) -> dict[str, Tensor]:
+    def own_parameters(self) -> dict[str, Tensor]:
         return dict(drafter_parameters(self))
 
 
@@ -237,5 +262,5 @@ class GpuEagle1(GpuEagleNetwork):
     def head_CH(self) -> Tensor:
         return self.head_VH
 
-    def parameters(self) -> dict[str, Tensor]:
+    def own_parameters(self) -> dict[str, Tensor]:
         return dict(eagle1_parameters(self))

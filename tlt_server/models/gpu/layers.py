@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.rope import rope_store
-from tlt_server.models.gpu.matmuls import Matmuls
+from tlt_server.models.gpu.matmuls import Matmuls, StrictMatmuls
+from tlt_server.models.gpu.sums import OWN_SUMS, Sums
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
@@ -29,11 +30,12 @@ if TYPE_CHECKING:  # it needs `Placement`
 
 @dataclass(frozen=True)
 class Placement:
-    """The device and type of weights, and the way matmuls are computed."""
+    """The device and type of weights, and the way matmuls and their sums are computed."""
 
     device: torch.device
     dtype: torch.dtype
-    matmuls: Matmuls
+    matmuls: StrictMatmuls
+    sums: Sums = OWN_SUMS  # of the target's layers
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
@@ -115,9 +117,10 @@ class GpuSelfAttention:
         *,
         first: int = 0,
         adapted: GpuAdaptedLayer | None = None,
+        room: Tensor | None = None,
     ) -> Tensor:
         """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R,
-        H] of the output.
+        H] of the output, in `room` where that is given.
         """
         if adapted is not None:
             low_PRX = adapted.qkv.shrink(x_RH)
@@ -126,7 +129,7 @@ class GpuSelfAttention:
             adapted.qkv.expand(low_PRX, qkv_RX)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
         out_RX = attend(q_RND, k_SKD, v_SKD, first=first).view(len(x_RH), self.query_width)
-        return _partials(self.matmuls, self.output, out_RX, adapted and adapted.output)
+        return _partials(self.matmuls, self.output, out_RX, adapted and adapted.output, room)
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
         """Write the rows' keys and values, and nothing else."""
@@ -168,25 +171,31 @@ class GpuGatedMlp:
             intermediate, {"down_proj": hidden}, bias=False, placement=placement
         )
 
-    def __call__(self, x_RH: Tensor, adapted: GpuAdaptedLayer | None = None) -> Tensor:
-        """Partial sums [P, R, H]."""
+    def __call__(
+        self, x_RH: Tensor, adapted: GpuAdaptedLayer | None = None, room: Tensor | None = None
+    ) -> Tensor:
+        """Partial sums [P, R, H], in `room` where that is given."""
         if adapted is None:
             gated_RI = self.matmuls.gated(x_RH, self.gate_up.weight_XK)
         else:
             low_PRX = adapted.gate_up.shrink(x_RH)
             both_RX = self.matmuls.linear(x_RH, self.gate_up.weight_XK, out_dtype=torch.float32)
             gated_RI = adapted.gate_up.expand_silu(low_PRX, both_RX, x_RH.dtype)
-        return _partials(self.matmuls, self.down, gated_RI, adapted and adapted.down)
+        return _partials(self.matmuls, self.down, gated_RI, adapted and adapted.down, room)
 
 
 def _partials(
-    matmuls: Matmuls, projection: GpuProjection, x_RK: Tensor, adapted: GpuAdaptedProjection | None
+    matmuls: Matmuls,
+    projection: GpuProjection,
+    x_RK: Tensor,
+    adapted: GpuAdaptedProjection | None,
+    room: Tensor | None,
 ) -> Tensor:
     """Return partial sums [P, R, H] of a map; what adapters add is in the first, which is the first
     half of K at every number of rows.
     """
     if adapted is None:
-        return matmuls.partials(x_RK, projection.weight_XK)
+        return matmuls.partials(x_RK, projection.weight_XK, room=room)
     low_PRX = adapted.shrink(x_RK)
     part_PRH = matmuls.partials(x_RK, projection.weight_XK)
     assert len(part_PRH) <= PARTS, "more leaves of K than adapters can be added to"

@@ -6,8 +6,8 @@ Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from torch.nn import functional
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.gemm_tiles import LEAVES
 from tlt_server.models.numerics import Mode
+from tlt_server.models.split import Split
 
 # Up to here matmuls wait for weights, which our kernels read sooner than the library does.
 FEW_ROWS = 64
+WHOLE = Split(LEAVES)  # the split of a target on one GPU, unless settings name other leaves
 
 
 class Matmuls(Protocol):
@@ -33,8 +35,10 @@ class Matmuls(Protocol):
     ) -> Tensor:
         """x @ weight.T (+ bias): [M, N], in `out_MN` where that is given."""
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        """Sums whose total over the first axis, as a binary tree, is x @ weight.T: [P, M, N]."""
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Tensor | None = None) -> Tensor:
+        """Sums whose total over the first axis, as a binary tree, is x @ weight.T: [P, M, N], at
+        the beginning of the float32 tensor `room` where that is given.
+        """
 
     def gated(self, x_MK: Tensor, weight_XK: Tensor) -> Tensor:
         """silu(gate) * up of a weight [2I, K], gate rows first: [M, I]."""
@@ -47,8 +51,12 @@ class StrictMatmuls:
     linear = staticmethod(gemm.linear)
     gated = staticmethod(gemm.gated)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        return gemm.partials(x_MK, weight_NK, leaves=self.leaves)
+    def of_rank(self, split: Split) -> Self:
+        """Return the matmuls of a target's shard, which has the leaves of one rank."""
+        return replace(self, leaves=split.leaves // split.of)
+
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Tensor | None = None) -> Tensor:
+        return gemm.partials(x_MK, weight_NK, leaves=self.leaves, room=room)
 
 
 class FastMatmuls(StrictMatmuls):
@@ -73,7 +81,8 @@ class FastMatmuls(StrictMatmuls):
         found_MN = functional.linear(x_MK, weight_NK, bias_N)
         return found_MN if out_MN is None else out_MN.copy_(found_MN)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Tensor | None = None) -> Tensor:
+        assert room is None, "the library's sums are not exchanged"
         return (
             super().partials(x_MK, weight_NK)
             if len(x_MK) <= FEW_ROWS

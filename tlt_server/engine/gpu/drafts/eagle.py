@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tlt_kernels.gpu.branches import columns
 from tlt_kernels.gpu.calibration import calibrate
@@ -69,8 +71,12 @@ class EagleDrafts:
         network, table = _of(changed)
         exchange(self.network, network)
         self.network = network
-        self.gap_edge_G.copy_(torch.from_numpy(table.gap_edges))
-        fresh = CalibrationTable.of(torch.from_numpy(table.survival_K))
+        self.begin_again(table.gap_edges, table.survival_K)
+
+    def begin_again(self, edge_G: NDArray[np.float32], survival_K: NDArray[np.float32]) -> None:
+        """Take a table of which nothing is observed yet."""
+        self.gap_edge_G.copy_(torch.from_numpy(edge_G))
+        fresh = CalibrationTable.of(torch.from_numpy(survival_K))
         for mine, value in zip(self.calibration, fresh, strict=True):
             mine.copy_(value)
         self.in_force.survival_Z.copy_(self.calibration.survival_Z)

@@ -5,6 +5,7 @@ by the arithmetic of its CPU twin.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,10 @@ from tlt_server.speculation.survival import (
 )
 
 
+def _nobody(*told: object) -> None:
+    """Tell no other rank."""
+
+
 class DeviceTable:
     def __init__(
         self,
@@ -35,6 +40,9 @@ class DeviceTable:
         """
         self._table, self._stream, self._gap_edge_G = table, stream, gap_edge_G
         self._in_force_Z = in_force_Z
+        # Tell other ranks what is written or put in force, before it is.
+        self.on_write: Callable[[NDArray[Any], NDArray[Any], NDArray[Any]], None] = _nobody
+        self.on_renew: Callable[[], None] = _nobody
 
     def record(self) -> TableRecord:
         return self._read().record()
@@ -50,6 +58,7 @@ class DeviceTable:
 
     def renew(self) -> NDArray[np.float32]:
         """Put what was learnt in force, and return it."""
+        self.on_renew()
         survival_Z = self._table.survival_Z
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if self._in_force_Z is not None:
@@ -71,10 +80,18 @@ class DeviceTable:
     def _change(self, change: Callable[[OnlineTable], None]) -> None:
         found = self._read()
         change(found)
+        values = (
+            found.survival_K.astype(np.float32),
+            found.hits_K.astype(np.int32),
+            found.trials_K.astype(np.int32),
+        )
+        self.on_write(*values)
+        self.write(*values)
+        self.renew()
+
+    def write(self, *values: NDArray[Any]) -> None:
+        """Set survivals, hits and trials."""
         _, *mine = self._table
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for mine_Z, values_K in zip(
-                mine, (found.survival_K, found.hits_K, found.trials_K), strict=True
-            ):
+            for mine_Z, values_K in zip(mine, values, strict=True):
                 mine_Z.copy_(torch.from_numpy(values_K))
-        self.renew()

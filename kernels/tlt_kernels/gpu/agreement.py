@@ -1,0 +1,94 @@
+"""A sum over what every rank of a group holds alike after a step: the last normed rows, their
+layout, and what was accepted. Ranks that differ have different sums, but for a chance in 2^64.
+
+Integers add up the same in any order. The total goes on from step to step, so a difference stays.
+
+Legend: R rows, H hidden, E entries, F fields of an outcome, W words of 32 bits in a normed row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_kernels.gpu.accept import HEAD
+from tlt_kernels.gpu.target import PDL, lanes, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import RowTable
+
+
+@triton.jit
+def _mixed(word, at):
+    """Mix the bits of a word at an index; `tlt_client.channels.checksums` has the same mixing."""
+    z = (word.to(tl.uint32, bitcast=True)).to(tl.uint64)
+    z += (at + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _add_states(
+    word_RW,
+    token_R,
+    position_R,
+    kv_slot_R,
+    batch_slot_R,
+    parent_R,
+    outcome_EF,
+    total,
+    R,
+    W: tl.constexpr,
+    F: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add one row, or one entry's outcome, per program. Dead rows hold anything."""
+    pdl_launch()
+    p = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    pdl_wait()
+    if p < R:
+        position = tl.load(position_R + p)
+        alive = position >= 0
+        inside = (i < W) & alive
+        word = tl.load(word_RW + p.to(tl.int64) * W + i, mask=inside, other=0)
+        laid = tl.where(i == W, tl.load(token_R + p), position)
+        laid = tl.where(i == W + 1, tl.load(kv_slot_R + p), laid)
+        laid = tl.where(i == W + 2, tl.load(batch_slot_R + p), laid)
+        laid = tl.where(i == W + 3, tl.load(parent_R + p), laid)
+        word = tl.where(i < W, word, laid)
+        counted = (i < W + 5) & alive
+    else:
+        out = outcome_EF + (p - R) * F
+        emitted, half = tl.load(out), (F - HEAD) // 2
+        at = (i - HEAD) % half
+        counted = (i < HEAD) | ((i < F) & (at < emitted))
+        word = tl.load(out + i, mask=counted, other=0)
+    z = _mixed(word, p.to(tl.int64) * BLOCK + i)
+    added = tl.sum(tl.where(counted, z, 0), axis=0)
+    tl.atomic_add(total, added.to(tl.int64, bitcast=True), sem="relaxed")
+
+
+def add_states(hidden_RH: Tensor, rows: RowTable, outcome_EF: Tensor, total: Tensor) -> None:
+    """Add a step to `total`, one int64."""
+    word_RW = hidden_RH.view(torch.int32)
+    (count, words), (entries, fields) = word_RW.shape, outcome_EF.shape
+    _add_states[(count + entries,)](
+        word_RW,
+        rows.token_R,
+        rows.position_R,
+        rows.kv_slot_R,
+        rows.batch_slot_R,
+        rows.parent_R,
+        outcome_EF,
+        total,
+        count,
+        W=words,
+        F=fields,
+        HEAD=HEAD,
+        BLOCK=lanes(triton.next_power_of_2(max(words + 5, fields))),
+        num_warps=4,
+        **PDL,
+    )

@@ -1,0 +1,70 @@
+"""The runner with all that pushes exchange and sleeps give back, on this rank and on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
+from tlt_server.engine.gpu.maker import Lent
+from tlt_server.engine.gpu.orders import SetDrafterTable, SwapModels
+from tlt_server.engine.gpu.runner import GpuRunner
+from tlt_server.engine.orders import FreePages, ReclaimPages
+from tlt_server.engine.ranks import RankOrders, key_of
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.exchange import exchange
+from tlt_server.speculation.survival import Calibration
+from tlt_server.weights.parts import Changed, Drafter, Live
+
+
+@dataclass(frozen=True)
+class GpuEquipment:
+    runner: GpuRunner
+    ranks: RankOrders
+    lent: Lent
+    synchronize: Callable[[], None]
+
+    def install(self, live: Live, changed: Changed) -> None:
+        self.synchronize()  # staging copied on another stream
+        with torch.cuda.stream(self.runner.stream):
+            self._exchange(live, changed)
+        self.synchronize()  # before another stream fills what the old version gives back
+
+    def _exchange(self, live: Live, changed: Changed) -> None:
+        state = self.runner.state
+        if changed.target is not None:
+            assert isinstance(changed.target.network, GpuDecoder)
+            self._swap(state.model, changed.target.network)
+            exchange(state.model, changed.target.network)
+            state.model = changed.target.network
+        if changed.drafter is not None:
+            self._install_drafter(changed.drafter)
+        if changed.adapter is not None:
+            assert state.adapters is not None
+            adapter = live.adapters[changed.adapter.name]
+            state.adapters.fill(adapter.slot, adapter.network)
+
+    def _install_drafter(self, changed: Drafter) -> None:
+        for drafts in self.runner.passes.drafters.values():
+            if isinstance(drafts, EagleDrafts):
+                self._swap(drafts.network, changed.network)
+                assert isinstance(changed.calibration, Calibration)
+                table = changed.calibration
+                edges, survivals = table.gap_edges, table.survival_K
+                self.ranks.order(SetDrafterTable(edges.view("<i4"), survivals.view("<i4")))
+            drafts.install(changed)
+
+    def _swap(self, resident: object, other: object) -> None:
+        """Let the other ranks exchange these two, which they know by their storage."""
+        if resident is not other:
+            self.ranks.order(SwapModels(key_of(resident), key_of(other)), wait=True)
+
+    def free(self) -> None:
+        self.ranks.order(FreePages(), wait=True)
+        self.lent.free()
+
+    def reclaim(self) -> None:
+        self.lent.reclaim()
+        self.ranks.order(ReclaimPages(), wait=True)

@@ -1,0 +1,79 @@
+"""The further ranks as the runner of rank 0 sees them: what it tells its own device, it tells them,
+and before it launches its own part.
+
+`ALONE` is for one GPU, where there is nothing to tell. Every method is called between two launches
+of the runner, in the order of its stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.orders import RunStep
+from tlt_server.engine.gpu.ring import PinnedBuffer
+
+if TYPE_CHECKING:
+    from tlt_server.engine.gpu.drafts.tables import DeviceTable
+
+Words = NDArray[np.int32]
+
+
+class Followers(Protocol):
+    words: int  # of an outcome, for the sums of all ranks
+
+    def upload(self, word_U: Words) -> None: ...
+
+    def take_over(self) -> None: ...
+
+    def run_step(
+        self, draft: DraftKey | None, extend: ExtendKey, *, capped: bool, learns: bool
+    ) -> RunStep: ...
+
+    def finish_step(self, step: RunStep, word_M: Words) -> None: ...
+
+    def run_empty(self, key: DraftKey | ExtendKey) -> None: ...
+
+    def forget(self, slots: list[int]) -> None: ...
+
+    def table(self, name: str, table: DeviceTable) -> DeviceTable:
+        """Return the table, which tells them what it is told."""
+
+    def copy_sums(self, outcome: PinnedBuffer) -> None:
+        """Queue a copy of the sums of all ranks to the end of a step's outcome."""
+
+    def wait(self, outcome: PinnedBuffer) -> None:
+        """Wait for an outcome. `EngineFailed` where a rank has ended, or differs."""
+
+
+class Alone:
+    words = 0
+
+    def upload(self, word_U: Words) -> None: ...
+
+    def take_over(self) -> None: ...
+
+    def run_step(
+        self, draft: DraftKey | None, extend: ExtendKey, *, capped: bool, learns: bool
+    ) -> RunStep:
+        return RunStep(draft, capped, extend, learns)
+
+    def finish_step(self, step: RunStep, word_M: Words) -> None: ...
+
+    def run_empty(self, key: DraftKey | ExtendKey) -> None: ...
+
+    def forget(self, slots: list[int]) -> None: ...
+
+    def table(self, name: str, table: DeviceTable) -> DeviceTable:
+        return table
+
+    def copy_sums(self, outcome: PinnedBuffer) -> None: ...
+
+    def wait(self, outcome: PinnedBuffer) -> None: ...
+
+
+ALONE = Alone()

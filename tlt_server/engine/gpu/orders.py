@@ -1,0 +1,113 @@
+"""Orders to the further ranks of a GPU engine: everything that rank 0's runner gives its device.
+
+`engine/orders.py` says how they travel. A rank launches what a step names at once; the trees and
+tokens that it makes are those of every rank, because their inputs have equal bits.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.orders import (
+    Allocate,
+    Array,
+    Drop,
+    FreePages,
+    LoadShard,
+    ReclaimPages,
+    Restore,
+    Save,
+)
+
+Key = DraftKey | ExtendKey
+
+
+class ReportMemory(Struct, frozen=True, tag="memory"):
+    """Answer with the free bytes of the GPU and those in all."""
+
+
+class Equip(Struct, frozen=True, tag="equip"):
+    """Make state, drafters and passes, and prepare these steps."""
+
+    pages_per_sequence: int
+    drafts: list[DraftKey]
+    extends: list[ExtendKey]
+
+
+class Begin(Struct, frozen=True, tag="begin"):
+    """Exchange from here on: every rank is ready."""
+
+
+class UploadWords(Struct, frozen=True, tag="upload"):
+    """Copy these words to the beginning of the upload buffer."""
+
+    word_U: Array
+
+
+class TakeOver(Struct, frozen=True, tag="take"):
+    """Apply the upload, which had no room for all of a step's changes."""
+
+
+class RunStep(Struct, frozen=True, tag="step"):
+    """Draft, verify, and learn; where masks are awaited, up to the first half of the pass."""
+
+    draft: DraftKey | None
+    capped: bool
+    extend: ExtendKey
+    learns: bool
+
+
+class FinishStep(Struct, frozen=True, tag="finish"):
+    """Run the second half of the step with these masks."""
+
+    word_M: Array
+    step: RunStep
+
+
+class RunEmpty(Struct, frozen=True, tag="empty"):
+    """Run one pass of dead rows, and capture it."""
+
+    draft: DraftKey | None
+    extend: ExtendKey | None
+
+
+class ForgetTexts(Struct, frozen=True, tag="forget"):
+    slots: list[int]
+
+
+class WriteTable(Struct, frozen=True, tag="table"):
+    """Set what a table has learnt, and put it in force."""
+
+    table: str
+    survival_K: Array  # the bits of float32
+    hits_K: Array
+    trials_K: Array
+
+
+class RenewTable(Struct, frozen=True, tag="renew"):
+    """Put what a table has learnt in force."""
+
+    table: str
+
+
+class SwapModels(Struct, frozen=True, tag="swap"):
+    """Let two models change places: graphs know the storage of `resident`. Keys name storage."""
+
+    resident: int
+    other: int
+
+
+class SetDrafterTable(Struct, frozen=True, tag="drafter"):
+    """Begin again with a drafter's table, for the network that has just been swapped in."""
+
+    edge_G: Array  # the bits of float32
+    survival_K: Array
+
+
+StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RunEmpty | ForgetTexts
+TableOrder = WriteTable | RenewTable | SetDrafterTable
+ModelOrder = LoadShard | SwapModels | Drop
+PageOrder = ReportMemory | Allocate | Save | Restore | FreePages | ReclaimPages
+GpuOrder = StepOrder | TableOrder | ModelOrder | PageOrder | Equip | Begin

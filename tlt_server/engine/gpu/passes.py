@@ -1,0 +1,146 @@
+"""The passes of one GPU, by key, and the graphs that replay them: everything that a step launches.
+
+The runner of rank 0 decides which; further ranks launch what they are told. Nothing here knows of a
+request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tlt_kernels.gpu.caps import cap_rows
+from tlt_kernels.gpu.upload import apply
+from tlt_server.attention.gpu import GpuAttention
+from tlt_server.engine.gpu.buckets import Shapes
+from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, Follower, GpuDrafter
+from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
+from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.ring import PinnedBuffer
+from tlt_server.engine.gpu.state import DeviceState
+
+
+class Passes:
+    def __init__(
+        self,
+        state: DeviceState,
+        attention: GpuAttention,
+        drafters: dict[str, GpuDrafter],
+        graphs: GraphPool,
+        *,
+        shapes: Shapes,
+        stream: torch.cuda.Stream | None,
+        page_hint_PH: Tensor | None,
+        followers: Sequence[Follower] = (),
+    ) -> None:
+        """`followers`: take what they need of the rows' states, next to the drafters."""
+        self.state, self.drafters, self.graphs, self.shapes = state, drafters, graphs, shapes
+        self.stream, self._attention, self._page_hint_PH = stream, attention, page_hint_PH
+        self._followers: list[Follower] = [*drafters.values(), *followers]
+        self.extends: dict[ExtendKey, Extend] = {}
+        self._drafts: dict[DraftKey, DraftPass] = {}
+
+    @property
+    def pinned(self) -> bool:
+        return self.state.upload_U.device.type == "cuda"
+
+    @property
+    def has_hints(self) -> bool:
+        return self._page_hint_PH is not None
+
+    def of(self, key: DraftKey | ExtendKey) -> DraftPass | Extend:
+        return self.extend(key) if isinstance(key, ExtendKey) else self.draft(key)
+
+    def extend(self, key: ExtendKey) -> Extend:
+        """A pass that is never captured is made for its one step: there are too many sizes to keep
+        their buffers.
+        """
+        extend = self.extends.get(key)
+        if extend is None:
+            extend = Extend(key, self.state, self._attention, self._followers)
+            if self.shapes.keeps(key):
+                self.extends[key] = extend
+        return extend
+
+    def draft(self, key: DraftKey) -> DraftPass:
+        if key not in self._drafts:
+            self._drafts[key] = self.drafters[key.drafter].draft_pass(key)
+        return self._drafts[key]
+
+    def keeps(self, key: DraftKey | ExtendKey) -> bool:
+        return isinstance(key, DraftKey) or self.shapes.keeps(key)
+
+    def send(self, buffer: PinnedBuffer, used: int) -> None:
+        """Queue the upload of a buffer's first words."""
+        self.state.upload_U[:used].copy_(buffer.tensor[:used], non_blocking=True)
+        buffer.mark()
+
+    def take_over(self) -> None:
+        """Apply the upload, unless that has been done."""
+        apply(self.state.upload_U, self.state.layout, self.state.batch_slots, self._page_hint_PH)
+
+    def work(self, part: DraftPass | Extend) -> Callable[[], None]:
+        """Return the callable to run or capture. The first pass of a step also applies the upload,
+        which saves a launch.
+        """
+        if isinstance(part, Extend) and not part.key.plain:
+            return part.run
+
+        def run() -> None:
+            self.take_over()
+            part.run()
+
+        return run
+
+    def run_draft(self, key: DraftKey, *, capped: bool) -> DraftPass:
+        """Draft, and cut the trees of requests that take few rows."""
+        drafted = self.draft(key)
+        self.graphs.run(key, self.work(drafted), keep=True)
+        if capped:
+            self.cap_rows(key)
+        return drafted
+
+    def select(self, extend: Extend, drafted: DraftPass | None) -> None:
+        """Lay out what a pass verifies. A plain one does it itself, but the masks of structured
+        outputs need it before.
+        """
+        if drafted is not None and not extend.key.plain:
+            extend.select(drafted.nodes, drafted.own_columns)
+        elif extend.key.structured and extend.key.plain:
+            self.take_over()
+            extend.select(None)
+
+    def run_extend(self, extend: Extend) -> None:
+        self.graphs.run(extend.key, self.work(extend), keep=self.shapes.keeps(extend.key))
+
+    def run_second(self, extend: Extend) -> None:
+        keep = self.shapes.keeps(extend.key)
+        self.graphs.run(SecondHalf(extend.key), extend.run_second, keep=keep)
+
+    def cap_rows(self, key: DraftKey) -> None:
+        state = self.state
+        cap_rows(state.batch_slot_B(key.batch), state.batch_slots, self.draft(key).nodes)
+
+    def learn(self, extend: Extend, drafted: DraftPass) -> None:
+        self.drafters[drafted.key.drafter].observe(
+            extend.trees, extend.kept, drafted.nodes, extend.rows, extend.key.decode_rows
+        )
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Draft no more from the text in these slots."""
+        slot_N = torch.tensor(slots, dtype=torch.int64).to(self.state.upload_U.device)
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            self.state.batch_slots.group_Q[slot_N] = -1
+
+    def run_empty(self, key: DraftKey | ExtendKey) -> None:
+        """Run a pass of dead rows, and capture it if that is worth it."""
+        part = self.of(key)
+        if isinstance(part, Extend) and not part.key.plain:
+            part.select(None)
+        self.graphs.run(key, self.work(part), keep=self.keeps(key))
+        if isinstance(key, DraftKey):
+            self.cap_rows(key)
+        elif isinstance(part, Extend) and key.structured:
+            self.run_second(part)

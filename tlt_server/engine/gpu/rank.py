@@ -1,0 +1,329 @@
+"""A further rank of a GPU engine: its shard of the target, its copy of the drafter, and the passes
+of `passes.py`, which it launches as rank 0 tells it.
+
+It reads nothing back from its GPU: rank 0 sees whether the ranks differ (`agreement.py`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tlt_kernels.gpu.upload import Upload
+from tlt_server.engine.devices import DEVICES
+from tlt_server.engine.gpu.agreement import Agreement
+from tlt_server.engine.gpu.drafts import DraftKey, DraftPass
+from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
+from tlt_server.engine.gpu.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
+from tlt_server.engine.gpu.kv import GpuKV
+from tlt_server.engine.gpu.maker import GpuMaker, Lent
+from tlt_server.engine.gpu.memory import MemoryPlan, Needs
+from tlt_server.engine.gpu.orders import (
+    Begin,
+    Equip,
+    FinishStep,
+    ForgetTexts,
+    GpuOrder,
+    RenewTable,
+    ReportMemory,
+    RunEmpty,
+    RunStep,
+    SetDrafterTable,
+    SwapModels,
+    TakeOver,
+    UploadWords,
+    WriteTable,
+)
+from tlt_server.engine.gpu.passes import Passes
+from tlt_server.engine.gpu.ring import PinnedRing
+from tlt_server.engine.gpu.windows import join
+from tlt_server.engine.orders import (
+    Allocate,
+    Array,
+    Drop,
+    FreePages,
+    LoadShard,
+    RankStart,
+    ReclaimPages,
+    Restore,
+    Save,
+)
+from tlt_server.engine.rank import receive
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.eagle import GpuEagleNetwork
+from tlt_server.models.gpu.exchange import exchange
+from tlt_server.models.loader import eos_token_ids
+from tlt_server.models.split import Split
+from tlt_server.speculation.drafters.loading import find_loader
+from tlt_server.weights.parts import Drafter
+
+UPLOADS = 8  # buffers of words that may be on their way
+
+
+class GpuRank:
+    orders = GpuOrder
+
+    def __init__(self, start: RankStart, side: socket.socket) -> None:
+        """Join the others. `side`: where the memory of models comes from."""
+        settings = self._settings = start.decided
+        kind = DEVICES.resolve(start.device)
+        device = torch.device("cpu")
+        if kind.name == "cuda":
+            device = torch.device("cuda", start.rank)
+            torch.cuda.set_device(device)
+        config = replace(ModelConfig.read(Path(settings.model)), max_position=start.max_position)
+        self._config = eos_token_ids(config, Path(settings.model))
+        self._maker = GpuMaker(settings, device, kind.prompts)
+        floats = self._maker.floats(config)
+        self._windows = join(Path(start.directory), start.rank, start.ranks, floats, device)
+        peers = self._windows.peers
+        peers.mute()
+        self._agreement = Agreement(peers)
+        self._maker.share(peers, self._agreement)
+        whole = kind.whole
+        self._split = Split(settings.reduction_leaves, start.rank, start.ranks, whole=whole)
+        self._side, self._stream = side, self._maker.stream
+        self._models: dict[int, Any] = {}
+        self._saved: dict[int, object] = {}
+        self._live: dict[type, Any] = {}  # the first target and drafter: graphs know their storage
+        self._kv: GpuKV | None = None
+        self._passes: Passes | None = None
+        self._lent: Lent | None = None
+        self._uploads: PinnedRing | None = None
+        self._masks: PinnedRing | None = None
+        self._begun: tuple[Extend, DraftPass | None] | None = None  # a step that awaits masks
+
+    @property
+    def passes(self) -> Passes:
+        assert self._passes is not None, "an order before the passes"
+        return self._passes
+
+    @property
+    def kv(self) -> GpuKV:
+        assert self._kv is not None, "an order before the pages"
+        return self._kv
+
+    @torch.inference_mode()
+    def follow(self, order: Any) -> str:
+        match order:
+            case UploadWords() | TakeOver() | RunStep() | FinishStep() | RunEmpty():
+                with torch.cuda.stream(self._stream):
+                    self._launch(order)
+            case LoadShard() | SwapModels() | Drop():
+                self._follow_on_models(order)
+            case ForgetTexts(slots):
+                self.passes.forget(slots)
+            case WriteTable() | RenewTable() | SetDrafterTable():
+                self._follow_on_tables(order)
+            case ReportMemory():
+                return self._memory()
+            case Equip():
+                self._equip(order)
+            case Begin():
+                if self._stream is not None:
+                    torch.cuda.synchronize()
+                self._agreement.begin()
+            case _:
+                self._follow_on_pages(order)
+        return ""
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _launch(self, order: UploadWords | TakeOver | RunStep | FinishStep | RunEmpty) -> None:
+        match order:
+            case UploadWords(word_U):
+                self._send(word_U)
+            case TakeOver():
+                self.passes.take_over()
+            case RunStep():
+                self._run(order)
+            case FinishStep(word_M, step):
+                self._finish(word_M, step)
+            case RunEmpty(draft, extend):
+                key = draft or extend
+                assert key is not None
+                self.passes.run_empty(key)
+
+    def _send(self, word_U: Array) -> None:
+        assert self._uploads is not None
+        buffer = self._uploads.take()
+        buffer.array[: len(word_U)] = word_U
+        self.passes.send(buffer, len(word_U))
+
+    def _run(self, step: RunStep) -> None:
+        passes, extend = self.passes, self.passes.extend(step.extend)
+        drafted = passes.run_draft(step.draft, capped=step.capped) if step.draft else None
+        passes.select(extend, drafted)
+        passes.run_extend(extend)
+        if step.extend.structured:
+            self._begun = extend, drafted
+        else:
+            self._learn(step, extend, drafted)
+
+    def _finish(self, word_M: Array, step: RunStep) -> None:
+        assert self._begun is not None
+        (extend, drafted), self._begun = self._begun, None
+        masks = self.passes.state.masks.whole
+        if self._masks is None:
+            self._masks = PinnedRing(UPLOADS, len(masks), pinned=self.passes.pinned)
+        buffer = self._masks.take()
+        buffer.array[: len(word_M)] = word_M
+        masks[: len(word_M)].copy_(buffer.tensor[: len(word_M)], non_blocking=True)
+        buffer.mark()
+        self.passes.run_second(extend)
+        self._learn(step, extend, drafted)
+
+    def _learn(self, step: RunStep, extend: Extend, drafted: DraftPass | None) -> None:
+        if drafted is not None and step.learns:
+            self.passes.learn(extend, drafted)
+
+    # -- what is made at start ---------------------------------------------------------------------
+
+    def _memory(self) -> str:
+        if self._stream is None:
+            return f"{2**40} {2**40}"
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return f"{free} {total}"
+
+    def _allocate(self, order: Allocate) -> None:
+        model, drafter = self._live[GpuDecoder], self._live.get(GpuEagleNetwork)
+        needs = Needs.of(self._settings, model.own_config, drafter, 0, model.feature_width)
+        plan = MemoryPlan(self._settings, needs, order.max_model_len, 0, 0)
+        self._kv = self._maker.kv(plan, order.pages, model, drafter)
+
+    def _equip(self, order: Equip) -> None:
+        model, network = self._live[GpuDecoder], self._live.get(GpuEagleNetwork)
+        drafter, directory = None, self._settings.drafter_directory
+        if network is not None and directory is not None:
+            calibration = find_loader(directory, "cuda").calibration(directory)
+            drafter = Drafter("", network, calibration, {})
+        state = self._maker.state(model, self.kv, order.pages_per_sequence)
+        passes = self._passes = self._maker.passes(state, self.kv, drafter)
+        self._uploads = PinnedRing(UPLOADS, state.layout.size, pinned=passes.pinned)
+        self._lent = Lent(passes, self.kv)
+        self._maker.synchronize()
+        kernels = None
+        if passes.graphs.captures:
+            kernels = KernelStart(engine_digest(self._settings, self._config))
+        keys: list[DraftKey | ExtendKey] = [*order.drafts, *order.extends]
+        self._maker.prepare(self, kernels, [*self._live.values()], keys)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        assert self._uploads is not None
+        with torch.cuda.stream(self._stream):
+            buffer = self._uploads.take()
+            upload = Upload(self.passes.state.layout, buffer.array)
+            upload.begin()
+            upload.batch([], [])
+            self.passes.send(buffer, upload.used)
+            yield
+
+    def rehearse(self) -> None:
+        self.passes.forget([])
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def _follow_on_models(self, order: LoadShard | SwapModels | Drop) -> None:
+        match order:
+            case LoadShard(key, beside):
+                arena = receive(self._side, key)
+                target = self._models[beside] if beside else None
+                made = arena.fill(self._drafter if target else self._target)
+                made.arena = arena
+                arena.close()
+                self._models[key] = made
+                self._live.setdefault(GpuEagleNetwork if target else GpuDecoder, made)
+            case SwapModels(resident, other):
+                self._swap(resident, other)
+            case Drop(models, saved):
+                if models:
+                    self._maker.synchronize()
+                for key in models:
+                    self._models.pop(key).arena.free()
+                for key in saved:
+                    del self._saved[key]
+
+    def _target(self) -> GpuDecoder:
+        directory, layers = self._settings.drafter_directory, tuple[int, ...]()
+        if directory is not None:
+            layers = find_loader(directory, "cuda").feature_layers(directory, self._config)
+        return GpuDecoder(
+            self._config, placement=self._maker.placement, feature_layers=layers, split=self._split
+        )
+
+    def _drafter(self) -> GpuEagleNetwork:
+        directory = self._settings.drafter_directory
+        assert directory is not None
+        made: GpuEagleNetwork = find_loader(directory, "cuda").empty(
+            directory, self._live[GpuDecoder]
+        )
+        return made
+
+    def _swap(self, resident: int, other: int) -> None:
+        """Exchange the values of two models. Keys go on naming storage."""
+        models = self._models
+        self._maker.synchronize()
+        with torch.cuda.stream(self._stream):
+            exchange(models[resident], models[other])
+        self._maker.synchronize()
+        models[resident], models[other] = models[other], models[resident]
+        new = models[resident]
+        if isinstance(new, GpuDecoder):
+            self._live[GpuDecoder] = self.passes.state.model = new
+            return
+        self._live[GpuEagleNetwork] = new
+        for drafts in self._eagles:
+            drafts.network = new
+
+    @property
+    def _eagles(self) -> list[EagleDrafts]:
+        return [each for each in self.passes.drafters.values() if isinstance(each, EagleDrafts)]
+
+    # -- tables and pages --------------------------------------------------------------------------
+
+    def _follow_on_tables(self, order: WriteTable | RenewTable | SetDrafterTable) -> None:
+        if isinstance(order, SetDrafterTable):
+            floats = (values.view(np.float32) for values in (order.edge_G, order.survival_K))
+            with torch.cuda.stream(self._stream):
+                for drafts in self._eagles:
+                    drafts.begin_again(*floats)
+            return
+        [table] = [
+            drafts.tables(self._stream)[order.table]
+            for drafts in self.passes.drafters.values()
+            if order.table in drafts.tables(self._stream)
+        ]
+        if isinstance(order, WriteTable):
+            table.write(order.survival_K.view(np.float32), order.hits_K, order.trials_K)
+        else:
+            table.renew()
+
+    def _follow_on_pages(self, order: Allocate | Save | Restore | FreePages | ReclaimPages) -> None:
+        match order:
+            case Allocate():
+                self._allocate(order)
+            case Save(key, pages):
+                self._saved[key] = self.kv.save(pages)
+            case Restore(key, pages):
+                self.kv.restore(self._saved[key], pages)  # type: ignore[arg-type]
+            case FreePages():
+                self._maker.synchronize()
+                self._lent_now.free()
+            case ReclaimPages():
+                self._lent_now.reclaim()
+
+    @property
+    def _lent_now(self) -> Lent:
+        assert self._lent is not None, "an order before the passes"
+        return self._lent

@@ -1,0 +1,134 @@
+"""The further ranks of a GPU engine, as rank 0 sees them: their processes, their weights, and what
+the runner tells them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tlt_kernels.gpu.exchange import PeerWindows
+from tlt_server.engine.arena import Arena, arena_bytes
+from tlt_server.engine.gpu import orders as told
+from tlt_server.engine.gpu.agreement import Agreement, differing
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.orders import RunStep
+from tlt_server.engine.gpu.ring import PinnedBuffer
+from tlt_server.engine.gpu.windows import join
+from tlt_server.engine.ranks import Ranks
+from tlt_server.engine.settings import DecidedSettings
+from tlt_server.errors import EngineFailed
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.split import Alone
+
+if TYPE_CHECKING:
+    from tlt_server.engine.gpu.drafts.tables import DeviceTable
+
+LOOK_S = 0.1  # between two looks whether the ranks live, while a step is awaited
+
+
+class GpuRanks(Ranks):
+    def __init__(
+        self, settings: DecidedSettings, config: ModelConfig, device: torch.device, floats: int
+    ) -> None:
+        """floats: see `window_bytes`. `EngineFailed` or `StartupError` where one cannot start."""
+        self._device, self._floats = device, floats
+        self._steps = 0
+        self.words = 2 * settings.tensor_parallel
+        super().__init__(settings, config)
+
+    def join(self, directory: Path) -> None:
+        windows = join(directory, 0, self._count, self._floats, self._device)
+        self._windows = windows  # keeps them mapped
+        self.peers: PeerWindows = windows.peers
+        self.peers.mute()
+        self.agreement, self.exchange = Agreement(self.peers), Alone()
+
+    def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
+        """Return memory on the rank's GPU. Rank 0 needs none of its own."""
+        if not rank:
+            return None
+        device = self._device
+        if device.type == "cuda":
+            device = torch.device("cuda", (device.index or 0) + rank)
+        return Arena.shared(arena_bytes(make().storage()), device)
+
+    def equip(self, pages_per_sequence: int, keys: list[DraftKey | ExtendKey]) -> None:
+        """Let the others make their passes, and prepare these steps, while this rank does."""
+        drafts = [key for key in keys if isinstance(key, DraftKey)]
+        extends = [key for key in keys if isinstance(key, ExtendKey)]
+        self._equipping = self._send(told.Equip(pages_per_sequence, drafts, extends), asks=True)
+
+    def begin(self) -> None:
+        """Begin to exchange, once all ranks are prepared and quiet."""
+        self._answered(self._equipping)
+        if self.peers.own.is_cuda:
+            torch.cuda.synchronize(self._device)
+        self.order(told.Begin(), wait=True)
+        self.agreement.begin()
+
+    def free(self) -> tuple[int, int]:
+        """Return the bytes of the GPU that has least free: free, and in all."""
+        found = self.ask(told.ReportMemory())
+        return min((int(free), int(total)) for free, total in (text.split() for text in found))
+
+    # -- what the runner tells ---------------------------------------------------------------------
+
+    def upload(self, word_U: NDArray[np.int32]) -> None:
+        self.order(told.UploadWords(word_U))
+
+    def take_over(self) -> None:
+        self.order(told.TakeOver())
+
+    def run_step(
+        self, draft: DraftKey | None, extend: ExtendKey, *, capped: bool, learns: bool
+    ) -> RunStep:
+        step = RunStep(draft, capped, extend, learns)
+        self.order(step)
+        return step
+
+    def finish_step(self, step: RunStep, word_M: NDArray[np.int32]) -> None:
+        self.order(told.FinishStep(word_M, step))
+
+    def run_empty(self, key: DraftKey | ExtendKey) -> None:
+        if isinstance(key, DraftKey):
+            self.order(told.RunEmpty(key, None))
+        else:
+            self.order(told.RunEmpty(None, key))
+
+    def forget(self, slots: list[int]) -> None:
+        self.order(told.ForgetTexts(slots))
+
+    def table(self, name: str, table: DeviceTable) -> DeviceTable:
+        table.on_write = lambda survival_K, hits_K, trials_K: self.order(
+            told.WriteTable(name, survival_K.view(np.int32), hits_K, trials_K)
+        )
+        table.on_renew = lambda: self.order(told.RenewTable(name))
+        return table
+
+    def copy_sums(self, outcome: PinnedBuffer) -> None:
+        found = self.agreement.found_TW.view(-1)
+        outcome.tensor[-self.words :].copy_(found, non_blocking=True)
+
+    def wait(self, outcome: PinnedBuffer) -> None:
+        looked_s = time.monotonic()
+        while not outcome.arrived:
+            if time.monotonic() > looked_s + LOOK_S:
+                self.check()
+                looked_s = time.monotonic()
+        self._steps += 1
+        others = differing(outcome.array[-self.words :].tolist())
+        if others:
+            self.check()
+            raise EngineFailed(
+                self.agreement.failure()
+                or f"ranks differ: after step {self._steps} the states of rank "
+                f"{', '.join(map(str, others))} are not those of rank 0"
+            )

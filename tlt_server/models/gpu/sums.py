@@ -1,0 +1,76 @@
+"""The sums of a target's row-parallel matmuls, with residual and norm: of this GPU's own partial
+sums, or of those of all ranks.
+
+A layer has two, one after attention and one after the MLP. They take turns with two rooms of a
+rank's window, so a pass, which has an even number of them, may follow any other.
+
+Legend: P partial sums, R rows, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tlt_kernels.gpu.exchange import PeerWindows, exchange_add_rms_norm
+from tlt_kernels.gpu.gemm_tiles import PARTS
+from tlt_kernels.gpu.norm import add_rms_norm
+
+ATTENTION, MLP = 0, 1  # turns
+
+
+class Sums(Protocol):
+    def room(self, turn: int) -> Tensor | None:
+        """Return where the partial sums of this turn are to be written; None: anywhere."""
+
+    def add_rms_norm(
+        self,
+        part_PRH: Tensor,
+        residual_RH: Tensor,
+        weight_H: Tensor,
+        eps: float,
+        *,
+        out_RH: Tensor | None = None,
+    ) -> Tensor:
+        """Add the sum of the partial sums to the residual, in place; return its norm."""
+
+
+class OwnSums:
+    def room(self, turn: int) -> Tensor | None:
+        return None
+
+    add_rms_norm = staticmethod(add_rms_norm)
+
+
+@dataclass(frozen=True)
+class RankSums:
+    peers: PeerWindows
+
+    def room(self, turn: int) -> Tensor:
+        return self.peers.room(turn)
+
+    def add_rms_norm(
+        self,
+        part_PRH: Tensor,
+        residual_RH: Tensor,
+        weight_H: Tensor,
+        eps: float,
+        *,
+        out_RH: Tensor | None = None,
+    ) -> Tensor:
+        if out_RH is None:
+            out_RH = torch.empty(residual_RH.shape, dtype=weight_H.dtype, device=residual_RH.device)
+        return exchange_add_rms_norm(
+            self.peers, part_PRH, residual_RH, weight_H, eps, out_RH=out_RH
+        )
+
+
+OWN_SUMS = OwnSums()
+
+
+def room_floats(leaves: int, rows: int, hidden: int) -> int:
+    """Return the elements that the partial sums of a rank's `leaves` take, at most."""
+    return min(leaves, max(PARTS, leaves // 2)) * rows * hidden
