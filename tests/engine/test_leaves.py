@@ -12,6 +12,7 @@ from tests.engine.test_strict_numerics import CONFIG, TOKENS
 from tests.rows_of_one import Sequence
 from tlt_kernels import versions
 from tlt_server.engine.devices.choice import Gpu, choose
+from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.fingerprint import Fingerprint
@@ -102,12 +103,34 @@ def test_numbers_that_no_model_has_are_refused(flags: dict[str, int], why: str) 
         choose(settings, Gpu(), lambda: "float32")
 
 
-@pytest.mark.parametrize("flags", [{"tensor_parallel": 2}, {"reduction_leaves": 4}])
-def test_a_gpu_refuses_what_its_kernels_do_not_add(flags: dict[str, int]) -> None:
+CARD = Gpu("Card 9000", (9, 0), 70 * 2**30, 80 * 2**30)
+TWIN, OLDER = OtherGpu(1, "Card 9000", 80 * 2**30), OtherGpu(1, "Card 8000", 80 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("flags", "others", "why"),
+    [
+        ({"tensor_parallel": 2}, (), "torch sees 1 GPU; every rank has one"),
+        ({"tensor_parallel": 2}, (OLDER,), "ranks need GPUs of one kind"),
+        ({"tensor_parallel": 2, "numerics": "fast"}, (TWIN,), "use numerics strict"),
+        ({"reduction_leaves": 4, "numerics": "fast"}, (), "use numerics strict"),
+        ({"reduction_leaves": 4, "max_loras": 1}, (), "use reduction_leaves 2"),
+    ],
+)
+def test_ranks_and_leaves_that_gpus_cannot_have_are_refused(
+    flags: dict[str, object], others: tuple[OtherGpu, ...], why: str
+) -> None:
     settings = EngineSettings(model="m", device="cuda", **flags)  # type: ignore[arg-type]
-    card = Gpu("Card 9000", (9, 0), 70 * 2**30, 80 * 2**30)
-    with pytest.raises(StartupError, match=r"use (1|auto)"):
-        choose(settings, card, lambda: "bfloat16")
+    with pytest.raises(StartupError, match=why):
+        choose(settings, CARD._replace(others=others), lambda: "bfloat16")
+
+
+def test_auto_leaves_of_gpus_are_two_or_the_ranks() -> None:
+    others = tuple(TWIN._replace(number=number) for number in (1, 2, 3))
+    for ranks, leaves in ((1, 2), (2, 2), (4, 4)):
+        settings = EngineSettings(model="m", device="cuda", tensor_parallel=ranks)  # type: ignore[arg-type]
+        found = choose(settings, CARD._replace(others=others), lambda: "bfloat16").settings
+        assert found.reduction_leaves == leaves
 
 
 def test_auto_leaves_are_the_ranks_of_a_cpu() -> None:

@@ -20,8 +20,8 @@ from tlt_server.attention.backing import Backing
 from tlt_server.attention.pinned import block_at, pinned
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.demo.workload import TARGET
-from tlt_server.engine.gpu.maker import GpuMaker
 from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.maker import GpuMaker
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import ControlReport
 

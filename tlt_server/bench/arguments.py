@@ -78,17 +78,23 @@ def _engine(parser: argparse.ArgumentParser) -> None:
 
 def _exact(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
-    parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        choices=(1, 2, 4, 8),
-        default=1,
-        help="ranks of every run but the reference, which has one [default 1]",
-    )
+    _ranks(parser, "ranks of every run but the reference, which has one [default 1]")
     parser.add_argument(
         "--plant-fault",
         action="store_true",
         help="move logits by one ulp, to see the check turn red",
+    )
+
+
+def _ranks(
+    parser: argparse.ArgumentParser, tells: str = "ranks that share the target [default 1]"
+) -> None:
+    parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), default=1, help=tells)
+    parser.add_argument(
+        "--reduction-leaves",
+        type=int,
+        choices=(1, 2, 4, 8),
+        help="slices of each long sum [default the device's, for those ranks]",
     )
 
 
@@ -115,6 +121,7 @@ def _scenarios(text: str) -> tuple[str, ...]:
 
 def _decode(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
+    _ranks(parser)
     _batches(parser, "1,8,32,64,256", "1,8")
     parser.add_argument(
         "--against",
@@ -148,6 +155,7 @@ def _lora(parser: argparse.ArgumentParser) -> None:
 
 def _cycle(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
+    _ranks(parser)
     _batches(parser, "1,8,32", "1,8")
     parser.add_argument(
         "--capture",

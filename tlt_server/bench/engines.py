@@ -43,11 +43,11 @@ class LoadedOnce:
         return _Shared(make_device(settings), self)
 
 
-class _Shared:
-    """A device whose weights may be there already."""
+class ReadyFor:
+    """A device that gets ready for `strategies`, too, next to those of its engine's policy."""
 
-    def __init__(self, device: Device, source: LoadedOnce) -> None:
-        self._device, self._source = device, source
+    def __init__(self, device: Device, strategies: Sequence[Strategy]) -> None:
+        self._device, self._strategies = device, strategies
         self.name, self.warms_up, self.device = device.name, device.warms_up, device.device
         self.sizes, self.free, self.recordings = device.sizes, device.free, device.recordings
 
@@ -60,9 +60,7 @@ class _Shared:
         return self._device.fingerprint
 
     def load(self, config: ModelConfig) -> Live:
-        if self._source.live is None:
-            self._source.live = self._device.load(config)
-        return self._source.live
+        return self._device.load(config)
 
     def allocate(self, live: Live, max_model_len: int) -> Memory:
         return self._device.allocate(live, max_model_len)
@@ -77,9 +75,33 @@ class _Shared:
         quiet: Quiet,
     ) -> Equipped:
         def wider(requests: int, *, prompts: bool) -> Iterable[Strategy]:
-            return (*reach(requests, prompts=prompts), *self._source.strategies)
+            return (*reach(requests, prompts=prompts), *self._strategies)
 
-        equipped = self._device.equip(live, memory, wider, page_table_SP, on_progress, quiet)
+        return self._device.equip(live, memory, wider, page_table_SP, on_progress, quiet)
+
+
+class _Shared(ReadyFor):
+    """A device whose weights may be there already."""
+
+    def __init__(self, device: Device, source: LoadedOnce) -> None:
+        super().__init__(device, source.strategies)
+        self._source = source
+
+    def load(self, config: ModelConfig) -> Live:
+        if self._source.live is None:
+            self._source.live = self._device.load(config)
+        return self._source.live
+
+    def equip(
+        self,
+        live: Live,
+        memory: Memory,
+        reach: Reach,
+        page_table_SP: NDArray[np.int32],
+        on_progress: OnProgress,
+        quiet: Quiet,
+    ) -> Equipped:
+        equipped = super().equip(live, memory, reach, page_table_SP, on_progress, quiet)
 
         def install(live: Live, changed: Changed) -> None:
             assert changed.role == "adapter", "weights that engines share do not change"

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
 from tlt_server.bench.covering import Configuration, covering_array
-from tlt_server.bench.engines import LoadedOnce, release
+from tlt_server.bench.engines import LoadedOnce, ReadyFor, release
 from tlt_server.bench.exact_plan import ADAPTERS, PLANS, ExactSize, pages_for, varied, with_length
 from tlt_server.bench.exact_versions import PUSHED, STARTED, bring, write_pushed
 from tlt_server.bench.faults import planted
@@ -37,10 +37,10 @@ from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.commands import ClearCache, SetPolicy, Submit
 from tlt_server.engine.assembly import assemble
-from tlt_server.engine.devices import make_device
+from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.phases import OnPhase
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.records import GenerateRequest
 
@@ -78,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
     plan = PLANS[args.device]
     size = plan.quick if args.quick else plan.full
     base = settings_of(args)
-    if args.tensor_parallel > 1:
-        ranks = args.tensor_parallel
-        base = replace(base, tensor_parallel=ranks, reduction_leaves=ranks)
+    if base.tensor_parallel > 1 and base.reduction_leaves is None:
+        base = replace(base, reduction_leaves=base.tensor_parallel)
     if plan.max_model_len:
         base = replace(base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len))
     requests = [
@@ -138,6 +137,9 @@ class ExactEngines:
         self._of: tuple[int, bool, bool] | None = None
         self.fingerprint: Fingerprint | None = None  # the last engine's
 
+    def _ready(self, settings: DecidedSettings) -> Device:
+        return ReadyFor(make_device(settings), self.plan.strategies)
+
     def engine(self, batch: int, *, fault: bool, reference: bool) -> Engine:
         """Return the engine that runs up to `batch` requests at once. One that is to err captures
         nothing; the reference has an engine to itself, which starts without speculation.
@@ -156,7 +158,7 @@ class ExactEngines:
                 max_lora_rank=RANK,
                 tensor_parallel=1 if reference else self.base.tensor_parallel,
             )
-            device = make_device if self.shared else self._source.device
+            device = self._ready if self.shared else self._source.device
             self._engine, info = assemble(settings, self._on_phase, make_device=device)
             assert self.fingerprint in (None, info.fingerprint), "runs of different numerics"
             self.fingerprint = info.fingerprint

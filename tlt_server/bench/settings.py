@@ -32,6 +32,8 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
         attention="triton" if on_gpu else "cpu",
         numerics=args.numerics,
         kv_memory_mb=None if on_gpu else 2048,
+        tensor_parallel=getattr(args, "tensor_parallel", 1),
+        reduction_leaves=getattr(args, "reduction_leaves", None),
     )
 
 
@@ -74,4 +76,5 @@ def described(
         "attention": settings.attention,
         "numerics": settings.numerics,
         "max_running": settings.max_running,
+        "tensor_parallel": settings.tensor_parallel,
     }

@@ -7,6 +7,7 @@ lost, repeated or of another life is refused. Arrays travel as their bytes.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -129,7 +130,7 @@ class RankStart(Struct, frozen=True):
     ranks: int
     device: str
     directory: str
-    settings: str  # of the engine, but for its device
+    settings: str  # JSON of the engine's, but for the device
     max_position: int
     threads: int
     parent: int
@@ -147,13 +148,18 @@ def decoded(data: bytes, life: str, number: int, kind: Any = Order) -> Envelope[
     """Return the envelope. `EngineFailed` unless it is the one with this number, of this life.
     `kind`: the orders that the rank follows.
     """
-    envelope: Envelope[Any] = msgspec.msgpack.decode(data, type=Envelope[kind], dec_hook=_unpacked)
+    envelope = _decoder(kind).decode(data)
     if envelope.life != life:
         raise EngineFailed(f"an order of the life {envelope.life!r} came in the life {life!r}")
     if envelope.number != number:
         what = "was lost" if envelope.number > number else "came again"
         raise EngineFailed(f"order {envelope.number} came where order {number} was due: one {what}")
     return envelope
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Envelope[Any]]:
+    return msgspec.msgpack.Decoder(Envelope[kind], dec_hook=_unpacked)
 
 
 def _packed(array: Any) -> Any:

@@ -61,7 +61,7 @@ PR_SET_PDEATHSIG = 1
 Socket = zmq.Socket[bytes]
 
 
-class Following(Protocol):
+class OrderedRank(Protocol):
     orders: Any  # the type of those that it follows
 
     def follow(self, order: Any) -> str:
@@ -204,7 +204,7 @@ def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) 
     """Follow orders until rank 0 is gone. `EngineFailed` where one cannot be followed."""
     number, here = 0, msgspec.msgpack.encode(RankAnswer(start.rank, 0))
     outbox.send(here)
-    rank: Following = FOLLOWING.resolve(start.device)(start, side)
+    rank: OrderedRank = FOLLOWING.resolve(start.device)(start, side)
     outbox.send(here)
     while os.getppid() == start.parent:
         if not inbox.poll(POLL_MS):

@@ -103,15 +103,18 @@ class Ranks:
         self._count, self._threads = settings.tensor_parallel, threads_of(settings)
         self._life, self._sent = secrets.token_hex(8), 0
         self._lock = threading.RLock()  # the staging thread sends, too
-        # Keys of models to be dropped, each with what closes its memory; garbage of any thread.
+        # Keys of models to be dropped, each with what frees its memory; garbage of any thread.
         self._models: deque[tuple[int, Callable[[], None]]] = deque()
-        self._closing: list[tuple[int, Callable[[], None]]] = []  # once this order is followed
+        self._freed: list[tuple[int, Callable[[], None]]] = []  # once this order is followed
         self._saved: deque[int] = deque()
         self._keys = 0
         self._context = zmq.Context()
         self._sides: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._end = weakref.finalize(self, _ended, self._processes, self._sides, self._context)
+        self._closers: list[Callable[[], None]] = []  # free the memory that the other ranks read
+        self._end = weakref.finalize(
+            self, _ended, self._processes, self._sides, self._context, self._closers
+        )
         with tempfile.TemporaryDirectory(prefix="tlt-") as directory:
             self._orders = [
                 self._bound(zmq.PUSH, f"{directory}/orders-{rank}")
@@ -183,7 +186,7 @@ class Ranks:
                 models = _taken(self._models)
                 gone = orders.Drop([key for key, _ in models], _taken(self._saved))
                 number = self._post(gone, asks=False)
-                self._closing += [(number, close) for _, close in models]
+                self._freed += [(number, free) for _, free in models]
             return self._post(order, asks=asks)
 
     def _post(self, order: msgspec.Struct, *, asks: bool) -> int:
@@ -218,10 +221,9 @@ class Ranks:
                 silent = [str(rank) for rank in range(1, self._count) if rank not in texts]
                 raise EngineFailed(f"rank {', '.join(silent)} did not answer in {START_S:g} s")
             self.check()
-        followed = [close for dropped, close in self._closing if dropped < number]
-        self._closing = [each for each in self._closing if each[0] >= number]
-        for close in followed:
-            close()
+        for _, free in (each for each in self._freed if each[0] < number):
+            free()
+        self._freed = [each for each in self._freed if each[0] >= number]
         return [texts[rank] for rank in sorted(texts)]
 
     def check(self) -> None:
@@ -264,12 +266,15 @@ class Ranks:
 
     def drop_model(self, key: int, arenas: Sequence[Arena]) -> None:
         """Have the ranks forget a model; called when this process has, in any thread."""
+        closers = self._closers
 
-        def close() -> None:
+        def free() -> None:
+            closers.remove(free)
             for arena in arenas:
                 arena.free()
 
-        self._models.append((key, close))
+        closers.append(free)
+        self._models.append((key, free))
 
     def test(self, target: Decoder) -> None:
         """Test the numerics of every rank. `StartupError` where they differ from rank 0's."""
@@ -350,9 +355,12 @@ def _taken(keys: deque[Taken]) -> list[Taken]:
 
 
 def _ended(
-    processes: list[subprocess.Popen[bytes]], sides: list[socket.socket], context: zmq.Context[Any]
+    processes: list[subprocess.Popen[bytes]],
+    sides: list[socket.socket],
+    context: zmq.Context[Any],
+    closers: list[Callable[[], None]],
 ) -> None:
-    """Leave no process: a rank has nothing to save."""
+    """Leave no process: a rank has nothing to save. Then nothing reads what this one shared."""
     for process in processes:
         process.kill()
     for process in processes:
@@ -360,3 +368,5 @@ def _ended(
     for side in sides:
         side.close()
     context.destroy(linger=0)
+    for close in [*closers]:
+        close()

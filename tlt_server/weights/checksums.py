@@ -68,7 +68,10 @@ def _over_ranks(pieces: SpreadTensor) -> str:
     """Sum up where the slices lie. Of slices that several ranks hold, one is counted: the first
     that differs from the others, if one does.
     """
-    from tlt_kernels.cpu.checksums import placed_sum
+    if pieces.is_cuda:
+        from tlt_kernels.gpu.checksums import placed_sum
+    else:
+        from tlt_kernels.cpu.checksums import placed_sum
 
     found: dict[int, list[int]] = {}
     for values_RC, first, distance in pieces.placed():

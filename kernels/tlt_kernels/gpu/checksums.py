@@ -14,8 +14,22 @@ from torch import Tensor
 _BLOCK, _BLOCKS = 2048, 16  # elements at once, blocks per program
 
 
-@triton.jit
-def _sum(values, found, count, FLOAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+@triton.jit(do_not_specialize=["columns", "placed_at", "distance"])
+def _sum(
+    values,
+    found,
+    count,
+    columns,
+    placed_at,
+    distance,
+    FLOAT: tl.constexpr,
+    PLACED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Add up mixed elements. PLACED: rows of `columns` of them lie `distance` apart in a larger
+    tensor, the first of them at index `placed_at`.
+    """
     first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
     sum_E, strange_E = tl.zeros([BLOCK], tl.uint64), tl.zeros([BLOCK], tl.int32)
     for block in range(BLOCKS):
@@ -27,7 +41,10 @@ def _sum(values, found, count, FLOAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS:
             z_E = bits_E.to(tl.uint64)
         else:
             z_E = value_E.to(tl.int64).to(tl.uint64, bitcast=True)
-        z_E += (i_E + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+        at_E = i_E
+        if PLACED:
+            at_E = placed_at + i_E // columns * distance + i_E % columns
+        z_E += (at_E + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
         z_E = (z_E ^ (z_E >> 30)) * 0xBF58476D1CE4E5B9
         z_E = (z_E ^ (z_E >> 27)) * 0x94D049BB133111EB
         sum_E += tl.where(i_E < count, z_E ^ (z_E >> 31), 0)
@@ -40,6 +57,20 @@ def mixed_sum(values: Tensor) -> tuple[int, bool]:
     """Return the sum modulo 2^64, and whether all elements are finite. `values` is a contiguous
     tensor of floating point or integers on the GPU; the call waits for the GPU.
     """
+    return _summed(values, 1, 0, 0, placed=False)
+
+
+def placed_sum(values_RC: Tensor, first: int, distance: int) -> tuple[int, bool]:
+    """Return `mixed_sum` of a contiguous slice of a larger tensor, in which its first element has
+    the index `first` and its rows are `distance` elements apart. The sums of all slices add up,
+    modulo 2^64, to that of the tensor.
+    """
+    return _summed(values_RC, values_RC.shape[1], first, distance, placed=True)
+
+
+def _summed(
+    values: Tensor, columns: int, first: int, distance: int, *, placed: bool
+) -> tuple[int, bool]:
     assert values.is_contiguous() and not values.is_complex()
     found = torch.zeros(2, dtype=torch.int64, device=values.device)
     with torch.cuda.device_of(values):  # it may be another GPU than the engine's
@@ -48,7 +79,11 @@ def mixed_sum(values: Tensor) -> tuple[int, bool]:
                 values,
                 found,
                 values.numel(),
+                columns,
+                first,
+                distance,
                 FLOAT=values.is_floating_point(),
+                PLACED=placed,
                 BLOCK=_BLOCK,
                 BLOCKS=_BLOCKS,
             )

@@ -27,7 +27,7 @@ from tlt_server.engine.gpu.capture import StateCapture, describe, make_states
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.equipment import GpuEquipment
 from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.gpu.followed import ALONE, Followers
+from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import GpuKV
@@ -209,7 +209,7 @@ class CudaDevice:
                 state, kv, live.drafter, quiet=quiet, followers=[capture] if capture else []
             )
             texts = Texts.of(state.batch_slots, kept=bool(passes.drafters))
-            followers: Followers = ALONE if self._ranks is None else self._ranks
+            followers: Followers = NO_FOLLOWERS if self._ranks is None else self._ranks
             runner = GpuRunner(passes, texts, capture=capture, followers=followers)
             # What the runner's stream will read was written on another.
             self._maker.synchronize()

@@ -13,7 +13,8 @@ from tlt_kernels.gpu.agreement import add_states
 from tlt_kernels.gpu.exchange import PeerWindows, gather
 from tlt_kernels.gpu.tensors import RowTable
 
-SUM_FLOATS = 256  # of a room, after the partial sums: the sum, alone in its kilobyte
+# Elements of a room after the partial sums: the sum is alone in its kilobyte.
+SUM_FLOATS = 256
 
 
 class Agreement:

@@ -1,8 +1,8 @@
 """The further ranks as the runner of rank 0 sees them: what it tells its own device, it tells them,
 and before it launches its own part.
 
-`ALONE` is for one GPU, where there is nothing to tell. Every method is called between two launches
-of the runner, in the order of its stream.
+`NO_FOLLOWERS` is for one GPU, where there is nothing to tell. Every method is called between two
+launches of the runner, in the order of its stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Words = NDArray[np.int32]
 
 
 class Followers(Protocol):
-    words: int  # of an outcome, for the sums of all ranks
+    words: int  # int32 at the end of an outcome, for the sums of all ranks
 
     def upload(self, word_U: Words) -> None: ...
 
@@ -46,11 +46,14 @@ class Followers(Protocol):
     def copy_sums(self, outcome: PinnedBuffer) -> None:
         """Queue a copy of the sums of all ranks to the end of a step's outcome."""
 
+    def check(self) -> None:
+        """`EngineFailed` where a rank has ended."""
+
     def wait(self, outcome: PinnedBuffer) -> None:
         """Wait for an outcome. `EngineFailed` where a rank has ended, or differs."""
 
 
-class Alone:
+class NoFollowers:
     words = 0
 
     def upload(self, word_U: Words) -> None: ...
@@ -73,7 +76,9 @@ class Alone:
 
     def copy_sums(self, outcome: PinnedBuffer) -> None: ...
 
+    def check(self) -> None: ...
+
     def wait(self, outcome: PinnedBuffer) -> None: ...
 
 
-ALONE = Alone()
+NO_FOLLOWERS = NoFollowers()

@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 import msgspec
+import torch
 
 from tlt_kernels.gpu.variants import Variant, load
 from tlt_server.engine.gpu.compiling import ParallelCompiler
@@ -50,7 +51,9 @@ class KernelStart:
             # What an earlier engine of this process has loaded, a later one does not compile.
             self._compiler = ParallelCompiler(self._target) if first else None
         elif self._known.started and self._known.complete(self._cache):
-            thread = ThreadPoolExecutor(1)
+            # A thread begins on the first GPU, whichever its process computes on.
+            gpu = torch.cuda.current_device()
+            thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
             self._loading = thread.submit(_load, _variants(self._known))
             thread.shutdown(wait=False)
         else:

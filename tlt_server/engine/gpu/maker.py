@@ -33,7 +33,7 @@ from tlt_server.engine.gpu.kv import DraftKV, GpuKV, make_cache
 from tlt_server.engine.gpu.memory import MemoryPlan
 from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.preparing import Keys, Runner, load_exchange, prepare
+from tlt_server.engine.gpu.preparing import Keys, StepRunner, load_exchange, prepare
 from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
 from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
@@ -195,7 +195,7 @@ class GpuMaker:
 
     def prepare(
         self,
-        runner: Runner,
+        runner: StepRunner,
         kernels: KernelStart | None,
         networks: Iterable[object],
         keys: Keys,

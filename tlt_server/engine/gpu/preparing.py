@@ -20,8 +20,8 @@ from tlt_server.models.gpu.exchange import Stored, compile_exchange
 Keys = list[DraftKey | ExtendKey]
 
 
-class Runner(Protocol):
-    """What launches steps on one GPU: the runner of rank 0, or a further rank."""
+class StepRunner(Protocol):
+    """A launcher of steps on one GPU: the runner of rank 0, or a further rank."""
 
     @property
     def passes(self) -> Passes: ...
@@ -34,7 +34,7 @@ class Runner(Protocol):
 
 
 def prepare(
-    runner: Runner,
+    runner: StepRunner,
     kernels: KernelStart,
     networks: Iterable[object],
     keys: Keys,
@@ -68,7 +68,7 @@ def load_exchange(networks: Iterable[object]) -> None:
         compile_exchange(network)
 
 
-def rehearse(runner: Runner, keys: Keys) -> None:
+def rehearse(runner: StepRunner, keys: Keys) -> None:
     """Launch all that steps of these keys launch, once, and capture nothing."""
     passes = runner.passes
     with runner.at_rest():
@@ -84,7 +84,7 @@ def rehearse(runner: Runner, keys: Keys) -> None:
 
 
 def capture(
-    runner: Runner, keys: Keys, on_key: Callable[[int, int], None], *, run_first: bool
+    runner: StepRunner, keys: Keys, on_key: Callable[[int, int], None], *, run_first: bool
 ) -> None:
     """Capture the steps of these keys, in this order; `on_key(done, of)` follows each. Kernels of
     ours are loaded; with `run_first`, libraries of others get ready in a run of each key.

@@ -191,9 +191,9 @@ class GpuRank:
     def _memory(self) -> str:
         if self._stream is None:
             return f"{2**40} {2**40}"
-        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        return f"{free} {total}"
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return f"{free + cached} {total}"
 
     def _allocate(self, order: Allocate) -> None:
         model, drafter = self._live[GpuDecoder], self._live.get(GpuEagleNetwork)

@@ -46,7 +46,8 @@ class GpuRanks(Ranks):
 
     def join(self, directory: Path) -> None:
         windows = join(directory, 0, self._count, self._floats, self._device)
-        self._windows = windows  # keeps them mapped
+        self._windows = windows
+        self._closers.append(windows.close)
         self.peers: PeerWindows = windows.peers
         self.peers.mute()
         self.agreement, self.exchange = Agreement(self.peers), Alone()

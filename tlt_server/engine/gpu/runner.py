@@ -27,7 +27,7 @@ from tlt_server.engine.gpu.drafts import DraftKey, drafters_of
 from tlt_server.engine.gpu.drafts.tables import DeviceTable
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
-from tlt_server.engine.gpu.followed import ALONE, Followers
+from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.reports import Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
@@ -64,7 +64,7 @@ class GpuRunner:
         texts: Texts,
         *,
         capture: StateCapture | None = None,
-        followers: Followers = ALONE,
+        followers: Followers = NO_FOLLOWERS,
     ) -> None:
         """`capture`: takes the states of recorded sequences; None: they are not captured.
         `followers`: the further ranks, which launch what this one does.
@@ -122,6 +122,7 @@ class GpuRunner:
 
     def collect(self, *, busy: bool) -> Finished | None:
         """Return the oldest step in flight; while `busy`, only if another was launched since."""
+        self.followers.check()
         if len(self._flights) <= int(busy):
             return None
         flight = self._flights.popleft()

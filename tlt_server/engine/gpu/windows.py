@@ -21,7 +21,8 @@ from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.errors import EngineFailed, StartupError
 
 JOIN_S = 120.0  # for all ranks to come
-WAIT_S = 15.0  # of a kernel for a rank; a rank may compile a kernel meanwhile
+# A kernel waits this long for another rank, which may compile a kernel meanwhile.
+WAIT_S = 15.0
 
 
 class GroupWindows:
@@ -70,6 +71,11 @@ class GroupWindows:
 class JoinedWindows(NamedTuple):
     peers: PeerWindows
     kept: GroupWindows | list[Tensor]  # what keeps the memory mapped
+
+    def close(self) -> None:
+        """Free this rank's window and unmap the others, when no rank reads it any more."""
+        if isinstance(self.kept, GroupWindows):
+            self.kept.close()
 
 
 def join(

@@ -19,7 +19,7 @@ from torch import Tensor
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.gpu.matmuls import Matmuls, StrictMatmuls
-from tlt_server.models.gpu.sums import OWN_SUMS, Sums
+from tlt_server.models.gpu.sums import OWN_SUMS, LayerSums
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
@@ -35,7 +35,7 @@ class Placement:
     device: torch.device
     dtype: torch.dtype
     matmuls: StrictMatmuls
-    sums: Sums = OWN_SUMS  # of the target's layers
+    sums: LayerSums = OWN_SUMS  # where the target's layers are summed
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)

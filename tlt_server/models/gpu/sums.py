@@ -22,7 +22,7 @@ from tlt_kernels.gpu.norm import add_rms_norm
 ATTENTION, MLP = 0, 1  # turns
 
 
-class Sums(Protocol):
+class LayerSums(Protocol):
     def room(self, turn: int) -> Tensor | None:
         """Return where the partial sums of this turn are to be written; None: anywhere."""
 

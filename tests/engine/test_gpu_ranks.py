@@ -1,0 +1,143 @@
+"""A GPU engine over two ranks, which exchange through shared memory in Triton's interpreter: the
+bits of one rank, through speculation, pushes, rollbacks and sleeps; one error when a
+rank ends or differs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import bits, choose, request
+from tests.engine.halting import done
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.tiny import Shape, write_eagle, write_target
+from tlt_server.commands import Sleep, WakeUp
+from tlt_server.engine import ranks
+from tlt_server.engine.gpu.ranks import GpuRanks
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.records import Strategy
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+
+# Leaves of 128: a head, and half of the MLP.
+SHAPE = Shape(vocab=64, hidden=32, layers=2, head_dim=128, mlp=256, features=(1, 0, 1))
+TREE = Strategy("eagle", 3, 2, 6)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("gpu ranks")
+    write_target(root / "base", shape=SHAPE)
+    write_eagle(root / "drafter", shape=SHAPE, draft_vocab=40)
+    perturbed(root / "base", root / "new", 1, scale=0.05)
+    perturbed(root / "drafter", root / "new drafter", 2, scale=0.05)
+    return root
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return EngineSettings(
+        model=root / "base",
+        drafter=str(root / "drafter"),
+        policy="off",
+        device="interpreter",  # type: ignore[arg-type]
+        dtype="float32",
+        attention="triton",
+        pages=24,
+        max_model_len=64,
+        max_running=3,
+        max_rows=32,
+        weight_root=root,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with patched_once(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "RANK", "tests.engine.interpreted_rank")
+        yield
+
+
+@pytest.fixture(scope="module")
+def one(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+@pytest.fixture(scope="module")
+def shared(settings: EngineSettings) -> Iterator[Pushable]:
+    engine = Pushable(replace(settings, tensor_parallel=2))
+    yield engine
+    followers(engine).close()
+
+
+def followers(engine: Pushable) -> GpuRanks:
+    found = engine.engine.runner.followers  # type: ignore[attr-defined]
+    assert isinstance(found, GpuRanks)
+    return found
+
+
+def responses(engine: Pushable, strategy: Strategy | None) -> dict[str, tuple[object, ...]]:
+    engine.said.clear()
+    choose(engine, strategy)
+    requests = [request(0, 5, 4), request(1, 21, 3, repetition_penalty=1.2, top_k=9)]
+    engine.run(*requests)
+    return bits(engine, [each.id for each in requests])
+
+
+def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
+    assert one.info.fingerprint == shared.info.fingerprint and one.info.fingerprint.leaves == 2
+    assert shared.info.tensor_parallel == 2
+    expected = responses(one, None)
+    assert responses(shared, None) == expected
+    assert responses(shared, TREE) == expected
+    drafts = [output for outputs in shared.said.values() for output in outputs]
+    assert sum(output.accepted for output in drafts) > 0
+
+
+def test_pushes_rollbacks_and_sleeps_change_both_ranks(
+    one: Pushable, shared: Pushable, root: Path
+) -> None:
+    first = responses(one, None)
+    for engine in (one, shared):
+        assert engine.push(root / "new", "v1").result == "committed"
+        assert engine.push(root / "new drafter", "d1", role="drafter").result == "committed"
+    assert one.checksums() == shared.checksums()
+    expected = responses(one, None)
+    assert responses(shared, TREE) == expected != first
+    done(shared, Sleep("s", ("kv_cache",)))
+    done(shared, WakeUp("w", ("kv_cache",)))
+    assert shared.roll_back("initial").result == "rolled_back"
+    assert responses(shared, TREE) == first
+
+
+def test_ranks_that_differ_end_the_life_with_the_step_and_the_rank(
+    settings: EngineSettings,
+) -> None:
+    """A norm of rank 1 alone is off, so its states are. Then the rank is killed."""
+    engine = Pushable(replace(settings, tensor_parallel=2, drafter="none"))
+    target = engine.engine.pushes.transaction.versions.live.target.network
+    target.peers[0].final_norm_H[3] += 2**-10  # type: ignore[union-attr]
+    with pytest.raises(EngineFailed, match=r"ranks differ: after step 1 the states of rank 1 "):
+        responses(engine, None)
+    [process] = followers(engine)._processes
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(5)
+    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
+        engine.engine.runner.collect(busy=False)
+    followers(engine).close()
+
+
+def test_a_split_that_would_cut_a_leaf_is_refused(settings: EngineSettings, root: Path) -> None:
+    write_target(root / "small", shape=replace(SHAPE, head_dim=64))
+    small = replace(settings, model=root / "small", drafter="none", tensor_parallel=2)
+    with pytest.raises(StartupError, match="a multiple of 128; use 1"):
+        Pushable(small)
