@@ -40,7 +40,7 @@ class GpuRanks(Ranks):
     ) -> None:
         """floats: see `window_bytes`. `EngineFailed` or `StartupError` where one cannot start."""
         self._device, self._floats = device, floats
-        self._steps = 0
+        self._steps = self._equipping = 0
         self.words = 2 * settings.tensor_parallel
         super().__init__(settings, config)
 
@@ -83,7 +83,8 @@ class GpuRanks(Ranks):
     # -- what the runner tells ---------------------------------------------------------------------
 
     def upload(self, word_U: NDArray[np.int32]) -> None:
-        self.order(told.UploadWords(word_U))
+        if self._equipping:  # before that, no rank has where to put it
+            self.order(told.UploadWords(word_U))
 
     def take_over(self) -> None:
         self.order(told.TakeOver())
