@@ -45,18 +45,28 @@ def goals() -> dict[str, Any]:
     return dict(json.loads(GOALS.read_text()))
 
 
-def comparable(found: Iterable[Result], wanted: Mapping[str, Any]) -> list[Result]:
-    """Full runs on the goals' machine, with the goals' shapes and, where a result says what ran,
-    the goals' kind of engine.
+def comparable(
+    found: Iterable[Result], wanted: Mapping[str, Any], other: Mapping[str, Any] | None = None
+) -> list[Result]:
+    """Full runs on the goals' machine, with the goals' shapes and kind of engine, where a result
+    says them. `other`: in what the engine is another one, as the results must say.
     """
+    other = other or {}
+    engine = {key: value for key, value in wanted["engine"].items() if key not in other}
     return [
         result
         for result in found
         if wanted["machine"] in result.entry["machine"]
         and not result.figures.get("quick")
-        and matches(result.figures.get("shape", {}), wanted["shape"])
-        and all(result.figures.get(key, value) == value for key, value in wanted["engine"].items())
+        and "shape" in result.figures
+        and agree(result.figures["shape"], wanted["shape"])
+        and agree(result.figures, engine)
+        and matches(result.figures, other)
     ]
+
+
+def agree(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(said.get(key, value) == value for key, value in wanted.items())
 
 
 def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:

@@ -106,6 +106,12 @@ def rollout_run(seconds: float) -> RolloutRun:
 
 
 EXAMPLES = [
+    result(
+        "exchange-h200.json",
+        bench="exchange",
+        shape={"hidden": 3584},
+        rows=[{"what": "exchange_add_rms_norm", "rows": 8, "parts": 1, "us": 4.2}],
+    ),
     decode("decode-h200.json", 3.8),
     result(
         "prefill-h200.json",
@@ -467,6 +473,16 @@ def test_the_page_says_whether_pushes_were_spooled() -> None:
 )
 def test_verdicts(what: str, value: float, expected: str) -> None:
     assert verdict(goal(what), value) == expected
+
+
+def test_two_gpus_answer_their_own_goals() -> None:
+    one, two = decode("one.json", 3.8), decode("two.json", 2.7, tensor_parallel=2)
+    for what, engine, name in (
+        ("plain decode, batch 1", None, "one.json"),
+        ("two GPUs: plain decode, batch 1", {"tensor_parallel": 2}, "two.json"),
+    ):
+        found = answer(goal(what), comparable([one, two], goals(), engine))
+        assert found is not None and found.name == name and goal(what).get("engine") == engine
 
 
 def test_rollouts_are_compared_seed_by_seed() -> None:

@@ -42,7 +42,7 @@ class CpuTarget:
     def __init__(self, config: ModelConfig, feature_layers: tuple[int, ...]) -> None:
         family = FAMILIES.resolve(config.architecture)
         self.model = family(config, numerics=Numerics("strict"), feature_layers=feature_layers)
-        randomise(self.model.parameters())
+        randomise(self.model.own_parameters())
 
     @torch.inference_mode()
     def states(self, texts: Texts) -> Forward:
@@ -61,7 +61,7 @@ class GpuTarget:
     ) -> None:
         placement = Placement(device, dtype, StrictMatmuls())
         self.model = GpuDecoder(config, placement=placement, feature_layers=feature_layers)
-        randomise(self.model.parameters())
+        randomise(self.model.own_parameters())
         self._cache: KVCache | None = None
 
     @torch.inference_mode()

@@ -143,8 +143,8 @@ def compared(engine: Engine, requests: list[GenerateRequest]) -> dict[str, float
         "structured_us": 1e6 * statistics.median(mine.token_s for _, mine in pairs),
         "ratio": statistics.median(mine.token_s / plain.token_s for plain, mine in pairs),
         "step_ratio": statistics.median(mine.step_s / plain.step_s for plain, mine in pairs),
-        "plain_accept_length": pairs[0][0].accept_length,
-        "structured_accept_length": pairs[0][1].accept_length,
+        "plain_accept_length": statistics.median(plain.accept_length for plain, _ in pairs),
+        "structured_accept_length": statistics.median(mine.accept_length for _, mine in pairs),
         "mask_us": 1e6 * (engine.gauges()["structures_mask_s"] - before) / tokens,
     }
 
