@@ -37,7 +37,7 @@ class Judged(Struct, frozen=True, kw_only=True):
     drafter_version: str  # the drafter in force
     outcome: str  # adopted, offered, or why not
     groups: int = 0  # held-out prompts
-    gain: float = 0.0  # mean of (before - after) / (before + after), in cycles
+    gain: float = 0.0  # mean of (before - after) / max(before, after), in cycles
     gain_low: float = -1.0  # interval that holds at all times at once
     gain_high: float = 1.0
     accept_length: float = 0.0  # the candidate's, in tokens per cycle

@@ -136,7 +136,8 @@ def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
     assert candidate["ms_per_token"] == pytest.approx(per_token)
     assert found["compared_cycles"] > 0 and found["different_cycles"] == 0
     served = client.drafter()["drafters"][0]
-    assert served["weight_version"].startswith("drafter-initial-")
+    # The killed process had the first candidate: its number is not given again.
+    assert served["weight_version"].startswith("drafter-initial-2-")
     assert served["trained_for"] == "initial"
     again = [result.choices[0] for result in client.generate(asked).results]
     assert [c.token_ids for c in again] == [c.token_ids for c in before]

@@ -13,11 +13,9 @@ import gc
 import shutil
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
-import xxhash
 
 from tlt_server.errors import StartupError
 from tlt_server.machine import resident_bytes
@@ -27,12 +25,12 @@ from tlt_server.samples.segments import Recorded
 from tlt_server.samples.tables import read_tables
 from tlt_server.trainer import sampling
 from tlt_server.trainer.buffer import SampleBuffer
-from tlt_server.trainer.checkpoint import Checkpoints, newest
 from tlt_server.trainer.handed import Handed, read_handed
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.recorded import RecordedDocuments
+from tlt_server.trainer.saved_run import NUMBER, CandidateNumbers, SavedRun
 from tlt_server.trainer.schedule import FIRST_STEPS, TrialSpacing
 from tlt_server.trainer.spot import Facts, Lacking, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
@@ -92,9 +90,11 @@ class DrafterWork:
         self._saved_as: dict[str, str] = {}  # the lineage under which its checkpoints lie
         self._candidate = ""  # digest of the last candidate
         self._trainer: Trainer | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._saved = SavedRun(settings.checkpoints, settings.model)
+        self._numbers = CandidateNumbers(settings.directory.with_name(NUMBER))
         self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
-        self._rounds = self._candidates = 0
+        self._candidates = self._numbers.last  # number of the last one that was written
+        self._rounds = 0
         self._spacing = TrialSpacing()
         self._halved = False
 
@@ -179,11 +179,8 @@ class DrafterWork:
             self._checkpoint_as(self._trainer)
 
     def release(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.close()  # one that is being written would let no other begin
-            self._checkpoints.begin()
-            self._checkpoints.close()
-        self._trainer = self._checkpoints = None
+        self._saved.end()
+        self._trainer = None
         gc.collect()  # a trainer and what it calls before an update hold each other
         if self._settings.device == "cuda":
             torch.cuda.empty_cache()
@@ -221,12 +218,18 @@ class DrafterWork:
         if trainer.restored > RESTORED:
             remedy = "loss or gradient is not finite again and again; start from another drafter"
             return RoundEnd("not_finite", pause=remedy)
+        groups = [] if self._spacing.left else self._held_out(entries, version)
+        if judged := len(groups) >= LEAST_GROUPS:
+            self._numbers.take()  # the checkpoint has it, too
         self._save(trainer)
-        self._settle(trainer)
+        self._saved.settle(trainer)
         if self._spacing.left:
             return RoundEnd(paid=True)
         yield TrainerState.EVALUATING
-        outcome = yield from self._judge(handed, trainer, entries, drawn)
+        if not judged:
+            self._spacing.judged(0.0)
+            return RoundEnd(NO_DATA)
+        outcome = yield from self._judge(handed, trainer, groups, drawn)
         gain = outcome.judged.gain if outcome.judged else 0.0
         return outcome._replace(paid=self._spacing.judged(gain))
 
@@ -291,58 +294,36 @@ class DrafterWork:
         rate = default_rate(handed.frame.hidden_size)
         frozen = network.frozen(handed.embedding_VH, handed.head_CH)
         trainer = Trainer(network, frozen, objective, AdamWSettings(lr=rate))
-        directory, identity = self._place(trainer, self._saved_as)
-        found, faults = newest(directory, identity) if directory.is_dir() else (None, [])
+        found, faults = self._saved.newest(trainer, self._saved_as)
         if found is not None:
             trainer.restore(found.state)
             trainer.good.copy_from(found.state)
             self._rounds, candidates = found.state.cursor[:2]
-            # Each number is given once, as clients may still read the last candidate.
-            self._candidates = max(self._candidates, candidates)
+            self._numbers.after(candidates)
         self._checkpoint_as(trainer)
         self._facts.checkpoint_error = "; ".join(faults)
         return trainer
 
-    def _place(self, trainer: Trainer, lineage: dict[str, str]) -> tuple[Path, dict[str, str]]:
-        """Return where this run's checkpoints are: those of a drafter in force lie together."""
-        identity = {
-            **lineage,
-            "weights": str(len(trainer.state.weight_P)),
-            "model": str(self._settings.model),
-        }
-        name = xxhash.xxh3_64_hexdigest(repr(sorted(identity.items())).encode())
-        return self._settings.checkpoints / name, identity
-
     def _checkpoint_as(self, trainer: Trainer) -> None:
         """Write checkpoints under the drafter that is in force now, and no others."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        self._saved_as = self._lineage
-        directory, identity = self._place(trainer, self._lineage)
-        self._checkpoints = Checkpoints(directory, trainer.state, identity)
-        trainer.before_update = partial(self._settle, trainer)
-        self._trainer = trainer
-        self._save(trainer)
-        self._settle(trainer)
-        for other in self._settings.checkpoints.glob("*"):
-            if other != directory:
-                shutil.rmtree(other, ignore_errors=True)
+        self._saved_as, self._trainer = self._lineage, trainer
+        self._saved.follow(trainer, self._lineage, self._cursor)
+
+    @property
+    def _cursor(self) -> tuple[int, int]:
+        return self._rounds, self._numbers.last
 
     def _save(self, trainer: Trainer) -> None:
-        trainer.state.cursor = (self._rounds, self._candidates)
-        assert self._checkpoints is not None
-        self._checkpoints.begin()
-
-    def _settle(self, trainer: Trainer) -> None:
-        """Have the checkpoint written that has begun, before weights change."""
-        assert self._checkpoints is not None
-        trainer.good = self._checkpoints.settle() or trainer.good
+        self._saved.save(trainer, self._cursor)
 
     def _measure(self) -> None:
-        facts, written = self._facts, self._checkpoints
+        facts, written = self._facts, self._saved.checkpoints
         facts.rounds = self._rounds
         if written is not None:
-            facts.checkpoints, facts.checkpoint_error = written.written, written.failure
+            facts.checkpoints = written.written
+            facts.checkpoint_error = "; ".join(
+                filter(None, (written.failure, self._numbers.failure))
+            )
             facts.checkpoint_stall_ms = 1e3 * written.stall_s
         facts.memory_bytes = resident_bytes()
         if self._settings.device == "cuda":
@@ -361,18 +342,19 @@ class DrafterWork:
                 shutil.rmtree(found, ignore_errors=True)
 
     def _judge(
-        self, handed: Handed, trainer: Trainer, entries: list[Recorded], drawn: list[Recorded]
+        self,
+        handed: Handed,
+        trainer: Trainer,
+        groups: Sequence[list[Recorded]],
+        drawn: list[Recorded],
     ) -> Round:
-        groups = self._held_out(entries, handed.target_version)
-        if len(groups) < LEAST_GROUPS:
-            return RoundEnd(NO_DATA)
         # A value beyond these would be written as Inf.
         most = torch.finfo(torch.bfloat16).max
         if not bool(torch.linalg.vector_norm(trainer.state.weight_P, torch.inf) <= most):
             trainer.restore(trainer.good)
             return RoundEnd("not_finite")
         self._clear(candidate_directory("*"), handed.directory)
-        self._candidates += 1
+        self._candidates = self._numbers.last
         kept = [*drawn[:FITTED], *(entry for group in groups for entry in group)]
         trial = Trial(
             handed,
@@ -387,11 +369,8 @@ class DrafterWork:
         outcome = yield from trial.run(drawn[:FITTED], groups)
         self._candidate = trial.digest
         if outcome.refused == "worse":  # trained away: begin again from the drafter in force
-            assert self._checkpoints is not None
-            self._checkpoints.close()  # nothing is written after the removal
-            self._trainer = self._checkpoints = None
-            self._candidate = ""
-            shutil.rmtree(self._settings.checkpoints, ignore_errors=True)
+            self._saved.forget()
+            self._trainer, self._candidate = None, ""
         return outcome
 
     def _held_out(self, entries: list[Recorded], version: str) -> list[list[Recorded]]:

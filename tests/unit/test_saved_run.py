@@ -1,0 +1,27 @@
+"""Numbers of candidates: each is given once, also after a process that was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tlt_server.trainer.saved_run import NUMBER, CandidateNumbers
+
+
+def test_a_number_is_on_the_disk_before_it_is_used(tmp_path: Path) -> None:
+    numbers = CandidateNumbers(tmp_path / NUMBER)
+    assert numbers.last == 0 and [numbers.take(), numbers.take()] == [1, 2]
+    again = CandidateNumbers(tmp_path / NUMBER)  # nothing was closed, as after a kill
+    assert again.last == 2 and again.take() == 3
+    again.after(7)  # a checkpoint of an earlier server
+    again.after(5)
+    assert again.take() == 8
+    assert CandidateNumbers(tmp_path / NUMBER).last == 8
+    assert [path.name for path in tmp_path.iterdir()] == [NUMBER]
+
+
+def test_numbers_go_on_in_memory_where_the_disk_takes_none(tmp_path: Path) -> None:
+    numbers = CandidateNumbers(tmp_path / "gone" / NUMBER)
+    assert numbers.take() == 1 and "number 1 was not written" in numbers.failure
+    (tmp_path / "gone").mkdir()
+    assert numbers.take() == 2 and not numbers.failure
+    assert CandidateNumbers(tmp_path / "gone" / NUMBER).last == 2
