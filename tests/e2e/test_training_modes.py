@@ -1,11 +1,14 @@
-"""A drafter that is trained while requests run, by a process of its own on a CPU: tokens are those
-of a server without it, through an adoption, a push of the target and the death of the trainer.
+"""A drafter that is trained while requests run, or between them, by a process of its own on a CPU:
+tokens are those of a server without it, through adoptions, a push of the target and the death of
+the trainer.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,16 +40,16 @@ def said(client: Client, count: int = len(ASKED)) -> Said:
 
 
 @contextmanager
-def asking(url: str) -> Iterator[list[Said]]:
-    """Keep a few requests open; the answers come into the list. The pauses are too short for a
-    trainer that waits for an idle engine.
+def asking(url: str, pause_s: float = LEAST_QUIET_S / 4) -> Iterator[list[Said]]:
+    """Keep a few requests open; the answers come into the list. The default pauses are too short
+    for a trainer that waits for an idle engine.
     """
     came: list[Said] = []
     over = threading.Event()
 
     def ask() -> None:
         with Client(url, timeout_s=120) as client:
-            while not over.wait(LEAST_QUIET_S / 4):
+            while not over.wait(pause_s):
                 came.append(said(client, FEW))
 
     thread = threading.Thread(target=ask)
@@ -65,6 +68,40 @@ def serving(mode: str, directory: Path) -> Iterator[ServerProcess]:
     (directory / "weights").mkdir()
     with ServerProcess(*flags, "--weight-root", str(directory / "weights")) as server:
         yield server
+
+
+FORCED = (sys.executable, str(Path(__file__).with_name("forced_adoptions.py")))
+
+
+@pytest.mark.soak
+def test_ten_adoptions_and_a_death_between_requests_leave_tokens_as_they_are(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts run while the trainer starts, parks, adopts, is killed, comes back and goes on."""
+    expected = said(client)
+    monkeypatch.setattr("tlt_server.demo.server.COMMAND", (*FORCED, "serve", "--port", "0"))
+    with serving("idle", tmp_path) as server, Client(server.url, timeout_s=120) as own:
+        assert said(own) == expected
+        versions = {own.weights()["drafter"]}
+
+        def adopted(count: int) -> bool:
+            versions.add(own.weights()["drafter"])
+            return figures(own)["tlt_drafter_adoptions_total"] >= count
+
+        with asking(server.url, pause_s=6 * LEAST_QUIET_S) as came:
+            begin(own)
+            until(lambda: adopted(4), timeout_s=600)
+            assert status(own)["parkings"] > 0
+            os.kill(trainer(server.process.pid), signal.SIGKILL)
+            until(lambda: status(own)["restarts"] == 1)
+            begin(own)
+            until(lambda: adopted(10), timeout_s=600)
+        found, seen = status(own), figures(own)
+        assert said(own) == expected
+    assert len(came) > 10 and all(each == expected[:FEW] for each in came)
+    assert found["parkings"] > 0 and seen["tlt_drafter_self_check_differences_total"] == 0
+    numbers = sorted(int(re.match(r"drafter-initial-(\d+)-", v)[1]) for v in versions - {"initial"})
+    assert len(numbers) >= 8 and numbers[-1] >= 10  # a version may be missed between two looks
 
 
 def begin(client: Client) -> None:
