@@ -72,8 +72,8 @@ def grpo(figures: Figures) -> Iterator[str]:
 def training(figures: Figures) -> Iterator[str]:
     yield (
         f"Random weights and features, lengths with a long tail, {figures['budget']} tokens a "
-        "step. `segment`: what runs between two points where training can be parked. `read`: the "
-        "pack's states, copied from the host before a step."
+        "step. `segment`: what runs between two points where training can be parked. `read`: a "
+        "pack's states from the host, which is done during the step before."
     )
     yield table(
         ("objective", "ms per step", "tokens/s", "read, ms", "longest segment, ms", "peak, GiB"),

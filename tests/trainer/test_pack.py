@@ -11,6 +11,7 @@ from tests.trainer.tiny import Documents, document, frozen, network
 from tlt_server.errors import InvalidRequest
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer, assemble, fit, padded, windows
+from tlt_server.trainer.packs_ahead import PacksAhead
 from tlt_server.trainer.unroll import Sums, accumulate, chunks, weights_of
 
 
@@ -146,6 +147,39 @@ def test_an_epoch_follows_from_seed_and_number_alone():
         cursor = after
     assert cursor.epoch > 0 and first.plan(0) != first.plan(1)
     assert Packer(source, 32, 3, seed=5).plan(0) != second.plan(0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_packs_read_ahead_are_those_of_the_packer(ahead):
+    source = Documents(*(document(5 + n % 9, 2, n) for n in range(20)))
+    plain, cpu = Packer(source, 32, 3), torch.device("cpu")
+    cursors = [Cursor()]
+    with PacksAhead(Packer(source, 32, 3), cpu, torch.float32, ahead=ahead) as packs:
+        for _ in range(2 * len(plain.plan(0))):
+            pack, after = packs.next(cursors[-1])
+            expected, place = plain.next(cursors[-1])
+            assert after == place and pack.bounds == expected.bounds
+            assert torch.equal(pack.feature_NF, expected.feature_NF)
+            cursors.append(after)
+        again, _ = packs.next(cursors[3])  # another one than comes next
+        assert torch.equal(again.token_N, plain.next(cursors[3])[0].token_N)
+    assert cursors[-1].epoch > 0
+
+
+def test_a_fault_while_reading_ahead_is_that_of_the_pack():
+    class Lost(Documents):
+        def read(self, document, start, stop):
+            if document == lost[0].window.document:
+                raise OSError("gone")
+            return super().read(document, start, stop)
+
+    source = Lost(*(document(9, 2, n) for n in range(12)))
+    packer, cursor = Packer(source, 32, 3), Cursor()
+    lost = packer.plan(0)[1]
+    with PacksAhead(packer, torch.device("cpu"), torch.float32, ahead=True) as packs:
+        _, cursor = packs.next(cursor)
+        with pytest.raises(OSError, match="gone"):
+            packs.next(cursor)
 
 
 def test_documents_without_a_root_are_refused():

@@ -3,8 +3,8 @@ shipped pair's.
 
 Weights and features are random, lengths long-tailed (median 72 tokens, one in ten above 270). Per
 objective, on an EAGLE-3 network and `eagle1` on one of EAGLE-1, whose head is the target's whole
-one: trained tokens per second, the longest segment between two parking points, memory, and what
-reading a pack on the host and copying it takes before each step. `recomputed`: the same for EAGLE-3
+one: the time of a step, trained tokens per second with packs read from the host meanwhile, the time
+of reading one, the longest segment between two parking points, and memory. `recomputed`: EAGLE-3
 with the time in which a target of random weights computes the states of each pack's documents.
 Packing against batches padded to their longest document (drafted from where roots are, or
 everywhere) and against length classes, in documents per second. A checkpoint's stall against a
@@ -34,8 +34,10 @@ from tlt_server.trainer import checkpoint
 from tlt_server.trainer.network import NETWORKS
 from tlt_server.trainer.objectives import OBJECTIVES, make_objective
 from tlt_server.trainer.pack import (
+    Cursor,
     DocumentPart,
     Pack,
+    Packer,
     Placed,
     Window,
     assemble,
@@ -43,6 +45,7 @@ from tlt_server.trainer.pack import (
     padded,
     windows,
 )
+from tlt_server.trainer.packs_ahead import PacksAhead
 from tlt_server.trainer.step import Trainer
 
 SHAPES = {  # the target's layers, then of both: hidden, MLP, heads, KV heads, vocabulary, draft's
@@ -60,13 +63,14 @@ FAMILY = "Qwen2ForCausalLM"  # the target's
 class RandomDocuments:
     """A source of random tokens and features; every document reads the same ones."""
 
-    def __init__(self, lengths: Sequence[int], config: ModelConfig) -> None:
+    def __init__(self, lengths: Sequence[int], config: ModelConfig, layers: int) -> None:
+        """`layers`: those that a drafter reads."""
         generator = torch.Generator().manual_seed(0)
         self.lengths = lengths
         longest, hidden = max(lengths), config.hidden_size
         self._part = DocumentPart(
             torch.randint(0, config.vocab_size, (longest,), generator=generator),
-            torch.randn(longest, 3 * hidden, generator=generator).to(torch.bfloat16),
+            torch.randn(longest, layers * hidden, generator=generator).to(torch.bfloat16),
             torch.randn(longest, hidden, generator=generator).to(torch.bfloat16),
             torch.arange(longest) >= PROMPT,
         )
@@ -100,7 +104,11 @@ class TrainingBench:
         )
         random = np.random.default_rng(0)
         drawn = PROMPT + np.exp(random.normal(np.log(72), 1.03, args.documents)).astype(int)
-        self.source = RandomDocuments(np.clip(drawn, PROMPT + 3, LONGEST).tolist(), self.config)
+        lengths = np.clip(drawn, PROMPT + 3, LONGEST).tolist()
+        self.sources = {
+            EAGLE3: RandomDocuments(lengths, self.config, 3),
+            EAGLE1: RandomDocuments(lengths, self.config, 1),
+        }
 
     def trainer(self, objective: str, architecture: str = EAGLE3) -> Trainer:
         on_gpu, vocab = self.device.type == "cuda", self.config.vocab_size
@@ -123,15 +131,16 @@ class TrainingBench:
     def pieces(self, steps: int) -> list[Window]:
         return [
             window
-            for document, length in enumerate(self.source.lengths)
+            for document, length in enumerate(self.sources[EAGLE3].lengths)
             for window in windows(document, length, self.budget, steps)
         ]
 
     def pack(self, trainer: Trainer, placed: Sequence[Placed], slots: int) -> Pack:
-        made = assemble(self.source, placed, slots)
-        if trainer.network.config.architecture == EAGLE1:  # it reads one layer's feature
-            made = replace(made, feature_NF=made.feature_NF[:, : self.config.hidden_size])
+        made = assemble(self.source(trainer), placed, slots)
         return made.to(self.device, trainer.network.compute)
+
+    def source(self, trainer: Trainer) -> RandomDocuments:
+        return self.sources[trainer.network.config.architecture]
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Time work that ends on the device."""
@@ -156,7 +165,7 @@ class TrainingBench:
         parts = self.parts(trainer, pack)
         found = {
             "step_ms": round(step_s * 1e3, 3),
-            "tokens_per_s": round(self.budget / step_s),
+            "tokens_per_s": round(self.budget / self.with_reading_s(trainer)),
             "read_ms": round(
                 1e3 * self.median_s(lambda: self.pack(trainer, placed, self.budget)), 3
             ),
@@ -167,6 +176,19 @@ class TrainingBench:
         if self.device.type == "cuda":
             found["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         return found
+
+    def with_reading_s(self, trainer: Trainer) -> float:
+        """Return the seconds of a step for which packs are read as a server's trainer does."""
+        packer = Packer(self.source(trainer), self.budget, trainer.objective.steps)
+        cursor = Cursor()
+        with PacksAhead(packer, self.device, trainer.network.compute) as packs:
+
+            def step() -> None:
+                nonlocal cursor
+                pack, cursor = packs.next(cursor)
+                trainer.step([pack])
+
+            return self.median_s(step)
 
     def parts(self, trainer: Trainer, pack: Pack) -> dict[str, list[float]]:
         """Return the seconds of a step's segments, by name, each waited for."""
@@ -189,7 +211,10 @@ class TrainingBench:
         placed = fit(self.pieces(trainer.objective.steps), self.budget)[0]
         pack = self.pack(trainer, placed, self.budget)
         texts = [
-            self.source.read(window.document, 0, window.stop).tokens_T.numpy().astype(np.int32)
+            self.source(trainer)
+            .read(window.document, 0, window.stop)
+            .tokens_T.numpy()
+            .astype(np.int32)
             for window, _ in placed
         ]
         before_N = feature_rows(placed, self.budget).to(self.device)

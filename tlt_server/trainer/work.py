@@ -29,6 +29,7 @@ from tlt_server.trainer.handed import Handed, read_handed
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
+from tlt_server.trainer.packs_ahead import PacksAhead
 from tlt_server.trainer.recorded import RecordedDocuments
 from tlt_server.trainer.saved_run import NUMBER, CandidateNumbers, SavedRun
 from tlt_server.trainer.schedule import FIRST_STEPS, TrialSpacing
@@ -204,17 +205,18 @@ class DrafterWork:
         steps = trainer.objective.steps
         packer, cursor = Packer(documents, self._facts.micro_batch, steps, self._rounds), Cursor()
         yield TrainerState.TRAINING
-        for done in range(min(self._spacing.left, EPOCHS * len(packer.plan(0)))):
-            if done % SAVED_EVERY == 0:
-                self._save(trainer)
-            placed = packer.plan(cursor.epoch)[cursor.pack]
-            cursor = yield from self._step(trainer, packer, cursor)
-            self._spacing.trained()
-            for window, _ in placed:
-                self._facts.tokens += window.slots
-                self._facts.recomputed_tokens += (
-                    window.slots * documents.recomputed[window.document]
-                )
+        with PacksAhead(packer, trainer.network.device, trainer.network.compute) as packs:
+            for done in range(min(self._spacing.left, EPOCHS * len(packer.plan(0)))):
+                if done % SAVED_EVERY == 0:
+                    self._save(trainer)
+                placed = packer.plan(cursor.epoch)[cursor.pack]
+                cursor = yield from self._step(trainer, packs, cursor)
+                self._spacing.trained()
+                for window, _ in placed:
+                    self._facts.tokens += window.slots
+                    self._facts.recomputed_tokens += (
+                        window.slots * documents.recomputed[window.document]
+                    )
         if trainer.restored > RESTORED:
             remedy = "loss or gradient is not finite again and again; start from another drafter"
             return RoundEnd("not_finite", pause=remedy)
@@ -256,10 +258,10 @@ class DrafterWork:
         return [*drawn.values()]
 
     def _step(
-        self, trainer: Trainer, packer: Packer, cursor: Cursor
+        self, trainer: Trainer, packs: PacksAhead, cursor: Cursor
     ) -> Generator[TrainerState, None, Cursor]:
-        (pack, after), network, last = packer.next(cursor), trainer.network, ""
-        segments = trainer.segments([pack.to(network.device, network.compute)])
+        (pack, after), last = packs.next(cursor), ""
+        segments = trainer.segments([pack])
         try:
             while True:
                 try:
