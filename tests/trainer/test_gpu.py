@@ -13,6 +13,7 @@ from tlt_server.trainer.checkpoint import Checkpoints, newest
 from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
+from tlt_server.trainer.packs_ahead import PacksAhead
 from tlt_server.trainer.recompute import Recomputed, head_rows
 from tlt_server.trainer.step import AdamWSettings, Trainer
 from tlt_server.trainer.unroll import forward
@@ -90,6 +91,17 @@ def test_logits_in_bfloat16_are_those_of_float32_on_a_cpu(target, source):
         same = (exact.argmax(-1) == rounded.argmax(-1))[inside].float().mean()
         assert same > 0.97, (step, float(same))
         assert cosine(exact[inside], rounded[inside]) > 0.999, step
+
+
+def test_packs_read_ahead_reach_the_gpu_whole(source):
+    device, packer, cursor = torch.device("cuda"), Packer(source, BUDGET, 7), Cursor()
+    with PacksAhead(Packer(source, BUDGET, 7), device, torch.bfloat16) as packs:
+        for _ in range(4):
+            expected, _ = packer.next(cursor)
+            pack, cursor = packs.next(cursor)
+            for name in ("feature_NF", "teacher_NH", "token_N", "root_N"):
+                found, value = getattr(pack, name), getattr(expected, name)
+                assert found.is_cuda and torch.equal(found, value.to(device, found.dtype)), name
 
 
 def test_a_gpu_trains_and_its_checkpoint_holds_the_state_before_the_next_step(
