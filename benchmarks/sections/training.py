@@ -121,8 +121,8 @@ def training(figures: Figures) -> Iterator[str]:
 
 def objectives(figures: Figures) -> Iterator[str]:
     yield (
-        f"The demo pair's drafter ({figures['start']}), trained by each objective on as many "
-        f"tokens, in steps of {number(figures['budget'])}, of a record of "
+        f"The demo pair's drafter ({figures['start']}), trained by each objective on the same "
+        f"packs of {number(figures['budget'])} tokens, from a record of "
         f"{number(figures['record_tokens'])}. Replayed in chains ({figures['chain']}) on prompts "
         "that are not in it. `at 7B cost`: accept length over the time of a cycle of one request."
     )
