@@ -1,5 +1,5 @@
 """A GPU engine over two ranks, which exchange through shared memory in Triton's interpreter: the
-bits of one rank, through speculation, pushes, rollbacks and sleeps; one error when a
+bits of one rank, through speculation, structures, pushes, rollbacks and sleeps; one error when a
 rank ends or differs.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -18,25 +19,27 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, choose, request
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, perturbed
-from tests.engine.tiny import Shape, write_eagle, write_target
+from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine import ranks
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
-from tlt_server.records import Strategy
+from tlt_server.records import Grammar, Sampling, Strategy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
 
 # Leaves of 128: a head, and half of the MLP.
 SHAPE = Shape(vocab=64, hidden=32, layers=2, head_dim=128, mlp=256, features=(1, 0, 1))
 TREE = Strategy("eagle", 3, 2, 6)
+WORDS = Sampling(max_tokens=4, structured_outputs=Grammar(kind="regex", text="(ab|cd){2,9}"))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("gpu ranks")
     write_target(root / "base", shape=SHAPE)
+    write_alphabet(root / "base", SHAPE)
     write_eagle(root / "drafter", shape=SHAPE, draft_vocab=40)
     perturbed(root / "base", root / "new", 1, scale=0.05)
     perturbed(root / "drafter", root / "new drafter", 2, scale=0.05)
@@ -85,10 +88,14 @@ def followers(engine: Pushable) -> GpuRanks:
     return found
 
 
-def responses(engine: Pushable, strategy: Strategy | None) -> dict[str, tuple[object, ...]]:
+def responses(
+    engine: Pushable, strategy: Strategy | None, *, structured: bool = False
+) -> dict[str, tuple[object, ...]]:
     engine.said.clear()
     choose(engine, strategy)
-    requests = [request(0, 5, 4), request(1, 21, 3, repetition_penalty=1.2, top_k=9)]
+    requests = [request(0, 5, 4, top_k=9), request(1, 21, 3, repetition_penalty=1.2)]
+    if structured:
+        requests.append(msgspec.structs.replace(requests[0], id="r2", sampling=WORDS))
     engine.run(*requests)
     return bits(engine, [each.id for each in requests])
 
@@ -96,9 +103,9 @@ def responses(engine: Pushable, strategy: Strategy | None) -> dict[str, tuple[ob
 def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
     assert one.info.fingerprint == shared.info.fingerprint and one.info.fingerprint.leaves == 2
     assert shared.info.tensor_parallel == 2
-    expected = responses(one, None)
-    assert responses(shared, None) == expected
-    assert responses(shared, TREE) == expected
+    expected = responses(one, None, structured=True)
+    assert responses(shared, None, structured=True) == expected
+    assert responses(shared, TREE, structured=True) == expected
     drafts = [output for outputs in shared.said.values() for output in outputs]
     assert sum(output.accepted for output in drafts) > 0
 

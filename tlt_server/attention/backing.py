@@ -24,6 +24,11 @@ class Backing:
         self.storage = tensor.untyped_storage()
         self.size = self.storage.nbytes()
 
+    @property
+    def lent(self) -> bool:
+        """Tell whether another process has a GPU's memory mapped, so it cannot be given back."""
+        return self.storage.device.type != "cpu" and not self.storage.resizable()
+
     def free(self) -> None:
         """Give the memory back; nothing may read the tensor before `reclaim`."""
         if self.storage.device.type == "cpu":

@@ -44,6 +44,11 @@ class Dormant:
             for stored in network.parameters().values()
             for view in tensors_of(stored)
         }
+        if any(backing.lent for backing in backings.values()):
+            raise StorageFailed(
+                "the weights of several GPUs do not sleep, because the ranks read them where they "
+                "lie; put only the KV to sleep (level 1)"
+            )
         stored = []
         try:
             file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 (stays open until they are back)

@@ -42,7 +42,7 @@ def hand_over(live: Live, drafter: Path, costs: bytes = b"") -> Callable[[Path],
     embedding_VH = whole(target["model.embed_tokens.weight"])
     head_VH = whole(target["lm_head.weight"]) if "lm_head.weight" in target else embedding_VH
     head_CH = head_VH.index_select(0, network.target_ids.to(head_VH.device))
-    own = dict(network.parameters())
+    own = {name: whole(stored) for name, stored in network.parameters().items()}
     if "d2t" in network.vocabulary_map:
         ids_C = network.target_ids.cpu()
         own["d2t"] = ids_C - torch.arange(network.draft_vocab_size)

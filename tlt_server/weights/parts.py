@@ -49,7 +49,7 @@ class DrafterNetwork(Protocol):
     def target_ids(self) -> Tensor:
         """The target id of each draft id; int64 [draft vocabulary]."""
 
-    def parameters(self) -> dict[str, Tensor]: ...
+    def parameters(self) -> Mapping[str, Stored]: ...
 
     def blank(self, target: Any, *, own_embedding: bool) -> Self:
         """Make the same network next to `target`, with storage of its own."""
@@ -254,7 +254,7 @@ def _merged(sums: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return {**sums.get("target", {}), **drafter}
 
 
-def drafter_tensors(network: DrafterNetwork) -> dict[str, Tensor]:
+def drafter_tensors(network: DrafterNetwork) -> dict[str, Stored]:
     """Return every tensor of a drafter's version, including the vocabulary map."""
     return {
         **network.parameters(),

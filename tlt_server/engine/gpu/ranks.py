@@ -31,7 +31,8 @@ from tlt_server.models.split import Alone
 if TYPE_CHECKING:
     from tlt_server.engine.gpu.drafts.tables import DeviceTable
 
-LOOK_S = 0.1  # between two looks whether the ranks live, while a step is awaited
+SLEEP_S = 20e-6  # while a step is awaited, which is one behind the newest
+LOOK_S = 0.1  # between two looks whether the ranks live meanwhile
 
 
 class GpuRanks(Ranks):
@@ -122,6 +123,7 @@ class GpuRanks(Ranks):
     def wait(self, outcome: PinnedBuffer) -> None:
         looked_s = time.monotonic()
         while not outcome.arrived:
+            time.sleep(SLEEP_S)  # a stage of a push needs the interpreter, too
             if time.monotonic() > looked_s + LOOK_S:
                 self.check()
                 looked_s = time.monotonic()
