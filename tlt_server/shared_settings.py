@@ -134,7 +134,7 @@ class SharedSettings:
         Doc(
             "leaves",
             "Slices of each long sum, added as a fixed tree: 1, 2, 4 or 8, and tensor_parallel at "
-            "least. Tokens depend on it; auto is tensor_parallel on a CPU, 2 on a GPU.",
+            "least. Tokens depend on it; auto is tensor_parallel, on a GPU at least 2.",
             1,
             8,
             auto=True,

@@ -13,7 +13,14 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
+from tlt_server.engine.devices.choice import (
+    DeviceChoice,
+    Gpu,
+    check_gpu_split,
+    choose,
+    gpu_split,
+    look,
+)
 from tlt_server.engine.devices.cpu import check_split
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
@@ -25,6 +32,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.loader import check_files, empty_target, own_dtype, unread
 from tlt_server.models.numerics import BLOCKS, Numerics
+from tlt_server.models.shards import rank_config, values_of
 from tlt_server.models.split import WHOLE, Split
 from tlt_server.speculation.drafters import drafter_in, weights_directory
 from tlt_server.speculation.drafters.loading import find_loader
@@ -48,11 +56,13 @@ def device(config: Config) -> Finding:
     choice, _ = _choice(config)
     if choice.settings.device == "cuda":
         raw, settings = ModelConfig.read(config.model), choice.settings
+        check_gpu_split(settings, raw)
+        own = rank_config(raw, gpu_split(settings))
         GPU_BACKENDS.resolve(settings.attention)(  # refuses what it cannot serve
-            heads=raw.heads,
-            kv_heads=raw.kv_heads,
-            head_dim=raw.head_dim,
-            context=raw.max_position,
+            heads=own.heads,
+            kv_heads=own.kv_heads,
+            head_dim=own.head_dim,
+            context=own.max_position,
             device=torch.device("cuda"),
             dtype=getattr(torch, settings.dtype),
             numerics=settings.numerics,
@@ -165,21 +175,24 @@ def memory(config: Config) -> Finding:
 def _gpu_memory(config: Config, model: Decoder) -> Finding:
     (chosen, gpu), directory = _choice(config), weights_directory(config.drafter)
     settings, network = chosen.settings, _network(config, directory) if directory else None
-    values = _values(model) + (
+    split = gpu_split(settings)
+    values = values_of(model.parameters(), model.config, split) + (
         sum(view.numel() for view in network.parameters().values()) if network else 0
     )
-    needs = Needs.of(settings, model.config, network, values, model.feature_width)
+    own = rank_config(model.config, split)
+    needs = Needs.of(settings, own, network, values, model.feature_width)
     check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
     plan = MemoryPlan(
         settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes
     )
     check_plan(plan)
+    each = f" on each of {split.of} GPUs" * (split.of > 1)
     if network is None or not needs.per_state:
-        return ok(plan.describe())
+        return ok(plan.describe() + each)
     rooms = {other.device: other.total_bytes for other in gpu.others}
     device = settings.drafter_training_device
     share = training_share(settings, network, rooms.get(device))
-    return ok(plan.describe() + share.describe(device))
+    return ok(plan.describe() + each + share.describe(device))
 
 
 def _network(config: Config, directory: Path) -> DrafterNetwork:

@@ -188,6 +188,17 @@ def pieces_of(
     }
 
 
+def values_of(parameters: Mapping[str, Stored], config: ModelConfig, split: Split) -> int:
+    """Return the elements of a target's tensors that a rank has."""
+    total = 0
+    for name, stored in parameters.items():
+        own, sizes = cut(name, config, split), list(stored.shape)
+        if own is not None:
+            sizes[own.dim] = own.stop - own.start
+        total += torch.Size(sizes).numel()
+    return total
+
+
 def copies_of(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Stored]:
     """Return the tensors of a model that every rank has whole."""
     whole = [None] * len(models)

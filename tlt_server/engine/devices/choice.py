@@ -16,7 +16,9 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.models.split import LEAVES
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.shards import check_ranks
+from tlt_server.models.split import LEAVES, Split, check_leaves
 from tlt_server.mps import mps_enabled
 from tlt_server.shared_settings import available_processors, suited_policy
 
@@ -24,6 +26,7 @@ MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
 CPU_KV_MB = 1024
 GPU_LEAVES = 2  # at width 1
+GPU_LEAF_UNIT = 128  # inputs of a leaf are a multiple
 WIDTHS = (1, 2, 4, 8)
 
 
@@ -254,6 +257,20 @@ def _check_gpus(ranks: int, gpu: Gpu) -> None:
                 f"{other.total_bytes // MIB} MiB, cuda:0 {gpu.description}; ranks need GPUs of one "
                 "kind: choose them with CUDA_VISIBLE_DEVICES"
             )
+
+
+def gpu_split(settings: DecidedSettings, rank: int = 0) -> Split:
+    """Return the part of a target that a rank has. The head is whole, because all ranks sample."""
+    leaves, ranks = settings.reduction_leaves, settings.tensor_parallel
+    return Split(leaves, rank, ranks, whole=("lm_head",))
+
+
+def check_gpu_split(settings: DecidedSettings, config: ModelConfig) -> None:
+    """`StartupError` where GPUs cannot split this model so."""
+    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
+    check_ranks(config, ranks, str(settings.model))
+    if ranks > 1 or leaves != GPU_LEAVES:  # two leaves of one rank may have any lengths
+        check_leaves(config, leaves, GPU_LEAF_UNIT, str(settings.model))
 
 
 def check_attention(name: str | None, device: str) -> None:

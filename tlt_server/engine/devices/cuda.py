@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.gpu import gemm
-from tlt_kernels.gpu.gemm_tiles import LEAF_UNIT, LEAVES
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
+from tlt_server.engine.devices.choice import check_gpu_split, gpu_split
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.buckets import CAPTURED
@@ -50,8 +50,8 @@ from tlt_server.models.gpu.decoder import GpuDecoder, shards
 from tlt_server.models.gpu.eagle import beside
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.loader import eos_token_ids, fill, unread
-from tlt_server.models.shards import check_ranks, rank_config, tensors_of
-from tlt_server.models.split import Split, check_leaves
+from tlt_server.models.shards import rank_config, tensors_of
+from tlt_server.models.split import Split
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Live, Target
@@ -62,7 +62,6 @@ class CudaDevice:
     name = "cuda"
     warms_up = True
     prompts = CAPTURED
-    whole = ("lm_head",)  # layers on every rank: all of them sample
 
     def __init__(self, settings: DecidedSettings, device: torch.device | None = None) -> None:
         self._settings = settings
@@ -76,9 +75,7 @@ class CudaDevice:
         self.sizes = self._maker.sizes
         self._kernels: KernelStart | None = None  # where launches are captured at start
         self._ranks: GpuRanks | None = None
-        self._split = Split(
-            settings.reduction_leaves, 0, settings.tensor_parallel, whole=self.whole
-        )
+        self._split: Split = gpu_split(settings)
         self._adapters: GpuAdapterSlots | None = None
         self.recordings = GraphRecordings(self.sizes)
 
@@ -96,7 +93,7 @@ class CudaDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, Path(self._settings.model)
-        check_split(settings, config)
+        check_gpu_split(settings, config)
         # Refuses before anything is read.
         attention = self._maker.backend(rank_config(config, self._split))
         config = eos_token_ids(config, directory)
@@ -123,7 +120,7 @@ class CudaDevice:
         with self._memory("the windows of ranks"):
             ranks = self._ranks = GpuRanks(settings, config, self.device, floats)
         self._maker.share(ranks.peers, ranks.agreement)
-        self._split = ranks.split(settings.reduction_leaves, self.whole)
+        self._split = ranks.split(settings.reduction_leaves, self._split.whole)
 
     def _empty(
         self, config: ModelConfig, placement: Placement
@@ -273,11 +270,3 @@ class CudaDevice:
         except torch.OutOfMemoryError as error:
             free, total = self._free()
             raise StartupError(exhausted(plan, what, str(error), free=free, total=total)) from error
-
-
-def check_split(settings: DecidedSettings, config: ModelConfig) -> None:
-    """`StartupError` where this model cannot be split so."""
-    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
-    check_ranks(config, ranks, str(settings.model))
-    if ranks > 1 or leaves != LEAVES:  # two leaves of one rank may have any lengths
-        check_leaves(config, leaves, LEAF_UNIT, str(settings.model))

@@ -18,6 +18,7 @@ import torch
 
 from tlt_kernels.gpu.upload import Upload
 from tlt_server.engine.devices import DEVICES
+from tlt_server.engine.devices.choice import gpu_split
 from tlt_server.engine.gpu.agreement import Agreement
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
@@ -62,7 +63,6 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.loader import eos_token_ids
-from tlt_server.models.split import Split
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.weights.parts import Drafter
 
@@ -89,8 +89,7 @@ class GpuRank:
         peers.mute()
         self._agreement = Agreement(peers)
         self._maker.share(peers, self._agreement)
-        whole = kind.whole
-        self._split = Split(settings.reduction_leaves, start.rank, start.ranks, whole=whole)
+        self._split = gpu_split(settings, start.rank)
         self._side, self._stream = side, self._maker.stream
         self._models: dict[int, Any] = {}
         self._saved: dict[int, object] = {}

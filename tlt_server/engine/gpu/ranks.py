@@ -31,7 +31,7 @@ from tlt_server.models.split import Alone
 if TYPE_CHECKING:
     from tlt_server.engine.gpu.drafts.tables import DeviceTable
 
-SLEEP_S = 20e-6  # while a step is awaited, which is one behind the newest
+SLEEP_S = 20e-6  # while a step is awaited; a newer one keeps the GPU busy
 LOOK_S = 0.1  # between two looks whether the ranks live meanwhile
 
 
