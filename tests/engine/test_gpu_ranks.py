@@ -103,6 +103,8 @@ def responses(
 def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
     assert one.info.fingerprint == shared.info.fingerprint and one.info.fingerprint.leaves == 2
     assert shared.info.tensor_parallel == 2
+    drafter = shared.engine.pushes.transaction.versions.live.drafter
+    assert drafter is not None and drafter.network.own_split.of == 2  # type: ignore[attr-defined]
     expected = responses(one, None, structured=True)
     assert responses(shared, None, structured=True) == expected
     assert responses(shared, TREE, structured=True) == expected

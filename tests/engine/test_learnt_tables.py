@@ -17,6 +17,7 @@ from tests.engine.gpu_engine import checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable
 from tests.engine.tiny import SMALLEST, write_eagle
 from tlt_server.commands import NameWeights
+from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.speculation.learnt import DOUBT
 from tlt_server.speculation.survival import (
@@ -68,7 +69,9 @@ def learnt(engine: Pushable) -> dict[str, TableRecord]:
 
 def survival(engine: Pushable) -> NDArray[np.float32]:
     """Return the table that trees are built by."""
-    table = engine.engine.runner.passes.drafters["eagle"].calibration
+    runner = engine.engine.runner
+    drafters = runner.passes.drafters if isinstance(runner, GpuRunner) else runner._drafters
+    table = drafters["eagle"].calibration
     if isinstance(table, Calibration):
         return table.survival_K.copy()
     return table.survival_Z.numpy().copy()

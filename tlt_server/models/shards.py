@@ -199,11 +199,5 @@ def values_of(parameters: Mapping[str, Stored], config: ModelConfig, split: Spli
     return total
 
 
-def copies_of(models: Sequence[Mapping[str, Tensor]]) -> dict[str, Stored]:
-    """Return the tensors of a model that every rank has whole."""
-    whole = [None] * len(models)
-    return {name: SpreadTensor([model[name] for model in models], whole) for name in models[0]}
-
-
 def _length(cut: ShardCut) -> tuple[int, int]:
     return cut.start, cut.stop - cut.start

@@ -82,7 +82,7 @@ def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str) -> Non
     """Refuse leaves that would cut a head, or whose inputs are no multiple of `unit`.
     `StartupError` with the numbers that work.
     """
-    works = [count for count in LEAVES if _divides(config, count, unit)]
+    works = [count for count in LEAVES if divides(config, count, unit)]
     if leaves not in works:
         raise StartupError(
             f"reduction_leaves is {leaves}, and {where} has {config.heads} heads of "
@@ -91,7 +91,8 @@ def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str) -> Non
         )
 
 
-def _divides(config: ModelConfig, leaves: int, unit: int) -> bool:
+def divides(config: ModelConfig, leaves: int, unit: int) -> bool:
+    """Tell whether each of `leaves` has whole heads, and inputs that are a multiple of `unit`."""
     width = config.heads * config.head_dim
     sizes = (width, config.intermediate_size)
     return config.heads % leaves == 0 and all(size % (leaves * unit) == 0 for size in sizes)

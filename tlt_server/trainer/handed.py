@@ -19,9 +19,10 @@ from torch import Tensor
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Served, feature_layers
 from tlt_server.models.gpu.layers import Placement
-from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.matmuls import WHOLE, StrictMatmuls
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
+from tlt_server.models.split import Split
 from tlt_server.speculation.cost import CostModel, CostRecord
 from tlt_server.trainer.network import TargetShape, TrainableDrafter, load_trainable
 from tlt_server.trainer.replay import ReplayedDrafter
@@ -45,6 +46,7 @@ class GpuFrame(TargetShape):
     placement: Placement
     embedding_VH: Tensor
     head_VH: Tensor  # rows of the draft vocabulary: all of them where a drafter has no head
+    split: Split = WHOLE
 
     @property
     def feature_width(self) -> int:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -51,9 +52,7 @@ class KernelStart:
             # What an earlier engine of this process has loaded, a later one does not compile.
             self._compiler = ParallelCompiler(self._target) if first else None
         elif self._known.started and self._known.complete(self._cache):
-            # A thread begins on the first GPU, whichever its process computes on.
-            gpu = torch.cuda.current_device()
-            thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
+            thread = ThreadPoolExecutor(1, initializer=_on_gpu_of_process())
             self._loading = thread.submit(_load, _variants(self._known))
             thread.shutdown(wait=False)
         else:
@@ -81,6 +80,13 @@ class KernelStart:
         """Record what the block loads, for the next start."""
         with recorded(self._cache, self._known, self._toolchain, self._engine):
             yield
+
+
+def _on_gpu_of_process() -> Callable[[], None]:
+    """Return what a thread begins with: by itself it computes on the first GPU."""
+    if not torch.cuda.is_available():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def _variants(record: KernelRecord) -> list[Variant]:

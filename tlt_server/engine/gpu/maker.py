@@ -19,6 +19,7 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import OnProgress
 from tlt_server.engine.gpu.agreement import SUM_FLOATS, Agreement
 from tlt_server.engine.gpu.buckets import (
+    MAX_DRAFTED,
     MAX_VERIFIED,
     MIN_DEPTH,
     TREE_ROWS,
@@ -40,6 +41,7 @@ from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import MATMULS
 from tlt_server.models.gpu.sums import RankSums, room_floats
@@ -73,7 +75,7 @@ class GpuMaker:
         """Return the elements of each room that this rank exchanges through."""
         settings = self.settings
         leaves = settings.reduction_leaves // settings.tensor_parallel
-        rows = self.sizes.most_rows(settings.max_rows)
+        rows = max(self.sizes.most_rows(settings.max_rows), MAX_DRAFTED, settings.max_running)
         return room_floats(leaves, rows, config.hidden_size) + SUM_FLOATS
 
     def backend(self, config: ModelConfig) -> GpuAttention:
@@ -105,7 +107,7 @@ class GpuMaker:
         if network:
             hidden = network.config.hidden_size
             draft = DraftKV(
-                make_cache(network.config, pages, scratch + slots.tree, self.placement, 1),
+                make_cache(own_config(network), pages, scratch + slots.tree, self.placement, 1),
                 torch.zeros(pages, hidden, dtype=self.placement.dtype, device=self.device),
             )
         return GpuKV(plan, slots, cache, draft, self.stream, states)
@@ -190,7 +192,7 @@ class GpuMaker:
     def _network_storage(self, drafter: Drafter | None, kv: GpuKV) -> NetworkStorage | None:
         if drafter is None or kv.draft is None:
             return None
-        attention, held = self.backend(drafter.network.config), self.settings.records
+        attention, held = self.backend(own_config(drafter.network)), self.settings.records
         return NetworkStorage(drafter, kv.draft.cache, attention, kv.draft.page_hint_PH, held)
 
     def prepare(
@@ -227,6 +229,12 @@ class GpuMaker:
         if self.stream is not None:
             torch.cuda.default_stream(self.device).synchronize()
             self.stream.synchronize()
+
+
+def own_config(network: DrafterNetwork) -> ModelConfig:
+    """Return the shape of this rank's part of a drafter's layer."""
+    assert isinstance(network, GpuEagleNetwork)
+    return network.own_config
 
 
 class Lent:

@@ -12,15 +12,18 @@ vocabulary, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.norm import add, add_rms_norm, embed_beside, embed_norms
+from tlt_kernels.gpu.gemm_tiles import LEAF_UNIT, LEAVES
+from tlt_kernels.gpu.norm import add, embed_beside, embed_norms
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
+from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import (
     VOCABULARY_MAP,
     Described,
@@ -37,10 +40,23 @@ from tlt_server.models.gpu.layers import (
 )
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.gpu.matmuls import WHOLE
+from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import drafter_parameters, eagle1_parameters
-from tlt_server.models.shards import Stored, copies_of
-from tlt_server.models.split import Split
+from tlt_server.models.shards import Stored, pieces_of, rank_config
+from tlt_server.models.split import Split, divides
+
+
+def drafter_split(config: ModelConfig, target: GpuDecoder) -> Split:
+    """Return the part of a drafter's layer that a rank has. It is whole unless each rank can have
+    one leaf, because a drafter has the same bits at every width, and its trainer's.
+    """
+    ranks = target.split.of
+    fits = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
+    fits = fits and config.hidden_size == target.hidden_size
+    if ranks != LEAVES or not fits or not divides(config, LEAVES, LEAF_UNIT):
+        return WHOLE
+    return Split(LEAVES, target.split.rank, ranks, whole=("lm_head",))
 
 
 def beside(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
@@ -58,6 +74,7 @@ class GpuEagleNetwork:
 
     vocabulary_map = VOCABULARY_MAP  # tensors of a checkpoint that are no parameters
     joined_width: int  # X / H
+    splits = False  # whether ranks may share its layer
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         config, placement = described.config, target.placement
@@ -65,6 +82,11 @@ class GpuEagleNetwork:
         shape = LayerShape(qkv_bias=config.attention_bias, mlp_bias=config.mlp_bias)
         check_shape(config, shape, "the drafter")
         self.described, self.config, self.placement = described, config, placement
+        # The heads and the part of the MLP that this rank has; the rest is whole.
+        self.own_split = drafter_split(config, target) if self.splits else WHOLE
+        own = self.own_config = rank_config(config, self.own_split)
+        self.sums = placement.sums if self.own_split.of > 1 else OWN_SUMS
+        of_rank = replace(placement, matmuls=placement.matmuls.of_rank(self.own_split))
         self.draft_vocab_size, self.own_embedding = (
             described.draft_vocab_size,
             described.own_embedding,
@@ -82,16 +104,16 @@ class GpuEagleNetwork:
         self.self_attention = GpuSelfAttention(
             self.joined_width * hidden,
             hidden,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
+            own.heads,
+            own.kv_heads,
+            own.head_dim,
             shape=shape,
             norm_eps=config.norm_eps,
             table=device_table(config, placement),
-            placement=placement,
+            placement=of_rank,
         )
         self.mlp = GpuGatedMlp(
-            hidden, config.intermediate_size, bias=config.mlp_bias, placement=placement
+            hidden, own.intermediate_size, bias=config.mlp_bias, placement=of_rank
         )
         count = self.draft_vocab_size
         # draft id -> target id
@@ -155,7 +177,9 @@ class GpuEagleNetwork:
         """
         if not self.peers:
             return self.own_parameters()
-        return copies_of([network.own_parameters() for network in (self, *self.peers)])
+        shards = [network.own_parameters() for network in (self, *self.peers)]
+        splits = [network.own_split for network in (self, *self.peers)]
+        return pieces_of(shards, self.config, splits)
 
     def own_parameters(self) -> dict[str, Tensor]:
         """Return this rank's."""
@@ -165,11 +189,13 @@ class GpuEagleNetwork:
         """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns logits_RC. `g_RH`,
         float32, becomes the residual stream's end, the hint of what is drafted after the rows.
         """
-        input_RX = self.join(rows, g_RH)
-        part_PRH = self.self_attention(input_RX, cache.k[0], cache.v[0], rows, attend, first=1)
+        input_RX, sums = self.join(rows, g_RH), self.sums
+        part_PRH = self.self_attention(
+            input_RX, cache.k[0], cache.v[0], rows, attend, first=1, room=sums.room(ATTENTION)
+        )
         eps = self.config.norm_eps
-        normed_RH = add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
-        hidden_RH = self.hidden(self.mlp(normed_RH), g_RH)
+        normed_RH = sums.add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
+        hidden_RH = self.hidden(self.mlp(normed_RH, room=sums.room(MLP)), g_RH)
         return self.placement.matmuls.linear(hidden_RH, self.head_CH, out_dtype=torch.float32)
 
     def store(self, rows: RowTensors, g_RH: Tensor, cache: KVCache) -> None:
@@ -185,6 +211,7 @@ class GpuEagle3(GpuEagleNetwork):
     """See `models.eagle.Eagle3`."""
 
     joined_width = 2
+    splits = True
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         super().__init__(described, target)
@@ -218,7 +245,9 @@ class GpuEagle3(GpuEagleNetwork):
         return input_RX
 
     def hidden(self, part_PRH: Tensor, residual_RH: Tensor) -> Tensor:
-        return add_rms_norm(part_PRH, residual_RH, self.final_norm_H, self.config.norm_eps)
+        return self.sums.add_rms_norm(
+            part_PRH, residual_RH, self.final_norm_H, self.config.norm_eps
+        )
 
     @property
     def head_CH(self) -> Tensor:
