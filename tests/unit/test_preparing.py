@@ -21,10 +21,13 @@ LONG_PROMPT = ExtendKey(4, 4, 4096, 1)
 
 
 class Prepared:
-    """A runner and its graphs that note what is asked of them; a kernel of `lacks` is missing."""
+    """A runner, its passes and graphs, which note what is asked of them; a kernel of `lacks` is
+    missing.
+    """
 
     def __init__(self, lacks: object = None) -> None:
-        self.graphs, self._lacks = self, lacks
+        self.passes = self.graphs = self
+        self._lacks = lacks
         self.recorded: list[object] = []
         self.ran: list[object] = []
 
@@ -32,7 +35,7 @@ class Prepared:
     def at_rest(self) -> Iterator[None]:
         yield
 
-    def pass_of(self, key: object) -> object:
+    def of(self, key: object) -> object:
         return key
 
     def work(self, part: object) -> Callable[[], object]:
@@ -50,10 +53,7 @@ class Prepared:
     def keeps(self, key: object) -> bool:
         return key != LONG_PROMPT
 
-    def forget(self) -> None:
-        pass
-
-    def rehearse_reports(self, key: object) -> None:
+    def rehearse(self) -> None:
         pass
 
 
