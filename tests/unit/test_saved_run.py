@@ -25,3 +25,12 @@ def test_numbers_go_on_in_memory_where_the_disk_takes_none(tmp_path: Path) -> No
     (tmp_path / "gone").mkdir()
     assert numbers.take() == 2 and not numbers.failure
     assert CandidateNumbers(tmp_path / "gone" / NUMBER).last == 2
+
+
+def test_a_file_without_a_number_is_named_and_counted_from_anew(tmp_path: Path) -> None:
+    file = tmp_path / NUMBER
+    file.write_bytes(b"\xff\n")
+    numbers = CandidateNumbers(file)
+    assert numbers.last == 0 and str(file) in numbers.failure
+    assert (numbers.take(), numbers.failure) == (1, "")
+    assert CandidateNumbers(file).last == 1

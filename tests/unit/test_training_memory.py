@@ -150,7 +150,7 @@ def test_the_trainers_packs_are_as_long_as_its_memory_holds() -> None:
     config = replace(SMALL, architecture=EAGLE3)
     network = NETWORKS[EAGLE3](config, DRAFTED)
     shape = TrainingShape.of(config, DRAFTED, on_gpu=False)
-    nowhere, nothing = Path(), cast(Any, None)
+    nowhere, nothing = Path("nowhere"), cast(Any, None)
     for memory, slots in ((0, CPU_SLOTS), (shape.device_bytes(256), 256)):
         given = WorkSettings(nowhere, nowhere, nowhere, nowhere, "cpu", memory)
         work = DrafterWork(given, nothing, nothing)

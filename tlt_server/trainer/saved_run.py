@@ -101,6 +101,8 @@ class CandidateNumbers:
             self.last = int(self._file.read_text())
         except FileNotFoundError:
             self.last = 0
+        except (ValueError, OSError) as error:
+            self.last, self.failure = 0, f"{self._file}: no number can be read from it ({error})"
 
     def after(self, number: int) -> None:
         """Give higher numbers than this one from now on."""
