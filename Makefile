@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo check test kernels test-gpu lint proto tools screenshots docs bench bench-gpu soak clean help
+.PHONY: setup demo check test test-long kernels test-gpu lint proto tools screenshots docs bench bench-gpu soak clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -59,11 +59,14 @@ kernels: $(STAMP)
 	@"$(BIN)/python" -m tests.first_start
 
 check: $(STAMP) lint ## lint and the quick unit tests: under a minute, before each commit
-	"$(BIN)/python" -m pytest tests/unit -m "not slow and not soak and not gpu" $(PYTEST_ARGS) $(ARGS)
+	"$(BIN)/python" -m pytest tests/unit -m "not slow and not long and not soak and not gpu" $(PYTEST_ARGS) $(ARGS)
 
-test: $(STAMP) tools ## lint, then all tests that need no GPU
+test: $(STAMP) tools ## lint, then at least one test of each behaviour that needs no GPU
 	@$(MAKE) --no-print-directory -j 2 lint kernels
-	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
+	"$(BIN)/python" -m pytest -m "not gpu and not long and not soak" $(PYTEST_ARGS) $(ARGS)
+
+test-long: $(STAMP) tools ## more cases of what `make test` shows: before a release, and after a change of what they test
+	"$(BIN)/python" -m pytest -m "long and not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
 
 test-gpu: $(STAMP) ## on a machine with a GPU: its tests, the kernels' tests, exactness; renews benchmarks/results/test-gpu.json
 	"$(BIN)/python" -m benchmarks.record_tests $(ARGS)

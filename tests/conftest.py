@@ -5,7 +5,8 @@ smallest machine we serve, and without a GPU Triton's CPU interpreter, which mus
 kernel is imported. The interpreter multiplies with numpy, where OpenBLAS's code for Haswell makes a
 row's bits depend on its neighbours and its code for Sandy Bridge does not. Hypothesis has no
 deadlines, and httpx waits for 60 s instead of 5, because machines are shared; and it draws the same
-examples in every run, so that a commit passes or fails for everybody. Bytecode is always written:
+examples in every run, so that a commit passes or fails for everybody. httpx reads the certificates
+of the machine once, instead of 50 ms for each client. Bytecode is always written:
 without it each server that a test starts compiles our sources again, which takes 7 s of CPU instead
 of 3.
 
@@ -19,11 +20,13 @@ import gc
 import os
 import signal
 import sys
+from functools import cache
 from typing import Any
 
 import hypothesis
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
+from httpx._transports import default as httpx_transport
 from xdist.scheduler import LoadScopeScheduling
 
 from tlt_server.models.environment import library_environment
@@ -44,6 +47,11 @@ hypothesis.settings.load_profile("shared machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 vars(DEFAULT_TIMEOUT_CONFIG).update(connect=60.0, read=60.0, write=60.0, pool=60.0)
+_new_context = httpx_transport.create_ssl_context
+_context = cache(lambda certificates, **given: _new_context(**given))
+httpx_transport.create_ssl_context = lambda **given: _context(
+    os.environ.get("SSL_CERT_FILE"), **given
+)
 
 LONGEST = (  # more than 15 s each
     "tests/e2e/test_crashes.py",
