@@ -212,7 +212,7 @@ class FakeEngine:
             await asyncio.sleep(self.step_s)
             if self.deaf:
                 continue
-            while await self._commands.poll(0 if self.running else 5):
+            while await self._commands.poll(0 if self.running else 5) and not self.deaf:
                 command = decode_command(await self._commands.recv())
                 match command:
                     case Submit():
@@ -236,6 +236,8 @@ class FakeEngine:
                     case _:
                         self.weight_commands.append(command)
                         await self._answer(command)
+            if self.deaf:
+                continue  # since it waited for a command
             if self.dies or any(
                 DIES in running.request.token_ids for running in self.running.values()
             ):

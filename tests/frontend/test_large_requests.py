@@ -20,6 +20,7 @@ import pytest
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.loop_holds import loop_holds
 from tests.frontend.tiny_model import write_model
+from tests.mostly_long import mostly_long
 from tlt_server.frontend.weights.broadcasts import MAX_TENSORS
 
 MIB = 2**20
@@ -167,7 +168,7 @@ def memory(server: LiveServer) -> Iterator[Callable[[], float]]:
     yield lambda: (read("VmHWM") - before) / 1024
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, "tokens", "lists"))
 def test_a_large_body_holds_nobody_up(server: LiveServer, name: str) -> None:
     case = CASES[name]
     body = case.body()
@@ -182,7 +183,7 @@ def test_a_large_body_holds_nobody_up(server: LiveServer, name: str) -> None:
         assert peak_mb < 64 + 4 * len(body) / MIB
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", mostly_long(BATCHES, "ids"))
 def test_a_large_batch_holds_nobody_up_on_its_way_to_the_engine(
     server: LiveServer, name: str
 ) -> None:
@@ -217,7 +218,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield running
 
 
-@pytest.mark.parametrize("how", ["reply", "stream", "rollout"])
+@pytest.mark.parametrize("how", mostly_long(["reply", "stream", "rollout"], "stream"))
 def test_a_batch_of_thousands_holds_nobody_up_to_its_end(apart: LiveServer, how: str) -> None:
     body = {
         "requests": [{"prompt": "abc", "n": 256}] * 16,
@@ -234,7 +235,7 @@ def test_a_batch_of_thousands_holds_nobody_up_to_its_end(apart: LiveServer, how:
     assert holds.longest_s < HELD_S
 
 
-@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("name", mostly_long(TENSORS, "vllm"))
 def test_the_most_tensors_of_a_call_hold_nobody_up(server: LiveServer, name: str) -> None:
     path, body = TENSORS[name]
     content = json.dumps(body([f"n{i}" for i in range(MAX_TENSORS)])).encode()

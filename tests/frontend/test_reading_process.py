@@ -234,7 +234,7 @@ def test_a_process_that_cannot_be_launched_is_tried_again(
 
 
 @pytest.mark.usefixtures("_deadly")
-@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("leaves", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_of_several_jobs_the_one_that_ends_the_process_is_identified(
     model: Path, leaves: bool
 ) -> None:
