@@ -40,7 +40,7 @@ def checkpoints(root: Path) -> EngineSettings:
         pages=24,
         max_model_len=64,
         max_running=3,
-        max_rows=32,
+        max_rows=12,
         weight_root=str(root),
     )
 

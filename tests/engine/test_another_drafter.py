@@ -75,6 +75,7 @@ def test_the_cpu_engine_drafts_with_it(settings: EngineSettings) -> None:
     assert gauges["oracle_accepted"] == gauges["oracle_proposed"] >= 2 * 8
 
 
+@pytest.mark.long
 def test_the_gpu_engine_drafts_with_it(settings: EngineSettings) -> None:
     engine = Pushable(replace(settings, drafter="oracle"))
     assert engine.info.drafter == "oracle"

@@ -81,6 +81,7 @@ def test_green_on_a_sound_engine_and_red_on_one_ulp(
     assert faulty.differing_tokens + faulty.differing_logprobs > 0
 
 
+@pytest.mark.long
 def test_two_ranks_are_green_with_a_pushed_version(
     base: EngineSettings, requests: list[GenerateRequest]
 ) -> None:

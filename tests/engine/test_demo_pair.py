@@ -56,7 +56,9 @@ def plain() -> Run:
     return rollout("off")
 
 
-@pytest.mark.parametrize(("rows", "promised"), [(16, 3.5), (32, 4.8)])
+@pytest.mark.parametrize(
+    ("rows", "promised"), [pytest.param(16, 3.5, marks=pytest.mark.long), (32, 4.8)]
+)
 def test_accept_length_at_depth_7(plain: Run, rows: int, promised: float) -> None:
     run = rollout("fixed", Strategy("eagle", 7, 8, rows))
     assert run.tokens == plain.tokens

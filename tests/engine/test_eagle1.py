@@ -174,8 +174,9 @@ def test_another_targets_drafter(root, tmp_path, changes, words) -> None:
 # -- engines ---------------------------------------------------------------------------------------
 
 
-ON_CPU, ON_GPU = (on_cpu, 20), (lambda settings: settings, 6)  # device, tokens of a request
-DEVICES = pytest.mark.parametrize(("on_device", "tokens"), [ON_CPU, ON_GPU], ids=["cpu", "gpu"])
+CPU = pytest.param(on_cpu, 20, id="cpu")  # device, tokens of a request
+GPU = pytest.param(lambda settings: settings, 6, id="gpu", marks=pytest.mark.long)
+DEVICES = pytest.mark.parametrize(("on_device", "tokens"), [CPU, GPU])
 
 
 def generated(engine: Pushable, tokens: int) -> tuple[dict[str, tuple[object, ...]], int]:

@@ -183,7 +183,7 @@ def assert_like_the_twin(found: Tensor, step: Step, first: int, tolerance: float
 
 
 @pytest.mark.parametrize("first", [0, 1, 180])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [SHAPES[0], pytest.param(SHAPES[1], marks=pytest.mark.long)])
 def test_a_large_step_matches_the_twin_and_reads_nothing_invisible(library, shape, first):
     step = a_mixed_step(shape, torch.float16)
     assert_like_the_twin(

@@ -38,9 +38,9 @@ def engine(settings: EngineSettings) -> Iterator[Pushable]:
     yield engine
 
 
-def again(turn: int, **fields: object) -> list[GenerateRequest]:
+def again(turn: int, max_tokens: int = 12, **fields: object) -> list[GenerateRequest]:
     """Two requests whose prompts and seeds are the same in every turn."""
-    asked = [request(i, 6, max_tokens=12) for i in range(2)]
+    asked = [request(i, 6, max_tokens=max_tokens) for i in range(2)]
     return [msgspec.structs.replace(r, id=f"{r.id}/{turn}", **fields) for r in asked]
 
 
@@ -75,7 +75,7 @@ def test_an_earlier_response_becomes_branches_and_changes_no_bit(
 
 def test_there_are_no_branches_where_history_may_not_draft(engine: Pushable) -> None:
     before = branch_nodes(engine)
-    engine.run(*again(2, salt="another"), *again(3, sd=DraftLimits(drafter="eagle")))
+    engine.run(*again(2, 5, salt="another"), *again(3, 5, sd=DraftLimits(drafter="eagle")))
     assert branch_nodes(engine) == before
     assert accepted(engine, 2) > 0 and accepted(engine, 3) > 0
 
@@ -85,5 +85,5 @@ def test_earlier_responses_are_forgotten_with_cached_prefixes(engine: Pushable) 
     engine.engine.send(ClearCache("c"))
     engine.step()
     assert engine.engine.gauges()["history_pool_tokens"] == 0
-    engine.run(*again(4))
+    engine.run(*again(4, 5))
     assert branch_nodes(engine) == before

@@ -22,7 +22,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest
-from tlt_server.samples.captured import key_of
+from tlt_server.samples.captured import Captured, key_of
 from tlt_server.trainer.recompute import Document, Recomputed
 
 
@@ -37,6 +37,7 @@ def recorded(i: int, length: int, max_tokens: int) -> GenerateRequest:
     return msgspec.structs.replace(request(i, length, max_tokens), train=True)
 
 
+@pytest.mark.long
 def test_captured_states_are_those_that_are_computed_again(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
@@ -61,20 +62,25 @@ def test_captured_states_are_those_that_are_computed_again(
     assert engine.said["late"][0].cached_tokens == PAGE
     again = engine.recomputed(texts)
     assert again == captured
+    assert_about_the_cpus(engine, Path(settings.model), texts, again)
 
-    runner = engine.engine.runner
-    layers = runner.state.model.feature_layers
-    target = load_target(Path(settings.model), numerics=Numerics("strict"), feature_layers=layers)
+
+def assert_about_the_cpus(
+    engine: Capturing, model: Path, texts: list[bytes], found: dict[bytes, Captured]
+) -> None:
+    layers = engine.engine.runner.state.model.feature_layers
+    target = load_target(model, numerics=Numerics("strict"), feature_layers=layers)
     documents = [
         Document(np.frombuffer(text, np.int32), np.ones(len(text) // 4, np.bool_)) for text in texts
     ]
     twin = Recomputed(target, documents)
     for n, text in enumerate(texts):
-        states, part = again[key_of(text)], twin.read(n, 0, len(text) // 4 - 1)
+        states, part = found[key_of(text)], twin.read(n, 0, len(text) // 4 - 1)
         np.testing.assert_allclose(states.features_TF, part.features_TF, atol=1e-4)
         np.testing.assert_allclose(states.hidden_TH, part.hidden_TH, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_request_ends_what_is_computed_again(settings: EngineSettings, tmp_path: Path) -> None:
     engine = Capturing(replace(settings, max_rows=8), tmp_path / "rings")
     text = np.array(prompt(5, 40), "<i4").tobytes()
@@ -92,8 +98,8 @@ def test_states_are_of_one_version_and_a_sleep_forgets_them(
     settings: EngineSettings, tmp_path: Path
 ) -> None:
     engine = Capturing(settings, tmp_path / "rings")
-    work = recorded(7, 17, 8)
-    engine.push(Path(settings.model).parent / "new", "second", commit=False)
+    work, new = recorded(7, 17, 5), Path(settings.model).parent / "new"
+    engine.push(new, "second", commit=False)
     engine.submit(work)
     engine.until(lambda: bool(engine.said.get(work.id)), "tokens")
     engine.commit("second")
@@ -105,6 +111,7 @@ def test_states_are_of_one_version_and_a_sleep_forgets_them(
         text = engine.text(again)
         captured = engine.taken()
         assert captured == engine.recomputed([text])
+        assert_about_the_cpus(engine, new, [text], captured)
         assert [states.version for states in captured.values()] == ["second"]
         for command in (Sleep("down", ["kv_cache"]), WakeUp("up", ["kv_cache"])):
             engine.engine.send(command)
@@ -112,6 +119,7 @@ def test_states_are_of_one_version_and_a_sleep_forgets_them(
         assert [report.error for report in engine.engine.control_reports()] == [None, None]
 
 
+@pytest.mark.long
 def test_pages_above_the_bound_leave_holes_and_no_bit_changes(
     settings: EngineSettings, tmp_path: Path
 ) -> None:

@@ -50,11 +50,11 @@ def adapted(i: int, lora: str, *args: int, **sampling: object) -> GenerateReques
 
 def asked() -> list[GenerateRequest]:
     return [
-        adapted(0, "a", 6, max_tokens=7),
-        adapted(1, "", 4, max_tokens=6),
-        adapted(2, "b", 5, max_tokens=7, temperature=0.0, presence_penalty=0.4),
-        adapted(3, "a", 15, max_tokens=5, logprobs=2, raw_logprobs=True),
-        adapted(4, "b", 5, max_tokens=5, structured_outputs=GRAMMAR, ignore_eos=False),
+        adapted(0, "a", 6, max_tokens=5),
+        adapted(1, "", 4, max_tokens=4),
+        adapted(2, "b", 5, max_tokens=5, temperature=0.0, presence_penalty=0.4),
+        adapted(3, "a", 15, max_tokens=4, logprobs=2, raw_logprobs=True),
+        adapted(4, "b", 5, max_tokens=4, structured_outputs=GRAMMAR, ignore_eos=False),
     ]
 
 
@@ -106,6 +106,7 @@ def test_speculation_changes_no_bit(engine: Pushable, plain: dict[str, tuple[obj
     assert sum(output.drafted for id in IDS for output in engine.said[id]) > 0
 
 
+@pytest.mark.long
 def test_bits_depend_on_no_company(
     engine: Pushable, settings: EngineSettings, plain: dict[str, tuple[object, ...]]
 ) -> None:

@@ -93,6 +93,7 @@ def test_only_allowed_tokens_come_and_none_that_is_banned(twin: Pushable) -> Non
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["tree", "history"])
+@pytest.mark.long
 def test_speculation_changes_no_bit_of_edited_requests(
     strategy: Strategy, engine: Pushable, plain: dict[str, tuple[object, ...]], twin: Pushable
 ) -> None:
@@ -121,6 +122,7 @@ def test_the_host_stays_ahead_of_an_edited_request(engine: Pushable) -> None:
     engine.finish()
 
 
+@pytest.mark.long
 def test_preemption_changes_no_count(settings: EngineSettings) -> None:
     """Two sequences of three pages each, on four."""
     both = [request(i, PAGE - 1 - i, max_tokens=PAGE + 3, **PENALTIES) for i in range(2)]

@@ -40,7 +40,7 @@ def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step
     settings: EngineSettings,
 ) -> None:
     narrow = replace(drafting(settings, "eagle", 2, 1, 3), max_running=1, pages=2)
-    first, second = request(0, 12, max_tokens=20), request(1, 7, max_tokens=6)
+    first, second = request(0, 12, max_tokens=20), request(1, 7, max_tokens=3)
     engine, cpu = Pushable(narrow), Pushable(on_cpu(narrow))
     engine.submit(first, second)
     engine.step(4)
@@ -60,7 +60,7 @@ def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step
 def test_sequences_left_out_of_steps_go_on_where_they_were(settings: EngineSettings) -> None:
     tree = drafting(settings, "eagle", 2, 2, 4)
     owned = [
-        msgspec.structs.replace(request(i, 5 + i, max_tokens=9), owner=owner)
+        msgspec.structs.replace(request(i, 5 + i, max_tokens=6), owner=owner)
         for i, owner in enumerate(["many", "few", "many"])
     ]
     shared, unshared = Pushable(tree), Pushable(tree)

@@ -28,7 +28,7 @@ from tlt_server.engine.gpu.reports import best_of
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Strategy
 
-STRATEGIES = [None, Strategy("eagle", 2, 2, 4), Strategy("history", 3, 2, 4)]
+TREE = Strategy("eagle", 2, 2, 4)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def asked(*, reports: bool) -> list[GenerateRequest]:
         i: int, length: int, logprobs: int = 0, raw_logprobs: bool = False, **sampling: object
     ) -> GenerateRequest:
         said = {"logprobs": logprobs, "raw_logprobs": raw_logprobs} if reports else {}
-        return request(i, length, **said, **sampling)
+        return request(i, length, **{"max_tokens": 4, **said, **sampling})
 
     return [
         one(0, 3, logprobs=2, raw_logprobs=True),
@@ -91,7 +91,14 @@ def silent(engine: Pushable) -> dict[str, tuple[object, ...]]:
     return bits(engine, IDS)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["off", "tree", "history"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(None, id="off", marks=pytest.mark.long),
+        pytest.param(TREE, id="tree"),
+        pytest.param(Strategy("history", 3, 2, 4), id="history", marks=pytest.mark.long),
+    ],
+)
 def test_asking_changes_no_bit_and_the_values_are_the_cpu_engines(
     strategy: Strategy | None,
     engine: Pushable,
@@ -135,6 +142,7 @@ def test_the_host_stays_ahead_of_a_request_that_asks(engine: Pushable) -> None:
     engine.finish()
 
 
+@pytest.mark.long
 def test_preemption_changes_neither_tokens_nor_what_is_said_of_them(
     settings: EngineSettings,
 ) -> None:
@@ -163,7 +171,7 @@ def test_a_step_in_which_nobody_asks_reads_no_logits_again(
     monkeypatch.setattr(
         Extend, "report", lambda *given, raw: calls.append(given) or sound(*given, raw=raw)
     )
-    choose(engine, STRATEGIES[1])
+    choose(engine, None)
     engine.run(asked(reports=False)[0], asked(reports=False)[5])
     assert not calls
     engine.run(asked(reports=True)[0])

@@ -49,7 +49,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
 
 
 def structured(i: int, grammar: Grammar, length: int = 5, **sampling: Any) -> GenerateRequest:
-    made = request(i, length, **{"max_tokens": 9, "ignore_eos": False, **sampling})
+    made = request(i, length, **{"max_tokens": 4, "ignore_eos": False, **sampling})
     sampled = msgspec.structs.replace(made.sampling, structured_outputs=grammar)
     return msgspec.structs.replace(made, sampling=sampled)
 
@@ -139,6 +139,7 @@ def test_the_host_stays_ahead_of_a_structured_output(engine: Pushable) -> None:
     engine.finish()
 
 
+@pytest.mark.long
 def test_preemption_changes_nothing(settings: EngineSettings) -> None:
     """Two sequences of three pages each, on four."""
     endless = Grammar(kind="regex", text="([a-d][0-9])+")

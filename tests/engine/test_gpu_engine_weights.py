@@ -204,6 +204,7 @@ def test_both_at_once_share_the_new_embedding(settings: EngineSettings, root: Pa
     assert engine.roll_back().result == "rolled_back" and same(values(engine), old)
 
 
+@pytest.mark.long
 def test_a_target_is_rolled_back_behind_a_push_of_the_drafter(
     settings: EngineSettings, root: Path
 ) -> None:

@@ -29,7 +29,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
 
 
 def again(turn: int) -> list[GenerateRequest]:
-    asked = [request(i, 6, max_tokens=12) for i in range(2)]
+    asked = [request(i, 6, max_tokens=8) for i in range(2)]
     return [msgspec.structs.replace(r, id=f"{r.id}/{turn}", train=True) for r in asked]
 
 

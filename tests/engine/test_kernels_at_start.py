@@ -15,7 +15,11 @@ import pytest
 
 @pytest.mark.parametrize(
     ("drafter", "max_running", "max_loras", "least"),
-    [("history", "16", "2", 90), ("eagle", "12", "0", 130)],
+    [
+        ("eagle", "1", "1", 120),
+        pytest.param("history", "16", "2", 90, marks=pytest.mark.long),
+        pytest.param("eagle", "12", "0", 130, marks=pytest.mark.long),
+    ],
 )
 def test_every_kernel_variant_that_default_steps_launch_is_loaded_at_start(
     drafter: str, max_running: str, max_loras: str, least: int
@@ -35,6 +39,7 @@ def test_every_kernel_variant_that_default_steps_launch_is_loaded_at_start(
     assert told["at_start"] > least and told["later"] == []
 
 
+@pytest.mark.long
 def test_kernels_are_compiled_in_other_processes_and_loaded_before_a_launch(tmp_path: Path) -> None:
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(

@@ -44,7 +44,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
         yield settings
 
 
-@pytest.fixture(params=["cpu", "interpreter"])
+@pytest.fixture(params=["cpu", pytest.param("interpreter", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest, settings: EngineSettings) -> Pushable:
     return taught(on_cpu(settings) if request.param == "cpu" else settings)
 

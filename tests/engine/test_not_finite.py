@@ -46,7 +46,7 @@ def spoilt(engine: Pushable, *asked: GenerateRequest) -> None:
         assert error is not None and error[0] == "engine_failed" and "NaN" in error[1]
 
 
-@pytest.mark.parametrize("device", ["cpu", "interpreter"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("interpreter", marks=pytest.mark.long)])
 def test_what_a_failed_sequence_computed_is_not_found_by_the_next_one(
     device: str, settings: EngineSettings
 ) -> None:

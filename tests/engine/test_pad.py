@@ -213,6 +213,7 @@ def accept_length(target: Path, drafter: Path) -> tuple[dict[str, list[int]], fl
     return tokens, emitted / rows
 
 
+@pytest.mark.long
 def test_the_engine_accepts_as_much_and_says_the_same(tmp_path):
     """Sampled at temperature 1, which a difference of 1e-4 in the logits can turn only where two
     tokens nearly tie: not here.
@@ -233,6 +234,7 @@ def tensors(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Ten
     )
 
 
+@pytest.mark.long
 def test_the_seed_decides_the_bits():
     first, again, other = tensors(), tensors(), tensors(seed=1)
     for name, tensor in first.items():

@@ -89,8 +89,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("channel", ["disk", "http"])
-@pytest.mark.parametrize("keeps", ["spooled", "not spooled"])
+@pytest.mark.parametrize(
+    ("channel", "keeps"),
+    [
+        ("http", "spooled"),
+        pytest.param("disk", "spooled", marks=pytest.mark.long),
+        pytest.param("disk", "not spooled", marks=pytest.mark.long),
+        pytest.param("http", "not spooled", marks=pytest.mark.long),
+    ],
+)
 def test_files_are_staged_bucket_by_bucket(channel: str, keeps: str, root: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD, channel, root, keeps, str(TENSORS), str(TENSOR_MIB)],
