@@ -129,7 +129,9 @@ def alone(machine: Machine, attack: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(
+    "machine", [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.long)]
+)
 def test_small_requests_of_another_key_take_twice_as_long_at_most(
     machine: Machine, attack: str
 ) -> None:

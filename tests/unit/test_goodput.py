@@ -457,7 +457,7 @@ def test_a_rollback_brings_back_what_was_known_of_that_version() -> None:
 
 @pytest.mark.parametrize("world", list(WORLDS))
 @pytest.mark.parametrize("requests", [2, 8])
-@pytest.mark.parametrize("survival", [0.75, 0.02])
+@pytest.mark.parametrize("survival", [0.75, pytest.param(0.02, marks=pytest.mark.long)])
 def test_a_drafter_that_is_of_no_use_is_left_within_50_steps(
     world: str, requests: int, survival: float
 ) -> None:
