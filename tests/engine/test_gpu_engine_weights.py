@@ -106,6 +106,7 @@ def test_a_target_is_exchanged_in_place_and_rolled_back_bit_for_bit(
     assert engine.checksums() == sums and said(engine, *asked()) == before
 
 
+@pytest.mark.long
 def test_in_flight_requests_continue_or_are_recomputed(
     settings: EngineSettings, root: Path
 ) -> None:

@@ -165,7 +165,7 @@ COMMANDS = st.one_of(
         max_size=8,
     )
 )
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 def test_halts_in_any_order_with_failures_are_what_their_answers_say(
     one_engine: Pushable,
     expected: dict[str, object],
