@@ -65,6 +65,7 @@ def test_rollout_saves_passes(tmp_path: Path) -> None:
     assert adaptive["speedup"] >= 0.2  # a floor for a busy machine
 
 
+@pytest.mark.long
 def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
     flags = ("--http", "--policy", "goodput", "--policy", "off", "--policy", "fixed:eagle:7x1x8")
     said = bench("rollout", tmp_path / "rollout-http.json", *flags)
@@ -81,6 +82,7 @@ def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
     assert all(row["step_s"] and row["seconds"] > 0 for row in rows.values())
 
 
+@pytest.mark.long
 def test_a_rollout_is_recorded_and_judged_without_the_model(tmp_path: Path) -> None:
     record, plots = tmp_path / "rollout.safetensors", tmp_path / "plots"
     few = ("--requests", "4", "--max-tokens", "24", "--policy", "off", "--policy", "goodput")
@@ -107,6 +109,7 @@ def last_line(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
+@pytest.mark.long
 def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
     plain, drafted = (
         bench("decode", tmp_path / "decode.json"),
@@ -128,6 +131,7 @@ def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
     assert all(row["accept_length"] > 3 for row in drafted["rows"] if row["prompt"] == "problem")
 
 
+@pytest.mark.long
 def test_weights_are_pushed_by_every_channel_while_requests_decode(tmp_path: Path) -> None:
     rows = list(weights.measure(weights.TARGET, tmp_path, rounds=2))
     assert [row["channel"] for row in rows] == ["disk", "http", "gloo", "ipc"]
@@ -138,6 +142,7 @@ def test_weights_are_pushed_by_every_channel_while_requests_decode(tmp_path: Pat
         assert 0 < row["longest_pause_ms"] < 20_000
 
 
+@pytest.mark.long
 def test_requests_decode_as_long_as_they_shall() -> None:
     flags = (
         "--max-model-len",

@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import ORDERS, train
 from tests.e2e.trainers import Rollout, rolling
+from tests.mostly_long import mostly_long
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 
@@ -70,7 +71,10 @@ def completion(url: str, i: int) -> Rollout | None:
     )
 
 
-@pytest.mark.parametrize("order", sorted(ORDERS))
+QUICK = ("slime", "trl")  # one trainer calls SGLang's routes, one vLLM's
+
+
+@pytest.mark.parametrize("order", mostly_long(sorted(ORDERS), *QUICK))
 def test_what_is_live_is_what_the_trainer_has_broadcast(
     order: str, server: ServerProcess, processes: Pool
 ) -> None:

@@ -171,7 +171,11 @@ def test_an_abort_ends_the_push_and_drops_the_upload_of_its_name(
 
 
 @pytest.mark.parametrize(
-    ("dies", "kind"), [(DIES, BroadcastSender), (DIES_BY_IPC, IpcSender)], ids=["broadcast", "ipc"]
+    ("dies", "kind"),
+    [
+        pytest.param(DIES, BroadcastSender, id="broadcast"),
+        pytest.param(DIES_BY_IPC, IpcSender, id="ipc", marks=pytest.mark.long),
+    ],
 )
 def test_a_sender_that_is_killed_in_the_middle_changes_nothing_and_the_next_one_is_served(
     dies: str, kind: Any, running: ServerProcess, trainer: Client, root: Path

@@ -26,6 +26,7 @@ from tlt_server.drafter.peers import Peers
 OPTIONS = argparse.Namespace(min_idle=1, quiet_s=1.0, interval_s=1.0, gather_mb=8, hold_s=60.0)
 
 
+@pytest.mark.long
 def test_servers_share_samples_and_a_drafter(tmp_path: Path) -> None:
     lines: list[str] = []
     now_s = 0.0

@@ -66,7 +66,7 @@ def test_the_quick_demo_prints_its_table_and_every_round_has_the_same_tokens(
     assert rounds[1]["passes"] < rounds[0]["passes"]
 
 
-@pytest.mark.parametrize("when", ["listening on", "off: "])
+@pytest.mark.parametrize("when", ["listening on", pytest.param("off: ", marks=pytest.mark.long)])
 def test_an_interrupted_demo_takes_its_server_with_it(when: str, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "tlt_server", "demo"],

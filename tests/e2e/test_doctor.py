@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.test_doctor import expect
 from tlt_server.doctor.checks import CHECKS
 from tlt_server.doctor.finding import Finding
@@ -50,6 +52,7 @@ def test_every_check_passes_here() -> None:
     )
 
 
+@pytest.mark.long
 def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -68,6 +71,7 @@ def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.long
 def test_a_warning_is_counted_next_to_what_passed(tmp_path: Path) -> None:
     status, output = doctor("--port", "0", "--weight-root", str(tmp_path))
     assert status == 0 and re.fullmatch(
@@ -76,6 +80,7 @@ def test_a_warning_is_counted_next_to_what_passed(tmp_path: Path) -> None:
     assert "warn state directory" in output
 
 
+@pytest.mark.long
 def test_settings_that_cannot_be_used_leave_what_needs_none() -> None:
     status, output = doctor("--json", "--model", "/nowhere")
     assert (
@@ -95,6 +100,7 @@ def test_settings_that_cannot_be_used_leave_what_needs_none() -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_weight_root_that_is_missing_comes_with_its_remedy(tmp_path: Path) -> None:
     status, output = doctor("--json", "--weight-root", str(tmp_path / "none"))
     assert status == 1
@@ -112,6 +118,7 @@ def test_a_torch_that_kills_its_process_is_a_finding(tmp_path: Path) -> None:
     assert findings(output)["memory"].found.startswith("not checked")
 
 
+@pytest.mark.long
 def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open')\n")
     status, output = doctor(

@@ -28,7 +28,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 SALTS = itertools.count()
 
 
-def batch(count: int = 10, n: int = 2) -> list[dict[str, Any]]:
+def batch(count: int = 6, n: int = 2) -> list[dict[str, Any]]:
     """The same requests each time, in a salt of their own."""
     salt = str(next(SALTS))
     return [
@@ -77,17 +77,24 @@ def plain(server: Any) -> list[list[tuple[Any, ...]]]:
         return generate(client, batch())
 
 
+CHAIN, WIDE = ("fixed", "eagle:1x1x2"), ("fixed", "eagle:10x6x32")
 POLICIES = [
     ("fixed", "eagle:7x4x16"),
-    ("fixed", "eagle:1x1x2"),
+    CHAIN,
     ("fixed", "history:8x2x9"),
-    ("fixed", "eagle:10x6x32"),
+    WIDE,
     ("beg", None),
     ("goodput", None),
 ]
 
 
-@pytest.mark.parametrize("policy,strategy", POLICIES)
+@pytest.mark.parametrize(
+    "policy,strategy",
+    [
+        pytest.param(*each, marks=pytest.mark.long if each in (CHAIN, WIDE) else ())
+        for each in POLICIES
+    ],
+)
 def test_speculation_changes_neither_a_token_nor_a_logprob(
     client: Client, plain: list[Any], policy: str, strategy: str | None
 ) -> None:

@@ -82,6 +82,7 @@ def test_the_example_trains_through_one_channel(tmp_path: Path) -> None:
             ], "to the last bit"
 
 
+@pytest.mark.long
 def test_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
     with (
         ServerProcess(*FAST_START, "--grpc-port", "0") as server,
@@ -108,6 +109,7 @@ def test_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
         assert server.process.wait(60) == 0
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_is_told_of_and_comes_back() -> None:
     with (
         ServerProcess(*FAST_START, "--grpc-port", "0") as server,
@@ -129,6 +131,7 @@ def test_an_engine_that_dies_is_told_of_and_comes_back() -> None:
         events.cancel()
 
 
+@pytest.mark.long
 def test_a_port_that_is_taken_is_said_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

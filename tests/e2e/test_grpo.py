@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,62 +41,101 @@ SIZE = ["--prompts", "2", "--group", "4", "--max-tokens", "48", "--lr", "1e-3"]
 TRAINING = ("--drafter-training", "idle", "--drafter-feature-mb", "64")
 
 
-def test_a_run_has_the_same_bits_with_and_without_speculation(tmp_path: Path) -> None:
-    off, frozen, adapted = paths = [tmp_path / name for name in ("off", "frozen", "adapted")]
-    flags = (*PAIR, "--state-dir", str(tmp_path), "--weight-channels", "http", *TRAINING)
-    with ServerProcess(*flags) as server, Client(server.url) as client:
+Run = Callable[..., None]  # flags of a run
 
-        def run(*flags: object) -> None:
-            train(arguments().parse_args([*SIZE, "--url", server.url, *map(str, flags)]))
 
-        run("--out", off, "--speculation", "off", "--steps", 2)
-        pinned = ("--out", frozen, "--speculation", "frozen", "--strategy", "eagle:7x1x8")
-        run(*pinned, "--steps", 1)
-        run(*pinned, "--steps", 2, "--resume")
-        learning = ("--speculation", "adaptive", "--drafter-steps", 2, *pinned[4:])
-        run("--out", adapted, *learning, "--steps", 1)
-        assert client.drafter()["trainer"]["state"] == "paused"
-        client.resume_drafter_training()
-        client.train_drafter()  # so short a run has no round of its own accord
-        waiting = ("--speculation", "spot", "--drafter-wait-s", 120, *pinned[4:])
-        run("--out", adapted, *waiting, "--steps", 2, "--resume")
-    assert differences(off, frozen) == [] and differences(off, adapted) == []
-    rows = speedup.compare(paths, 1)
-    assert [row["run"] for row in rows] == ["off", "frozen", "adapted"]
+def serving(state: Path, *flags: str) -> ServerProcess:
+    return ServerProcess(*PAIR, "--state-dir", str(state), "--weight-channels", "http", *flags)
+
+
+def trained(server: ServerProcess, *flags: object) -> None:
+    train(arguments().parse_args([*SIZE, "--url", server.url, *map(str, flags)]))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with serving(tmp_path_factory.mktemp("state"), "--policy", "off") as server:
+        yield partial(trained, server)
+
+
+@pytest.fixture(scope="module")
+def off(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of two steps without speculation."""
+    off = tmp_path_factory.mktemp("runs") / "off"
+    run("--out", off, "--speculation", "off", "--steps", 2)
+    return off
+
+
+PINNED = ("--strategy", "eagle:7x1x8")
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
+def test_a_run_has_the_same_bits_with_and_without_speculation(
+    run: Run, off: Path, tmp_path: Path
+) -> None:
+    frozen = tmp_path / "frozen"
+    pinned = ("--out", frozen, "--speculation", "frozen", *PINNED)
+    run(*pinned, "--steps", 1)
+    run(*pinned, "--steps", 2, "--resume")
+    assert differences(off, frozen) == []
+    rows = speedup.compare([off, frozen], 1)
+    assert [row["run"] for row in rows] == ["off", "frozen"]
     assert rows[0]["ratio"] == 1 and all(row["steps"] == 1 and row["ratio"] > 0 for row in rows)
     with pytest.raises(ValueError, match="steps from 9 on"):
-        speedup.compare(paths, 9)
-    plain, drafted, (trained, by_server) = (
-        [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
-        for path in paths
-    )
+        speedup.compare([off, frozen], 9)
+    plain, drafted = lines(off), lines(frozen)
     assert [line["accept_length"] for line in plain] == [None, None]
     assert all(line["accept_length"] > 2 and len(line["accepted_at_depth"]) > 1 for line in drafted)
-    assert trained["drafter_version"] == "adapted-drafter-0"  # each run begins with its own
-    assert by_server["drafter_version"] == "adapted-drafter-1"
-    assert all(line["drafter_s"] > 0 and line["accept_length"] > 2 for line in (trained, by_server))
-    assert by_server["trainer"]["rounds"] > 0 and by_server["trainer"]["steps"] > 0
     assert all(0 < line["entropy"] < 1 and line["logprob_difference"] < 1e-4 for line in plain)
     assert any(norm > 0 for line in plain for norm in line["gradient_norms"])
     weights = [
         load_file(off / "weights" / step / "model.safetensors") for step in ("00000", "00002")
     ]
     assert moved(*weights) > 1e-4
+    samples = load_samples(off, 1)
+    assert len(samples) == 8 and {sample.version for sample in samples} == {"off-1"}
+
+
+@pytest.mark.long
+def test_a_run_whose_drafter_is_trained_has_the_same_bits(off: Path, tmp_path: Path) -> None:
+    adapted = tmp_path / "adapted"
+    with serving(tmp_path / "state", *TRAINING) as server, Client(server.url) as client:
+        learning = ("--speculation", "adaptive", "--drafter-steps", 2, *PINNED)
+        trained(server, "--out", adapted, *learning, "--steps", 1)
+        assert client.drafter()["trainer"]["state"] == "paused"
+        client.resume_drafter_training()
+        client.train_drafter()  # so short a run has no round of its own accord
+        waiting = ("--speculation", "spot", "--drafter-wait-s", 120, *PINNED)
+        trained(server, "--out", adapted, *waiting, "--steps", 2, "--resume")
+    assert differences(off, adapted) == []
+    adaptive, by_server = lines(adapted)
+    assert adaptive["drafter_version"] == "adapted-drafter-0"  # each run begins with its own
+    assert by_server["drafter_version"] == "adapted-drafter-1"
+    assert all(
+        line["drafter_s"] > 0 and line["accept_length"] > 2 for line in (adaptive, by_server)
+    )
+    assert by_server["trainer"]["rounds"] > 0 and by_server["trainer"]["steps"] > 0
     compare(gap_arguments().parse_args([str(adapted), "--oracle", str(DRAFTER)]))
     replayed = json.loads((adapted / "gap.json").read_text())["steps"]
     assert [line["step"] for line in replayed] == ["0", "1", "all"]
     assert all(5 < line["frozen"] == line["oracle"] < 8 for line in replayed)
     assert replayed[0]["adaptive"] == replayed[0]["frozen"]
+
+
+@pytest.mark.long
+def test_objectives_are_trained_alike_and_replayed_side_by_side(off: Path) -> None:
     flags = ["--out", str(off), "--drafter", str(DRAFTER), "--tokens", "300", "--budget", "256"]
     side_by_side.compare(objective_arguments().parse_args(flags))
     trained = json.loads((off / "objectives.json").read_text())["rows"]
     assert [row["objective"].partition(",")[0] for row in trained] == ["start", *OBJECTIVES]
     assert trained[0]["accept_length"] > 5 and trained[0]["tokens"] == 0
     assert all(row["tokens"] == 512 and row["accept_length"] > 1.5 for row in trained[1:])
-    samples = load_samples(off, 1)
-    assert len(samples) == 8 and {sample.version for sample in samples} == {"off-1"}
 
 
+@pytest.mark.long
 def test_a_policy_is_pushed_inside_the_shapes_of_a_larger_one(tmp_path: Path) -> None:
     shape = replace(SHAPES["mid"], layers=8)
     write(pad(TARGET, DRAFTER, shape, torch.float32), tmp_path / "padded")

@@ -1,4 +1,4 @@
-"""Two thousand hostile requests at a real server: each is answered as it should be, and the
+"""Hundreds of hostile requests at a real server: each is answered as it should be, and the
 server is afterwards as it was before.
 
 Requests are made by `hostile_requests` from a seed; a failure names seed and index. Sound requests
@@ -264,7 +264,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def survives(server: ServerProcess, seed: int, count: int) -> None:
-    warm = max(1000, count // 10)
+    warm = max(min(1000, count // 2), count // 10)
     with Client(server.url, timeout_s=60) as client:
         pids, free = (server.process.pid, engine(server.process.pid)), free_pages(client)
         seen = uvloop.run(storm(server, seed, range(warm)))
@@ -294,8 +294,9 @@ def survives(server: ServerProcess, seed: int, count: int) -> None:
     ]
 
 
-def test_two_thousand_hostile_requests_change_nothing(target: ServerProcess) -> None:
-    survives(target, 1, 2000)
+@pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.long)])
+def test_hostile_requests_change_nothing(target: ServerProcess, count: int) -> None:
+    survives(target, 1, count)
 
 
 @pytest.mark.soak

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import PAIR
+from tests.mostly_long import mostly_long
 from tests.processes import engine
 from tlt_client import Client, ServerError
 from tlt_client.wire import Token
@@ -29,7 +30,7 @@ from tlt_server.errors import StartupError
 
 QUESTION = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
 LONG = {"max_tokens": 3000, "ignore_eos": True}
-SHORTER = {**LONG, "max_tokens": 700}
+SHORTER = {**LONG, "max_tokens": 400}
 FAST_START = ("--model", str(TARGET), "--drafter", "none", "--kv-memory-mb", "64")
 
 
@@ -77,6 +78,7 @@ def test_a_client_that_leaves_frees_its_pages_at_once(
     assert look(client).passes - passes < 300  # some thousand were left
 
 
+@pytest.mark.long
 def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> None:
     with (
         ServerProcess(*FAST_START, "--max-restarts", "0") as server,
@@ -132,7 +134,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
         assert running.is_alive()
         running.join(60)
         assert [(c.finish_reason, len(c.token_ids)) for c in replies[0].results[0].choices] == [
-            ("length", 700)
+            ("length", 400)
         ] * 2
         assert server.process.wait(60) == 0
 
@@ -158,7 +160,7 @@ def starting_fails(*flags: str) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", mostly_long(BROKEN, "no config"))
 def test_a_broken_model_directory_is_named_at_start(name: str, tmp_path: Path) -> None:
     spoil, parts = BROKEN[name]
     model = Path(shutil.copytree(TARGET, tmp_path / "model"))
@@ -169,6 +171,7 @@ def test_a_broken_model_directory_is_named_at_start(name: str, tmp_path: Path) -
         assert part in message
 
 
+@pytest.mark.long
 def test_a_drafter_of_the_wrong_kind_is_named_at_start(tmp_path: Path) -> None:
     message = starting_fails("--model", str(TARGET), "--drafter", str(TARGET))
     assert str(TARGET) in message and "are not those of a drafter" in message

@@ -190,7 +190,7 @@ def test_a_choice_is_said_to_have_ended_when_it_ends_and_not_with_its_siblings(
     sdk: openai.OpenAI,
 ) -> None:
     question: Any = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
-    asked: dict[str, Any] = {"model": MODEL, "n": 4, "seed": 7, "max_tokens": 1000, "stream": True}
+    asked: dict[str, Any] = {"model": MODEL, "n": 4, "seed": 7, "max_tokens": 300, "stream": True}
     for stream in (
         sdk.completions.create(prompt=PROMPTS[1], **asked),
         sdk.chat.completions.create(messages=question, **asked),

@@ -136,7 +136,9 @@ def await_four(url: str) -> None:
     Calls(url).await_tokens()
 
 
-@pytest.mark.parametrize("trainer", [by_communicator, by_named_group])
+@pytest.mark.parametrize(
+    "trainer", [by_communicator, pytest.param(by_named_group, marks=pytest.mark.long)]
+)
 def test_the_order_of_openrlhf_with_rollouts_running(
     running: ServerProcess, trainer: Callable[[int, str], Broadcast]
 ) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import PAIR
 from tests.e2e.test_bench import bench
 from tests.e2e.test_lifecycle import LONG, QUESTION, gauge, until
@@ -18,6 +20,7 @@ from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 
 
+@pytest.mark.long
 def test_overload_ends_every_request_once_and_leaves_nothing_open(tmp_path: Path) -> None:
     said = bench("overload", tmp_path / "overload.json")
     assert said["exactly_one_end"] and said["sent"] == sum(said["ended"].values()) + sum(
@@ -35,6 +38,7 @@ def test_overload_ends_every_request_once_and_leaves_nothing_open(tmp_path: Path
     )
 
 
+@pytest.mark.long
 def test_deadlines_are_kept_in_the_queue_and_in_decoding_and_pages_come_back() -> None:
     with ServerProcess(
         *PAIR[:2], "--drafter", "none", "--kv-memory-mb", "64", "--max-running", "2"

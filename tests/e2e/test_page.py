@@ -502,8 +502,11 @@ def test_new_weights_are_marked_in_the_charts_and_in_a_response(
     ("failing", "reason", "state"),
     [
         (("startupz",), "reason, limit and remedy", "starting"),
-        ((), "the engine is gone and is being restarted: status 9", "restarting"),
-        ((), "reason, limit and remedy", "not ready"),
+        pytest.param(
+            *((), "the engine is gone and is being restarted: status 9", "restarting"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(*((), "reason, limit and remedy", "not ready"), marks=pytest.mark.long),
     ],
 )
 def test_the_state_is_what_the_probes_say(
@@ -527,6 +530,7 @@ def test_the_state_is_what_the_probes_say(
     expect(page.locator("#banner")).to_be_hidden()
 
 
+@pytest.mark.long
 def test_it_sees_a_server_drain_go_and_come_back(open_page: Open) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -25,6 +25,8 @@ from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import PAIR, TARGET
 
+pytestmark = pytest.mark.long
+
 KEY = "key-of-the-test"
 SCRAPES = 4  # after which rates have values
 PATIENCE_S = 180

@@ -120,6 +120,7 @@ def loads(calls: Calls) -> tuple[int, int, int]:
     return one["num_running_reqs"], one["num_waiting_reqs"], one["num_used_tokens"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(
     mode: str, pushable: ServerProcess
@@ -156,6 +157,7 @@ def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(
     assert opened.result().aborted == (mode == "abort")
 
 
+@pytest.mark.long
 def test_what_was_aborted_and_sent_again_is_the_same_output(pushable: ServerProcess) -> None:
     calls = Calls(pushable.url)
     whole = resumed(pushable.url, 77)

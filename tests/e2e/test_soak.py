@@ -336,6 +336,7 @@ def endure(plan: Plan, seed: int, root: Path, disk: Path) -> Counter[str]:
     return seen
 
 
+@pytest.mark.long
 def test_a_small_storm_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "disk").mkdir()

@@ -27,6 +27,7 @@ from tlt_client import Client
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
 from tlt_client.channels.http import HttpSender
 from tlt_client.errors import Conflict
+from tlt_client.wire import Choice
 from tlt_server.demo import chat, task
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
@@ -75,20 +76,21 @@ def weight_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("weights")
 
 
-@pytest.fixture(scope="module")
-def training(
-    weak_drafter: Path, weight_root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    state = str(tmp_path_factory.mktemp("state"))
-    flags = ("--model", str(TARGET), "--drafter", str(weak_drafter), "--state-dir", state)
+def serving(drafter: Path, weight_root: Path, state: Path) -> ServerProcess:
+    flags = ("--model", str(TARGET), "--drafter", str(drafter), "--state-dir", str(state))
     flags += ("--weight-root", str(weight_root), "--weight-channels", "disk,http")
-    with ServerProcess(*flags, *FLAGS) as server:
-        yield server
+    return ServerProcess(*flags, *FLAGS)
 
 
-@pytest.fixture
-def own(training: ServerProcess) -> Iterator[Client]:
-    with Client(training.url, timeout_s=60) as client:
+@pytest.fixture(scope="module")
+def own(
+    weak_drafter: Path, weight_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """A client of a server whose drafter is weak."""
+    with (
+        serving(weak_drafter, weight_root, tmp_path_factory.mktemp("state")) as server,
+        Client(server.url, timeout_s=60) as client,
+    ):
         yield client
 
 
@@ -103,31 +105,20 @@ def ended(found: Mapping[str, Any]) -> int:
     return refused + int(found["adopted"])
 
 
-def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
-    training: ServerProcess, own: Client
-) -> None:
-    client, asked = own, items()
-    before = [result.choices[0] for result in client.generate(asked).results]
+def begin(client: Client) -> list[Choice]:
+    """Have a round begin, and return the responses that it learns from."""
+    said = [result.choices[0] for result in client.generate(items()).results]
     until(lambda: client.drafter()["buffer"]["sequences"] == TRAINED + JUDGED)
     until(lambda: status(client)["process"] == "running")
     client.train_drafter()
-    until(lambda: status(client)["state"] in ("training", "evaluating"))
-    with pytest.raises(Conflict, match="a round is on its way"):
-        client.train_drafter()
-    until(lambda: status(client)["state"] == "evaluating")
-    assert client.pause_drafter_training()["state"] == "paused"
-    until(lambda: status(client)["checkpoints"] >= 2)
-    os.kill(trainer(training.process.pid), signal.SIGKILL)
-    until(lambda: status(client)["restarts"] == 1 and status(client)["process"] == "running")
-    # Features were in the memory of the killed process: the engine computes them again.
-    until(lambda: status(client)["state"] == "paused")  # an order outlives the process
-    client.resume_drafter_training()
-    client.train_drafter()
+    return said
+
+
+def check_adopted(client: Client) -> Mapping[str, Any]:
+    """Wait for the round's end, whose candidate must have been better."""
     until(lambda: ended(status(client)))
     found = status(client)
     assert found["adopted"] == 1, (found["refused"], found["candidate"])
-    assert found["steps"] == 48  # the killed process had written its checkpoint, of 24
-    assert 0 < found["recomputed_tokens"] == found["tokens"]
     candidate = found["candidate"]
     assert candidate["outcome"] == "adopted" and candidate["interval"][0] > 0
     assert candidate["accept_length"] > 1.2 * candidate["accept_length_before"]
@@ -135,16 +126,50 @@ def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(
     per_token = candidate["ms_per_cycle"] / candidate["accept_length"]
     assert candidate["ms_per_token"] == pytest.approx(per_token)
     assert found["compared_cycles"] > 0 and found["different_cycles"] == 0
-    served = client.drafter()["drafters"][0]
-    # The killed process had the first candidate: its number is not given again.
-    assert served["weight_version"].startswith("drafter-initial-2-")
+    return found
+
+
+def test_a_weak_drafter_is_trained_and_adopted_with_the_same_tokens(own: Client) -> None:
+    before = begin(own)
+    until(lambda: status(own)["state"] in ("training", "evaluating"))
+    with pytest.raises(Conflict, match="a round is on its way"):
+        own.train_drafter()
+    check_adopted(own)
+    served = own.drafter()["drafters"][0]
+    assert served["weight_version"].startswith("drafter-initial-")
     assert served["trained_for"] == "initial"
-    again = [result.choices[0] for result in client.generate(asked).results]
+    again = [result.choices[0] for result in own.generate(items()).results]
     assert [c.token_ids for c in again] == [c.token_ids for c in before]
     assert [c.logprobs for c in again] == [c.logprobs for c in before]
-    seen = figures(client)
+    seen = figures(own)
     assert seen["tlt_drafter_adoptions_total"] == 1
     assert seen["tlt_drafter_self_check_differences_total"] == 0
+
+
+@pytest.mark.long
+def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint(
+    weak_drafter: Path, weight_root: Path, tmp_path: Path
+) -> None:
+    with (
+        serving(weak_drafter, weight_root, tmp_path) as server,
+        Client(server.url, timeout_s=60) as client,
+    ):
+        begin(client)
+        until(lambda: status(client)["state"] == "evaluating")
+        assert client.pause_drafter_training()["state"] == "paused"
+        until(lambda: status(client)["checkpoints"] >= 2)
+        os.kill(trainer(server.process.pid), signal.SIGKILL)
+        until(lambda: status(client)["restarts"] == 1 and status(client)["process"] == "running")
+        # Features were in the memory of the killed process: the engine computes them again.
+        until(lambda: status(client)["state"] == "paused")  # an order outlives the process
+        client.resume_drafter_training()
+        client.train_drafter()
+        found = check_adopted(client)
+        assert found["steps"] == 48  # the killed process had written its checkpoint, of 24
+        # It had the first candidate, too, whose number is not given again.
+        version = client.drafter()["drafters"][0]["weight_version"]
+        assert version.startswith("drafter-initial-2-")
+        assert 0 < found["recomputed_tokens"] == found["tokens"]
 
 
 def test_orders_are_obeyed_and_the_drafter_goes_back(own: Client) -> None:
@@ -165,6 +190,7 @@ def test_orders_are_obeyed_and_the_drafter_goes_back(own: Client) -> None:
     assert client.resume_drafter_training()["state"] in ("idle", "parked")
 
 
+@pytest.mark.long
 def test_it_trains_again_after_a_push_of_the_target(own: Client, weight_root: Path) -> None:
     client, before = own, status(own)
     perturbed_copy(TARGET, weight_root / "step-1")
@@ -181,6 +207,7 @@ def test_it_trains_again_after_a_push_of_the_target(own: Client, weight_root: Pa
     client.wake()
 
 
+@pytest.mark.long
 def test_a_client_ships_the_candidate_with_its_next_target(
     own: Client, weight_root: Path, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def begin(client: Client) -> None:
         client.train_drafter()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["device", "share"])
 def test_it_trains_while_requests_run_with_the_same_tokens(
     mode: str, client: Client, tmp_path: Path
@@ -127,6 +128,7 @@ def test_it_trains_while_requests_run_with_the_same_tokens(
     assert found["parkings"] == 0 and found["device"] == "cpu" and seen > 0
 
 
+@pytest.mark.long
 def test_a_push_and_a_death_while_it_trains_change_nothing_else(
     client: Client, tmp_path: Path
 ) -> None:

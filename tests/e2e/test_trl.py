@@ -17,15 +17,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
-from tests.e2e.async_grpo import Completions, LockstepWorker, on_cpu
 from tests.e2e.conftest import DRAFTING
 from tests.e2e.looks import Looks, lost
 from tlt_client import Client
@@ -38,10 +35,16 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import problem
 from tlt_server.demo.workload import TARGET
 
+if TYPE_CHECKING:  # their import takes four seconds
+    from trl import GRPOTrainer
+
+    from tests.e2e.async_grpo import Completions
+
 ROOT = Path(__file__).parents[2]
 LEARNING_RATE = 1e-3
 PROMPTS, COMPLETIONS, MAX_TOKENS = 2, 4, 48
-STEPS, ASYNC_STEPS = 5, 3
+STEPS, ASYNC_STEPS = 2, 3
+BROADCAST = pytest.param("broadcast", 1, marks=pytest.mark.long)
 
 
 def policy(seed: int) -> Any:
@@ -119,6 +122,9 @@ def varied(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def grpo(rollout_func: Callable[..., Any], seed: int, steps: int, place: Path) -> GRPOTrainer:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     args = GRPOConfig(
         str(place),
         max_steps=steps,
@@ -161,7 +167,7 @@ class Watched(Looks):
         return said
 
 
-@pytest.mark.parametrize(("channel", "steps"), [("http", STEPS), ("disk", 1), ("broadcast", 1)])
+@pytest.mark.parametrize(("channel", "steps"), [("http", STEPS), ("disk", 1), BROADCAST])
 def test_after_every_step_the_server_is_the_trainer(
     channel: str, steps: int, client: Client, senders: dict[str, OpenSender], tmp_path: Path
 ) -> None:
@@ -199,6 +205,7 @@ with Client(url, timeout_s=60) as client:
 """
 
 
+@pytest.mark.long
 def test_processes_that_train_together_push_once_and_sample_from_the_same_weights(
     server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -228,6 +235,7 @@ def test_processes_that_train_together_push_once_and_sample_from_the_same_weight
     assert ranks[0] == ranks[1] and ranks[0][0] == [] and len(ranks[0][1]) == 2
 
 
+@pytest.mark.long
 def test_the_example_trains_with_a_drafter_that_follows() -> None:
     size = ("--prompts", "1", "--completions", "2", "--max-tokens", "16")
     done = subprocess.run(
@@ -266,7 +274,10 @@ def async_grpo(
     client: Client, url: str, sender: OpenSender, seed: int, place: Path
 ) -> tuple[Looks, list[dict[str, Any]]]:
     """Return what was seen after each push, and what TRL logged."""
+    from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    from tests.e2e.async_grpo import LockstepWorker, on_cpu
 
     tokenizer, looks = AutoTokenizer.from_pretrained(TARGET), Looks(client)
     policy(seed).save_pretrained(place / "policy")
@@ -311,6 +322,7 @@ def async_grpo(
     return looks, trainer.state.log_history
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("channel", ["http", "broadcast"])
 def test_the_asynchronous_trainer_pushes_after_every_step(
     channel: str,
@@ -329,6 +341,7 @@ def test_the_asynchronous_trainer_pushes_after_every_step(
     assert client.weights()["groups"] == []
 
 
+@pytest.mark.long
 def test_the_looks_see_pushes_that_the_asynchronous_trainer_loses(
     server: ServerProcess, client: Client, tmp_path: Path
 ) -> None:

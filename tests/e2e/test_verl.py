@@ -227,7 +227,7 @@ def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerP
         replica = await launched(config)
         rollout = adapter.rollout_class()(config, None, None)
         await rollout.update_weights(iter(weights(5)), global_steps=5)
-        running = [asyncio.ensure_future(whole(replica, i)) for i in range(8)]
+        running = [asyncio.ensure_future(whole(replica, i)) for i in range(4)]
         await asyncio.to_thread(calls.await_tokens)
         await replica.abort_all_requests()
         late = asyncio.ensure_future(asked(replica, 50, max_tokens=4))

@@ -17,6 +17,8 @@ from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
+pytestmark = pytest.mark.long
+
 PROMPT = list(b"Compute 3*4+5.")
 
 

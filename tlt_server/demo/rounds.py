@@ -44,7 +44,7 @@ class DemoSize(NamedTuple):
 
 
 FULL = DemoSize(8, 8, 2000)
-QUICK = DemoSize(6, 8, 600)
+QUICK = DemoSize(4, 6, 400)
 
 
 class DemoEngine(NamedTuple):
