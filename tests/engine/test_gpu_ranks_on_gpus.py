@@ -1,0 +1,127 @@
+"""A target over two GPUs: the bits of one, from captured graphs, through speculation and pushes;
+one error within its bound when a rank is stopped or killed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.gpu_engine import bits, choose
+from tests.engine.pushing import Pushable, perturbed
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.gpu import windows
+from tlt_server.engine.gpu.ranks import GpuRanks
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import EngineFailed
+from tlt_server.records import Strategy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+ARMS = (None, Strategy("eagle", 7, 4, 32), Strategy("history", 12, 2, 16))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    root = tmp_path_factory.mktemp("two gpus")
+    perturbed(TARGET, root / "new", 1)
+    return EngineSettings(
+        model=TARGET,
+        drafter=str(DRAFTER),
+        policy="off",
+        device="cuda",
+        kv_memory_mb=256,
+        max_model_len=512,
+        max_running=16,
+        max_rows=256,
+        weight_root=root,
+    )
+
+
+@pytest.fixture(scope="module")
+def one(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+@pytest.fixture(scope="module")
+def shared(settings: EngineSettings) -> Iterator[Pushable]:
+    engine = Pushable(replace(settings, tensor_parallel=2))
+    yield engine
+    followers(engine).close()
+
+
+@pytest.fixture
+def doomed(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Pushable, GpuRanks]]:
+    """An engine for one fault, whose first rank waits for two seconds."""
+    monkeypatch.setattr(windows, "WAIT_S", 2.0)
+    engine = Pushable(replace(settings, tensor_parallel=2, drafter="none"))
+    yield engine, followers(engine)
+    followers(engine).close()
+    gc.collect()
+
+
+def followers(engine: Pushable) -> GpuRanks:
+    found = engine.engine.runner.followers  # type: ignore[attr-defined]
+    assert isinstance(found, GpuRanks)
+    return found
+
+
+def responses(engine: Pushable, strategy: Strategy | None) -> dict[str, tuple[object, ...]]:
+    engine.said.clear()
+    choose(engine, strategy)
+    requests = problems_as_requests(TARGET, 24, group=4, seed=0, max_tokens=96)
+    engine.run(*requests)
+    return bits(engine, [request.id for request in requests])
+
+
+def test_two_gpus_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
+    assert one.info.fingerprint == shared.info.fingerprint
+    assert shared.engine.runner.graphs.bytes, "nothing was captured"  # type: ignore[attr-defined]
+    expected = responses(one, None)
+    for strategy in ARMS:
+        assert responses(shared, strategy) == expected, strategy
+
+
+def test_a_push_changes_both_gpus(
+    one: Pushable, shared: Pushable, settings: EngineSettings
+) -> None:
+    for engine in (one, shared):
+        assert engine.push(Path(str(settings.weight_root)) / "new", "v1").result == "committed"
+    assert one.checksums() == shared.checksums()
+    expected = responses(one, None)
+    assert responses(shared, ARMS[1]) == expected
+    for engine in (one, shared):
+        assert engine.roll_back("initial").result == "rolled_back"
+    assert one.checksums() == shared.checksums()
+    assert responses(shared, None) == responses(one, None) != expected
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [(signal.SIGSTOP, "waited 2 s for rank 1"), (signal.SIGKILL, r"rank 1 \(process \d+\) ended")],
+)
+def test_a_rank_that_stops_or_dies_is_one_error(
+    sent: signal.Signals, why: str, doomed: tuple[Pushable, GpuRanks]
+) -> None:
+    engine, ranks = doomed
+    [process] = ranks._processes
+    engine.submit(*problems_as_requests(TARGET, 8, group=1, seed=0, max_tokens=200))
+    engine.step(5)
+    os.kill(process.pid, sent)
+    began_s = time.monotonic()
+    with pytest.raises(EngineFailed, match=why):
+        engine.finish()
+    assert time.monotonic() - began_s < 10
