@@ -24,6 +24,7 @@ from tlt_server.bench.padding.recipe import pad
 from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.config import load
 from tlt_server.doctor.model import drafter as check_drafter
+from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, Rope
@@ -241,7 +242,9 @@ def test_pushes_and_rollbacks_of_both_roles(
     old, new = said_of("base"), said_of("new")
     assert old != new
     engine = Pushable(drafting(on_device(settings), *CHAIN))
-    drafts = engine.engine.runner.passes.drafters["eagle"]
+    runner = engine.engine.runner
+    drafters = runner.passes.drafters if isinstance(runner, GpuRunner) else runner._drafters
+    drafts = drafters["eagle"]
     both = str(root / "new-drafter")
     for act, expected in (
         (lambda: engine.push(root / "new", "v1"), new),
