@@ -188,3 +188,9 @@ def test_ranks_share_a_kv_head_where_there_are_fewer() -> None:
 def test_widths_that_would_cut_a_head_are_refused_with_those_that_work() -> None:
     with pytest.raises(StartupError, match=r"m has 4 heads, 2 KV heads .* use 1 or 2 or 4"):
         check_ranks(SHAPE, 8, "m")
+
+
+def test_a_rank_alone_has_every_tensor_whole() -> None:
+    """A whole drafter's head has fewer tokens than the target."""
+    for name in ("lm_head.weight", "midlayer.mlp.down_proj.weight"):
+        assert cut(name, SHAPE, Split(2)) is None and cut(name, SHAPE, Split(2, 0, 2)) is not None

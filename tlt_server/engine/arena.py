@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import GRANT, Grant, SharedGpuMemory
 from tlt_server.models.decoder import Decoder
 
@@ -40,9 +41,15 @@ class Arena:
 
     @classmethod
     def shared(cls, size: int, device: torch.device) -> Arena:
+        """`torch.OutOfMemoryError` where the device has no room."""
         if device.type != "cuda":
             return cls.file(size)
-        memory = SharedGpuMemory.share(size, device)
+        try:
+            memory = SharedGpuMemory.share(size, device)
+        except ChannelLost as error:
+            raise torch.OutOfMemoryError(
+                f"out of memory: {device} has no {size} bytes for a shard ({error.__context__})"
+            ) from None
         return cls(memory.view, shared=memory)
 
     @classmethod

@@ -73,6 +73,8 @@ RULES: dict[str, Rule] = {
 
 def cut(name: str, config: ModelConfig, split: Split) -> ShardCut | None:
     """Return the rank's slice of a tensor; None: all of it."""
+    if split.of == 1:
+        return None
     *_, layer, kind = name.split(".")
     rule = RULES.get(layer)
     if rule is None or (rule.dim == 1 and kind == "bias") or layer in split.whole:

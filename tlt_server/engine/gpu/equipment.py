@@ -9,7 +9,7 @@ import torch
 
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.maker import Lent
-from tlt_server.engine.gpu.orders import SetDrafterTable, SwapModels
+from tlt_server.engine.gpu.orders import SetDrafterTable, Settle, SwapModels
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.orders import FreePages, ReclaimPages
 from tlt_server.engine.ranks import RankOrders, key_of
@@ -31,6 +31,7 @@ class GpuEquipment:
         with torch.cuda.stream(self.runner.stream):
             self._exchange(live, changed)
         self.synchronize()  # before another stream fills what the old version gives back
+        self.ranks.order(Settle(), wait=True)
 
     def _exchange(self, live: Live, changed: Changed) -> None:
         state = self.runner.state
@@ -57,9 +58,11 @@ class GpuEquipment:
             drafts.install(changed)
 
     def _swap(self, resident: object, other: object) -> None:
-        """Let the other ranks exchange these two, which they know by their storage."""
+        """Let the other ranks exchange these two, which they know by their storage, while this one
+        does.
+        """
         if resident is not other:
-            self.ranks.order(SwapModels(key_of(resident), key_of(other)), wait=True)
+            self.ranks.order(SwapModels(key_of(resident), key_of(other)))
 
     def free(self) -> None:
         self.ranks.order(FreePages(), wait=True)

@@ -99,6 +99,10 @@ class SwapModels(Struct, frozen=True, tag="swap"):
     other: int
 
 
+class Settle(Struct, frozen=True, tag="settle"):
+    """Answer once everything before is done."""
+
+
 class SetDrafterTable(Struct, frozen=True, tag="drafter"):
     """Begin again with a drafter's table, for the network that has just been swapped in."""
 
@@ -108,6 +112,6 @@ class SetDrafterTable(Struct, frozen=True, tag="drafter"):
 
 StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RunEmpty | ForgetTexts
 TableOrder = WriteTable | RenewTable | SetDrafterTable
-ModelOrder = LoadShard | SwapModels | Drop
+ModelOrder = LoadShard | SwapModels | Settle | Drop
 PageOrder = ReportMemory | Allocate | Save | Restore | FreePages | ReclaimPages
 GpuOrder = StepOrder | TableOrder | ModelOrder | PageOrder | Equip | Begin

@@ -38,6 +38,7 @@ from tlt_server.engine.gpu.orders import (
     RunEmpty,
     RunStep,
     SetDrafterTable,
+    Settle,
     SwapModels,
     TakeOver,
     UploadWords,
@@ -117,7 +118,7 @@ class GpuRank:
             case UploadWords() | TakeOver() | RunStep() | FinishStep() | RunEmpty():
                 with torch.cuda.stream(self._stream):
                     self._launch(order)
-            case LoadShard() | SwapModels() | Drop():
+            case LoadShard() | SwapModels() | Settle() | Drop():
                 self._follow_on_models(order)
             case ForgetTexts(slots):
                 self.passes.forget(slots)
@@ -233,7 +234,7 @@ class GpuRank:
 
     # -- models ------------------------------------------------------------------------------------
 
-    def _follow_on_models(self, order: LoadShard | SwapModels | Drop) -> None:
+    def _follow_on_models(self, order: LoadShard | SwapModels | Settle | Drop) -> None:
         match order:
             case LoadShard(key, beside):
                 arena = receive(self._side, key)
@@ -245,6 +246,8 @@ class GpuRank:
                 self._live.setdefault(GpuEagleNetwork if target else GpuDecoder, made)
             case SwapModels(resident, other):
                 self._swap(resident, other)
+            case Settle():
+                self._maker.synchronize()
             case Drop(models, saved):
                 if models:
                     self._maker.synchronize()
