@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.engine.fast_interpreter import patched_once
-from tests.engine.gpu_engine import bits, choose, request
+from tests.engine.gpu_engine import bits, choose, joined, request
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
@@ -29,8 +29,8 @@ from tlt_server.records import Grammar, Sampling, Strategy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
 
-# Leaves of 128: a head, and half of the MLP.
-SHAPE = Shape(vocab=64, hidden=32, layers=2, head_dim=128, mlp=256, features=(1, 0, 1))
+# Leaves of 128: a head, and half of the MLP. The head has two blocks of tokens.
+SHAPE = Shape(vocab=1100, hidden=32, layers=2, head_dim=128, mlp=256, features=(1, 0, 1))
 TREE = Strategy("eagle", 3, 2, 6)
 WORDS = Sampling(max_tokens=4, structured_outputs=Grammar(kind="regex", text="(ab|cd){2,9}"))
 
@@ -93,11 +93,16 @@ def responses(
 ) -> dict[str, tuple[object, ...]]:
     engine.said.clear()
     choose(engine, strategy)
-    requests = [request(0, 5, 4, top_k=9), request(1, 21, 3, repetition_penalty=1.2)]
+    # The first one's last steps are plain, so the ranks share the head.
+    requests = [
+        request(0, 5, 5, logprobs=2, raw_logprobs=True),
+        request(1, 21, 2, repetition_penalty=1.2, top_k=9),
+    ]
     if structured:
         requests.append(msgspec.structs.replace(requests[0], id="r2", sampling=WORDS))
     engine.run(*requests)
-    return bits(engine, [each.id for each in requests])
+    reported = joined(engine.said["r0"], "raw_logprobs"), joined(engine.said["r0"], "top_logprobs")
+    return bits(engine, [each.id for each in requests]) | {"reported": reported}
 
 
 def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
@@ -108,6 +113,8 @@ def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None
     expected = responses(one, None, structured=True)
     assert responses(shared, None, structured=True) == expected
     assert responses(shared, TREE, structured=True) == expected
+    extends = shared.engine.runner.passes.extends.values()  # type: ignore[attr-defined]
+    assert {extend._head is None for extend in extends} == {False, True}, "both ways of the head"
     drafts = [output for outputs in shared.said.values() for output in outputs]
     assert sum(output.accepted for output in drafts) > 0
 

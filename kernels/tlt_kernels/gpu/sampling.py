@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tlt_kernels.gpu.exchange import PeerWindows, gather
 from tlt_kernels.gpu.filters import cuts
 from tlt_kernels.gpu.noise import fast_exp, gumbel_above, gumbel_of_word, log, words_of_quads
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -108,16 +109,19 @@ def _best_noisy(a, b, c, d, seed, position, first, N: tl.constexpr):
 def _sample_blocks(
     logits_SV, row_S, position_R, batch_slot_R, seed_Q, temperature_Q, cut_S, last_S,
     score_SB, token_SB, z_SB, top_SB, sum_SB,
-    V, B, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
+    V, B, FILTERED: tl.constexpr, BLOCK: tl.constexpr, START: tl.constexpr,
 ):  # fmt: skip
+    """Sample in one block per program. The logits are those of V tokens from START on."""
     pdl_launch()
     block = tl.program_id(0)
     s = tl.program_id(1).to(tl.int64)
-    first = block * BLOCK
+    first = START + block * BLOCK
     tokens = first + tl.arange(0, BLOCK)
+    V += START
+    logits_SV += s * (V - START) - START
     N: tl.constexpr = BLOCK // 4
     pdl_wait()
-    logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
+    logits = tl.load(logits_SV + tokens, mask=tokens < V, other=-float("inf"))
     row = tl.load(row_S + s)
     if row < 0:
         return
@@ -143,7 +147,7 @@ def _sample_blocks(
     at = s * B + block
     tl.store(score_SB + at, best)
     tl.store(token_SB + at, token)
-    tl.store(z_SB + at, divided(tl.load(logits_SV + s * V + token), scale_of(temperature)))
+    tl.store(z_SB + at, divided(tl.load(logits_SV + token), scale_of(temperature)))
     tl.store(top_SB + at, top)
     tl.store(sum_SB + at, sum_of_exponentials(a, b, c, d, top))
 
@@ -162,13 +166,19 @@ def normaliser(top_B, sum_B):
 
 @triton.jit
 def _merge_blocks(
-    row_S, score_SB, token_SB, z_SB, top_SB, sum_SB, token_S, logprob_S, B, TILE: tl.constexpr,
+    row_S, score_SB, token_SB, z_SB, top_SB, sum_SB, token_S, logprob_S, B, stride,
+    OWN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Merge the blocks of one row per program. OWN: blocks of each rank, whose results begin
+    `stride` after one another's; 0: there is one rank.
+    """
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, TILE)
     inside = blocks < B
     at = s * B + blocks
+    if OWN > 0:
+        at = (blocks // OWN).to(tl.int64) * stride + s * OWN + blocks % OWN
     pdl_wait()
     row = tl.load(row_S + s)
     if row < 0:
@@ -213,7 +223,7 @@ def sample(
     _sample_blocks[(B, S)](
         logits_SV, row_S, rows.position_R, rows.batch_slot_R,
         batch_slots.seed_Q, batch_slots.temperature_Q, cut_S, last_S, *blocks,
-        V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
+        V, B, FILTERED=filtered, BLOCK=BLOCK, START=0, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
     _merge_blocks[(S,)](
         row_S,
@@ -221,7 +231,71 @@ def sample(
         token_S,
         logprob_S,
         B,
+        0,
+        OWN=0,
         TILE=triton.next_power_of_2(B),
+        num_warps=MERGE_WARPS,
+        **PDL,
+    )
+    return Samples(token_S, logprob_S)
+
+
+def blocks_of_rank(vocabulary: int, ranks: int) -> int:
+    """Return the blocks of each rank but the last, which may have fewer; 0 where it had none."""
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    own = triton.cdiv(blocks, ranks)
+    return own if (ranks - 1) * own < blocks else 0
+
+
+def block_words(samples: int, own: int) -> int:
+    """Return the words of 4 bytes of the results of a rank's blocks."""
+    return 5 * _results(samples, own)
+
+
+def _results(samples: int, own: int) -> int:
+    return -(-samples * own // 4) * 4  # each kind of them begins at 16 bytes
+
+
+def sample_shared(
+    peers: PeerWindows,
+    logits_SW: torch.Tensor,  # float32, of the tokens of this rank
+    vocabulary: int,
+    row_S: torch.Tensor,
+    rows: RowTable,
+    batch_slots: BatchSlots,
+) -> Samples:
+    """Return what `sample` returns without filters from the logits of all ranks, each of which has
+    whole blocks. Their results are exchanged through the beginning of room 0.
+    """
+    (S, W), own, ranks = logits_SW.shape, blocks_of_rank(vocabulary, peers.ranks), peers.ranks
+    size, start = _results(S, own), peers.rank * own * BLOCK
+    mine = peers.room(0)[: block_words(S, own)]
+    found = torch.empty(ranks, len(mine), dtype=torch.float32, device=mine.device)
+    blocks = mine.view(5, size).unbind()
+    score, token, z, top, total = blocks
+    _sample_blocks[(own, S)](
+        logits_SW, row_S, rows.position_R, rows.batch_slot_R,
+        batch_slots.seed_Q, batch_slots.temperature_Q, None, None,
+        score, token.view(torch.int32), z, top, total,
+        W, own, FILTERED=False, BLOCK=BLOCK, START=start, num_warps=BLOCK_WARPS, **PDL,
+    )  # fmt: skip
+    gather(peers, mine, found)
+    score, token, z, top, total = found[0].view(5, size).unbind()
+    token_S, logprob_S = torch.empty_like(row_S), logits_SW.new_empty(S)
+    blocks_in_all = triton.cdiv(vocabulary, BLOCK)
+    _merge_blocks[(S,)](
+        row_S,
+        score,
+        token.view(torch.int32),
+        z,
+        top,
+        total,
+        token_S,
+        logprob_S,
+        blocks_in_all,
+        len(mine),
+        OWN=own,
+        TILE=triton.next_power_of_2(blocks_in_all),
         num_warps=MERGE_WARPS,
         **PDL,
     )

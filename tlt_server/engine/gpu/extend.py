@@ -30,6 +30,7 @@ from tlt_kernels.gpu.structure import apply_masks
 from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Samples, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.drafts import DraftKey, Follower
+from tlt_server.engine.gpu.head import SharedHead
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer
@@ -134,7 +135,11 @@ class Extend:
         """Run the whole pass, or its first half; hidden states and logits of the samples outlive
         it.
         """
-        forwarded, logits_SV = self.forward(), self.logits()
+        forwarded = self.forward()
+        if self._head is not None:
+            self.finish(forwarded, self._shared_samples(self._head))
+            return
+        logits_SV = self.logits()
         if self.key.edited:
             count_text(self.state.batch_slots)
             edit(logits_SV, self.trees.sample_row_S, self.rows, self.state.batch_slots)
@@ -184,12 +189,27 @@ class Extend:
     def _hidden_RH(self) -> Tensor:
         return self.state.hidden_RH[: len(self.rows.token_R)]
 
+    @property
+    def _head(self) -> SharedHead | None:
+        """Return the head that ranks share in this pass; None: this rank needs all logits."""
+        key, head = self.key, self.state.head
+        if head is None or not head.serves(self.state.model.vocab_size):
+            return None
+        return None if key.filtered or key.edited or key.structured else head
+
+    def _shared_samples(self, head: SharedHead) -> Samples:
+        state, row_S = self.state, self.trees.sample_row_S
+        return head.sample(
+            state.model, self._hidden_SH(), self._logits_SV, row_S, self.rows, state.batch_slots
+        )
+
+    def _hidden_SH(self) -> Tensor:
+        hidden_RH = self._hidden_RH
+        return gather(hidden_RH, self.trees.sample_row_S) if self.key.prompt_rows else hidden_RH
+
     def logits(self) -> Tensor:
         """Return the logits of the samples, [S, V] fp32, valid until the next pass runs."""
-        hidden_SH = self._hidden_RH
-        if self.key.prompt_rows:
-            hidden_SH = gather(hidden_SH, self.trees.sample_row_S)
-        return self.state.model.logits(hidden_SH, self._logits_SV)
+        return self.state.model.logits(self._hidden_SH(), self._logits_SV)
 
     @property
     def _logits_SV(self) -> Tensor:
@@ -209,6 +229,8 @@ class Extend:
         Called after the pass has run and before the next one does, once: where logits were edited,
         the raw ones take their place.
         """
+        if self._head is not None:
+            self.logits()
         sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, self.trees, self.kept)
         logits_SV = self.state.logits_SV[: len(row_S)]
         rows, batch_slots = self.rows, self.state.batch_slots

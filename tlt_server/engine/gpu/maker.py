@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from tlt_kernels.gpu.exchange import PeerWindows
+from tlt_kernels.gpu.sampling import block_words, blocks_of_rank
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_server.attention import GPU_BACKENDS
@@ -29,6 +30,7 @@ from tlt_server.engine.gpu.buckets import (
 )
 from tlt_server.engine.gpu.drafts import Follower, GpuDrafter, NetworkStorage
 from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.head import SharedHead
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV, make_cache
 from tlt_server.engine.gpu.memory import MemoryPlan
@@ -65,18 +67,22 @@ class GpuMaker:
         depth, adapters = max(MIN_DEPTH, settings.deepest), settings.max_loras > 0
         self.sizes = Shapes(settings.max_running, depth, prompts, adapters)
         self.agreement: Agreement | None = None
+        self.head: SharedHead | None = None
 
     def share(self, peers: PeerWindows, agreement: Agreement) -> None:
         """Add up with the other ranks in the layers of targets that are made from now on."""
         self.placement = replace(self.placement, sums=RankSums(peers))
-        self.agreement = agreement
+        self.agreement, self.head = agreement, SharedHead(peers)
 
     def floats(self, config: ModelConfig) -> int:
         """Return the elements of each room that this rank exchanges through."""
         settings = self.settings
         leaves = settings.reduction_leaves // settings.tensor_parallel
         rows = max(self.sizes.most_rows(settings.max_rows), MAX_DRAFTED, settings.max_running)
-        return room_floats(leaves, rows, config.hidden_size) + SUM_FLOATS
+        parts = room_floats(leaves, rows, config.hidden_size)
+        own = blocks_of_rank(config.vocab_size, settings.tensor_parallel)
+        blocks = block_words(sampled_rows(settings.max_running), own)
+        return max(parts, blocks) + SUM_FLOATS
 
     def backend(self, config: ModelConfig) -> GpuAttention:
         return GPU_BACKENDS.resolve(self.settings.attention)(
@@ -160,6 +166,7 @@ class GpuMaker:
             self.sizes.depth,
             adapters,
             self.agreement,
+            self.head,
         )
 
     def passes(

@@ -21,6 +21,7 @@ from tlt_kernels.gpu.tensors import BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.gpu.agreement import Agreement
+from tlt_server.engine.gpu.head import SharedHead
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
 
@@ -62,6 +63,7 @@ class DeviceState:
     depth: int  # longest draft path
     adapters: GpuAdapterSlots | None = None  # None: the server takes no adapters
     agreement: Agreement | None = None  # None: there is one rank
+    head: SharedHead | None = None  # likewise
 
     @cached_property
     def masks(self) -> Masks:
