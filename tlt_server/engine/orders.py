@@ -62,7 +62,7 @@ class CheckNumerics(Struct, frozen=True, tag="check"):
 
 
 class Install(Struct, frozen=True, tag="install"):
-    """Compute with the model of this key from the next step on."""
+    """Compute with the target, or draft with the drafter, of this key from the next step on."""
 
     key: int
 

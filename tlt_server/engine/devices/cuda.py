@@ -38,8 +38,8 @@ from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import RING, GpuRunner
 from tlt_server.engine.gpu.texts import Texts
-from tlt_server.engine.orders import Allocate
-from tlt_server.engine.ranks import NO_RANKS, RankOrders
+from tlt_server.engine.orders import Allocate, Install
+from tlt_server.engine.ranks import NO_RANKS, RankOrders, key_of
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 from tlt_server.fingerprint import Fingerprint
@@ -47,7 +47,7 @@ from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder, shards
-from tlt_server.models.gpu.eagle import beside
+from tlt_server.models.gpu.eagle import GpuEagleNetwork, beside
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.loader import eos_token_ids, fill, unread
 from tlt_server.models.shards import rank_config, tensors_of
@@ -157,6 +157,7 @@ class CudaDevice:
         assert isinstance(live.target.network, GpuDecoder)
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
+        self._install(model, network)
         if settings.max_loras:
             with self._memory(f"{settings.max_loras} LoRA adapters"):
                 self._adapters = GpuAdapterSlots(
@@ -183,6 +184,16 @@ class CudaDevice:
         cache.on_reuse.append(states.reuse)
         detail = describe(plan) + describe_share(settings, network)
         return replace(memory, states=states, detail=detail)
+
+    def _install(self, target: GpuDecoder, drafter: DrafterNetwork | None) -> None:
+        """Let all ranks compute with these: a restart may have loaded others before."""
+        self._orders.order(Install(key_of(target)), wait=True)
+        if drafter is None:
+            return
+        assert isinstance(drafter, GpuEagleNetwork)
+        for network, of in zip((drafter, *drafter.peers), (target, *target.peers), strict=True):
+            network.follow(of)
+        self._orders.order(Install(key_of(drafter)), wait=True)
 
     def equip(
         self,

@@ -15,6 +15,7 @@ from tlt_server.engine.orders import (
     Array,
     Drop,
     FreePages,
+    Install,
     LoadShard,
     ReclaimPages,
     Restore,
@@ -112,6 +113,6 @@ class SetDrafterTable(Struct, frozen=True, tag="drafter"):
 
 StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RunEmpty | ForgetTexts
 TableOrder = WriteTable | RenewTable | SetDrafterTable
-ModelOrder = LoadShard | SwapModels | Settle | Drop
+ModelOrder = LoadShard | Install | SwapModels | Settle | Drop
 PageOrder = ReportMemory | Allocate | Save | Restore | FreePages | ReclaimPages
 GpuOrder = StepOrder | TableOrder | ModelOrder | PageOrder | Equip | Begin

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from tlt_server.engine.orders import (
     Array,
     Drop,
     FreePages,
+    Install,
     LoadShard,
     RankStart,
     ReclaimPages,
@@ -94,7 +96,7 @@ class GpuRank:
         self._side, self._stream = side, self._maker.stream
         self._models: dict[int, Any] = {}
         self._saved: dict[int, object] = {}
-        self._live: dict[type, Any] = {}  # the first target and drafter: graphs know their storage
+        self._live: dict[type, Any] = {}  # target and drafter in use: graphs know their storage
         self._kv: GpuKV | None = None
         self._passes: Passes | None = None
         self._lent: Lent | None = None
@@ -118,7 +120,7 @@ class GpuRank:
             case UploadWords() | TakeOver() | RunStep() | FinishStep() | RunEmpty():
                 with torch.cuda.stream(self._stream):
                     self._launch(order)
-            case LoadShard() | SwapModels() | Settle() | Drop():
+            case LoadShard() | Install() | SwapModels() | Settle() | Drop():
                 self._follow_on_models(order)
             case ForgetTexts(slots):
                 self.passes.forget(slots)
@@ -234,16 +236,17 @@ class GpuRank:
 
     # -- models ------------------------------------------------------------------------------------
 
-    def _follow_on_models(self, order: LoadShard | SwapModels | Settle | Drop) -> None:
+    def _follow_on_models(self, order: LoadShard | Install | SwapModels | Settle | Drop) -> None:
         match order:
             case LoadShard(key, beside):
                 arena = receive(self._side, key)
                 target = self._models[beside] if beside else None
-                made = arena.fill(self._drafter if target else self._target)
+                made = arena.fill(partial(self._drafter, target) if target else self._target)
                 made.arena = arena
                 arena.close()
                 self._models[key] = made
-                self._live.setdefault(GpuEagleNetwork if target else GpuDecoder, made)
+            case Install(key):
+                self._install(self._models[key])
             case SwapModels(resident, other):
                 self._swap(resident, other)
             case Settle():
@@ -264,13 +267,18 @@ class GpuRank:
             self._config, placement=self._maker.placement, feature_layers=layers, split=self._split
         )
 
-    def _drafter(self) -> GpuEagleNetwork:
+    def _drafter(self, target: GpuDecoder) -> GpuEagleNetwork:
         directory = self._settings.drafter_directory
         assert directory is not None
-        made: GpuEagleNetwork = find_loader(directory, "cuda").empty(
-            directory, self._live[GpuDecoder]
-        )
+        made: GpuEagleNetwork = find_loader(directory, "cuda").empty(directory, target)
         return made
+
+    def _install(self, model: GpuDecoder | GpuEagleNetwork) -> None:
+        if isinstance(model, GpuDecoder):
+            self._live[GpuDecoder] = model
+            return
+        model.follow(self._live[GpuDecoder])
+        self._live[GpuEagleNetwork] = model
 
     def _swap(self, resident: int, other: int) -> None:
         """Exchange the values of two models. Keys go on naming storage."""

@@ -120,6 +120,11 @@ class GpuEagleNetwork:
         self.target_ids_C = torch.empty(count, dtype=torch.int32, device=placement.device)
         self.target_ids_C.copy_(torch.arange(count, dtype=torch.int32))
 
+    def follow(self, target: GpuDecoder) -> None:
+        """Read what this network has not itself from this target."""
+        if not self.own_embedding:
+            self.embedding_VH = target.embedding_VH
+
     @property
     def target_ids(self) -> Tensor:
         """int64 [C] on the host."""
@@ -269,6 +274,10 @@ class GpuEagle1(GpuEagleNetwork):
         self.joint = GpuProjection(
             2 * hidden, {"fc": hidden}, bias=described.join_bias, placement=self.placement
         )
+        self.head_VH = target.head_VH
+
+    def follow(self, target: GpuDecoder) -> None:
+        super().follow(target)
         self.head_VH = target.head_VH
 
     def blank(self, target: GpuDecoder, *, own_embedding: bool) -> Self:

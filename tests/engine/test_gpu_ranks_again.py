@@ -1,0 +1,37 @@
+"""The next life of a GPU engine over two ranks, in Triton's interpreter: every rank serves the
+versions that were committed last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.pushing import Pushable
+from tests.engine.test_gpu_ranks import TREE, followers, interpreted, responses, root, settings
+from tlt_server.engine.settings import EngineSettings
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+__all__ = ["interpreted", "root", "settings"]
+
+
+def test_a_restart_serves_the_committed_versions_on_both_ranks(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    lasting = replace(settings, tensor_parallel=2, state_dir=tmp_path)
+    engine = Pushable(lasting)
+    try:
+        assert engine.push(root / "new", "v1").result == "committed"
+        assert engine.push(root / "new drafter", "d1", role="drafter").result == "committed"
+        expected, sums = responses(engine, None), engine.checksums()
+    finally:
+        followers(engine).close()
+    again = Pushable(lasting)
+    try:
+        assert again.info.weight_version == "v1" and not again.info.lost
+        assert responses(again, TREE) == expected and again.checksums() == sums
+    finally:
+        followers(again).close()
