@@ -175,6 +175,10 @@ class Ranks:
     def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
         self.ask(order) if wait else self._send(order, asks=False)
 
+    def settle(self) -> None:
+        """Free the memory of all models that have been dropped."""
+        self.ask(orders.Drop([], []))
+
     def ask(self, order: msgspec.Struct) -> list[str]:
         """Send an order, and return the answers of all ranks."""
         with self._lock:

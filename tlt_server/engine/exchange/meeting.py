@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ class Meeting(NamedTuple):
     rank: int
     ranks: int
     timeout_s: float
+    check: Callable[[], None] = lambda: None  # raises what ends the wait, such as a rank's death
 
     def told(self, name: str, data: bytes = b"") -> list[bytes]:
         """Wait until all ranks have come here, and return what they told, in order. A name is used
@@ -27,6 +29,7 @@ class Meeting(NamedTuple):
         for rank in range(self.ranks):
             file = self.folder / f"{name}.{rank}"
             while not file.exists():
+                self.check()
                 if time.monotonic() > end:
                     raise TimeoutError(
                         f"rank {rank} did not come to {name!r} in {self.timeout_s:g} s"

@@ -46,7 +46,7 @@ class GpuRanks(Ranks):
         super().__init__(settings, config)
 
     def join(self, directory: Path) -> None:
-        windows = join(directory, 0, self._count, self._floats, self._device)
+        windows = join(directory, 0, self._count, self._floats, self._device, self.check)
         self._windows = windows
         self._closers.append(windows.close)
         self.peers: PeerWindows = windows.peers
@@ -78,7 +78,7 @@ class GpuRanks(Ranks):
 
     def free(self) -> tuple[int, int]:
         """Return the bytes of the GPU that has least free: free, and in all."""
-        self.ask(told.ReportMemory())  # then what has been dropped is free
+        self.settle()
         found = self.ask(told.ReportMemory())
         return min((int(free), int(total)) for free, total in (text.split() for text in found))
 

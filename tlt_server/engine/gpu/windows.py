@@ -7,7 +7,7 @@ A rank makes its window, sends the grant to its peers, and opens theirs. The ker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,12 +79,18 @@ class JoinedWindows(NamedTuple):
 
 
 def join(
-    directory: Path, rank: int, ranks: int, floats: int, device: torch.device
+    directory: Path,
+    rank: int,
+    ranks: int,
+    floats: int,
+    device: torch.device,
+    check: Callable[[], None] = lambda: None,
 ) -> JoinedWindows:
     """Make this rank's window and map those of the others, which come to the same directory.
-    `EngineFailed` if one does not come, `StartupError` if its memory cannot be reached.
+    `EngineFailed` if one does not come, `StartupError` if its memory cannot be reached. `check`:
+    see `Meeting`.
     """
-    meeting = Meeting(directory, rank, ranks, JOIN_S)
+    meeting = Meeting(directory, rank, ranks, JOIN_S, check)
     try:
         if device.type == "cuda":
             own = GroupWindows(rank, floats, device)

@@ -1,0 +1,67 @@
+"""Waits of rank 0 for the other GPUs, without one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from tlt_server.engine.exchange.meeting import Meeting
+from tlt_server.engine.gpu.orders import ReportMemory
+from tlt_server.engine.gpu.ranks import GpuRanks
+from tlt_server.engine.orders import Drop
+from tlt_server.errors import EngineFailed
+
+WAIT_S = 0.5
+
+
+def test_a_step_is_awaited_while_another_thread_works() -> None:
+    """The thread that stages a push needs the interpreter's lock often, for a short time each."""
+    ranks = SimpleNamespace(check=lambda: None, words=4, _steps=0)
+    end_s, turns = time.monotonic() + WAIT_S, 0
+
+    class Outcome:
+        array = np.zeros(4, np.int32)
+
+        @property
+        def arrived(self) -> bool:
+            return time.monotonic() > end_s
+
+    def work() -> None:
+        nonlocal turns
+        while time.monotonic() < end_s:
+            time.sleep(0)
+            turns += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    GpuRanks.wait(ranks, Outcome())  # type: ignore[arg-type]
+    thread.join()
+    assert turns > 5 * WAIT_S / 0.005, "one turn per interval of the interpreter's lock"
+
+
+def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:
+    asked: list[type] = []
+
+    class Told(GpuRanks):
+        def __init__(self) -> None: ...
+
+        def ask(self, order: msgspec.Struct) -> list[str]:
+            asked.append(type(order))
+            return ["7 9", "5 9"]
+
+    assert Told().free() == (5, 9)
+    assert asked == [Drop, ReportMemory]
+
+
+def test_ranks_that_meet_notice_the_death_of_one(tmp_path: Path) -> None:
+    def check() -> None:
+        raise EngineFailed("rank 1 ended")
+
+    with pytest.raises(EngineFailed, match="rank 1 ended"):
+        Meeting(tmp_path, 0, 2, 60, check).told("grants")
