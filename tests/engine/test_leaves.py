@@ -87,6 +87,10 @@ def test_leaves_that_would_cut_a_head_are_refused_with_those_that_work() -> None
         StartupError, match=r"reduction_leaves is 8, and m has 28 heads .* 1 or 2 or 4"
     ):
         check_leaves(config, 8, 128, "m")
+    with pytest.raises(StartupError, match="use 2 or 4$"):
+        check_leaves(config, 8, 128, "m", ranks=2)
+    with pytest.raises(StartupError, match="use tensor_parallel 1 or tensor_parallel 2 or "):
+        check_leaves(config, 8, 128, "m", ranks=8)
 
 
 @pytest.mark.parametrize(

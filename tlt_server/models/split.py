@@ -78,16 +78,21 @@ class Split:
 WHOLE = Split()
 
 
-def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str) -> None:
+def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str, ranks: int = 1) -> None:
     """Refuse leaves that would cut a head, or whose inputs are no multiple of `unit`.
-    `StartupError` with the numbers that work.
+    `StartupError` with the numbers that work on these ranks, or the widths that have some.
     """
     works = [count for count in LEAVES if divides(config, count, unit)]
     if leaves not in works:
+        found = [str(count) for count in works if count >= ranks]
+        if not found:
+            found = [
+                f"tensor_parallel {width}" for width in LEAVES if width <= max(works, default=0)
+            ]
         raise StartupError(
             f"reduction_leaves is {leaves}, and {where} has {config.heads} heads of "
             f"{config.head_dim} and an MLP of {config.intermediate_size}, of which a leaf has a "
-            f"whole number of heads and a multiple of {unit}; use {' or '.join(map(str, works))}"
+            f"whole number of heads and a multiple of {unit}; use {' or '.join(found)}"
         )
 
 

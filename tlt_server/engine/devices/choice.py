@@ -270,7 +270,7 @@ def check_gpu_split(settings: DecidedSettings, config: ModelConfig) -> None:
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
     check_ranks(config, ranks, str(settings.model))
     if ranks > 1 or leaves != GPU_LEAVES:  # two leaves of one rank may have any lengths
-        check_leaves(config, leaves, GPU_LEAF_UNIT, str(settings.model))
+        check_leaves(config, leaves, GPU_LEAF_UNIT, str(settings.model), ranks)
 
 
 def check_attention(name: str | None, device: str) -> None:

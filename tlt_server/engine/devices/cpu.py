@@ -193,8 +193,9 @@ class CpuDevice:
 
 def check_split(settings: DecidedSettings, config: ModelConfig) -> None:
     """`StartupError` where this model cannot be split so."""
-    check_ranks(config, settings.tensor_parallel, str(settings.model))
-    check_leaves(config, settings.reduction_leaves, LEAF_UNIT, str(settings.model))
+    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
+    check_ranks(config, ranks, str(settings.model))
+    check_leaves(config, leaves, LEAF_UNIT, str(settings.model), ranks)
 
 
 def _check_own_head(loader: Loader, directory: Path, make_target: Callable[[], Decoder]) -> None:
