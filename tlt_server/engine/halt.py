@@ -25,7 +25,7 @@ from tlt_server.commands import (
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import Conflict, TltError, Unavailable
+from tlt_server.errors import Conflict, EngineFailed, TltError, Unavailable
 from tlt_server.events import ControlReport
 from tlt_server.records import StepOutput
 from tlt_server.weights.dormant import Dormant
@@ -92,10 +92,12 @@ class Halt:
         return self._take_ended()
 
     def _answer(self, command: ControlCommand) -> None:
-        """Execute the command; after an error nothing has changed."""
+        """Execute the command; after an error that is reported nothing has changed."""
         try:
             self._do(command)
             self._report(command.id)
+        except EngineFailed:
+            raise  # something has changed, so the next life begins
         except TltError as error:
             self._report(command.id, error)
 

@@ -120,6 +120,7 @@ class RankAnswer(Struct, frozen=True):
     number: int
     text: str = ""
     error: str = ""
+    exhausted: str = ""  # the allocator's error; the rank can go on
 
 
 class RankStart(Struct, frozen=True):

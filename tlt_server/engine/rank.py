@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 import torch
 import zmq
+from msgspec import structs
 
 from tlt_client.channels.memory import GRANT
 from tlt_kernels.cpu.elementwise import copy_kv_slots
@@ -211,16 +212,19 @@ def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) 
             continue
         number += 1
         envelope = orders.decoded(inbox.recv(), start.life, number, rank.orders)
+        answer = RankAnswer(start.rank, number)
         try:
-            text, error = rank.follow(envelope.order), ""
+            answer = structs.replace(answer, text=rank.follow(envelope.order))
         except torch.OutOfMemoryError as cause:
-            text, error = "", f"out of memory: {str(cause)[:200]}"
+            if not envelope.asks:
+                raise EngineFailed(f"out of memory: {str(cause)[:200]}") from None
+            answer = structs.replace(answer, exhausted=str(cause)[:200])
         except TltError as cause:
-            text, error = "", cause.message
+            if not envelope.asks:
+                raise
+            answer = structs.replace(answer, error=cause.message)
         if envelope.asks:
-            outbox.send(msgspec.msgpack.encode(RankAnswer(start.rank, number, text, error)))
-        elif error:
-            raise EngineFailed(error)
+            outbox.send(msgspec.msgpack.encode(answer))
 
 
 def main() -> NoReturn:

@@ -55,7 +55,9 @@ class RankOrders(Protocol):
     """Everything that rank 0 tells the others, and their state."""
 
     def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
-        """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not."""
+        """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not,
+        `torch.OutOfMemoryError` where it had no room.
+        """
 
     def check(self) -> None:
         """`EngineFailed` where a rank has ended."""
@@ -208,8 +210,11 @@ class Ranks:
         return self._sent
 
     def _answered(self, number: int) -> list[str]:
-        """Wait for the answers of all ranks to the order of this number, and return their texts."""
+        """Wait for the answers of all ranks to the order of this number, and return their texts.
+        Errors as of `RankOrders.order`.
+        """
         texts: dict[int, str] = {}
+        short = ""
         until_s = time.monotonic() + START_S
         while len(texts) < self._count - 1:
             if self._answers.poll(int(1000 * POLL_S)):
@@ -220,6 +225,8 @@ class Ranks:
                     )
                 if answer.error:
                     raise EngineFailed(f"rank {answer.rank} failed: {answer.error}")
+                if answer.exhausted:
+                    short = f"rank {answer.rank} is out of memory: {answer.exhausted}"
                 texts[answer.rank] = answer.text
             elif time.monotonic() > until_s:
                 silent = [str(rank) for rank in range(1, self._count) if rank not in texts]
@@ -228,6 +235,8 @@ class Ranks:
         for _, free in (each for each in self._freed if each[0] < number):
             free()
         self._freed = [each for each in self._freed if each[0] >= number]
+        if short:
+            raise torch.OutOfMemoryError(short)
         return [texts[rank] for rank in sorted(texts)]
 
     def check(self) -> None:
@@ -342,6 +351,18 @@ class SharedSplit(Split):
 
 class _Held:
     """Lives as long as a model's storage is used: models may exchange it."""
+
+
+def reclaim_on(ranks: RankOrders, free_own: Callable[[], None]) -> None:
+    """Let the other ranks take the memory of pages again, as this one has. Where one has no room
+    nothing is taken: `torch.OutOfMemoryError`.
+    """
+    try:
+        ranks.order(orders.ReclaimPages(), wait=True)
+    except torch.OutOfMemoryError:
+        ranks.order(orders.FreePages(), wait=True)
+        free_own()
+        raise
 
 
 def key_of(model: Any) -> int:

@@ -16,8 +16,8 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.engine.capture import CachedStates, describe_states
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.devices.fingerprints import of_cpu
-from tlt_server.engine.orders import Allocate, FreePages, Install, ReclaimPages
-from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, key_of, threads_of
+from tlt_server.engine.orders import Allocate, FreePages, Install
+from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, key_of, reclaim_on, threads_of
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
@@ -231,13 +231,16 @@ class CpuEquipment:
 
     def free(self) -> None:
         self.runner.ranks.order(FreePages(), wait=True)
+        self._free_own()
+
+    def _free_own(self) -> None:
         for cache in self.caches:
             cache.free()
 
     def reclaim(self) -> None:
         for cache in self.caches:
             cache.reclaim()
-        self.runner.ranks.order(ReclaimPages(), wait=True)
+        reclaim_on(self.runner.ranks, self._free_own)
 
     def forget(self) -> None:
         for drafter in self.drafters:

@@ -11,8 +11,8 @@ from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.maker import Lent
 from tlt_server.engine.gpu.orders import SetDrafterTable, Settle, SwapModels
 from tlt_server.engine.gpu.runner import GpuRunner
-from tlt_server.engine.orders import FreePages, ReclaimPages
-from tlt_server.engine.ranks import RankOrders, key_of
+from tlt_server.engine.orders import FreePages
+from tlt_server.engine.ranks import RankOrders, key_of, reclaim_on
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.exchange import exchange
 from tlt_server.speculation.survival import Calibration
@@ -70,4 +70,4 @@ class GpuEquipment:
 
     def reclaim(self) -> None:
         self.lent.reclaim()
-        self.ranks.order(ReclaimPages(), wait=True)
+        reclaim_on(self.ranks, self.lent.free)

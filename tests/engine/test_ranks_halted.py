@@ -1,0 +1,47 @@
+"""Sleeps over two ranks when one of them fails: nothing has changed, or the engine's life ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.halting import done, send
+from tests.engine.pushing import Pushable
+from tests.engine.test_engine import requests
+from tests.engine.test_ranks import ranks_of, root, settings
+from tlt_server.commands import Sleep, WakeUp
+from tlt_server.engine import ranks
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import EngineFailed
+
+__all__ = ["root", "settings"]  # fixtures
+
+
+@pytest.fixture
+def short(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pushable]:
+    monkeypatch.setattr(ranks, "RANK", "tests.engine.short_rank")
+    engine = Pushable(replace(settings, tensor_parallel=2))
+    yield engine
+    ranks_of(engine).close()
+
+
+def test_a_rank_without_room_sleeps_on_with_the_others_and_one_that_dies_ends_the_life(
+    short: Pushable,
+) -> None:
+    done(short, Sleep("s", ("kv_cache",)))
+    report = send(short, WakeUp("w", ("kv_cache",)))
+    assert report is not None and report.error is not None
+    assert report.error[0] == "unavailable" and "sleeps on" in report.error[1]
+    done(short, WakeUp("again", ("kv_cache",)))
+    short.submit(*requests(2))
+    short.finish()
+    done(short, Sleep("s2", ("kv_cache",)))
+    [process] = ranks_of(short)._processes
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(5)
+    with pytest.raises(EngineFailed, match="rank 1 .* ended"):
+        short.engine.halt.apply(WakeUp("dead", ("kv_cache",)))
