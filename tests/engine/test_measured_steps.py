@@ -55,6 +55,7 @@ def test_steps_are_measured_at_the_first_start_and_known_at_the_next(tmp_path: P
     made_by = json.loads((tmp_path / NAME).read_text())["made_by"]
     assert made_by["model"] == "8 layers, hidden 256, MLP 512, heads 2/1, vocab 512"
     assert made_by["kernels"] and made_by["torch"] == torch.__version__
+    assert (made_by["tensor_parallel"], made_by["reduction_leaves"]) == ("1", "1")
 
 
 def test_steps_are_measured_once_a_policy_needs_it(tmp_path: Path) -> None:
