@@ -38,6 +38,22 @@ def test_ranks(pair: Path) -> None:
     expect(refused, "fail", "tensor_parallel is 4", "use 1 or 2")
 
 
+def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = OtherGpu(1, CARD.name, CARD.total_bytes)
+    monkeypatch.setattr(model, "look", lambda: CARD._replace(others=(twin,)))
+    one, shared = (
+        found(model.memory, configured(drafter="none", tensor_parallel=ranks)).found
+        for ranks in (1, 2)
+    )
+    assert "on each of 2 GPUs" in shared and "GPUs" not in one
+    weights = re.compile(r"(\d+) MiB of weights")
+    alone, part = (int(weights.match(said)[1]) for said in (one, shared))  # type: ignore[index]
+    assert part < 0.7 * alone
+    assert found(model.device, broken(pair, tensor_parallel=2)).status == "ok"
+    uneven = broken(pair, tensor_parallel=2, reduction_leaves=8)
+    expect(found(model.device, uneven), "fail", "reduction_leaves is 8", "use 2")
+
+
 def test_tokenizer(pair: Path) -> None:
     (pair / "target" / "tokenizer_config.json").write_text("{}")
     expect(found(places.tokenizer, broken(pair)), "warn", "no chat template", "chat_template")
