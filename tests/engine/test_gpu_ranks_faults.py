@@ -1,21 +1,28 @@
-"""Waits of rank 0 for the other GPUs, without one."""
+"""Waits of rank 0 for the other GPUs, and the memory that it takes there, without a GPU."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from tlt_client.channels.errors import ChannelLost
+from tlt_client.channels.memory import SharedGpuMemory
+from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu.orders import ReportMemory
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.orders import Drop
+from tlt_server.engine.ranks import SharedSplit
 from tlt_server.errors import EngineFailed
+from tlt_server.weights.storage import ran_out
 
 WAIT_S = 0.5
 
@@ -65,3 +72,36 @@ def test_ranks_that_meet_notice_the_death_of_one(tmp_path: Path) -> None:
 
     with pytest.raises(EngineFailed, match="rank 1 ended"):
         Meeting(tmp_path, 0, 2, 60, check).told("grants")
+
+
+def test_a_gpu_without_room_for_a_shard_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no channel of a trainer, so another place or less KV helps."""
+
+    def short(size: int, device: torch.device) -> SharedGpuMemory:
+        raise ChannelLost("cudaMalloc failed (out of memory); trainer and engine must run on one")
+
+    monkeypatch.setattr(SharedGpuMemory, "share", short)
+    with pytest.raises(torch.OutOfMemoryError, match="cuda:1 has no room") as raised:
+        Arena.shared(2**40, torch.device("cuda", 1))
+    assert ran_out(raised.value)
+
+
+def test_shards_that_were_made_are_freed_where_another_has_no_room() -> None:
+    freed: list[int] = []
+
+    class Made(Arena):
+        def free(self) -> None:
+            freed.append(len(self._bytes))
+
+    class Short(GpuRanks):
+        def __init__(self) -> None: ...
+
+        def arena(self, rank: int, make: Callable[[], object]) -> Arena | None:
+            if rank == 3:
+                raise torch.OutOfMemoryError("out of memory")
+            return Made(torch.zeros(rank, dtype=torch.uint8)) if rank else None
+
+    split = SharedSplit(leaves=4, of=4, ranks=Short())
+    with pytest.raises(torch.OutOfMemoryError):
+        split.build(lambda each: each.rank)
+    assert freed == [1, 2]

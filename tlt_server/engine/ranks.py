@@ -210,9 +210,7 @@ class Ranks:
         return self._sent
 
     def _answered(self, number: int) -> list[str]:
-        """Wait for the answers of all ranks to the order of this number, and return their texts.
-        Errors as of `RankOrders.order`.
-        """
+        """Return the texts of all ranks' answers to this order. Errors as of `RankOrders.order`."""
         texts: dict[int, str] = {}
         short = ""
         until_s = time.monotonic() + START_S
@@ -332,13 +330,17 @@ class SharedSplit(Split):
         """`beside`: the target of a drafter."""
         assert self.ranks is not None
         _, *others = self.all
-        models: list[Any] = []
-        arenas: list[Arena] = []
-        for split in (self, *others):
-            plain = Split(split.leaves, split.rank, split.of, split.exchange, split.whole)
-            arena = self.ranks.arena(split.rank, partial(make, plain))
-            models.append(arena.fill(partial(make, split)) if arena else make(split))
-            arenas += [arena] if arena and split.rank else []
+        models, arenas = list[Any](), list[Arena]()
+        try:
+            for split in (self, *others):
+                plain = Split(split.leaves, split.rank, split.of, split.exchange, split.whole)
+                arena = self.ranks.arena(split.rank, partial(make, plain))
+                arenas += [arena] if arena and split.rank else []
+                models.append(arena.fill(partial(make, split)) if arena else make(split))
+        except Exception:  # memory may last for some ranks only
+            for arena in arenas:
+                arena.free()
+            raise
         key = self.ranks.hold(arenas, key_of(beside) if beside is not None else 0)
         for arena in arenas:
             arena.close()
