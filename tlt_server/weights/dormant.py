@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 
 from tlt_server.attention.backing import Backing, give_back
-from tlt_server.errors import EngineFailed, StorageFailed
+from tlt_server.errors import Conflict, EngineFailed, StorageFailed
 from tlt_server.models.shards import tensors_of
 from tlt_server.weights.checksums import checksum
 from tlt_server.weights.parts import Changed, Live
@@ -34,7 +34,7 @@ class Dormant:
 
     def put_away(self, *parts: Live | Changed) -> None:
         """Write the weights to the file and free their memory. `StorageFailed`, and no change, when
-        the disk has no room.
+        the disk has no room; `Conflict` where several GPUs share them.
         """
         assert self._file is None, "they sleep already"
         networks = [part.network for several in parts for part in several.by_role.values()]
@@ -45,9 +45,9 @@ class Dormant:
             for view in tensors_of(stored)
         }
         if any(backing.lent for backing in backings.values()):
-            raise StorageFailed(
-                "the weights of several GPUs do not sleep, because the ranks read them where they "
-                "lie; put only the KV to sleep (level 1)"
+            raise Conflict(
+                "the weights lie on several GPUs (tensor_parallel), whose processes have them "
+                "mapped, so they cannot sleep; put only the KV to sleep (level 1)"
             )
         stored = []
         try:
