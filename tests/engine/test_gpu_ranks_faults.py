@@ -75,7 +75,7 @@ def test_ranks_that_meet_notice_the_death_of_one(tmp_path: Path) -> None:
 
 
 def test_a_gpu_without_room_for_a_shard_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no channel of a trainer, so another place or less KV helps."""
+    """Another place for the weights, or less KV, helps: no trainer is to blame."""
 
     def short(size: int, device: torch.device) -> SharedGpuMemory:
         raise ChannelLost("cudaMalloc failed (out of memory); trainer and engine must run on one")

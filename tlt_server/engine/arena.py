@@ -48,7 +48,7 @@ class Arena:
             memory = SharedGpuMemory.share(size, device)
         except ChannelLost as error:
             raise torch.OutOfMemoryError(
-                f"out of memory: {device} has no {size} bytes for a shard ({error.__context__})"
+                f"out of memory: {device} has no room for a rank's {size} bytes ({error.__context__})"
             ) from None
         return cls(memory.view, shared=memory)
 
