@@ -101,8 +101,10 @@ def test_a_run_has_the_same_bits_with_and_without_speculation(
 
 @pytest.mark.long
 def test_a_run_whose_drafter_is_trained_has_the_same_bits(off: Path, tmp_path: Path) -> None:
-    adapted = tmp_path / "adapted"
+    adapted, plain = tmp_path / "adapted", ("--speculation", "off", "--steps", 2)
     with serving(tmp_path / "state", *TRAINING) as server, Client(server.url) as client:
+        for name in ("one", "another"):  # a round needs samples
+            trained(server, "--out", tmp_path / name, *plain)
         learning = ("--speculation", "adaptive", "--drafter-steps", 2, *PINNED)
         trained(server, "--out", adapted, *learning, "--steps", 1)
         assert client.drafter()["trainer"]["state"] == "paused"
