@@ -22,9 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import HOST, LIMIT, free_port, sums
-from tests.e2e.test_lifecycle import until
+from tests.e2e.test_lifecycle import FAST_START, until
 from tests.e2e.trainers import Calls
 from tlt_client import Client, TltClientError
 from tlt_client.adapters.errors import NotServed
@@ -116,7 +115,7 @@ class Executor:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with ServerProcess(
-        *DRAFTING, "--weight-channels", "broadcast", "--weight-timeout-s", "60"
+        *FAST_START, "--weight-channels", "broadcast", "--weight-timeout-s", "60"
     ) as server:
         yield server
 
@@ -137,10 +136,15 @@ def await_four(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "trainer", [by_communicator, pytest.param(by_named_group, marks=pytest.mark.long)]
+    ("trainer", "steps"),
+    [
+        (by_communicator, 1),
+        pytest.param(by_communicator, 2, marks=pytest.mark.long),
+        pytest.param(by_named_group, 2, marks=pytest.mark.long),
+    ],
 )
 def test_the_order_of_openrlhf_with_rollouts_running(
-    running: ServerProcess, trainer: Callable[[int, str], Broadcast]
+    running: ServerProcess, trainer: Callable[[int, str], Broadcast], steps: int
 ) -> None:
     """Join once; then for each step: pause, forget prefixes, every parameter one by one, resume.
     Responses go on under the new weights.
@@ -156,19 +160,20 @@ def test_the_order_of_openrlhf_with_rollouts_running(
         actor, port, name = (
             RolloutActor(running.url, executor=Executor()),
             free_port(),
-            trainer.__name__,
+            f"{trainer.__name__}-{steps}",
         )
         _, broadcast = await meanwhile(
             actor.init_process_group(HOST, port, 1, 2, name, backend="gloo", use_ray=False),
             lambda: trainer(port, name),
         )
+        tokens = 800 * steps
         long = [
-            asyncio.ensure_future(actor.generate(PROMPT, params(max_tokens=1500, seed=i)))
+            asyncio.ensure_future(actor.generate(PROMPT, params(max_tokens=tokens, seed=i)))
             for i in range(4)
         ]
         await asyncio.to_thread(await_four, running.url)
-        for step in (1, 2):
-            sent = weights(step + 10 * len(name))
+        for step in range(1, steps + 1):
+            sent = weights(step + 10 * steps + 100 * len(name))
             await actor.pause_generation()
             assert actor.get_num_unfinished_requests() == 4
             await actor.reset_prefix_cache()
@@ -194,14 +199,9 @@ def test_the_order_of_openrlhf_with_rollouts_running(
             await asyncio.sleep(0.1)
         for output in await asyncio.gather(*long):
             one = output.outputs[0]
-            assert (len(one.token_ids), one.finish_reason, len(one.logprobs)) == (
-                1500,
-                "length",
-                1500,
-            )
-            assert [span.version.rpartition("-")[2] for span in one.weight_versions][
-                -1
-            ] == "2" and len(one.weight_versions) > 1
+            assert len(one.token_ids) == len(one.logprobs) == tokens
+            assert one.finish_reason == "length" and len(one.weight_versions) > 1
+            assert one.weight_versions[-1].version.endswith(f"-{steps}")
         samples = await actor.generate_responses(
             "Compute 3*4+5.", "17", params(), 512, None, num_samples=3
         )

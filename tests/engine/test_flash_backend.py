@@ -182,7 +182,7 @@ def assert_like_the_twin(found: Tensor, step: Step, first: int, tolerance: float
     assert not found.cpu()[unseeing_R].any(), "rows without keys are not 0"
 
 
-@pytest.mark.parametrize("first", [0, 1, 180])
+@pytest.mark.parametrize("first", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 180))])
 @pytest.mark.parametrize("shape", [SHAPES[0], pytest.param(SHAPES[1], marks=pytest.mark.long)])
 def test_a_large_step_matches_the_twin_and_reads_nothing_invisible(library, shape, first):
     step = a_mixed_step(shape, torch.float16)
@@ -220,6 +220,7 @@ def test_a_rehearsed_step_has_no_live_prompt_row_and_calls_nothing(library):
     assert not library.calls
 
 
+@pytest.mark.long
 def test_what_may_be_captured_is_the_triton_kernels_to_the_bit(library):
     assert LARGE >= PROMPT_SIZES[-1]  # a captured plan could not wait for the device
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[(40, -20)], dead=0)

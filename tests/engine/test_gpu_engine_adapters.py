@@ -118,6 +118,7 @@ def test_bits_depend_on_no_company(
         assert bits(alone, [one.id]) == {one.id: plain[one.id]}
 
 
+@pytest.mark.long
 def test_a_new_version_takes_the_slot_after_the_steps_in_flight(
     engine: Pushable, twin: Pushable, settings: EngineSettings
 ) -> None:

@@ -57,10 +57,11 @@ def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step
     assert engine.engine.gauges()["pages_free"] == 2
 
 
+@pytest.mark.long
 def test_sequences_left_out_of_steps_go_on_where_they_were(settings: EngineSettings) -> None:
     tree = drafting(settings, "eagle", 2, 2, 4)
     owned = [
-        msgspec.structs.replace(request(i, 5 + i, max_tokens=6), owner=owner)
+        msgspec.structs.replace(request(i, 5 + i, max_tokens=9), owner=owner)
         for i, owner in enumerate(["many", "few", "many"])
     ]
     shared, unshared = Pushable(tree), Pushable(tree)

@@ -29,10 +29,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
 
 
 def again(turn: int) -> list[GenerateRequest]:
-    asked = [request(i, 6, max_tokens=8) for i in range(2)]
+    asked = [request(i, 6, max_tokens=12) for i in range(2)]
     return [msgspec.structs.replace(r, id=f"{r.id}/{turn}", train=True) for r in asked]
 
 
+@pytest.mark.long
 def test_cycles_tell_own_drafts_from_branches(settings: EngineSettings, tmp_path: Path) -> None:
     make_ring(tmp_path / "ring", 2**16)
     ring = RingConsumer(tmp_path / "ring")

@@ -268,7 +268,7 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
         start = Compiler(model, vocab_size, eos).compile(grammar)
         assert tree is not None
         committed: list[int] = []
-        for _ in range(4):
+        for _ in range(2):
             path: list[int] = []
             for step in range(6):
                 mask_W = np.zeros(words, np.int32)
