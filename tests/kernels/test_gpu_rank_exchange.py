@@ -30,7 +30,9 @@ from tlt_kernels.gpu.exchange import (
 )
 from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_kernels.gpu.sampling import BLOCK, blocks_of_rank, sample, sample_shared
 from tlt_kernels.gpu.signals import EXCHANGE, FLAG_BYTES
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
 ROWS, HIDDEN, EPS = 3, 160, 1e-6
 AHEAD = 1 << 20  # the number of an exchange that no test reaches
@@ -150,6 +152,33 @@ def test_words_are_gathered_in_the_order_of_ranks(words: int) -> None:
     out = torch.full((4, words), -1, dtype=torch.int32, device=DEVICE)
     assert gather(peers[2], rooms[2], out) is out
     assert torch.equal(out, torch.stack(rooms))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_sample_in_their_blocks_as_one_that_has_all(ranks: int) -> None:
+    """Three rows and a dead one; the last rank has fewer blocks."""
+    vocabulary, row_S = 4 * BLOCK + 500, torch.tensor([0, 2, -1, 1], dtype=torch.int32).to(DEVICE)
+    vocabulary += (ranks - 2) * BLOCK
+    logits = 3 * draw(4, vocabulary)
+    rows, slots = (
+        RowTable.allocate(3, 1, device=DEVICE),
+        BatchSlots.allocate(4, 32, hidden=1, device=DEVICE),
+    )
+    rows.position_R.copy_(torch.tensor([4, 7, 30]))
+    rows.batch_slot_R.copy_(torch.tensor([0, 1, 2]))
+    slots.seed_Q.copy_(torch.tensor([11, 12, 13, 14]))
+    slots.temperature_Q.copy_(torch.tensor([1.0, 0.0, 0.7, 1.0]))
+    expected = sample(logits, row_S, rows, slots, filtered=False)
+    own = BLOCK * blocks_of_rank(vocabulary, ranks)
+    peers = group(ranks)
+    for turn in range(2):  # in the first one, later ranks have no results yet
+        for each in peers:
+            mine = logits[:, own * each.rank :][:, :own].contiguous()
+            found = sample_shared(each, mine, vocabulary, row_S, rows, slots)
+            if turn:
+                assert torch.equal(found.token_S, expected.token_S)
+                assert_same_bits(f"rank {each.rank}", found.logprob_S, expected.logprob_S)
+    assert blocks_of_rank(BLOCK, 2) == blocks_of_rank(9 * BLOCK, 8) == 0, "a rank has no block"
 
 
 @pytest.mark.parametrize("signal", [0, 2], ids=["missing", "stale"])
