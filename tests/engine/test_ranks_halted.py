@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,17 +22,16 @@ from tlt_server.errors import EngineFailed
 __all__ = ["root", "settings"]  # fixtures
 
 
-@pytest.fixture
-def short(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pushable]:
-    monkeypatch.setattr(ranks, "RANK", "tests.engine.short_rank")
-    engine = Pushable(replace(settings, tensor_parallel=2))
+@pytest.fixture(scope="module")
+def short(settings: EngineSettings) -> Iterator[Pushable]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "RANK", "tests.engine.short_rank")
+        engine = Pushable(replace(settings, tensor_parallel=2))
     yield engine
     ranks_of(engine).close()
 
 
-def test_a_rank_without_room_sleeps_on_with_the_others_and_one_that_dies_ends_the_life(
-    short: Pushable,
-) -> None:
+def test_a_rank_without_room_sleeps_on_with_the_others(short: Pushable) -> None:
     done(short, Sleep("s", ("kv_cache",)))
     report = send(short, WakeUp("w", ("kv_cache",)))
     assert report is not None and report.error is not None
@@ -39,6 +39,21 @@ def test_a_rank_without_room_sleeps_on_with_the_others_and_one_that_dies_ends_th
     done(short, WakeUp("again", ("kv_cache",)))
     short.submit(*requests(2))
     short.finish()
+
+
+def test_a_rank_that_is_lost_while_a_push_is_staged_ends_the_life(
+    short: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*told: object) -> int:
+        raise EngineFailed("rank 1 did not answer in 120 s")
+
+    monkeypatch.setattr(ranks_of(short), "hold", lost)
+    with pytest.raises(EngineFailed, match="did not answer"):
+        short.push(root / "new", "lost")
+    short.engine.pushes.transaction.close()
+
+
+def test_a_rank_that_dies_in_a_sleep_ends_the_life(short: Pushable) -> None:
     done(short, Sleep("s2", ("kv_cache",)))
     [process] = ranks_of(short)._processes
     os.kill(process.pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ from tlt_server.commands import Manifest
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
+    EngineFailed,
     Forbidden,
     InvalidRequest,
     NotFound,
@@ -245,9 +246,11 @@ class Transaction:
         return push
 
     def _judge(self, push: Push, staging: Staging) -> None:
-        """Set the state that follows from how the thread ended."""
+        """Set the state that follows from how the thread ended. `EngineFailed` ends the engine."""
         outcome, now_s = staging.outcome, self._clock()
         version = outcome.version if isinstance(outcome, Changed) else push.version
+        if isinstance(outcome, EngineFailed):
+            raise outcome  # not of the push: a rank is lost
         if staging.aborted:
             self._fail(push, _aborted(version), version)
         elif isinstance(outcome, TltError):
