@@ -22,6 +22,7 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine import ranks
+from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
@@ -107,6 +108,10 @@ def responses(
 
 def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
     assert one.info.fingerprint == shared.info.fingerprint and one.info.fingerprint.leaves == 2
+    passes = one.engine.runner.passes  # type: ignore[attr-defined]
+    assert "masks" not in vars(passes.state)
+    passes.extend(ExtendKey(1, 1, structured=True))
+    assert "masks" in vars(passes.state), "a capture of the pass would make them"
     assert shared.info.tensor_parallel == 2
     drafter = shared.engine.pushes.transaction.versions.live.drafter
     assert drafter is not None and drafter.network.own_split.of == 2  # type: ignore[attr-defined]

@@ -106,6 +106,8 @@ class Extend:
             device=state.upload_U.device,
         )
         self._features_RF: Tensor | None = None  # kept between the halves
+        # A capture must not make them: each replay would lift all masks again.
+        self._masks = state.masks if key.structured else None
         self._adapted: Adapted | None = None
         if key.adapted:
             assert state.adapters is not None
@@ -152,9 +154,9 @@ class Extend:
 
     def run_second(self) -> None:
         """Run the second half, once the masks are there."""
-        assert self.key.structured and self._features_RF is not None
+        assert self._masks is not None and self._features_RF is not None
         logits_SV = self._logits_SV
-        apply_masks(logits_SV, self.trees.sample_row_S, self.state.masks)
+        apply_masks(logits_SV, self.trees.sample_row_S, self._masks)
         self.finish(Forward(self._hidden_RH, self._features_RF), self.sample(logits_SV))
 
     def forward(self) -> Forward:
