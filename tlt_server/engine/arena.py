@@ -48,7 +48,8 @@ class Arena:
             memory = SharedGpuMemory.share(size, device)
         except ChannelLost as error:
             raise torch.OutOfMemoryError(
-                f"out of memory: {device} has no room for a rank's {size} bytes ({error.__context__})"
+                f"out of memory: {device} has no room for a rank's {size} bytes "
+                f"({error.__context__})"
             ) from None
         return cls(memory.view, shared=memory)
 
