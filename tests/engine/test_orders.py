@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from tlt_server.engine.exchange import gloo
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.orders import Envelope, ExtendRows, Keep, decoded, encoded
+from tlt_server.engine.ranks import Ranks, _ended
 from tlt_server.errors import EngineFailed
 from tlt_server.models.split import folded
 
@@ -106,3 +112,18 @@ def test_a_rank_that_sends_nothing_is_an_error_in_time(
         two = list(pool.map(lambda rank: GlooExchange(tmp_path / "store", rank, 2), range(2)))
     with pytest.raises(EngineFailed, match="a rank left, or sent nothing for 0.3 s"):
         two[0].add(torch.zeros(1))
+
+
+def test_ranks_that_are_collected_as_part_of_a_cycle_end_without_a_wait(tmp_path: Path) -> None:
+    class Made:
+        def __init__(self) -> None:
+            self._context, self._sockets, self.itself = zmq.Context(), list[Any](), self
+
+    made = Made()
+    Ranks._bound(made, zmq.PUSH, f"{tmp_path}/orders")  # type: ignore[arg-type]
+    end = weakref.finalize(made, _ended, [], made._sockets, made._context, [])
+    del made
+    collecting = threading.Thread(target=gc.collect, daemon=True)
+    collecting.start()
+    collecting.join(10)
+    assert not collecting.is_alive() and not end.alive

@@ -111,19 +111,18 @@ class Ranks:
         self._saved: deque[int] = deque()
         self._keys = 0
         self._context = zmq.Context()
+        self._sockets: list[socket.socket | zmq.Socket[bytes]] = []
         self._sides: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closers: list[Callable[[], None]] = []  # free the memory that the other ranks read
         self._end = weakref.finalize(
-            self, _ended, self._processes, self._sides, self._context, self._closers
+            self, _ended, self._processes, self._sockets, self._context, self._closers
         )
         with tempfile.TemporaryDirectory(prefix="tlt-") as directory:
-            self._orders = [
-                self._bound(zmq.PUSH, f"{directory}/orders-{rank}")
-                for rank in range(1, self._count)
-            ]
+            others = range(1, self._count)
+            self._orders = [self._bound(zmq.PUSH, f"{directory}/orders-{rank}") for rank in others]
             self._answers = self._bound(zmq.PULL, f"{directory}/answers")
-            for rank in range(1, self._count):
+            for rank in others:
                 self._launch(settings, config, directory, rank)
             self._answered(0)  # all have begun, so the exchange waits for none that cannot
             self.join(Path(directory))
@@ -139,6 +138,7 @@ class Ranks:
 
     def _bound(self, kind: int, path: str) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
+        self._sockets.append(made)
         made.setsockopt(zmq.LINGER, 0)
         made.bind(f"ipc://{path}")
         return made
@@ -167,6 +167,7 @@ class Ranks:
                 env={**os.environ, **NO_MULTICAST},
             )
         self._sides.append(mine)
+        self._sockets.append(mine)
         self._processes.append(process)
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(start) + b"\n")
@@ -383,7 +384,7 @@ def _taken(keys: deque[Taken]) -> list[Taken]:
 
 def _ended(
     processes: list[subprocess.Popen[bytes]],
-    sides: list[socket.socket],
+    sockets: list[socket.socket | zmq.Socket[bytes]],
     context: zmq.Context[Any],
     closers: list[Callable[[], None]],
 ) -> None:
@@ -392,8 +393,8 @@ def _ended(
         process.kill()
     for process in processes:
         process.wait()
-    for side in sides:
-        side.close()
-    context.destroy(linger=0)
+    for each in sockets:  # a context that ends waits for all of its sockets
+        each.close()
+    context.term()
     for close in [*closers]:
         close()
