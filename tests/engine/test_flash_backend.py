@@ -265,6 +265,7 @@ def test_an_engine_is_refused_before_its_weights_are_read(tmp_path):
         dtype="bfloat16",
         attention="flash_attn",
         numerics="strict",
+        reduction_leaves=2,
     )
     with pytest.raises(StartupError, match="numerics is strict"):
         Interpreted(settings).load(config)

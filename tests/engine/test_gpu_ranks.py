@@ -19,9 +19,9 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, choose, joined, request
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, perturbed
+from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
 from tlt_server.commands import Sleep, WakeUp
-from tlt_server.engine import ranks
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.settings import EngineSettings
@@ -67,7 +67,7 @@ def settings(root: Path) -> EngineSettings:
 @pytest.fixture(scope="module", autouse=True)
 def interpreted() -> Iterator[None]:
     with patched_once(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "RANK", "tests.engine.interpreted_rank")
+        run_rank_of_tests(patch, "interpreted_rank")
         yield
 
 

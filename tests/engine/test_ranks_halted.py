@@ -12,10 +12,10 @@ import pytest
 
 from tests.engine.halting import done, send
 from tests.engine.pushing import Pushable
+from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.test_engine import requests
 from tests.engine.test_ranks import ranks_of, root, settings
 from tlt_server.commands import Sleep, WakeUp
-from tlt_server.engine import ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
 
@@ -25,7 +25,7 @@ __all__ = ["root", "settings"]  # fixtures
 @pytest.fixture(scope="module")
 def short(settings: EngineSettings) -> Iterator[Pushable]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "RANK", "tests.engine.short_rank")
+        run_rank_of_tests(patch, "short_rank")
         engine = Pushable(replace(settings, tensor_parallel=2))
     yield engine
     ranks_of(engine).close()

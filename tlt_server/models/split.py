@@ -92,7 +92,8 @@ def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str, ranks:
         raise StartupError(
             f"reduction_leaves is {leaves}, and {where} has {config.heads} heads of "
             f"{config.head_dim} and an MLP of {config.intermediate_size}, of which a leaf has a "
-            f"whole number of heads and a multiple of {unit}; use {' or '.join(found)}"
+            f"whole number of heads and a multiple of {unit}; use "
+            f"{' or '.join(found) or 'tensor_parallel 1 and reduction_leaves auto'}"
         )
 
 

@@ -52,6 +52,7 @@ from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.loader import eos_token_ids, fill, unread
 from tlt_server.models.shards import rank_config, tensors_of
 from tlt_server.models.split import Split
+from tlt_server.speculation.drafters.cpu import Following
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import Reach
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Live, Target
@@ -190,8 +191,12 @@ class CudaDevice:
         self._orders.order(Install(key_of(target)), wait=True)
         if drafter is None:
             return
+        assert isinstance(drafter, Following)
+        drafter.follow(target)
+        if self._ranks is None:
+            return
         assert isinstance(drafter, GpuEagleNetwork)
-        for network, of in zip((drafter, *drafter.peers), (target, *target.peers), strict=True):
+        for network, of in zip(drafter.peers, target.peers, strict=True):
             network.follow(of)
         self._orders.order(Install(key_of(drafter)), wait=True)
 

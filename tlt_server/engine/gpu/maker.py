@@ -239,9 +239,8 @@ class GpuMaker:
 
 
 def own_config(network: DrafterNetwork) -> ModelConfig:
-    """Return the shape of this rank's part of a drafter's layer."""
-    assert isinstance(network, GpuEagleNetwork)
-    return network.own_config
+    """Return the shape of this rank's part of a drafter's layer: the whole where none is shared."""
+    return network.own_config if isinstance(network, GpuEagleNetwork) else network.config
 
 
 class Lent:
