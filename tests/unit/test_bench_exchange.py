@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tlt_server.bench.exchange import NO_MULTICAST, measured
+from tlt_server.bench.exchange import measured
 from tlt_server.engine.exchange.meeting import Meeting
+from tlt_server.models.environment import NO_MULTICAST
 
 ROW = {"what": "signal", "us": 1.5}
 SAY = "import json, os, sys, time; rank = int(sys.argv[2])\n"

@@ -25,12 +25,11 @@ import torch
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import finish
 from tlt_server.errors import StartupError
+from tlt_server.models.environment import NO_MULTICAST
 
 RANKS = 2
 RANK = (sys.executable, "-P", "-m", "tlt_server.bench.exchange_rank")
 SILENT_S = 180.0  # a section takes seconds, and its kernels' compilation longer
-# NVLink multicast can take a host's GPUs out of service.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def _read(rank: int, lines: IO[str], told: queue.Queue[tuple[int, str]]) -> None:

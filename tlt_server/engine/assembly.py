@@ -250,7 +250,6 @@ def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) ->
         **code(),
         "processor": gpu.description if device.name == "cuda" else processor(),
         "threads": str(settings.threads),
-        "ranks": str(settings.tensor_parallel),
         "model": live.target.network.config.shape,
         "dtype": settings.dtype,
         "numerics": device.numerics,

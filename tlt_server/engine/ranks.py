@@ -38,6 +38,7 @@ from tlt_server.engine.settings import DecidedSettings, encode_settings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.environment import NO_MULTICAST
 from tlt_server.models.split import RankExchange, Split
 
 Taken = TypeVar("Taken")
@@ -45,8 +46,6 @@ RANK = "tlt_server.engine.rank"
 START_S = 120.0  # for all ranks to be there, and for an answer while kernels may be compiled
 SEND_S = 10.0  # for room in a rank's socket
 POLL_S = 0.2
-# NVLink multicast can take a host's GPUs out of service.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 
@@ -178,7 +177,7 @@ class Ranks:
     def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
         self.ask(order) if wait else self._send(order, asks=False)
 
-    def settle(self) -> None:
+    def free_dropped(self) -> None:
         """Free the memory of all models that have been dropped."""
         self.ask(orders.Drop([], []))
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# NVLink multicast can take a host's GPUs out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
 
 def library_environment(numerics: str = "strict") -> dict[str, str]:
     """Variables to set before torch is imported.
@@ -29,8 +32,7 @@ def library_environment(numerics: str = "strict") -> dict[str, str]:
     waiting = {
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        **NO_MULTICAST,
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:2"),
     }
     return {**waiting, **(strict_environment() if numerics == "strict" else {})}

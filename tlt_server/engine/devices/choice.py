@@ -260,7 +260,7 @@ def _check_gpus(ranks: int, gpu: Gpu) -> None:
 
 
 def gpu_split(settings: DecidedSettings, rank: int = 0) -> Split:
-    """Return the part of a target that a rank has. The head is whole, because all ranks sample."""
+    """Return the part of a target that a rank has; any step may need all logits of the head."""
     leaves, ranks = settings.reduction_leaves, settings.tensor_parallel
     return Split(leaves, rank, ranks, whole=("lm_head",))
 

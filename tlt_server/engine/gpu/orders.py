@@ -79,7 +79,7 @@ class ForgetTexts(Struct, frozen=True, tag="forget"):
 
 
 class WriteTable(Struct, frozen=True, tag="table"):
-    """Set what a table has learnt, and put it in force."""
+    """Set what a table has learnt."""
 
     table: str
     survival_K: Array  # the bits of float32

@@ -78,7 +78,7 @@ class GpuRanks(Ranks):
 
     def free(self) -> tuple[int, int]:
         """Return the bytes of the GPU that has least free: free, and in all."""
-        self.settle()
+        self.free_dropped()
         found = self.ask(told.ReportMemory())
         return min((int(free), int(total)) for free, total in (text.split() for text in found))
 
