@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
-from tests.kernels.tree_twins import kv_slot_of, make_batch_slots, numpy_of, poison, verified_rows
+from tests.kernels.tree_twins import (
+    kv_slot_of,
+    make_batch_slots,
+    node_key,
+    numpy_of,
+    poison,
+    verified_rows,
+)
+from tlt_kernels.gpu.priority import compared
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.tensors import BatchSlots, KeptRows, Nodes, PrefillChunks, RowTable, Trees
 
@@ -266,3 +274,16 @@ def test_large_batches_are_laid_out_as_their_twin_does(
 ) -> None:
     select_and_check(requests, columns, depth, decode_rows, 1)
     select_and_check(requests, columns, depth, decode_rows, 2, levels=2)
+
+
+def test_survivals_tie_where_their_keys_do() -> None:
+    rng = np.random.default_rng(5)
+    survival_N = np.exp2(rng.uniform(-18, 0, 4000)).astype(np.float32)
+    survival_N[1::2] = survival_N[::2] * (1 + rng.uniform(0, 2e-3, 2000))  # close to each other
+    survival_N[-3:] = 1.0, 0.0, -1.0
+    coarse_N = compared(torch.from_numpy(survival_N)).numpy()
+    key_N = np.array([node_key(float(each), 0, 0)[0] for each in survival_N[:-2]])
+    pairs = key_N[:, None] < key_N, coarse_N[:-2, None] > coarse_N[:-2]
+    assert np.array_equal(*pairs)
+    assert len(np.unique(key_N)) < len(key_N)
+    assert np.array_equal(coarse_N[-2:], survival_N[-2:])

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.gpu import growth
+from tlt_kernels.gpu.priority import compared
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, CalibrationTable
 from tlt_kernels.gpu.upload import UNLIMITED
 from tlt_server.attention.gpu import TritonPaged
@@ -136,7 +137,8 @@ class GpuTrees:
             floor=growth.FLOOR if strategy.draft_rows(requests) else 0.0,
         )
         nodes = trees.nodes.head(requests)
-        parts = nodes.parent_BC, nodes.depth_BC, nodes.survival_BC, nodes.token_BC, nodes.cell_BC
+        survival_BC = compared(nodes.survival_BC)  # so that ties are those of a step
+        parts = nodes.parent_BC, nodes.depth_BC, survival_BC, nodes.token_BC, nodes.cell_BC
         columns = nodes.survival_BC.shape[1]
         return candidates_of(columns, columns, *(part.flatten().cpu().numpy() for part in parts))
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.rows import priority
+from tlt_kernels.gpu.priority import priority
 from tlt_kernels.gpu.target import PDL, lanes, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, Nodes
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlt_kernels.gpu.priority import priority
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import (
     PAGE_SIZE,
@@ -25,16 +26,6 @@ from tlt_kernels.gpu.tensors import (
 )
 
 MAX_NODES = 1 << 16  # nodes of a batch: 16 bits of a key name the node
-
-
-@triton.jit
-def priority(survival, order):
-    """Return positive int32 keys, all different, larger = better: 11 bits per octave of survival
-    down to 2^-16, then the lower order first.
-    """
-    octaves = (survival.to(tl.int32, bitcast=True) - 0x37800000) >> 12
-    key = (tl.minimum(tl.maximum(octaves, 0), 32766) << 16) | (65535 - order)
-    return tl.where(survival > 0.0, key, -1)
 
 
 # Steps come in too many sizes to compile a kernel for each.
