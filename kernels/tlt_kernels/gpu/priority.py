@@ -1,5 +1,5 @@
-"""The order of nodes where rows are chosen: by survival in steps, so that a key of 31 bits names the
-node, too. Legend: N nodes.
+"""The order of nodes where rows are chosen: by survival in steps, so that a key of 31 bits names
+the node, too. Legend: N nodes.
 """
 
 from __future__ import annotations
