@@ -19,6 +19,7 @@ from torch import nn
 
 from examples.grpo.pushes import Pushes
 from examples.grpo.record import RunDirectory
+from examples.grpo.resident import ResidentTlt
 from tlt_client import Client
 from tlt_server.drafter.peers import Peers
 
@@ -111,17 +112,21 @@ class AdaptiveDrafter(FixedDrafter):
     without a test whether it is better.
     """
 
+    def _begin(self, training: str) -> None:
+        super()._begin(training)
+        self._tlt = ResidentTlt()
+
     def adapt(self, policy: nn.Module) -> tuple[float, float]:
         """`CalledProcessError`: `tlt drafter train` failed."""
         run, asked, started_s = self._run, self._asked, time.perf_counter()
         target = run.path / "adapting"
         run.write_model(policy, asked.model, target)
         segments = sorted((run.path / "responses").glob("*.segment"))[-asked.drafter_window :]
-        command = [sys.executable, "-m", "tlt_server", "drafter", "train", "--target", str(target)]
+        command = ["drafter", "train", "--target", str(target)]
         command += ["--drafter", str(self._kept.newest()), "--out", str(self._kept.partial())]
         command += ["--data", *map(str, segments), "--acceptance", "total-variation"]
         command += ["--steps", str(asked.drafter_steps), "--lr", str(asked.drafter_lr)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        self._tlt.run(*command)
         directory = self._kept.keep(run.steps + 1)
         return time.perf_counter() - started_s, self._kept.push(self._pushes, directory)
 

@@ -34,6 +34,9 @@ def arguments() -> argparse.ArgumentParser:
         "--oracle-steps", type=int, default=1000, help="training steps of the oracle"
     )
     parser.add_argument("--oracle-lr", type=float, default=5e-4, help="their learning rate")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where it trains and replays"
+    )
     parser.add_argument("--threads", type=int, default=1)
     return parser
 

@@ -22,8 +22,6 @@ from examples.grpo.adapt import drafter_of
 from examples.grpo.foreign import tlt_drafter
 from examples.grpo.record import load_samples
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.loader import load_target
-from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy, parse_strategy
 from tlt_server.samples.identity import identity_of
 from tlt_server.samples.sample import sample_set
@@ -32,6 +30,7 @@ from tlt_server.trainer.evaluate import ReplayStage, Task, evaluate
 from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.figures import ByResponse, by_response, gap_recovered
 from tlt_server.trainer.plans import PinnedPlan
+from tlt_server.trainer.prefill import load_prefill
 from tlt_server.trainer.replay import ReplayedDrafter
 
 PAGE_SIZE = 16
@@ -62,7 +61,7 @@ def compare(asked: argparse.Namespace) -> int:
     replayed, lines = [], []
     for step in steps:
         drafters = [drafter_of(run, 0), drafter_of(run, step), oracle]
-        replayed.append(replay(run, step, drafters, strategy))
+        replayed.append(replay(run, step, drafters, strategy, asked.device))
         lines.append(_line(f"{step}", replayed[-1]))
     lines.append(_line("all", joined(replayed)))
     (run / "gap.json").write_text(json.dumps({"strategy": strategy.name, "steps": lines}) + "\n")
@@ -83,25 +82,23 @@ def trained_oracle(
         flags = ["--drafter", drafter_of(run, 0), "--data", *data, "--out", directory]
         flags += ["--acceptance", "total-variation", "--steps", asked.oracle_steps]
         flags += ["--lr", asked.oracle_lr, "--checkpoints", run / "oracle-checkpoints"]
+        flags += ["--device", asked.device]
         tlt_drafter("train", *flags, target=run / "weights" / f"{last:05}")
     return directory
 
 
-def replay(run: Path, step: int, drafters: Sequence[Path], strategy: Strategy) -> ReplayedStep:
+def replay(
+    run: Path, step: int, drafters: Sequence[Path], strategy: Strategy, device: str
+) -> ReplayedStep:
     """Replay drafters that read the same layers over the responses of a step."""
     model = run / "weights" / f"{step:05}"
     config = ModelConfig.read(model)
     samples = sample_set(load_samples(run, step), identity_of(model), config.vocab_size)
     responses = samples.responses
     longest = int((responses.prompt_len_N + responses.output_len_N).max())
-    target = load_target(
-        model,
-        config=replace(config, max_position=longest),
-        numerics=Numerics("strict", threads=torch.get_num_threads()),
-        page_size=PAGE_SIZE,
-        feature_layers=find_loader(drafters[0], "cpu").feature_layers(drafters[0], config),
-    )
-    loaded = [ReplayedDrafter.load(directory, target) for directory in drafters]
+    layers = find_loader(drafters[0], device).feature_layers(drafters[0], config)
+    target = load_prefill(model, device, layers, replace(config, max_position=longest))
+    loaded = [ReplayedDrafter.load(each, target.model, device=device) for each in drafters]
     tasks = [
         Task(each, PinnedPlan(structs.replace(strategy, drafter=each.kind))) for each in loaded
     ]

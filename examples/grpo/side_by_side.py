@@ -26,10 +26,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.drafter.data import TargetLimits, read_documents
 from tlt_server.drafter.records import PAGE_SIZE, load_record
 from tlt_server.models.config import ModelConfig, read_json
-from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import feature_layers
-from tlt_server.models.loader import load_target
-from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy, parse_strategy
 from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
@@ -38,7 +35,8 @@ from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import OBJECTIVES, Objective, make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.plans import PinnedPlan
-from tlt_server.trainer.recompute import Document, Recomputed, head_rows
+from tlt_server.trainer.prefill import Prefill, load_prefill
+from tlt_server.trainer.recompute import Document, Recomputed
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate
 
@@ -70,12 +68,7 @@ def compare(asked: argparse.Namespace) -> int:
     trained_on, judged_on = segments if len(segments) == 2 else record(asked, KINDS)
     start = asked.drafter or untrained(asked.out / "untrained", trained_on)
     config = ModelConfig.read(TARGET)
-    target = load_target(
-        TARGET,
-        numerics=Numerics("strict", threads=asked.threads),
-        page_size=PAGE_SIZE,
-        feature_layers=feature_layers(start, config),
-    )
+    target = load_prefill(TARGET, asked.device, feature_layers(start, config), config)
     limits = TargetLimits(config.vocab_size, config.max_position)
     documents = read_documents([trained_on], limits, TARGET)
     source = Recomputed(target, documents, kept_bytes=KEPT_BYTES)
@@ -98,7 +91,9 @@ def compare(asked: argparse.Namespace) -> int:
         "record_tokens": source.computed,
         "budget": asked.budget,
         "chain": CHAIN.name,
-        "rows": rows(trained, judged_on, {prompt_of(each) for each in documents}, target),
+        "rows": rows(
+            trained, judged_on, {prompt_of(each) for each in documents}, target, asked.device
+        ),
     }
     show(said["rows"])
     (asked.out / "objectives.json").write_text(json.dumps(said, indent=1) + "\n")
@@ -123,16 +118,16 @@ def train(
     objective: Objective,
     start: Path,
     source: Recomputed,
-    target: Decoder,
+    target: Prefill,
     asked: argparse.Namespace,
 ) -> Trained:
     """Train a copy of `start` on at least `asked.tokens` tokens and write it."""
     compute = torch.bfloat16 if asked.device == "cuda" else torch.float32
-    network = load_trainable(start, target.config, compute=compute, device=asked.device)
-    frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
+    network = load_trainable(start, target.model.config, compute=compute, device=asked.device)
+    frozen = network.frozen(target.embedding_VH, target.head_rows(network.target_ids_C))
     steps = -(-asked.tokens // asked.budget)
     settings = AdamWSettings(
-        lr=asked.lr or default_rate(target.hidden_size),
+        lr=asked.lr or default_rate(target.model.hidden_size),
         warmup_steps=min(100, steps // 10),
         total_steps=steps,
     )
@@ -161,7 +156,7 @@ def prompt_of(document: Document) -> bytes:
 
 
 def rows(
-    trained: Sequence[Trained], judged_on: Path, known: Set[bytes], target: Decoder
+    trained: Sequence[Trained], judged_on: Path, known: Set[bytes], target: Prefill, device: str
 ) -> list[dict[str, Any]]:
     """Return the figures of each drafter, the first of which is the start, on the responses to
     prompts that are not `known`.
@@ -173,7 +168,8 @@ def rows(
         if responses.tokens(n)[: responses.prompt_len_N[n]].tobytes() not in known
     ]
     tasks = [
-        Task(ReplayedDrafter.load(each.directory, target), WholeChains(CHAIN)) for each in trained
+        Task(ReplayedDrafter.load(each.directory, target.model, device=device), WholeChains(CHAIN))
+        for each in trained
     ]
     stage = ReplayStage(RecomputedFeatures(target), PAGE_SIZE)
     walks = evaluate(responses, chosen, tasks, stage)

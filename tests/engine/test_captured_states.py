@@ -20,6 +20,7 @@ from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest, Sampling
 from tlt_server.samples.captured import Captured, decode_captured, key_of
 from tlt_server.samples.ring import RingConsumer, make_ring
+from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.recompute import Document, Recomputed
 
 PAGE = 16
@@ -97,7 +98,7 @@ def test_captured_states_are_those_that_a_prefill_computes(
     layers = engine.engine.runner.model.feature_layers  # type: ignore[attr-defined]
     target = load_target(TARGET, numerics=Numerics("strict"), feature_layers=layers)
     documents = [Document(np.array(text, np.int32), np.ones(len(text), np.bool_)) for text in texts]
-    again = Recomputed(target, documents)
+    again = Recomputed(CpuPrefill(target), documents)
     for number, text in enumerate(texts):
         captured, part = states[key(text)], again.read(number, 0, len(text) - 1)
         assert captured.length == len(text) - 1

@@ -42,6 +42,7 @@ from tlt_server.speculation.survival import Calibration, OnlineTable
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.features import FeatureSource, RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan
+from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.replay import DraftReplay, ReplayedDrafter, Roots
 from tlt_server.trainer.self_check import DraftsDiffer, SelfCheck, self_check
 
@@ -111,7 +112,7 @@ def assert_alarm(record: RolloutRecord, drafter: ReplayedDrafter, source: Featur
 def test_a_replay_accepts_what_the_server_accepted(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
-    found = checked(record, drafter, RecomputedFeatures(target))
+    found = checked(record, drafter, RecomputedFeatures(CpuPrefill(target)))
     found.require_equal()
     assert found.shown == [] and not found.unknown
     assert found.compared > 1000
@@ -128,7 +129,7 @@ def test_a_shifted_pairing_is_noticed(
         def features(self, responses: Responses, chosen: Sequence[int]) -> torch.Tensor:
             return super().features(responses, chosen).roll(1, 0)
 
-    assert_alarm(record, drafter, Shifted(target))
+    assert_alarm(record, drafter, Shifted(CpuPrefill(target)))
 
 
 def test_a_missing_norm_is_noticed(
@@ -136,7 +137,7 @@ def test_a_missing_norm_is_noticed(
 ) -> None:
     network = drafter.weights.network
     network.logits = network.head
-    assert_alarm(record, drafter, RecomputedFeatures(target))
+    assert_alarm(record, drafter, RecomputedFeatures(CpuPrefill(target)))
 
 
 def test_a_stale_vocabulary_map_is_noticed(
@@ -144,7 +145,7 @@ def test_a_stale_vocabulary_map_is_noticed(
 ) -> None:
     network = drafter.weights.network
     network.target_ids = network.target_ids.roll(1)
-    assert_alarm(record, drafter, RecomputedFeatures(target))
+    assert_alarm(record, drafter, RecomputedFeatures(CpuPrefill(target)))
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
@@ -155,13 +156,13 @@ def test_another_weight_version_is_noticed(
     random = torch.Generator().manual_seed(0)
     for tensor in network.parameters().values():
         tensor += 0.03 * tensor.std() * torch.randn(tensor.shape, generator=random)
-    assert_alarm(record, drafter, RecomputedFeatures(target))
+    assert_alarm(record, drafter, RecomputedFeatures(CpuPrefill(target)))
 
 
 def test_what_cannot_be_compared_is_counted(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
-    source, drafts = RecomputedFeatures(target), record.header.legend.strategies
+    source, drafts = RecomputedFeatures(CpuPrefill(target)), record.header.legend.strategies
     cycles = sum(drafts[index].drafter == "eagle" for index in record.verified.strategy_V)
     other = checked(record, drafter, source, version="other")
     assert other.unknown == {"computed by another version of the target": cycles}
@@ -193,7 +194,7 @@ def test_trees_are_compared_under_a_table_that_learns(
     drafter = ReplayedDrafter.load(directory, target)
 
     def check(tables: dict[str, NDArray[np.float32]]) -> SelfCheck:
-        stage = ReplayStage(RecomputedFeatures(target), PAGE_SIZE)
+        stage = ReplayStage(RecomputedFeatures(CpuPrefill(target)), PAGE_SIZE)
         return self_check(
             found, drafter, stage, version="initial", tables=tables, drafter_version="initial"
         )
@@ -222,7 +223,7 @@ def test_a_walk_as_recorded_visits_the_recorded_roots(
         record.responses,
         range(len(record.responses)),
         [Task(drafter, RecordedPlan(strategies, mine, "eagle"))],
-        ReplayStage(RecomputedFeatures(target), PAGE_SIZE),
+        ReplayStage(RecomputedFeatures(CpuPrefill(target)), PAGE_SIZE),
     )
     plain = [n for n in range(16) if not branched(mine, n)]
     assert len(plain) > 10
@@ -245,7 +246,7 @@ def test_counts_do_not_depend_on_what_is_drafted_along(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     chosen, strategy = [0, 5, 11, 13], Strategy("eagle", 5, 3, 9)
-    stage = ReplayStage(RecomputedFeatures(target), PAGE_SIZE)
+    stage = ReplayStage(RecomputedFeatures(CpuPrefill(target)), PAGE_SIZE)
     (walked,) = evaluate(record.responses, chosen, [Task(drafter, PinnedPlan(strategy))], stage)
     assert_covers(walked, record.responses, chosen)
     for n in chosen:
@@ -262,7 +263,7 @@ def test_a_walk_is_the_same_where_all_positions_are_drafted_from_first(
     drafter: ReplayedDrafter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage, walks = ReplayStage(RecomputedFeatures(target), PAGE_SIZE), []
+    stage, walks = ReplayStage(RecomputedFeatures(CpuPrefill(target)), PAGE_SIZE), []
     strategies = record.header.legend.strategies
     plans = (
         PinnedPlan(Strategy("eagle", 5, 3, 9)),
@@ -282,7 +283,7 @@ def test_one_place_serves_for_all_responses(
     record: RolloutRecord, target: Decoder, drafter: ReplayedDrafter
 ) -> None:
     """A response leaves nothing that changes the counts of those that follow."""
-    source, plan = RecomputedFeatures(target), PinnedPlan(Strategy("eagle", 5, 3, 9))
+    source, plan = RecomputedFeatures(CpuPrefill(target)), PinnedPlan(Strategy("eagle", 5, 3, 9))
     kept = ReplayStage(source, PAGE_SIZE)
     for chosen in ([13, 5], [0], [11], [5]):
         walks = [

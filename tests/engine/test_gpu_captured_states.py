@@ -23,6 +23,7 @@ from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import GenerateRequest
 from tlt_server.samples.captured import Captured, key_of
+from tlt_server.trainer.prefill import CpuPrefill
 from tlt_server.trainer.recompute import Document, Recomputed
 
 
@@ -73,7 +74,7 @@ def assert_about_the_cpus(
     documents = [
         Document(np.frombuffer(text, np.int32), np.ones(len(text) // 4, np.bool_)) for text in texts
     ]
-    twin = Recomputed(target, documents)
+    twin = Recomputed(CpuPrefill(target), documents)
     for n, text in enumerate(texts):
         states, part = found[key_of(text)], twin.read(n, 0, len(text) // 4 - 1)
         np.testing.assert_allclose(states.features_TF, part.features_TF, atol=1e-4)

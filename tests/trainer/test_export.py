@@ -230,8 +230,8 @@ def test_the_export_is_replayed_over_a_record(record: Path, tmp_path: Path, monk
 
     other = perturbed(DRAFTER, tmp_path / "other", 1, scale=0.2)
 
-    def loaded_another(arguments, record, directories):
-        return loaded(arguments, record, [directories[0], other])
+    def loaded_another(arguments, record, directories, device):
+        return loaded(arguments, record, [directories[0], other], device)
 
     monkeypatch.setattr(export_command, "loaded", loaded_another)
     assert main([*command, str(tmp_path / "second")]) == 2

@@ -2,19 +2,23 @@
 on a side stream that holds the state before the step next to it.
 """
 
+import json
+
 import pytest
 import torch
 
 from tests.trainer.samples import LAYERS, demo_target, solutions
 from tests.trainer.tiny import random
-from tlt_server.demo.workload import DRAFTER
+from tlt_server.__main__ import main
+from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.trainer.attend import Blocks, Flash, attend
 from tlt_server.trainer.checkpoint import Checkpoints, newest
 from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.packs_ahead import PacksAhead
-from tlt_server.trainer.recompute import Recomputed, head_rows
+from tlt_server.trainer.prefill import CpuPrefill
+from tlt_server.trainer.recompute import Recomputed
 from tlt_server.trainer.step import AdamWSettings, Trainer
 from tlt_server.trainer.unroll import forward
 
@@ -60,12 +64,12 @@ def target():
 
 @pytest.fixture(scope="module")
 def source(target):
-    return Recomputed(target, solutions(0, 40, 96))
+    return Recomputed(CpuPrefill(target), solutions(0, 40, 96))
 
 
 def build(target, device, dtype):
     network = load_trainable(DRAFTER, target.config, compute=dtype, device=device)
-    frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
+    frozen = network.frozen(target.embedding_VH, CpuPrefill(target).head_rows(network.target_ids_C))
     return Trainer(network, frozen, make_objective("eagle3"), AdamWSettings(lr=1e-4))
 
 
@@ -127,3 +131,17 @@ def test_a_gpu_trains_and_its_checkpoint_holds_the_state_before_the_next_step(
     trainer.restore(found.state)
     assert torch.equal(trainer.state.weight_P.cpu(), saved)
     assert sum(losses[-4:]) < sum(losses[:4])
+
+
+def test_a_gpus_record_is_replayed_and_trained_on_by_the_command(tmp_path):
+    record, trained = tmp_path / "record.safetensors", tmp_path / "trained"
+    assert main(["bench", "record", "--quick", "--device", "cuda", "--out", str(record)]) == 0
+    pair, given = ["--target", str(TARGET)], ["--drafter", str(DRAFTER)]
+    found = tmp_path / "found.json"
+    check = ["--record", str(record), "--self-check", "--json", str(found)]
+    assert main(["drafter", "evaluate", *pair, *given, *check]) == 0
+    checked = json.loads(found.read_text())["figures"]["self_check"]
+    assert checked["different"] == 0 and checked["cycles"] > 100
+    data = ["--data", str(record), "--steps", "2", "--out", str(trained)]
+    assert main(["drafter", "train", *pair, *given, *data]) == 0
+    assert (trained / "model.safetensors").exists()

@@ -14,7 +14,8 @@ from tlt_server.trainer.losses import teacher_probabilities
 from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.recompute import Recomputed, head_rows
+from tlt_server.trainer.prefill import CpuPrefill
+from tlt_server.trainer.recompute import Recomputed
 from tlt_server.trainer.step import AdamWSettings, Trainer
 from tlt_server.trainer.unroll import forward, weights_of
 
@@ -38,12 +39,12 @@ def head(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(target):
-    return Recomputed(target, solutions(0, 60, 96))
+    return Recomputed(CpuPrefill(target), solutions(0, 60, 96))
 
 
 def build(target, head, name="eagle3", acceptance="none"):
     network = load_trainable(head, target.config)
-    frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
+    frozen = network.frozen(target.embedding_VH, CpuPrefill(target).head_rows(network.target_ids_C))
     objective = make_objective(name, acceptance, steps=UNROLLED)
     return Trainer(network, frozen, objective, AdamWSettings(lr=2e-3, warmup_steps=5))
 
@@ -73,7 +74,7 @@ def agreement(trainer, source):
 
 
 def test_a_new_head_learns_to_agree_with_its_target(target, head, source):
-    unseen = Recomputed(target, solutions(1000, 10, 96))
+    unseen = Recomputed(CpuPrefill(target), solutions(1000, 10, 96))
     trainer = build(target, head)
     before = agreement(trainer, unseen)
     after = agreement(train(trainer, source, 40), unseen)

@@ -20,7 +20,8 @@ from tlt_server.trainer.attend import Blocks
 from tlt_server.trainer.network import TrainableEagle3, load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer, assemble, fit, windows
-from tlt_server.trainer.recompute import Document, Recomputed, head_rows
+from tlt_server.trainer.prefill import CpuPrefill
+from tlt_server.trainer.recompute import Document, Recomputed
 from tlt_server.trainer.step import AdamWSettings, Trainer
 from tlt_server.trainer.unroll import forward
 
@@ -49,7 +50,7 @@ def trainable(directories, target):
 def source(target):
     random = np.random.default_rng(3)
     return Recomputed(
-        target,
+        CpuPrefill(target),
         [
             Document(random.integers(0, VOCAB, n).astype(np.int32), np.arange(n) > 4)
             for n in LENGTHS
@@ -89,7 +90,9 @@ def trained(trainable, target, source, bounds=None):
     pieces = [w for d, n in enumerate(LENGTHS) for w in windows(d, n, 80, STEPS)]
     placed = sorted(fit(pieces, 80)[0])
     pack = assemble(source, placed, 80)
-    frozen = trainable.frozen(target.embedding_VH, head_rows(target, trainable.target_ids_C))
+    frozen = trainable.frozen(
+        target.embedding_VH, CpuPrefill(target).head_rows(trainable.target_ids_C)
+    )
     steps = []
     with torch.no_grad():
         for _ in range(STEPS):
@@ -124,7 +127,10 @@ def test_an_eagle_1_network_trains_what_it_serves_and_is_written_as_it_was(
         numerics=Numerics("strict"),
         feature_layers=feature_layers(directory, config),
     )
-    trainable, text = load_trainable(directory, config), Recomputed(target, source._documents)
+    trainable, text = (
+        load_trainable(directory, config),
+        Recomputed(CpuPrefill(target), source._documents),
+    )
     pair = directories[0], directory
     assert difference(pair, target, text, trainable, network=Eagle1) < 1e-5
     again = tmp_path / "again"
@@ -134,7 +140,7 @@ def test_an_eagle_1_network_trains_what_it_serves_and_is_written_as_it_was(
     first, second = (load_file(path / "model.safetensors") for path in (directory, again))
     assert first.keys() == second.keys() == trainable.weights.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    head_CH = head_rows(target, trainable.target_ids_C)
+    head_CH = CpuPrefill(target).head_rows(trainable.target_ids_C)
     trainer = Trainer(
         trainable,
         trainable.frozen(target.embedding_VH, head_CH),
@@ -213,7 +219,7 @@ def test_its_tensors_are_those_of_the_serving_network(directories, target, train
 def test_a_drafter_with_its_own_embedding_keeps_it(directories, target, tmp_path):
     directory = write_eagle(tmp_path / "own", own_embedding=True)
     own = load_trainable(directory, target.config)
-    frozen = own.frozen(target.embedding_VH, head_rows(target, own.target_ids_C))
+    frozen = own.frozen(target.embedding_VH, CpuPrefill(target).head_rows(own.target_ids_C))
     assert torch.equal(frozen.embedding_VH, own.parameters()["embed_tokens.weight"])
     assert "embed_tokens.weight" not in own.weights  # it is not trained
 
@@ -234,7 +240,7 @@ def test_features_computed_again_are_the_bits_of_those_of_one_pass(target, sourc
 
     before, prefill.CHUNK = prefill.CHUNK, 7
     try:
-        chunked = Recomputed(target, documents, kept_bytes=0).read(2, 0, LENGTHS[2])
+        chunked = Recomputed(CpuPrefill(target), documents, kept_bytes=0).read(2, 0, LENGTHS[2])
     finally:
         prefill.CHUNK = before
     assert torch.equal(once.features_TF, chunked.features_TF)
@@ -246,4 +252,4 @@ def test_features_computed_again_are_the_bits_of_those_of_one_pass(target, sourc
 def test_a_document_beyond_the_targets_positions_is_refused(target):
     long = Document(np.zeros(2000, np.int32), np.ones(2000, np.bool_))
     with pytest.raises(InvalidRequest, match="2000 tokens, the target takes 1024"):
-        Recomputed(target, [long])
+        Recomputed(CpuPrefill(target), [long])

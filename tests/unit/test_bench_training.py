@@ -12,12 +12,14 @@ import torch
 
 from benchmarks.sections.training import training
 from tlt_server.__main__ import main
-from tlt_server.bench import recomputing
-from tlt_server.bench.recomputing import CpuTarget, GpuTarget
+from tlt_server.bench.recomputing import random_target
 from tlt_server.bench.training import feature_rows
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.trainer import gpu_prefill
+from tlt_server.trainer.gpu_prefill import GpuPrefill
 from tlt_server.trainer.pack import DocumentPart, assemble, fit, padded, windows
+from tlt_server.trainer.prefill import CpuPrefill
 
 TARGET = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -57,7 +59,7 @@ class States:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_states_computed_again_get_the_places_that_assembling_gives_them(wide: bool) -> None:
-    found = CpuTarget(TARGET, (0, 1, 1)).states(TEXTS)
+    found = random_target(TARGET, (0, 1, 1), torch.device("cpu")).states(TEXTS)
     source = States(found)
     pieces = [w for i, n in enumerate(source.lengths) for w in windows(i, n, 40, 2)]
     placed = padded(pieces, 99, (20,))[0] if wide else fit(pieces, 40)[0]
@@ -73,9 +75,10 @@ def test_states_computed_again_get_the_places_that_assembling_gives_them(wide: b
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 def test_a_gpu_target_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recomputing, "STEP_ROWS", 11)  # passes end within texts
-    plain = CpuTarget(TARGET, (0, 1))
-    on_gpu = GpuTarget(TARGET, (0, 1), torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(gpu_prefill, "STEP_ROWS", 11)  # passes end within texts
+    plain = random_target(TARGET, (0, 1), torch.device("cpu"))
+    on_gpu = GpuPrefill.empty(TARGET, (0, 1), torch.device("cpu"), torch.float32)
+    assert isinstance(plain, CpuPrefill)
     weights = plain.model.parameters()
     for name, weight in on_gpu.model.parameters().items():
         weight.copy_(weights[name])

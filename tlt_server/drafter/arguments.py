@@ -134,8 +134,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="where the drafter is trained; the target always runs on the CPU [default: cuda if "
-        "torch has one]",
+        help="where drafter and target run [default: cuda if torch has one]",
     )
     _seed(parser)
 

@@ -19,8 +19,6 @@ from tlt_server.drafter.records import PAGE_SIZE, EvaluatedRecord, load_record
 from tlt_server.drafter.table import show
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.loader import load_target
-from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy
 from tlt_server.shared_settings import available_processors
 from tlt_server.speculation.drafters.loading import find_loader
@@ -28,6 +26,7 @@ from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan, RootPlan, own_rows
+from tlt_server.trainer.prefill import load_prefill
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import SelfCheck, of_version, self_check
 
@@ -53,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             f"it has {', '.join(record.samples.legend.versions)}: name another with --version"
         )
     torch.set_num_threads(args.threads or available_processors())
+    args.device = replay_device(args.device, record)
     console = wide_console()
     check = None
     with progress_bar(console) as progress:
@@ -72,11 +72,13 @@ def run(args: argparse.Namespace) -> int:
         "rows": _rows(args, record, chosen, found),
     }
     show(console, report)
-    if record.device == "cuda":
-        console.print("recorded on a GPU, which rounds otherwise than this replay on the CPU")
+    if record.device not in (args.device, ""):
+        console.print(
+            f"recorded on {record.device}, which rounds otherwise than this replay on {args.device}"
+        )
     for refused in record.refused:
         console.print(refused, highlight=False, markup=False)
-    finish(args, report, on_gpu=False, recorded_on=record.machine)
+    finish(args, report, on_gpu=args.device == "cuda", recorded_on=record.machine)
     return int(check is not None and (check.different > 0 or not check.compared))
 
 
@@ -93,8 +95,18 @@ def _version(args: argparse.Namespace, record: EvaluatedRecord) -> str:
     return str(args.version)
 
 
+def replay_device(asked: str | None, record: EvaluatedRecord) -> str:
+    """Return where to replay: on a GPU, if there is one and the record is not known to be a CPU's.
+    `StartupError`: one is asked for and there is none.
+    """
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
+    return asked or ("cuda" if there and record.device != "cpu" else "cpu")
+
+
 def loaded(
-    args: argparse.Namespace, record: EvaluatedRecord, drafters: Sequence[Path]
+    args: argparse.Namespace, record: EvaluatedRecord, drafters: Sequence[Path], device: str
 ) -> tuple[RecomputedFeatures, list[ReplayedDrafter]]:
     """Load the target with the layers that these drafters read, and them."""
     config = ModelConfig.read(args.target)
@@ -106,26 +118,25 @@ def loaded(
             f"{args.record} has a response of {needed} tokens, the target takes {longest}: name "
             "the target that was recorded"
         )
-    target = load_target(
+    target = load_prefill(
         args.target,
-        config=replace(config, max_position=longest),
-        numerics=Numerics("strict", threads=torch.get_num_threads()),
-        page_size=PAGE_SIZE,
-        feature_layers=find_loader(drafters[0], "cpu").feature_layers(drafters[0], config),
+        device,
+        find_loader(drafters[0], device).feature_layers(drafters[0], config),
+        replace(config, max_position=longest),
     )
-    replayed = [ReplayedDrafter.load(directory, target) for directory in drafters]
+    replayed = [ReplayedDrafter.load(each, target.model, device=device) for each in drafters]
     return RecomputedFeatures(target), replayed
 
 
 def _self_checked(
     args: argparse.Namespace, record: EvaluatedRecord, version: str, tick: Tick
 ) -> SelfCheck:
-    if record.device not in ("cpu", ""):
+    if record.device not in (args.device, ""):
         raise StartupError(
-            f"--self-check compares bits, and {args.record} was recorded on "
-            f"{record.device}: record on a CPU, or leave it out"
+            f"--self-check compares bits, and {args.record} was recorded on {record.device}: use "
+            f"--device {record.device}, or leave it out"
         )
-    source, (drafter,) = loaded(args, record, args.drafter[:1])
+    source, (drafter,) = loaded(args, record, args.drafter[:1], args.device)
     return self_check(
         record.head(args.responses),
         drafter,
@@ -143,13 +154,15 @@ def _evaluated(
 
     def layers(place: int) -> tuple[int, ...]:
         directory = args.drafter[place]
-        return find_loader(directory, "cpu").feature_layers(directory, config)
+        return find_loader(directory, args.device).feature_layers(directory, config)
 
     found: dict[int, Evaluated] = {}
     places = sorted(range(len(args.drafter)), key=layers)
     for _, group in groupby(places, layers):
         same = list(group)
-        source, drafters = loaded(args, record, [args.drafter[place] for place in same])
+        source, drafters = loaded(
+            args, record, [args.drafter[place] for place in same], args.device
+        )
         tasks = [Task(drafter, _plan(args, record, drafter.kind)) for drafter in drafters]
         walks = evaluate(
             record.samples.responses,

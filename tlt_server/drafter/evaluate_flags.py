@@ -95,6 +95,11 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="compute threads [default: processors this process may use]",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where to replay [default: cuda if torch has one and no CPU recorded]",
+    )
     add_json(parser)
 
 
@@ -102,7 +107,8 @@ EVALUATE = """\
 Replay recorded responses through drafters: the accept length that each would have had, exactly.
 
 A response is fixed by target, prompt and seed, with any drafter. So no target pass verifies
-anything; the target only computes the features that drafters read, on the CPU.
+anything; the target only computes the features that drafters read. On the kind of device that
+recorded, the counts are the server's to the last one.
 """
 EXAMPLES = """\
 examples:

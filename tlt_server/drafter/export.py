@@ -52,7 +52,7 @@ def _replay(arguments: argparse.Namespace, drafter: Path, directory: Path) -> st
             f"{arguments.record} has responses of the versions {', '.join(versions)}, and --target "
             "has the weights of one; give a --record of that version alone"
         )
-    source, drafters = loaded(arguments, record, [drafter, directory])
+    source, drafters = loaded(arguments, record, [drafter, directory], "cpu")
     mine, written = evaluate(
         responses,
         range(len(responses)),

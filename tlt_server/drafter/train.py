@@ -1,5 +1,5 @@
 """`tlt drafter train`: train a drafter on text files, with features that the target computes again
-on this machine's CPU.
+on the same device.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from tlt_server.drafter.data import TargetLimits, read_documents
 from tlt_server.drafter.out import new_directory
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.decoder import Decoder
 from tlt_server.models.draft_checkpoint import feature_layers
-from tlt_server.models.loader import load_target
-from tlt_server.models.numerics import Numerics
 from tlt_server.trainer.checkpoint import CHECKSUM, Checkpoints, newest
 from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
-from tlt_server.trainer.recompute import Recomputed, head_rows
+from tlt_server.trainer.prefill import Prefill, load_prefill
+from tlt_server.trainer.recompute import Recomputed
 from tlt_server.trainer.step import AdamWSettings, StepOutcome, Trainer, default_rate
 from tlt_server.weights.checksums import checksum
 
@@ -37,14 +35,14 @@ def run(arguments: argparse.Namespace) -> int:
     documents = read_documents(
         arguments.data, TargetLimits(config.vocab_size, config.max_position), arguments.target
     )
-    target = load_target(
-        arguments.target,
-        numerics=Numerics("strict"),
-        feature_layers=feature_layers(arguments.drafter, config),
-    )
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
+    layers = feature_layers(arguments.drafter, config)
+    target = load_prefill(arguments.target, device, layers, config)
     source = Recomputed(target, documents)
     with new_directory(arguments.out) as directory:
-        trainer, packer = _build(arguments, target.config, source, target)
+        trainer, packer = _build(arguments, device, source, target)
         tokens = sum(source.lengths)
         _say(
             f"{len(documents)} documents, {tokens} tokens; {len(packer.plan(0))} packs an epoch; "
@@ -59,11 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _build(
-    arguments: argparse.Namespace, config: ModelConfig, source: Recomputed, target: Decoder
+    arguments: argparse.Namespace, device: str, source: Recomputed, target: Prefill
 ) -> tuple[Trainer, Packer]:
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
+    config = target.model.config
     network = load_trainable(
         arguments.drafter,
         config,
@@ -78,7 +74,7 @@ def _build(
         warmup_steps=min(100, arguments.steps // 10),
         total_steps=arguments.steps,
     )
-    frozen = network.frozen(target.embedding_VH, head_rows(target, network.target_ids_C))
+    frozen = network.frozen(target.embedding_VH, target.head_rows(network.target_ids_C))
     trainer = Trainer(network, frozen, objective, settings)
     return trainer, Packer(source, arguments.budget, objective.steps, arguments.seed)
 

@@ -1,24 +1,113 @@
-"""A prefill of whole texts on the CPU: what the target computes of recorded tokens.
+"""A prefill of whole texts: what the target computes of recorded tokens, on any device.
 
 In strict numerics a row's bits depend on its prefix only, so large chunks, which may hold rows of
-several texts, give the bits that serving had.
+several texts, give the bits that serving had on such a device.
 
-Legend: T tokens of several texts, one text after another, R rows, N texts, P pages.
+Legend: T tokens of several texts, one text after another, R rows, N texts, P pages, F feature
+width, C draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.models import Forward
+from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.draft_checkpoint import Served
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.registry import load_object
 
-CHUNK = 512  # rows of one forward
+CHUNK = 512  # rows of one forward on a CPU
+
+Texts = Sequence[NDArray[np.int32]]
+
+
+class Prefill(Protocol):
+    """A target that computes the states of texts. Its drafters are made next to `model`."""
+
+    @property
+    def model(self) -> Served: ...
+
+    @property
+    def feature_width(self) -> int:
+        """Return F."""
+
+    @property
+    def embedding_VH(self) -> Tensor: ...
+
+    def states(self, texts: Texts) -> Forward:
+        """Return hidden states and features of all tokens, text after text."""
+
+    def head_rows(self, ids_C: Tensor) -> Tensor:
+        """Return the LM head's rows of some tokens, [C, H]."""
+
+
+class CpuPrefill:
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self._cache: KVCache | None = None
+
+    @classmethod
+    def load(
+        cls, directory: Path, config: ModelConfig, feature_layers: tuple[int, ...]
+    ) -> CpuPrefill:
+        numerics = Numerics("strict", threads=torch.get_num_threads())
+        return cls(
+            load_target(directory, numerics=numerics, config=config, feature_layers=feature_layers)
+        )
+
+    @property
+    def feature_width(self) -> int:
+        return self.model.feature_width
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        return self.model.embedding_VH
+
+    @torch.inference_mode()
+    def states(self, texts: Texts) -> Forward:
+        pages = TextPages([len(text) for text in texts], self.model.page_size)
+        if self._cache is None or self._cache.pages < pages.count:
+            self._cache = self.model.make_cache(pages.count, self.model.page_size, 0)
+        return joined(self.model.forward(rows, self._cache) for rows in _chunks(texts, pages))
+
+    def head_rows(self, ids_C: Tensor) -> Tensor:
+        return self.model.head_HV.index_select(1, ids_C).t().contiguous()
+
+
+PREFILLS = {
+    "cpu": "tlt_server.trainer.prefill:CpuPrefill",
+    "cuda": "tlt_server.trainer.gpu_prefill:GpuPrefill",
+}
+
+
+def load_prefill(
+    directory: Path, device: str, feature_layers: tuple[int, ...], config: ModelConfig | None = None
+) -> Prefill:
+    """Return the target in `directory` on a device. `config`: its own, with `max_position` lowered
+    to what is needed. Raises `ModelError` or `StartupError`.
+    """
+    config = config or ModelConfig.read(directory)
+    made: Prefill = load_object(PREFILLS[device]).load(directory, config, feature_layers)
+    return made
+
+
+def joined(forwards: Iterable[Forward]) -> Forward:
+    parts = list(forwards)
+    return Forward(
+        torch.cat([part.hidden_RH for part in parts]),
+        torch.cat([part.features_RF for part in parts]),
+    )
 
 
 class TextPages:
@@ -42,19 +131,7 @@ class TextPages:
         return np.repeat(self.first_N * self.page_size, self.length_N) + place_T
 
 
-def prefill(
-    target: Decoder, cache: KVCache, texts: Sequence[NDArray[np.int32]]
-) -> Iterator[Forward]:
-    """Yield the forwards over all tokens, in order. The cache has at least `TextPages.count` pages,
-    and what they hold is overwritten.
-    """
-    pages = TextPages([len(text) for text in texts], target.page_size)
-    assert pages.count <= cache.pages, "the cache was made for fewer tokens"
-    for rows in _chunks(texts, pages):
-        yield target.forward(rows, cache)
-
-
-def _chunks(texts: Sequence[NDArray[np.int32]], pages: TextPages) -> Iterator[Rows]:
+def _chunks(texts: Texts, pages: TextPages) -> Iterator[Rows]:
     """Yield the rows of each forward: the next `CHUNK` tokens, whichever texts they are of."""
     token_T = np.concatenate(texts).astype(np.int64)
     kv_slot_T = pages.kv_slots()

@@ -1,11 +1,10 @@
 """Features that the target computes again: a `DocumentSource` over recorded token ids.
 
-The project's own model reads each document once, in chunks over a paged cache that holds one
-document. A row's bits do not depend on what is batched with it, so these are the bits that a server
-captured while it generated. Documents stay in memory up to a bound; the others are computed each
-time they are read.
+The project's own model reads each document once, some at a time. A row's bits do not depend on what
+is batched with it, so these are the bits that a server captured while it generated. Documents stay
+in memory up to a bound; the others are computed each time they are read.
 
-Legend: T tokens, F feature width, H hidden, C draft vocabulary.
+Legend: T tokens, F feature width, H hidden.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_server.attention.rows import KVCache
 from tlt_server.errors import InvalidRequest
-from tlt_server.models.decoder import Decoder
 from tlt_server.trainer.pack import DocumentPart
-from tlt_server.trainer.prefill import prefill
+from tlt_server.trainer.prefill import Prefill
 
 KEPT_BYTES = 1 << 30
+TOGETHER = 4096  # tokens of the documents that are computed at a time, unless one has more
 
 
 class Document(NamedTuple):
@@ -36,18 +34,15 @@ class Document(NamedTuple):
 
 class Recomputed:
     def __init__(
-        self, target: Decoder, documents: Sequence[Document], *, kept_bytes: int = KEPT_BYTES
+        self, target: Prefill, documents: Sequence[Document], *, kept_bytes: int = KEPT_BYTES
     ) -> None:
         """`InvalidRequest` for a document that is longer than the target's positions."""
         longest = max((len(document.token_T) for document in documents), default=0)
-        if longest > target.max_position:
-            raise InvalidRequest(
-                f"a document has {longest} tokens, the target takes {target.max_position}"
-            )
+        most = target.model.max_position
+        if longest > most:
+            raise InvalidRequest(f"a document has {longest} tokens, the target takes {most}")
         self._target, self._documents, self._room = target, documents, kept_bytes
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._cache: KVCache | None = None
-        self._pages = -(-longest // target.page_size)
         self.computed = 0  # tokens
 
     @property
@@ -66,26 +61,37 @@ class Recomputed:
     def _states(self, document: int) -> tuple[Tensor, Tensor]:
         found = self._kept.get(document)
         if found is None:
-            found = self._compute(self._documents[document].token_T)
-            size = sum(x.numel() * x.element_size() for x in found)
-            if size <= self._room:
-                self._kept[document] = found
-                self._room -= size
+            computed = self._compute(self._together(document))
+            found = computed[document]
+            for each, states in computed.items():
+                size = sum(x.numel() * x.element_size() for x in states)
+                if size <= self._room:
+                    self._kept[each] = states
+                    self._room -= size
         return found
 
-    @torch.inference_mode()
-    def _compute(self, token_T: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
-        target = self._target
-        if self._cache is None:
-            self._cache = target.make_cache(self._pages, target.page_size, 0)
-        found = list(prefill(target, self._cache, [token_T]))
-        self.computed += len(token_T)
-        return (
-            torch.cat([forward.features_RF for forward in found]),
-            torch.cat([forward.hidden_RH for forward in found]),
-        )
+    def _together(self, document: int) -> list[int]:
+        """Return the document, and those after it that are not there yet and will be kept."""
+        target, chosen = self._target, [document]
+        width = target.feature_width + target.model.hidden_size
+        most = min(TOGETHER, self._room // (width * target.embedding_VH.element_size()))
+        tokens = len(self._documents[document].token_T)
+        for each in range(document + 1, len(self._documents)):
+            if each not in self._kept:
+                tokens += len(self._documents[each].token_T)
+                if tokens > most:
+                    break
+                chosen.append(each)
+        return chosen
 
-
-def head_rows(target: Decoder, ids_C: Tensor) -> Tensor:
-    """Return the LM head's rows of some tokens, [C, H]."""
-    return target.head_HV.index_select(1, ids_C).t().contiguous()
+    def _compute(self, documents: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        texts = [self._documents[each].token_T for each in documents]
+        hidden_TH, features_TF = (x.cpu() for x in self._target.states(texts))
+        lengths = [len(text) for text in texts]
+        self.computed += sum(lengths)
+        # Copies, so that each document's memory is its own.
+        parts = zip(features_TF.split(lengths), hidden_TH.split(lengths), strict=True)
+        return {
+            each: (features_TF.clone(), hidden_TH.clone())
+            for each, (features_TF, hidden_TH) in zip(documents, parts, strict=True)
+        }

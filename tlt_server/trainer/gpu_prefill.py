@@ -1,0 +1,126 @@
+"""A prefill of whole texts on a GPU: `prefill` by the kernels that serve there.
+
+Passes have at most `STEP_ROWS` rows and are no CUDA graphs; a pass of that size hides what
+launching its kernels takes.
+
+Legend: T tokens of several texts, one text after another, R rows, N texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
+from tlt_server.attention.gpu import TritonPaged
+from tlt_server.attention.rows import KVCache
+from tlt_server.models import Forward
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.loader import fill, unread
+from tlt_server.trainer.prefill import TextPages, Texts, joined
+
+STEP_ROWS = 4096  # a server's default on a GPU
+
+
+class GpuPrefill:
+    def __init__(self, model: GpuDecoder) -> None:
+        self.model = model
+        self._cache: KVCache | None = None
+
+    @classmethod
+    def load(
+        cls, directory: Path, config: ModelConfig, feature_layers: tuple[int, ...]
+    ) -> GpuPrefill:
+        device = torch.device("cuda", torch.cuda.current_device())
+        made = cls.empty(config, feature_layers, device)
+        fill(made.model.parameters(), directory, ignored=unread(config))
+        return made
+
+    @classmethod
+    def empty(
+        cls,
+        config: ModelConfig,
+        feature_layers: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> GpuPrefill:
+        """Return a target whose weights are not filled."""
+        placement = Placement(device, dtype, StrictMatmuls())
+        return cls(GpuDecoder(config, placement=placement, feature_layers=feature_layers))
+
+    @property
+    def feature_width(self) -> int:
+        return self.model.feature_width
+
+    @property
+    def embedding_VH(self) -> Tensor:
+        return self.model.embedding_VH
+
+    @torch.inference_mode()
+    def states(self, texts: Texts) -> Forward:
+        config, placement = self.model.config, self.model.placement
+        pages = TextPages([len(text) for text in texts], PAGE_SIZE)
+        cache = self._cache_of(pages.count)
+        attention = TritonPaged(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            context=int(pages.length_N.max()),
+            device=placement.device,
+            dtype=placement.dtype,
+        )
+        page_table_NP = torch.from_numpy(pages.table_NP).to(placement.device)
+        found = []
+        for rows in _passes(texts, pages, placement.device):
+            planned = attention.planned(len(rows.token_R), prompt_rows=len(rows.token_R))
+            planned.plan(rows, page_table_NP)
+            tensors = RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R)
+            found.append(self.model.forward(tensors, cache, planned))
+        return joined(found)
+
+    def head_rows(self, ids_C: Tensor) -> Tensor:
+        return self.model.head_VH.index_select(0, ids_C.to(self.model.head_VH.device))
+
+    def _cache_of(self, pages: int) -> KVCache:
+        config, placement = self.model.config, self.model.placement
+        if self._cache is None or self._cache.pages < pages:
+            self._cache = KVCache(
+                layers=config.layers,
+                pages=pages,
+                page_size=PAGE_SIZE,
+                scratch=1,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                dtype=placement.dtype,
+                device=str(placement.device),
+            )
+        return self._cache
+
+
+def _passes(texts: Texts, pages: TextPages, device: torch.device) -> Iterator[RowTable]:
+    """Yield the rows of each pass; texts are in batch slots of their numbers."""
+    text_T = np.repeat(np.arange(len(texts)), pages.length_N)
+    starts_N = np.cumsum(pages.length_N) - pages.length_N
+    columns = {
+        "token_R": np.concatenate(texts),
+        "position_R": np.arange(len(text_T)) - starts_N[text_T],
+        "kv_slot_R": pages.kv_slots(),
+        "batch_slot_R": text_T,
+        "base_R": pages.length_N[text_T],
+    }
+    for start in range(0, len(text_T), STEP_ROWS):
+        part = slice(start, start + STEP_ROWS)
+        rows = RowTable.allocate(len(text_T[part]), 1, device=device.type)
+        yield rows._replace(
+            **{
+                name: torch.from_numpy(values_T[part].astype(np.int32)).to(device)
+                for name, values_T in columns.items()
+            }
+        )
