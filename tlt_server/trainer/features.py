@@ -24,7 +24,7 @@ class FeatureSource(Protocol):
         """Return F."""
 
     def features(self, responses: Responses, chosen: Sequence[int]) -> Tensor:
-        """Return the features of all tokens of these responses, [T, F]."""
+        """Return the features of all tokens of these responses, float32 [T, F] on the CPU."""
 
 
 class RecomputedFeatures:
@@ -40,4 +40,4 @@ class RecomputedFeatures:
         return self._target.feature_width
 
     def features(self, responses: Responses, chosen: Sequence[int]) -> Tensor:
-        return self._target.states([responses.tokens(n) for n in chosen]).features_RF.cpu()
+        return self._target.states([responses.tokens(n) for n in chosen]).features_RF.float().cpu()
