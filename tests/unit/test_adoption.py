@@ -82,7 +82,7 @@ def test_a_candidate_is_adopted_on_proven_gain_alone() -> None:
     later.observe(before_N[:60], np.full(60, 9.5), group_N[:60])
     sooner = AdoptionTest()
     sooner.observe(before_N[:60], np.full(60, 9.5), group_N[:60])
-    assert later._needed > sooner._needed
+    assert later._proof.needed > sooner._proof.needed
 
 
 def test_gain_on_short_responses_does_not_pay_for_loss_on_long_ones() -> None:
@@ -107,6 +107,16 @@ def test_a_few_prompts_prove_a_candidate_that_saves_40_percent() -> None:
         test.observe(before_N, after_N, np.arange(28, dtype=np.int32))
         adopted += test.better
     assert adopted >= 18
+
+
+def test_two_dozen_prompts_prove_a_candidate_that_saves_a_fifth() -> None:
+    adopted, before_N = 0, np.full(26, 100.0)
+    for run in range(20):
+        random, test = np.random.default_rng(run), AdoptionTest(candidate=1)
+        after_N = 100 * np.clip(0.8 + 0.2 * random.standard_normal(26), 0.1, 1.5)
+        test.observe(before_N, after_N, np.arange(26, dtype=np.int32))
+        adopted += test.better
+    assert adopted >= 15
 
 
 def test_gains_out_of_bounds_are_refused() -> None:

@@ -19,6 +19,18 @@ def test_a_number_is_on_the_disk_before_it_is_used(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NUMBER]
 
 
+def test_candidates_are_counted_anew_after_an_adoption(tmp_path: Path) -> None:
+    numbers, counts = CandidateNumbers(tmp_path / NUMBER), []
+    for adopted in (False, False, True, False, False):
+        number = numbers.take()
+        counts.append(numbers.before)
+        if adopted:
+            numbers.adopted(number)
+    assert counts == [0, 1, 2, 0, 1]
+    again = CandidateNumbers(tmp_path / NUMBER)
+    assert again.take() == 6 and again.before == 2
+
+
 def test_numbers_go_on_in_memory_where_the_disk_takes_none(tmp_path: Path) -> None:
     numbers = CandidateNumbers(tmp_path / "gone" / NUMBER)
     assert numbers.take() == 1 and "number 1 was not written" in numbers.failure

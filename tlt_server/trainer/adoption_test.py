@@ -12,8 +12,14 @@ so with probability at least 1 - level it never reaches 1 / level (Ville's inequ
 the interval, which are the means that bets have not disproved: Waudby-Smith and Ramdas, "Estimating
 means of bounded random variables by betting", JRSS-B 86 (2024), with their approximate GRAPA bets.
 
-A run tests many candidates. Its level is spent over them: the k-th one is tested at
-level / (k (k + 1)), which sums to the level, so the bound holds for the run.
+Bets are on gains cut to [-`MOST`, `MOST`] and scaled to [-1, 1]: a loss that cannot be large lets
+them be large, so that two dozen groups prove what all of them show. Many small gains and few large
+losses can be no gain that looks like one then, so bets on the gains as they are have to agree, at
+the level of one candidate, and so has the sum of costs.
+
+A drafter in force meets many candidates. The level is spent over them: the k-th one is tested at
+level / (k (k + 1)), which sums to the level, so the bound holds for all that one drafter meets. The
+one that takes its place begins with the whole level.
 
 Legend: K tests in step with each other, a dimension that simulations use.
 """
@@ -26,7 +32,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LEVEL = 0.05  # limit of the chance that a run adopts a candidate without gain
+# Limit of the chance that candidates without gain, all that a drafter meets, ever take its place.
+LEVEL = 0.05
+MOST = 0.4  # gain of a group beyond which the bets see no difference
 LARGEST_BET = 0.9  # share of the wealth; less than all, so that no observation ruins the test
 INTERVAL_LEVEL = 0.05
 GRID = np.linspace(-1.0, 1.0, 401)  # means that an interval tells apart
@@ -41,7 +49,7 @@ class GainBounds(NamedTuple):
 
 
 def level_of(candidate: int, level: float = LEVEL) -> float:
-    """Return the level at which a run tests its `candidate`-th candidate, counted from 0."""
+    """Return the level at which a drafter's `candidate`-th candidate is tested, counted from 0."""
     return level / ((candidate + 1) * (candidate + 2))
 
 
@@ -118,14 +126,34 @@ class GainInterval:
         return float(GRID[int(stands_K.argmax()) if stands_K.any() else -1])
 
 
-class AdoptionTest:
-    """The test of one candidate of a run."""
+class Proof:
+    """The bets on gains that are cut, and those on gains as they are, of K candidates."""
 
-    def __init__(self, candidate: int = 0, level: float = LEVEL) -> None:
-        """`candidate`: how many the run has tested before."""
-        self._needed = -float(np.log(level_of(candidate, level)))
-        self._betting, self._interval = Betting(np.zeros(1)), GainInterval()
-        self._saved = 0.0
+    def __init__(self, count: int, candidate: int, level: float = LEVEL) -> None:
+        """`candidate`: how many the drafter in force has met before."""
+        self.needed = -float(np.log(level_of(candidate, level))), -float(np.log(level))
+        self._bets = Betting(np.zeros(count)), Betting(np.zeros(count))
+
+    def observe(self, gain_K: NDArray[np.float64]) -> None:
+        cut, plain = self._bets
+        cut.observe(np.clip(gain_K / MOST, -1.0, 1.0))
+        plain.observe(gain_K)
+
+    @property
+    def found_K(self) -> NDArray[np.bool_]:
+        """Tell which candidates are proven better."""
+        wealth = zip(self._bets, self.needed, strict=True)
+        cut_K, plain_K = (betting.most_K >= needed for betting, needed in wealth)
+        return cut_K & plain_K
+
+
+class AdoptionTest:
+    """The test of one candidate."""
+
+    def __init__(self, candidate: int = 0) -> None:
+        """`candidate`: how many the drafter in force has met before."""
+        self._proof, self._interval = Proof(1, candidate), GainInterval()
+        self._saved, self.groups = 0.0, 0
 
     def observe(
         self,
@@ -135,8 +163,9 @@ class AdoptionTest:
     ) -> None:
         """Take the responses of some more prompt groups, each group whole."""
         for gain in gains(before_N, after_N, group_N).tolist():
-            self._betting.observe(np.array([gain]))
+            self._proof.observe(np.array([gain]))
             self._interval.observe(gain)
+            self.groups += 1
         self._saved += float(before_N.sum() - after_N.sum())
 
     @property
@@ -144,11 +173,7 @@ class AdoptionTest:
         """Tell whether the candidate may be adopted: the bets have proven it better, and the sum of
         all costs agrees, in which long responses weigh more.
         """
-        return bool(self._betting.most_K[0] >= self._needed) and self._saved > 0
-
-    @property
-    def groups(self) -> int:
-        return self._betting.count
+        return bool(self._proof.found_K[0]) and self._saved > 0
 
     @property
     def gain(self) -> GainBounds:
@@ -161,8 +186,8 @@ def adopting_runs(gain_SKT: Sequence[NDArray[np.float64]], level: float = LEVEL)
     """
     adopted_K = np.zeros(len(gain_SKT[0]), np.bool_)
     for candidate, gain_KT in enumerate(gain_SKT):
-        betting = Betting(np.zeros(len(gain_KT)))
+        proof = Proof(len(gain_KT), candidate, level)
         for gain_K in gain_KT.T:
-            betting.observe(gain_K)
-        adopted_K |= betting.most_K >= -np.log(level_of(candidate, level))
+            proof.observe(gain_K)
+        adopted_K |= proof.found_K
     return float(adopted_K.mean())

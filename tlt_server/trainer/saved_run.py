@@ -91,18 +91,29 @@ class SavedRun:
 class CandidateNumbers:
     """Numbers of candidates, each given once: a number is in a file before it is used, so that the
     process after a killed one gives the next. Clients may still read the last candidate, and each
-    is tested at a level of its own.
+    is tested at a level of its own. The file has the last number, and that of the candidate that
+    was last adopted.
     """
 
     def __init__(self, file: Path) -> None:
         """`file` lasts as long as the server."""
         self._file, self.failure = file, ""
+        self.last = self._adopted = 0
         try:
-            self.last = int(self._file.read_text())
+            self.last, self._adopted = map(int, self._file.read_text().split())
         except FileNotFoundError:
-            self.last = 0
+            pass
         except (ValueError, OSError) as error:
-            self.last, self.failure = 0, f"{self._file}: no number can be read from it ({error})"
+            self.failure = f"{self._file}: no numbers can be read from it ({error})"
+
+    @property
+    def before(self) -> int:
+        """Return how many candidates before the last one were tested since one was adopted."""
+        return max(0, self.last - self._adopted - 1)
+
+    def adopted(self, number: int) -> None:
+        self._adopted = number
+        self._write()
 
     def after(self, number: int) -> None:
         """Give higher numbers than this one from now on."""
@@ -111,12 +122,15 @@ class CandidateNumbers:
     def take(self) -> int:
         """Return the next number. Where it cannot be written, `failure` says why."""
         self.last += 1
+        self._write()
+        return self.last
+
+    def _write(self) -> None:
         draft = self._file.with_suffix(".part")
         try:
             with open(draft, "w", opener=private_file) as file:
-                file.write(str(self.last))
+                file.write(f"{self.last} {self._adopted}")
             os.replace(draft, self._file)
             self.failure = ""
         except OSError as error:
             self.failure = f"{self._file}: the number {self.last} was not written ({error})"
-        return self.last

@@ -62,12 +62,14 @@ class Trial:
         handed: Handed,
         directory: Path,
         number: int,
+        before: int,
         states: StateStore,
         vocab_size: int,
         checked: Facts | None,
         tables: Mapping[str, NDArray[np.float32]],
     ) -> None:
-        """`number`: of the candidate, from 1 on. `states`: those of all sequences of the trial.
+        """`number`: of the candidate, from 1 on. `before`: how many the drafter in force has met
+        before. `states`: those of all sequences of the trial.
         `checked`: where the self-check counts; None: the engine rounds otherwise than this replay.
         `tables`: those by which the engine grew its trees.
         """
@@ -78,7 +80,7 @@ class Trial:
         rest = NoFeatures(handed.frame.feature_width)
         source = CapturedFeatures(states, handed.target_version, rest)
         self._stage = ReplayStage(source, PAGE_SIZE)
-        self._test = AdoptionTest(number - 1)
+        self._test = AdoptionTest(before)
         self._walked: list[list[Walked]] = []  # both drafters, by part
 
     def write(self, network: TrainableDrafter) -> None:

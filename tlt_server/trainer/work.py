@@ -176,6 +176,7 @@ class DrafterWork:
         )
         self._lineage = self._handed.identity()
         self._spacing.renewed()
+        self._numbers.adopted(self._candidates)
         if self._trainer is not None:
             self._checkpoint_as(self._trainer)
 
@@ -362,6 +363,7 @@ class DrafterWork:
             handed,
             self._candidate_directory,
             self._candidates,
+            self._numbers.before,
             self._states.only(handed.target_version, kept),
             self._buffer.header.vocab_size,
             self._facts if self._settings.repeats else None,
