@@ -1,4 +1,5 @@
-"""Plot accept length, reward and seconds per step of runs, from their `steps.jsonl`.
+"""Plot accept length, reward, seconds and acceptance by draft position of runs, from their
+`steps.jsonl`.
 
 python -m examples.grpo.plots build/grpo/off build/grpo/adaptive --out runs.png
 """
@@ -7,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+ENDS = 5  # steps at a run's begin and end whose acceptance by position is shown
 TIMES = ("rollout_s", "push_s", "drafter_s", "drafter_push_s", "policy_s")
 
 
@@ -22,13 +26,20 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def by_position(lines: list[dict[str, Any]]) -> list[float]:
+    """Return the share of cycles that accept each draft position, the mean over steps."""
+    rows = [line["accepted_at_depth"] for line in lines if line["accepted_at_depth"]]
+    return [fmean(shares) for shares in zip_longest(*rows, fillvalue=0.0)]
+
+
 def plot(runs: list[Path], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (lengths, rewards, seconds) = pyplot.subplots(1, 3, figsize=(15, 4))
+    figure, axes_22 = pyplot.subplots(2, 2, figsize=(12, 7))
+    lengths, rewards, seconds, positions = axes_22.flat
     for run in runs:
         lines = lines_of(run)
         steps = [line["step"] + 1 for line in lines]
@@ -36,19 +47,29 @@ def plot(runs: list[Path], out: Path) -> None:
             lengths.plot(steps, [line["accept_length"] for line in lines], label=run.name)
         rewards.plot(steps, [line["reward"] for line in lines], label=run.name, alpha=0.7)
         times = [sum(line.get(name, 0.0) for name in TIMES) for line in lines]
-        seconds.plot(steps, times, label=run.name)
-    for axes, name in (
-        (lengths, "accept length"),
-        (rewards, "mean reward"),
-        (seconds, "seconds, all parts"),
+        (drawn,) = seconds.plot(steps, times, label=run.name)
+        for part, style, when in ((lines[:ENDS], "--", "first"), (lines[-ENDS:], "-", "last")):
+            accepted = by_position(part)
+            positions.plot(
+                range(1, len(accepted) + 1),
+                accepted,
+                style,
+                color=drawn.get_color(),
+                label=f"{run.name}, {when} {len(part)} steps",
+            )
+    for axes, name, unit in (
+        (lengths, "accept length", "RL step"),
+        (rewards, "mean reward", "RL step"),
+        (seconds, "seconds, all parts", "RL step"),
+        (positions, "share of cycles that accept", "draft position"),
     ):
-        axes.set_xlabel("RL step")
+        axes.set_xlabel(unit)
         axes.set_title(name)
         axes.grid(alpha=0.3)
         if axes.has_data():
             axes.legend()
     figure.tight_layout()
-    figure.savefig(out, dpi=120)
+    figure.savefig(out, dpi=80)
     pyplot.close(figure)
 
 
