@@ -11,15 +11,16 @@ without it each server that a test starts compiles our sources again, which take
 of 3.
 
 A worker runs whole files, so that each file's fixtures are built once; the tests of kernels share
-nothing and go one by one. The longest files go first, so that the workers finish together.
+nothing and go one by one. xdist's controller runs none, and imports none of it. The longest files
+go first, so that the workers finish together.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -27,8 +28,10 @@ import hypothesis
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from httpx._transports import default as httpx_transport
+from xdist import is_xdist_controller
 from xdist.scheduler import LoadScopeScheduling
 
+from tlt_server.garbage import loading
 from tlt_server.models.environment import library_environment
 
 sys.dont_write_bytecode = False
@@ -38,14 +41,8 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a peer that leaves is an error to gloo
 # A background job of a shell ignores SIGINT, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-import torch  # noqa: E402
-
-torch.set_num_threads(2)
 hypothesis.settings.register_profile("shared machine", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("shared machine")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 vars(DEFAULT_TIMEOUT_CONFIG).update(connect=60.0, read=60.0, write=60.0, pool=60.0)
 _new_context = httpx_transport.create_ssl_context
 _context = cache(lambda certificates, **given: _new_context(**given))
@@ -95,10 +92,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is loaded from every later garbage collection, which would look through all."""
-    gc.collect()
-    gc.freeze()
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if is_xdist_controller(session):
+        return
+    with loading():
+        import torch
+    torch.set_num_threads(2)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import tests without garbage collections, and keep what they load from every later one."""
+    with loading():
+        return (yield)
 
 
 class ByFile(LoadScopeScheduling):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tests.e2e.async_grpo import Completions
 from tlt_client import Client
 from tlt_client.channels.checksums import mix64
+
+if TYPE_CHECKING:  # its imports take four seconds
+    from tests.e2e.async_grpo import Completions
 
 TOLERANCE = 1e-4  # log-prob: two float32 forward passes that add in different orders
 

@@ -9,6 +9,8 @@ import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +59,14 @@ def weakened(directory: Path) -> Path:
     return directory
 
 
+@cache
 def items() -> list[dict[str, Any]]:
     """Prompts to train on and prompts that are held out, by the hash that decides."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for seed in range(2000):
+    for seed in count():
+        if len(found[False]) >= TRAINED and len(found[True]) >= JUDGED:
+            break
         text = task.problem(seed).prompt_text
         ids = np.array(tokenizer.encode(chat.render_prompt(text)).ids, "<i4").tobytes()
         key = xxhash.xxh3_64_intdigest(ids).to_bytes(8, "little")

@@ -27,15 +27,20 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.trainer.states import LEAST_QUIET_S
 
-ASKED = [{**item, "sampling": {"max_tokens": 32}} for item in items()[TRAINED - 8 : TRAINED + 6]]
+TRAINED_ON, HELD_OUT = 8, 6  # prompts
+ALL = TRAINED_ON + HELD_OUT
 FLAGS = ("--drafter-feature-mb", "64", "--kv-memory-mb", "64", "--policy", "fixed")
 FLAGS += ("--sd-strategy", "eagle:4x1x5", "--threads", "1")
 FEW = 3
 Said = list[tuple[list[int], list[float]]]
 
 
-def said(client: Client, count: int = len(ASKED)) -> Said:
-    choices = [result.choices[0] for result in client.generate(ASKED[:count]).results]
+def said(client: Client, count: int = ALL) -> Said:
+    asked = [
+        {**item, "sampling": {"max_tokens": 32}}
+        for item in items()[TRAINED - TRAINED_ON : TRAINED + HELD_OUT]
+    ]
+    choices = [result.choices[0] for result in client.generate(asked[:count]).results]
     return [(choice.token_ids, choice.logprobs) for choice in choices]
 
 
@@ -119,7 +124,7 @@ def test_it_trains_while_requests_run_with_the_same_tokens(
     expected = said(client)
     with serving(mode, tmp_path) as server, Client(server.url, timeout_s=120) as own:
         assert said(own) == expected
-        until(lambda: own.drafter()["buffer"]["sequences"] >= len(ASKED))
+        until(lambda: own.drafter()["buffer"]["sequences"] >= ALL)
         with asking(server.url) as came:
             begin(own)
             until(lambda: status(own)["steps"] >= 2 and status(own)["slowdown"])
@@ -135,7 +140,7 @@ def test_a_push_and_a_death_while_it_trains_change_nothing_else(
     expected = said(client)
     with serving("device", tmp_path) as server, Client(server.url, timeout_s=120) as own:
         assert said(own) == expected
-        until(lambda: own.drafter()["buffer"]["sequences"] >= len(ASKED))
+        until(lambda: own.drafter()["buffer"]["sequences"] >= ALL)
         with asking(server.url) as came:
             begin(own)
             until(lambda: status(own)["state"] == "training")

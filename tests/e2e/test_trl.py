@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import DRAFTING
 from tests.e2e.looks import Looks, lost
@@ -49,6 +48,8 @@ BROADCAST = pytest.param("broadcast", 1, marks=pytest.mark.long)
 
 def policy(seed: int) -> Any:
     """Weights that the server has not seen."""
+    from transformers import AutoModelForCausalLM
+
     model, generator = (
         AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32),
         torch.Generator().manual_seed(seed),
@@ -123,6 +124,7 @@ def varied(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def grpo(rollout_func: Callable[..., Any], seed: int, steps: int, place: Path) -> GRPOTrainer:
     from datasets import Dataset
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     args = GRPOConfig(
@@ -275,6 +277,7 @@ def async_grpo(
 ) -> tuple[Looks, list[dict[str, Any]]]:
     """Return what was seen after each push, and what TRL logged."""
     from datasets import Dataset
+    from transformers import AutoTokenizer
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
     from tests.e2e.async_grpo import LockstepWorker, on_cpu

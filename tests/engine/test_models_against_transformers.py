@@ -4,9 +4,10 @@ from directory to log-prob.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-import transformers
 
 from tests.rows_of_one import Sequence
 from tlt_server.models.loader import load_target
@@ -39,43 +40,34 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-MODELS = {
-    "llama3-untied": (
-        transformers.LlamaForCausalLM,
-        transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=False),
-    ),
+MODELS = {  # name: family, configuration
+    "llama3-untied": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "llama-tied-biases": (
-        transformers.LlamaForCausalLM,
-        transformers.LlamaConfig(
-            **SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
-        ),
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
-    "llama-yarn": (
-        transformers.LlamaForCausalLM,
-        transformers.LlamaConfig(**SMALL, rope_parameters=YARN, head_dim=24),
-    ),
-    "qwen2-tied": (
-        transformers.Qwen2ForCausalLM,
-        transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
-    ),
-    "qwen2-untied": (
-        transformers.Qwen2ForCausalLM,
-        transformers.Qwen2Config(**SMALL, tie_word_embeddings=False),
-    ),
-    "qwen3-untied": (
-        transformers.Qwen3ForCausalLM,
-        transformers.Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=False),
-    ),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN, "head_dim": 24}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen3-untied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
 }
 TOLERANCE = 1e-4  # float32 over four layers: differences of 1e-6 relative, logits of order 10
+
+
+def model_of(name: str, seed: int) -> Any:
+    """Make the reference with random weights."""
+    import transformers  # takes two seconds
+
+    family, config = MODELS[name]
+    torch.manual_seed(seed)
+    make = getattr(transformers, f"{family}ForCausalLM")
+    return make(getattr(transformers, f"{family}Config")(**SMALL, **config))
 
 
 @pytest.fixture(params=MODELS, scope="module")
 def pair(request, tmp_path_factory):
     """(reference model, directory of its checkpoint in three shards)."""
-    family, config = MODELS[request.param]
-    torch.manual_seed(11)
-    reference = family(config).eval()
+    reference = model_of(request.param, seed=11).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if (
@@ -126,9 +118,7 @@ def test_greedy_tokens_are_identical(pair):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_storage_is_read_exactly(tmp_path, dtype):
-    family, config = MODELS["qwen3-untied"]
-    torch.manual_seed(5)
-    reference = family(config).to(dtype)
+    reference = model_of("qwen3-untied", seed=5).to(dtype)
     reference.save_pretrained(tmp_path)
     model = load_target(tmp_path, numerics=Numerics("strict"))
     for name, parameter in reference.named_parameters():

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kernels.triton_tests import DEVICE
-
-# isort: split
-from tests.engine.fast_interpreter import patched_once
-
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
+    from tests.kernels.triton_tests import DEVICE
+
     if DEVICE != "cpu":
         yield
         return
+    from tests.engine.fast_interpreter import patched_once
+
     with patched_once():
         yield
