@@ -154,7 +154,7 @@ def test_words_are_gathered_in_the_order_of_ranks(words: int) -> None:
     assert torch.equal(out, torch.stack(rooms))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_sample_in_their_blocks_as_one_that_has_all(ranks: int) -> None:
     """Three rows and a dead one; the last rank has fewer blocks."""
     vocabulary, row_S = 4 * BLOCK + 500, torch.tensor([0, 2, -1, 1], dtype=torch.int32).to(DEVICE)
