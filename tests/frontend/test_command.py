@@ -75,17 +75,16 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
 
-    times = []
-    for _ in range(
-        5
-    ):  # the best of five, and of the processor's time: other processes share this machine
+    for _ in range(5):  # one of five, and the processor's time: other processes share this machine
         before_s = processor_s()
         result = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
         )
-        times.append(processor_s() - before_s)
+        used_s = processor_s() - before_s
         assert result.stdout.strip().endswith("[]")
-    assert min(times) < 0.3
+        if used_s < 0.3:
+            break
+    assert used_s < 0.3
 
 
 @pytest.mark.parametrize(
