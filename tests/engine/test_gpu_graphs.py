@@ -40,6 +40,7 @@ class Recorder:
 
     def __init__(self, free: int, each: int, driver: int = 0, others: int = 0) -> None:
         self.free, self.each, self.recording = free, each, False
+        self.error: type[RuntimeError] = torch.OutOfMemoryError
         self.reserved, self._beside = 0, driver + others
 
     @contextmanager
@@ -54,7 +55,7 @@ class Recorder:
 
     def work(self) -> None:
         if self.recording and self.each > self.free:
-            raise torch.OutOfMemoryError(
+            raise self.error(
                 "CUDA out of memory. Tried to allocate 3.00 GiB. "
                 "GPU 0 has a total capacity of 8.00 GiB"
             )
@@ -81,10 +82,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
     return made
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_a_graph_that_finds_no_room_is_told_once_and_tried_again_after_clear(
-    recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]
+    recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str], error: type[RuntimeError]
 ) -> None:
+    """A driver's error is torch's or a plain one."""
     device = recorder(free=GIB, each=3 * GIB)
+    device.error = error
     pool = GraphPool(device, most_bytes=100 * GIB)  # type: ignore[arg-type]
     for key in ("wide", "narrow", "wide"):
         pool.run(key, device.work, keep=True)

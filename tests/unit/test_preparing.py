@@ -1,5 +1,5 @@
-"""A start captures steps without running them, unless a kernel is missing or a library of others
-has to get ready.
+"""Steps are captured without a run of them, unless a library of others has to get ready. Memory
+that does not last ends captures, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from tlt_kernels.gpu.variants import Unloaded, Variant
+from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.kernel_start import _load
-from tlt_server.engine.gpu.preparing import capture
+from tlt_server.engine.gpu.preparing import capture, record
 
 DRAFT, STEP = DraftKey("eagle", 4, 3, 1), ExtendKey(4, 16)
 LONG_PROMPT = ExtendKey(4, 4, 4096, 1)
@@ -25,11 +27,12 @@ class Prepared:
     missing.
     """
 
-    def __init__(self, lacks: object = None) -> None:
+    def __init__(self, lacks: object = None, *, run_first: bool = False) -> None:
         self.passes = self.graphs = self
-        self._lacks = lacks
+        self.lacks, self.run_first = lacks, run_first
         self.recorded: list[object] = []
         self.ran: list[object] = []
+        self.ended: list[str] = []
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -43,7 +46,7 @@ class Prepared:
 
     def record(self, key: object, work: Callable[[], object]) -> None:
         assert work() == key
-        if key == self._lacks:
+        if key == self.lacks:
             raise Unloaded("a kernel")
         self.recorded.append(key)
 
@@ -56,23 +59,82 @@ class Prepared:
     def rehearse(self) -> None:
         pass
 
+    def cap_rows(self, key: object) -> None:
+        pass
+
+    def end(self, why: str, remedy: str) -> None:
+        self.ended.append(why)
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Names of kernels that a launch finds missing, until they are loaded."""
+    names: list[object] = []
+
+    @contextmanager
+    def listed() -> Iterator[list[object]]:
+        yield [*names]
+
+    monkeypatch.setattr(preparing, "listed", listed)
+    monkeypatch.setattr(preparing, "load", names.remove)
+    return names
+
 
 @pytest.mark.parametrize(
     ("lacks", "run_first", "recorded", "ran"),
     [
         (None, False, [DRAFT, STEP], []),
-        (STEP, False, [DRAFT], [STEP]),
+        (DRAFT, False, [DRAFT, STEP], []),
         (None, True, [], [DRAFT, LONG_PROMPT, STEP]),
     ],
 )
 def test_a_capture_needs_no_run_where_all_kernels_are_loaded(
-    lacks: Any, run_first: bool, recorded: list[Any], ran: list[Any]
+    lacks: Any,
+    run_first: bool,
+    recorded: list[Any],
+    ran: list[Any],
+    listed: list[object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runner, seen = Prepared(lacks), []
+    runner, seen = Prepared(lacks, run_first=run_first), []
+    if lacks:
+        listed.append("a kernel")
+        monkeypatch.setattr(preparing, "load", lambda kernel: setattr(runner, "lacks", None))
     keys = [DRAFT, LONG_PROMPT, STEP]
-    capture(runner, keys, lambda done, of: seen.append((done, of)), run_first=run_first)  # type: ignore[arg-type]
+    capture(runner, keys, lambda done, of: seen.append((done, of)))  # type: ignore[arg-type]
     assert (runner.recorded, runner.ran) == (recorded, ran)
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_key_of_idle_time_is_recorded_without_a_run_once_its_kernels_are_loaded(
+    listed: list[object],
+) -> None:
+    runner = Prepared()
+    listed += ["a kernel", "another"]
+    record(runner, DRAFT)  # type: ignore[arg-type]
+    assert runner.recorded == [DRAFT] and not runner.ran and not listed
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(), RuntimeError("Triton Error [CUDA]: out of memory")]
+)
+def test_memory_that_does_not_last_ends_captures_and_nothing_else(
+    error: RuntimeError, listed: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Prepared()
+    listed.append("a kernel")
+
+    def fails(kernel: object) -> None:
+        raise error
+
+    monkeypatch.setattr(preparing, "load", fails)
+    record(runner, DRAFT)  # type: ignore[arg-type]
+    [why] = runner.ended
+    assert "no room to record DraftKey" in why and not runner.recorded
+    error.args = ("an illegal address",)
+    if type(error) is RuntimeError:
+        with pytest.raises(RuntimeError, match="illegal"):
+            record(runner, DRAFT)  # type: ignore[arg-type]
 
 
 def test_kernels_that_cannot_be_loaded_ahead_are_one_line(

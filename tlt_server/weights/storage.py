@@ -71,7 +71,7 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM or disk_is_full(error)
     said = str(error).lower()
-    return isinstance(error, MemoryError) or (
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and ("out of memory" in said or "allocate memory" in said)
     )
 

@@ -18,6 +18,7 @@ import torch
 
 from tlt_server.engine.gpu.memory import RESERVE, size
 from tlt_server.engine.gpu.refusals import BUSY, shortage
+from tlt_server.weights.storage import ran_out
 
 # Memory that a driver takes for one graph, at most. It shows in nothing but what is free on the
 # device, from which trainers take, too.
@@ -87,9 +88,11 @@ class GraphPool:
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 work()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
             left, total = torch.cuda.mem_get_info()
-            self._end(
+            self.end(
                 f"the GPU has no room for the graph of {key}: "
                 f"{shortage(str(error), free=left, total=total)}",
                 f"lower --memory-fraction, which leaves less to KV, or {BUSY}",
@@ -102,14 +105,16 @@ class GraphPool:
         self.bytes[key] = pooled + min(max(0, free - after - pooled), DRIVER_BYTES)
         self.seconds[key] = time.perf_counter() - started_s
         if self.total_bytes >= self._most_bytes:
-            self._end(
+            self.end(
                 f"{len(self._graphs)} graphs take {size(self.total_bytes)}, "
                 f"{size(self._most_bytes)} are set aside for them",
                 "lower --max-running, which asks for fewer",
             )
 
-    def _end(self, why: str, remedy: str) -> None:
-        """Record nothing more."""
+    def end(self, why: str, remedy: str) -> None:
+        """Record nothing more until `clear`, and say so once."""
+        if self._full:
+            return
         self._full = True
         print(
             f"tlt: {why}; what is not captured yet is launched kernel by kernel, which is slower: "

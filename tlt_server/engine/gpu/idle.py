@@ -5,14 +5,9 @@ for one.
 
 from __future__ import annotations
 
-import sys
-
-import torch
-
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey, graphs_of
 from tlt_server.engine.gpu.recordings import GraphRecordings
-from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.speculation.sizes import Reach
 
@@ -29,31 +24,17 @@ class IdleRecorder:
         if not graphs.spare:
             return False
         for key in self._recordings.wanted():
-            return self._record(key)
+            self._runner.record(key)
+            return True
         if self._for != (reach, graphs.cleared):
             self._for = reach, graphs.cleared
             self._left = [*filter(self._lacks, shapes.captured_later(reach))][::-1]
         while self._left:
             key = self._left.pop()
             if self._lacks(key):
-                return self._record(key)
+                self._runner.record(key)
+                return True
         return False
 
     def _lacks(self, key: DraftKey | ExtendKey) -> bool:
         return any(graph not in self._runner.graphs for graph in graphs_of(key))
-
-    def _record(self, key: DraftKey | ExtendKey) -> bool:
-        """Record the key. Memory that others have taken meanwhile costs what is left, and no
-        request.
-        """
-        try:
-            self._runner.record(key)
-        except torch.OutOfMemoryError:
-            self._left.clear()
-            print(
-                f"tlt: the GPU has no room to record {key} while nothing runs, so the first steps "
-                f"of some kinds are slower; {BUSY}",
-                file=sys.stderr,
-            )
-            return False
-        return True

@@ -194,6 +194,7 @@ class GpuMaker:
             stream=self.stream,
             page_hint_PH=kv.page_hint_PH,
             followers=followers,
+            run_first=self.settings.numerics != "strict",
         )
 
     def _network_storage(self, drafter: Drafter | None, kv: GpuKV) -> NetworkStorage | None:
@@ -216,16 +217,7 @@ class GpuMaker:
         `on_compiled`: called before they are captured.
         """
         if kernels is not None:
-            fast = self.settings.numerics != "strict"
-            prepare(
-                runner,
-                kernels,
-                networks,
-                keys,
-                on_progress,
-                run_first=fast,
-                on_compiled=on_compiled,
-            )
+            prepare(runner, kernels, networks, keys, on_progress, on_compiled=on_compiled)
             return
         if self.stream is not None:
             load_exchange(networks)

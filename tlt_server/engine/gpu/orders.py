@@ -67,8 +67,8 @@ class FinishStep(Struct, frozen=True, tag="finish"):
     step: RunStep
 
 
-class RunEmpty(Struct, frozen=True, tag="empty"):
-    """Run one pass of dead rows, and capture it."""
+class RecordStep(Struct, frozen=True, tag="record"):
+    """Record a step of this key, if this rank has the memory: nothing is launched."""
 
     draft: DraftKey | None
     extend: ExtendKey | None
@@ -111,7 +111,7 @@ class SetDrafterTable(Struct, frozen=True, tag="drafter"):
     survival_K: Array
 
 
-StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RunEmpty | ForgetTexts
+StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | ForgetTexts
 TableOrder = WriteTable | RenewTable | SetDrafterTable
 ModelOrder = LoadShard | Install | SwapModels | Settle | Drop
 PageOrder = ReportMemory | Allocate | Save | Restore | FreePages | ReclaimPages

@@ -34,10 +34,14 @@ class Passes:
         stream: torch.cuda.Stream | None,
         page_hint_PH: Tensor | None,
         followers: Sequence[Follower] = (),
+        run_first: bool = False,
     ) -> None:
-        """`followers`: take what they need of the rows' states, next to the drafters."""
+        """`followers`: take what they need of the rows' states, next to the drafters. `run_first`:
+        whether libraries of others get ready in a run, so that no pass is captured before one.
+        """
         self.state, self.drafters, self.graphs, self.shapes = state, drafters, graphs, shapes
         self.stream, self._attention, self._page_hint_PH = stream, attention, page_hint_PH
+        self.run_first = run_first
         self._followers: list[Follower] = [*drafters.values(), *followers]
         self.extends: dict[ExtendKey, Extend] = {}
         self._drafts: dict[DraftKey, DraftPass] = {}

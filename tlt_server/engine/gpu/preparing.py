@@ -1,5 +1,6 @@
 """Prepares the steps that requests may bring: a rehearsal lists the kernels that they launch, and
-when these are loaded the steps are captured, without a run of them.
+when these are loaded the steps are captured, without a run of them. So ranks need not agree, and a
+failure of one leaves no other waiting.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
-from tlt_kernels.gpu.variants import Unloaded, Variant, listed, only_loaded
+from tlt_kernels.gpu.variants import Unloaded, Variant, listed, load, only_loaded
 from tlt_server.engine.devices import OnProgress
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.passes import Passes
+from tlt_server.engine.gpu.refusals import BUSY
 from tlt_server.models.gpu.exchange import Stored, compile_exchange
+from tlt_server.weights.storage import ran_out
 
 Keys = list[DraftKey | ExtendKey]
 
@@ -40,11 +43,10 @@ def prepare(
     keys: Keys,
     on_progress: OnProgress,
     *,
-    run_first: bool,
     on_compiled: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load the kernels of these steps and of pushes to these networks, and capture the steps; see
-    `capture` for `run_first`. `on_compiled`: called between the two.
+    """Load the kernels of these steps and of pushes to these networks, and capture the steps.
+    `on_compiled`: called between the two.
     """
     networks = [*networks]
 
@@ -57,7 +59,7 @@ def prepare(
     with kernels.recorded():
         kernels.load(list_kernels, partial(on_progress, "compile kernels"))
         on_compiled()
-        capture(runner, keys, partial(on_progress, "prepare runner"), run_first=run_first)
+        capture(runner, keys, partial(on_progress, "prepare runner"))
         load_exchange(networks)
 
 
@@ -73,52 +75,77 @@ def rehearse(runner: StepRunner, keys: Keys) -> None:
     passes = runner.passes
     with runner.at_rest():
         for key in keys:
-            part = passes.of(key)
-            passes.work(part)()
-            if isinstance(part, Extend) and part.key.structured:
-                part.run_second()
-            if isinstance(key, DraftKey):
-                passes.cap_rows(key)
+            _launch(passes, key)
         _between(passes, keys)
         runner.rehearse()
 
 
-def capture(
-    runner: StepRunner, keys: Keys, on_key: Callable[[int, int], None], *, run_first: bool
-) -> None:
+def capture(runner: StepRunner, keys: Keys, on_key: Callable[[int, int], None]) -> None:
     """Capture the steps of these keys, in this order; `on_key(done, of)` follows each. Kernels of
-    ours are loaded; with `run_first`, libraries of others get ready in a run of each key.
+    ours are loaded; libraries of others get ready in a run of each key.
     """
     passes = runner.passes
     with runner.at_rest():
         for done, key in enumerate(keys):
-            if run_first:
+            if passes.run_first:
                 passes.run_empty(key)
             elif passes.keeps(key):
-                _capture(passes, key)
+                try:
+                    with only_loaded():
+                        _capture(passes, key)
+                except Unloaded:  # a capture must not load any
+                    _capture_later(passes, key)
             on_key(done + 1, len(keys))
         runner.rehearse()
 
 
-def _capture(passes: Passes, key: DraftKey | ExtendKey) -> None:
-    """Capture a key without a run. One that lacks a kernel is run first, because a capture must not
-    load any.
+def record(passes: Passes, key: DraftKey | ExtendKey) -> None:
+    """Capture a key while no request runs. Where memory does not last, this rank captures nothing
+    more, which costs others nothing.
     """
     try:
-        with only_loaded():
-            part = passes.of(key)
-            passes.graphs.record(key, passes.work(part))
-            if isinstance(part, Extend) and part.key.structured:
-                passes.graphs.record(SecondHalf(part.key), part.run_second)
-    except Unloaded:
-        passes.run_empty(key)
+        if passes.run_first:
+            passes.run_empty(key)
+        else:
+            _capture_later(passes, key)
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        passes.graphs.end(f"the GPU has no room to record {key} while nothing runs", BUSY)
+
+
+def _capture_later(passes: Passes, key: DraftKey | ExtendKey) -> None:
+    """Capture a key once what a step of it launches is loaded."""
+    with listed() as found:
+        _launch(passes, key)
+    for variant in found:
+        load(variant)
+    _capture(passes, key)
+
+
+def _capture(passes: Passes, key: DraftKey | ExtendKey) -> None:
+    """Capture a key without a run."""
+    part = passes.of(key)
+    passes.graphs.record(key, passes.work(part))
+    if isinstance(part, Extend) and part.key.structured:
+        passes.graphs.record(SecondHalf(part.key), part.run_second)
+
+
+def _launch(passes: Passes, key: DraftKey | ExtendKey) -> None:
+    """Launch a key's pass, and what its steps launch next to it."""
+    part = passes.of(key)
+    if isinstance(part, Extend) and not part.key.plain:
+        part.select(None)
+    passes.work(part)()
+    if isinstance(part, Extend) and part.key.structured:
+        part.run_second()
+    if isinstance(key, DraftKey):
+        passes.cap_rows(key)
 
 
 def _between(passes: Passes, keys: Keys) -> None:
     """Launch what steps launch between a draft and an extend pass."""
     extends = [key for key in keys if isinstance(key, ExtendKey) and not key.plain]
-    for extend in map(passes.extend, extends):
-        extend.select(None)
     for key in keys:
         for extend in (passes.extend(other) for other in extends if other.batch == key.batch):
             if isinstance(key, DraftKey):

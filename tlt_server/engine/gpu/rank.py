@@ -34,9 +34,9 @@ from tlt_server.engine.gpu.orders import (
     FinishStep,
     ForgetTexts,
     GpuOrder,
+    RecordStep,
     RenewTable,
     ReportMemory,
-    RunEmpty,
     RunStep,
     SetDrafterTable,
     Settle,
@@ -46,6 +46,7 @@ from tlt_server.engine.gpu.orders import (
     WriteTable,
 )
 from tlt_server.engine.gpu.passes import Passes
+from tlt_server.engine.gpu.preparing import record
 from tlt_server.engine.gpu.ring import PinnedRing
 from tlt_server.engine.gpu.windows import join
 from tlt_server.engine.orders import (
@@ -117,7 +118,7 @@ class GpuRank:
     @torch.inference_mode()
     def follow(self, order: Any) -> str:
         match order:
-            case UploadWords() | TakeOver() | RunStep() | FinishStep() | RunEmpty():
+            case UploadWords() | TakeOver() | RunStep() | FinishStep() | RecordStep():
                 with torch.cuda.stream(self._stream):
                     self._launch(order)
             case LoadShard() | Install() | SwapModels() | Settle() | Drop():
@@ -140,7 +141,7 @@ class GpuRank:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def _launch(self, order: UploadWords | TakeOver | RunStep | FinishStep | RunEmpty) -> None:
+    def _launch(self, order: UploadWords | TakeOver | RunStep | FinishStep | RecordStep) -> None:
         match order:
             case UploadWords(word_U):
                 self._send(word_U)
@@ -150,10 +151,10 @@ class GpuRank:
                 self._run(order)
             case FinishStep(word_M, step):
                 self._finish(word_M, step)
-            case RunEmpty(draft, extend):
+            case RecordStep(draft, extend):
                 key = draft or extend
                 assert key is not None
-                self.passes.run_empty(key)
+                record(self.passes, key)
 
     def _send(self, word_U: Array) -> None:
         assert self._uploads is not None

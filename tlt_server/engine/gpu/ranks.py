@@ -101,11 +101,11 @@ class GpuRanks(Ranks):
     def finish_step(self, step: RunStep, word_M: NDArray[np.int32]) -> None:
         self.order(told.FinishStep(word_M, step))
 
-    def run_empty(self, key: DraftKey | ExtendKey) -> None:
+    def record(self, key: DraftKey | ExtendKey) -> None:
         if isinstance(key, DraftKey):
-            self.order(told.RunEmpty(key, None))
+            self.order(told.RecordStep(key, None))
         else:
-            self.order(told.RunEmpty(None, key))
+            self.order(told.RecordStep(None, key))
 
     def forget(self, slots: list[int]) -> None:
         self.order(told.ForgetTexts(slots))

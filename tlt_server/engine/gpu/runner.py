@@ -29,6 +29,7 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.passes import Passes
+from tlt_server.engine.gpu.preparing import record
 from tlt_server.engine.gpu.reports import Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.structured import StructureMasks
@@ -148,10 +149,10 @@ class GpuRunner:
         return Finished(flight.batch, answers, cycle, trees)
 
     def record(self, key: DraftKey | ExtendKey) -> None:
-        """Run one key without a request, while none runs, and capture it."""
+        """Record a step of this key on all ranks, while no request runs."""
         with self.at_rest():
-            self.followers.run_empty(key)
-            self.passes.run_empty(key)
+            self.followers.record(key)
+            record(self.passes, key)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
