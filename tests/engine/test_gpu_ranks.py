@@ -17,12 +17,13 @@ import torch
 
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, choose, joined, request
-from tests.engine.halting import done
+from tests.engine.halting import done, send
 from tests.engine.interpreted_rank import out_of_memory
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
 from tlt_server.commands import Sleep, WakeUp
+from tlt_server.engine.arena import Arena
 from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.ranks import GpuRanks
@@ -91,6 +92,18 @@ def followers(engine: Pushable) -> GpuRanks:
     return found
 
 
+def mappings(engine: Pushable) -> list[str]:
+    """Return the memory of shards that rank 1 has mapped, as /proc describes it."""
+    [process] = followers(engine)._processes
+    described = Path(f"/proc/{process.pid}/smaps").read_text().split("VmFlags")
+    return [each for each in described if "tlt-shard" in each]
+
+
+def resident(engine: Pushable) -> int:
+    """Return how many KiB of it are in memory."""
+    return sum(int(each.split("Rss:")[1].split()[0]) for each in mappings(engine))
+
+
 def responses(
     engine: Pushable, strategy: Strategy | None, *, structured: bool = False
 ) -> dict[str, tuple[object, ...]]:
@@ -132,7 +145,7 @@ def test_two_ranks_have_the_bits_of_one(
 
 
 def test_pushes_rollbacks_and_sleeps_change_both_ranks(
-    one: Pushable, shared: Pushable, root: Path
+    one: Pushable, shared: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = responses(one, None)
     for engine in (one, shared):
@@ -140,9 +153,18 @@ def test_pushes_rollbacks_and_sleeps_change_both_ranks(
         assert engine.push(root / "new drafter", "d1", role="drafter").result == "committed"
     assert one.checksums() == shared.checksums()
     expected = responses(one, None)
+    everything, mapped = ("weights", "kv_cache"), len(mappings(shared))
+    assert resident(shared) > 0
+    done(shared, Sleep("s", everything))
+    assert not resident(shared), "a shard did not sleep"
+    with monkeypatch.context() as full:
+        full.setattr(Arena, "shared", out_of_memory)
+        report = send(shared, WakeUp("w", everything))
+        assert report is not None and report.error is not None and "sleeps on" in report.error[1]
+    done(shared, WakeUp("again", everything))
+    assert one.checksums() == shared.checksums()
     assert responses(shared, TREE) == expected != first
-    done(shared, Sleep("s", ("kv_cache",)))
-    done(shared, WakeUp("w", ("kv_cache",)))
+    assert len(mappings(shared)) == mapped, "the memory before is mapped, too"
     assert shared.roll_back("initial").result == "rolled_back"
     assert responses(shared, TREE) == first
 

@@ -20,7 +20,7 @@ from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu.orders import ReportMemory
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.orders import Drop
-from tlt_server.engine.ranks import SharedSplit
+from tlt_server.engine.shared_models import SharedSplit
 from tlt_server.errors import EngineFailed
 from tlt_server.weights.storage import ran_out
 
@@ -91,7 +91,7 @@ def test_shards_that_were_made_are_freed_where_another_has_no_room() -> None:
 
     class Made(Arena):
         def free(self) -> None:
-            freed.append(len(self._bytes))
+            freed.append(len(self.content))
 
     class Short(GpuRanks):
         def __init__(self) -> None: ...

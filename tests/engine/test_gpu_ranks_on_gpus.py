@@ -16,11 +16,14 @@ import pytest
 import torch
 
 from tests.engine.gpu_engine import bits, choose
+from tests.engine.halting import done
 from tests.engine.pushing import Pushable, perturbed
+from tlt_server.commands import Sleep, WakeUp
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.gpu import windows
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.sizing import MIB
 from tlt_server.errors import EngineFailed
 from tlt_server.records import Strategy
 
@@ -79,6 +82,10 @@ def followers(engine: Pushable) -> GpuRanks:
     return found
 
 
+def free_bytes() -> list[int]:
+    return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
+
+
 def responses(engine: Pushable, strategy: Strategy | None) -> dict[str, tuple[object, ...]]:
     engine.said.clear()
     choose(engine, strategy)
@@ -107,6 +114,17 @@ def test_a_push_changes_both_gpus(
         assert engine.roll_back("initial").result == "rolled_back"
     assert one.checksums() == shared.checksums()
     assert responses(shared, None) == responses(one, None) != expected
+
+
+def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
+    expected, sums = responses(shared, None), shared.checksums()
+    everything, before = ("weights", "kv_cache"), free_bytes()
+    done(shared, Sleep("s", everything))
+    given_back = [after - was for was, after in zip(before, free_bytes(), strict=True)]
+    assert all(each > 256 * MIB for each in given_back), f"KV and weights: {given_back}"
+    done(shared, WakeUp("w", everything))
+    assert shared.checksums() == sums
+    assert responses(shared, ARMS[1]) == expected
 
 
 @pytest.mark.parametrize(

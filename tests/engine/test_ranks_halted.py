@@ -44,10 +44,10 @@ def test_a_rank_without_room_sleeps_on_with_the_others(short: Pushable) -> None:
 def test_a_rank_that_is_lost_while_a_push_is_staged_ends_the_life(
     short: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(*told: object) -> int:
+    def lost(*told: object) -> None:
         raise EngineFailed("rank 1 did not answer in 120 s")
 
-    monkeypatch.setattr(ranks_of(short), "hold", lost)
+    monkeypatch.setattr(ranks_of(short), "hand_over", lost)
     with pytest.raises(EngineFailed, match="did not answer"):
         short.push(root / "new", "lost")
     short.engine.pushes.transaction.close()

@@ -24,11 +24,6 @@ class Backing:
         self.storage = tensor.untyped_storage()
         self.size = self.storage.nbytes()
 
-    @property
-    def lent(self) -> bool:
-        """Tell whether another process has a GPU's memory mapped, so it cannot be given back."""
-        return self.storage.device.type != "cpu" and not self.storage.resizable()
-
     def free(self) -> None:
         """Give the memory back; nothing may read the tensor before `reclaim`."""
         if self.storage.device.type == "cpu":
@@ -51,6 +46,10 @@ class Backing:
                 block.pin()
             except MemoryError as error:
                 raise torch.OutOfMemoryError(str(error)) from None
+
+    @property
+    def contents(self) -> list[torch.Tensor]:
+        return [self.bytes]
 
     @property
     def bytes(self) -> torch.Tensor:

@@ -18,20 +18,25 @@ from torch.overrides import TorchFunctionMode
 
 from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import GRANT, Grant, SharedGpuMemory
+from tlt_server.attention.backing import Backing
 from tlt_server.models.decoder import Decoder
 
 ALIGNMENT = 256  # bytes; torch's own allocators give no less on a CPU or a GPU
 
 
 class Arena:
-    """A mapping of the memory. `descriptors` and `grant` are what another process maps it by."""
+    """A mapping of the memory, `content`, as uint8. `descriptors` and `grant` are what another
+    process maps it by.
+    """
 
     def __init__(
         self, data: Tensor, descriptors: Sequence[int] = (), shared: SharedGpuMemory | None = None
     ) -> None:
         """data: all of it, uint8."""
-        self._bytes, self.descriptors, self._shared, self.used = data, descriptors, shared, 0
+        self.content, self.descriptors, self._shared, self.used = data, descriptors, shared, 0
         self.grant = shared.grant.packed() if shared else bytes(GRANT.size)
+        self._size, self._device = len(data), data.device
+        self._taken: list[tuple[int, Tensor]] = []  # with the byte where it begins
 
     @classmethod
     def file(cls, size: int) -> Arena:
@@ -69,7 +74,35 @@ class Arena:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
         self.used = start + torch.Size(shape).numel() * dtype.itemsize
-        return self._bytes[start : self.used].view(dtype).view(shape)
+        # A view would hold on to the memory after `move`.
+        taken = torch.empty(0, dtype=dtype, device=self._device)
+        self._taken.append((start, taken))
+        self._lay(taken, start, shape)
+        return taken
+
+    def _lay(self, tensor: Tensor, start: int, shape: tuple[int, ...]) -> None:
+        tensor.set_(self.content.untyped_storage(), start // tensor.itemsize, shape)  # type: ignore[call-overload]
+
+    def let_go(self) -> None:
+        """Give the memory back, or unmap it, while its tensors stay: nothing may read them before
+        `move`.
+        """
+        if self._device.type == "cuda":
+            self.free()
+        else:
+            Backing(self.content).free()
+
+    def renew(self) -> None:
+        """Take memory again; `torch.OutOfMemoryError` where the device has no room."""
+        self.move(Arena.shared(self._size, self._device))
+
+    @torch.inference_mode()
+    def move(self, other: Arena) -> None:
+        """Let all tensors lie in another arena, at the same places."""
+        self.content, self.descriptors = other.content, other.descriptors
+        self._shared, self.grant = other._shared, other.grant
+        for start, tensor in self._taken:
+            self._lay(tensor, start, tensor.shape)
 
     def close(self) -> None:
         """Close the file; what is mapped stays."""
@@ -82,7 +115,7 @@ class Arena:
         tensors.
         """
         if self._shared is not None:
-            del self._bytes
+            self.content = torch.empty(0, dtype=torch.uint8)
             self._shared.close()
             self._shared = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -53,6 +53,26 @@ class LoadShard(Struct, frozen=True, tag="load"):
 
     key: int
     beside: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Tell whether rank 0 waits until the model is made: it writes what a drafter begins with,
+        its vocabulary map.
+        """
+        return self.beside > 0
+
+
+class UnmapShard(Struct, frozen=True, tag="unmap"):
+    """Let go of the memory of the model of this key, which is about to be freed."""
+
+    key: int
+
+
+class MapShard(Struct, frozen=True, tag="map"):
+    """Let the model of this key lie in the memory that comes by the side channel."""
+
+    key: int
+    waits: ClassVar[bool] = True
 
 
 class CheckNumerics(Struct, frozen=True, tag="check"):

@@ -132,7 +132,7 @@ class Rank:
                 self._model = self._models[key]
             case Drop(models, saved):
                 for key in models:
-                    del self._models[key]
+                    self._models.pop(key, None)  # else it could not be made
                 for key in saved:
                     del self._saved[key]
         return ""

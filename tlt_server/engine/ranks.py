@@ -18,8 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +34,7 @@ from tlt_server.engine.arena import Arena, arena_bytes, layout
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.orders import Envelope, RankAnswer, RankStart
 from tlt_server.engine.settings import DecidedSettings, encode_settings
+from tlt_server.engine.shared_models import SharedSplit, key_of
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
@@ -99,6 +99,8 @@ class SavedOnRanks:
 
 
 class Ranks:
+    moves = False  # whether a sleep takes memory of shards that is then at another address
+
     def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
         """Start the other ranks. `EngineFailed` if one cannot start, or not in START_S."""
         self._count, self._threads = settings.tensor_parallel, threads_of(settings)
@@ -262,18 +264,19 @@ class Ranks:
             size = arena_bytes(make().own_parameters().values())
         return Arena.file(size)
 
-    def hold(self, shards: Sequence[Arena], beside: int) -> int:
-        """Let each rank map its shard, and return the key that orders name them by. `beside`: see
-        `LoadShard`.
-        """
+    def new_key(self) -> int:
         with self._lock:
             self._keys += 1
-            for side, arena in zip(self._sides, shards, strict=True):
-                data = self._keys.to_bytes(8, "little") + arena.grant
-                socket.send_fds(side, [data], arena.descriptors)
-            # A drafter is made with a vocabulary map, which rank 0 then writes.
-            self.order(orders.LoadShard(self._keys, beside), wait=beside > 0)
             return self._keys
+
+    def hand_over(self, arenas: Sequence[Arena], order: orders.LoadShard | orders.MapShard) -> None:
+        """Send each rank its memory, and the order for which it is."""
+        with self._lock:
+            for side, arena in zip(self._sides, arenas, strict=True):
+                data = order.key.to_bytes(8, "little") + arena.grant
+                socket.send_fds(side, [data], arena.descriptors)
+                arena.close()
+            self.order(order, wait=order.waits)
 
     def drop_model(self, key: int, arenas: Sequence[Arena]) -> None:
         """Have the ranks forget a model; called when this process has, in any thread."""
@@ -304,9 +307,7 @@ class Ranks:
         own_save, own_restore = own
 
         def save(pages: list[int]) -> SavedOnRanks:
-            with self._lock:
-                self._keys += 1
-                key = self._keys
+            key = self.new_key()
             self.order(orders.Save(key, pages))
             saved = SavedOnRanks(key, own_save(pages))
             weakref.finalize(saved, self._saved.append, key)
@@ -319,42 +320,6 @@ class Ranks:
         return save, restore
 
 
-@dataclass(frozen=True)
-class SharedSplit(Split):
-    """Rank 0's split: what it builds has the shards of all ranks, on memory that they map."""
-
-    ranks: Ranks | None = None
-    key: int = 0
-
-    def build(self, make: Callable[[Split], Any], beside: Any = None) -> Any:
-        """`beside`: the target of a drafter."""
-        assert self.ranks is not None
-        _, *others = self.all
-        models, arenas = list[Any](), list[Arena]()
-        try:
-            for split in (self, *others):
-                plain = Split(split.leaves, split.rank, split.of, split.exchange, split.whole)
-                arena = self.ranks.arena(split.rank, partial(make, plain))
-                arenas += [arena] if arena and split.rank else []
-                models.append(arena.fill(partial(make, split)) if arena else make(split))
-        except Exception:  # memory may last for some ranks only
-            for arena in arenas:
-                arena.free()
-            raise
-        key = self.ranks.hold(arenas, key_of(beside) if beside is not None else 0)
-        for arena in arenas:
-            arena.close()
-        first = models[0]
-        first.split, first.peers = replace(self, key=key), tuple(models[1:])
-        first.held = _Held()
-        weakref.finalize(first.held, self.ranks.drop_model, key, arenas)
-        return first
-
-
-class _Held:
-    """Lives as long as a model's storage is used: models may exchange it."""
-
-
 def reclaim_on(ranks: RankOrders, free_own: Callable[[], None]) -> None:
     """Let the other ranks take the memory of pages again, as this one has. Where one has no room
     nothing is taken: `torch.OutOfMemoryError`.
@@ -365,11 +330,6 @@ def reclaim_on(ranks: RankOrders, free_own: Callable[[], None]) -> None:
         ranks.order(orders.FreePages(), wait=True)
         free_own()
         raise
-
-
-def key_of(model: Any) -> int:
-    """Return the key that orders name this model's storage by; 0 without other ranks."""
-    return model.split.key if isinstance(model.split, SharedSplit) else 0
 
 
 def threads_of(settings: DecidedSettings) -> int:

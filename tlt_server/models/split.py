@@ -68,6 +68,13 @@ class Split:
         """Return the splits of all ranks, in order."""
         return [Split(self.leaves, rank, self.of, whole=self.whole) for rank in range(self.of)]
 
+    @property
+    def lent(self) -> Any:
+        """Return the memory of other ranks' shards that they take and give back as one
+        (`weights.dormant.SleepingMemory`); None: it is this process's, or there is none.
+        """
+        return None
+
     def build(self, make: Callable[[Split], Any], beside: Any = None) -> Any:
         """Return what `make` makes, with storage for what this process writes. `beside`: the target
         of a drafter.

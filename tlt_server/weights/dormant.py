@@ -2,27 +2,41 @@
 wake-up.
 
 The same tensors come back, with the same bits, so holders of a network or of a view of it notice
-nothing. Nothing may read them meanwhile, which the loop ensures.
+nothing; those of other ranks' GPUs come back at other addresses. Nothing may read them meanwhile,
+which the loop ensures.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Protocol
 
 import torch
+from torch import Tensor
 
 from tlt_server.attention.backing import Backing, give_back
-from tlt_server.errors import Conflict, EngineFailed, StorageFailed
+from tlt_server.errors import EngineFailed, StorageFailed
 from tlt_server.models.shards import tensors_of
+from tlt_server.models.split import WHOLE
 from tlt_server.weights.checksums import checksum
 from tlt_server.weights.parts import Changed, Live
 
+TILE_BYTES = 2**28  # the host holds one tile at a time
 
-class _Stored(NamedTuple):
-    backing: Backing
-    checksum: str
+
+class SleepingMemory(Protocol):
+    """Memory of weights that is given back and taken as one."""
+
+    @property
+    def contents(self) -> list[Tensor]:
+        """Return uint8 views of all of it."""
+
+    def free(self) -> None: ...
+
+    def reclaim(self) -> None:
+        """Take it again, content undefined; `torch.OutOfMemoryError` where there is no room."""
 
 
 class Dormant:
@@ -30,32 +44,22 @@ class Dormant:
         """Keep the file in `directory`; None: where the system keeps temporary files."""
         self._directory = directory
         self._file: BinaryIO | None = None
-        self._stored: list[_Stored] = []
+        self._memory: list[SleepingMemory] = []
+        self._checksums: list[str] = []  # one for each tile in the file
 
     def put_away(self, *parts: Live | Changed) -> None:
-        """Write the weights to the file and free their memory. `StorageFailed`, and no change, when
-        the disk has no room; `Conflict` where several GPUs share them.
+        """Write the weights to the file and free their memory, on all ranks. `StorageFailed`, and
+        no change, when the disk has no room.
         """
         assert self._file is None, "they sleep already"
-        networks = [part.network for several in parts for part in several.by_role.values()]
-        backings = {
-            view.untyped_storage().data_ptr(): Backing(view)
-            for network in networks
-            for stored in network.parameters().values()
-            for view in tensors_of(stored)
-        }
-        if any(backing.lent for backing in backings.values()):
-            raise Conflict(
-                "the weights lie on several GPUs (tensor_parallel), whose processes have them "
-                "mapped, so they cannot sleep; put only the KV to sleep (level 1)"
-            )
-        stored = []
+        memory = _memory_of(part.network for several in parts for part in several.by_role.values())
+        checksums = []
         try:
             file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 (stays open until they are back)
-            for backing in backings.values():
-                content = backing.bytes.cpu()
+            for tile in _tiles(memory):
+                content = tile.cpu()
                 file.write(memoryview(content.numpy()))  # type: ignore[arg-type]
-                stored.append(_Stored(backing, checksum("xxh3", content)))
+                checksums.append(checksum("xxh3", content))
             file.flush()
         except OSError as error:
             raise StorageFailed(
@@ -63,10 +67,10 @@ class Dormant:
                 f"they sleep ({error}), so they stay where they are; make room there, or put only "
                 "the KV to sleep (level 1)"
             ) from None
-        for each in stored:
-            each.backing.free()
+        for each in memory:
+            each.free()
         give_back()
-        self._file, self._stored = file, stored
+        self._file, self._memory, self._checksums = file, memory, checksums
 
     def bring_back(self) -> None:
         """Read the weights back. `torch.OutOfMemoryError`, and they sleep on, when there is no
@@ -74,20 +78,42 @@ class Dormant:
         """
         assert self._file is not None, "they do not sleep"
         try:
-            for each in self._stored:
-                each.backing.reclaim()
+            for each in self._memory:
+                each.reclaim()
         except torch.OutOfMemoryError:
-            for each in self._stored:
-                each.backing.free()
+            for each in self._memory:
+                each.free()
             raise
         self._file.seek(0)
-        for each in self._stored:
-            content = torch.empty(each.backing.size, dtype=torch.uint8)
+        for tile, expected in zip(_tiles(self._memory), self._checksums, strict=True):
+            content = torch.empty(len(tile), dtype=torch.uint8)
             read = self._file.readinto(memoryview(content.numpy()))  # type: ignore[attr-defined, arg-type]
-            if read != len(content) or checksum("xxh3", content) != each.checksum:
+            if read != len(content) or checksum("xxh3", content) != expected:
                 raise EngineFailed(
                     "the file with the sleeping weights has changed; the engine has to start again"
                 )
-            each.backing.bytes.copy_(content)
+            tile.copy_(content)
         self._file.close()
-        self._file, self._stored = None, []
+        self._file, self._memory, self._checksums = None, [], []
+
+
+def _memory_of(networks: Iterable[Any]) -> list[SleepingMemory]:
+    """Return the memory of these networks, each once. A network's shards on other ranks are one
+    where they are lent.
+    """
+    found: dict[object, SleepingMemory] = {}
+    for network in networks:
+        lent = getattr(network, "split", WHOLE).lent
+        if lent is not None:
+            found[lent] = lent
+        parameters = network.parameters() if lent is None else network.own_parameters()
+        for stored in parameters.values():
+            for view in tensors_of(stored):
+                found[view.untyped_storage().data_ptr()] = Backing(view)
+    return [*found.values()]
+
+
+def _tiles(memory: Iterable[SleepingMemory]) -> Iterator[Tensor]:
+    for each in memory:
+        for content in each.contents:
+            yield from content.split(TILE_BYTES)

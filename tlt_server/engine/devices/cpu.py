@@ -17,11 +17,12 @@ from tlt_server.engine.capture import CachedStates, describe_states
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.orders import Allocate, FreePages, Install
-from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, key_of, reclaim_on, threads_of
+from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on, threads_of
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.shared_models import key_of
 from tlt_server.engine.sizing import kv_pages, training_share
 from tlt_server.errors import StartupError
 from tlt_server.fingerprint import Fingerprint

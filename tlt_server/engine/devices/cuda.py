@@ -39,8 +39,9 @@ from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import RING, GpuRunner
 from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.orders import Allocate, Install
-from tlt_server.engine.ranks import NO_RANKS, RankOrders, key_of
+from tlt_server.engine.ranks import NO_RANKS, RankOrders
 from tlt_server.engine.settings import DecidedSettings
+from tlt_server.engine.shared_models import key_of
 from tlt_server.errors import StartupError
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.machine import host_memory

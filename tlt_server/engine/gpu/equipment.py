@@ -12,7 +12,8 @@ from tlt_server.engine.gpu.maker import Lent
 from tlt_server.engine.gpu.orders import SetDrafterTable, Settle, SwapModels
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.orders import FreePages
-from tlt_server.engine.ranks import RankOrders, key_of, reclaim_on
+from tlt_server.engine.ranks import RankOrders, reclaim_on
+from tlt_server.engine.shared_models import key_of
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.exchange import exchange
 from tlt_server.speculation.survival import Calibration

@@ -17,9 +17,11 @@ from tlt_server.engine.orders import (
     FreePages,
     Install,
     LoadShard,
+    MapShard,
     ReclaimPages,
     Restore,
     Save,
+    UnmapShard,
 )
 
 Key = DraftKey | ExtendKey
@@ -113,6 +115,6 @@ class SetDrafterTable(Struct, frozen=True, tag="drafter"):
 
 StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | ForgetTexts
 TableOrder = WriteTable | RenewTable | SetDrafterTable
-ModelOrder = LoadShard | Install | SwapModels | Settle | Drop
+ModelOrder = LoadShard | UnmapShard | MapShard | Install | SwapModels | Settle | Drop
 PageOrder = ReportMemory | Allocate | Save | Restore | FreePages | ReclaimPages
 GpuOrder = StepOrder | TableOrder | ModelOrder | PageOrder | Equip | Begin

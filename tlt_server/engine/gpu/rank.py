@@ -56,10 +56,12 @@ from tlt_server.engine.orders import (
     FreePages,
     Install,
     LoadShard,
+    MapShard,
     RankStart,
     ReclaimPages,
     Restore,
     Save,
+    UnmapShard,
 )
 from tlt_server.engine.rank import receive
 from tlt_server.models.config import ModelConfig
@@ -121,7 +123,9 @@ class GpuRank:
             case UploadWords() | TakeOver() | RunStep() | FinishStep() | RecordStep():
                 with torch.cuda.stream(self._stream):
                     self._launch(order)
-            case LoadShard() | Install() | SwapModels() | Settle() | Drop():
+            case LoadShard() | UnmapShard() | MapShard() | Drop():
+                self._follow_on_memory(order)
+            case Install() | SwapModels() | Settle():
                 self._follow_on_models(order)
             case ForgetTexts(slots):
                 self.passes.forget(slots)
@@ -237,28 +241,47 @@ class GpuRank:
 
     # -- models ------------------------------------------------------------------------------------
 
-    def _follow_on_models(self, order: LoadShard | Install | SwapModels | Settle | Drop) -> None:
+    def _follow_on_memory(self, order: LoadShard | UnmapShard | MapShard | Drop) -> None:
         match order:
             case LoadShard(key, beside):
+                self._load(key, beside)
+            case UnmapShard(key):
+                self._maker.synchronize()
+                self._models[key].arena.let_go()
+            case MapShard(key):
                 arena = receive(self._side, key)
-                target = self._models[beside] if beside else None
-                made = arena.fill(partial(self._drafter, target) if target else self._target)
-                made.arena = arena
+                self._models[key].arena.move(arena)
                 arena.close()
-                self._models[key] = made
+            case Drop(models, saved):
+                if models:
+                    self._maker.synchronize()
+                for key in models:
+                    if key in self._models:  # else it could not be made
+                        self._models.pop(key).arena.free()
+                for key in saved:
+                    del self._saved[key]
+
+    def _load(self, key: int, beside: int) -> None:
+        arena = receive(self._side, key)
+        target = self._models[beside] if beside else None
+        try:
+            made = arena.fill(partial(self._drafter, target) if target else self._target)
+        except BaseException:
+            arena.free()
+            raise
+        finally:
+            arena.close()
+        made.arena = arena
+        self._models[key] = made
+
+    def _follow_on_models(self, order: Install | SwapModels | Settle) -> None:
+        match order:
             case Install(key):
                 self._install(self._models[key])
             case SwapModels(resident, other):
                 self._swap(resident, other)
             case Settle():
                 self._maker.synchronize()
-            case Drop(models, saved):
-                if models:
-                    self._maker.synchronize()
-                for key in models:
-                    self._models.pop(key).arena.free()
-                for key in saved:
-                    del self._saved[key]
 
     def _target(self) -> GpuDecoder:
         directory, layers = self._settings.drafter_directory, tuple[int, ...]()

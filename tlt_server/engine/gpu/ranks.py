@@ -36,6 +36,8 @@ LOOK_S = 0.1  # between two looks whether the ranks live meanwhile
 
 
 class GpuRanks(Ranks):
+    moves = True
+
     def __init__(
         self, settings: DecidedSettings, config: ModelConfig, device: torch.device, floats: int
     ) -> None:
