@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ WAIT_S = 0.5
 
 def test_a_step_is_awaited_while_another_thread_works() -> None:
     """The thread that stages a push needs the interpreter's lock often, for a short time each."""
-    ranks = SimpleNamespace(check=lambda: None, words=4, _steps=0)
+    ranks = SimpleNamespace(check_ended=lambda: None, words=4, _steps=deque([1]))
     end_s, turns = time.monotonic() + WAIT_S, 0
 
     class Outcome:

@@ -110,8 +110,22 @@ def test_a_rank_that_sends_nothing_is_an_error_in_time(
     monkeypatch.setattr(gloo, "FIRST_S", 0.3)
     with ThreadPoolExecutor(2) as pool:
         two = list(pool.map(lambda rank: GlooExchange(tmp_path / "store", rank, 2), range(2)))
-    with pytest.raises(EngineFailed, match="a rank left, or sent nothing for 0.3 s"):
+    with pytest.raises(EngineFailed, match="rank 1 left, or sent nothing for 0.3 s"):
         two[0].add(torch.zeros(1))
+
+
+def test_a_rank_that_does_not_connect_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "JOIN_S", 0.3)
+    with pytest.raises(EngineFailed, match="rank 0 could not connect to rank 1 or 2 in 0.3 s"):
+        GlooExchange(tmp_path / "store", 0, 3)
+
+    def ended() -> None:
+        raise EngineFailed("rank 2 ended")
+
+    with pytest.raises(EngineFailed, match="rank 2 ended"):
+        GlooExchange(tmp_path / "another store", 0, 3, check=ended)
 
 
 def test_ranks_that_are_collected_as_part_of_a_cycle_end_without_a_wait(tmp_path: Path) -> None:

@@ -80,9 +80,10 @@ def shared(settings: EngineSettings) -> Iterator[Pushable]:
 
 @pytest.fixture
 def doomed(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pushable]:
-    """An engine of two ranks for one fault; exchanges are given up after a second."""
-    monkeypatch.setattr(gloo, "FIRST_STEPS", 0)
+    """An engine of two ranks for one fault; a silent rank is given up after a second."""
     monkeypatch.setattr(gloo, "WAIT_S", 1.0)
+    monkeypatch.setattr(Ranks, "answer_s", 1.0)
+    monkeypatch.setattr("tlt_server.engine.ranks.BEAT_S", 0.3)
     engine = Pushable(replace(settings, tensor_parallel=2))
     yield engine
     ranks_of(engine).close()
@@ -173,7 +174,7 @@ def test_ranks_that_differ_end_the_life_with_the_step_and_the_rank(doomed: Pusha
     """A norm of rank 1 alone is off, so its states are, and its next sums are."""
     responses(doomed, SetPolicy("off"))
     target_of(doomed).peers[0].final_norm_H[3] += 2**-10
-    with pytest.raises(EngineFailed, match=r"ranks differ: after step \d+ the states of rank 1 "):
+    with pytest.raises(EngineFailed, match=r"ranks differ after order \d+: the states of rank 1 "):
         responses(doomed, SetPolicy("off"))
 
 
@@ -183,11 +184,33 @@ def test_a_rank_that_is_stopped_is_one_error_within_its_bound(doomed: Pushable) 
     doomed.step(3)
     os.kill(process.pid, signal.SIGSTOP)
     began_s = time.monotonic()
-    with pytest.raises(EngineFailed, match=r"a rank left, or sent nothing for 1 s"):
+    with pytest.raises(EngineFailed, match=r"rank 1 left, or sent nothing for 1 s after order \d+"):
         doomed.finish()
     assert time.monotonic() - began_s < 5
     ranks_of(doomed).close()
     assert process.returncode == -signal.SIGKILL, "a process is left"
+
+
+def test_an_idle_engine_notices_that_a_rank_is_stopped(doomed: Pushable) -> None:
+    ranks, beaten = ranks_of(doomed), 0
+    for _ in range(10):  # a rank that lives answers
+        time.sleep(0.1)
+        doomed.step()
+        beaten = max(beaten, ranks._beaten)
+    os.kill(ranks._processes[0].pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    with pytest.raises(EngineFailed, match=r"rank 1 did not answer order \d+ \(Beat\) in 0.7 s"):
+        while time.monotonic() < began_s + 5:
+            time.sleep(0.1)
+            doomed.step()
+    assert beaten, "nothing was asked"
+
+
+def test_a_rank_that_is_stopped_in_a_sleep_is_one_error_within_its_bound(doomed: Pushable) -> None:
+    [process] = ranks_of(doomed)._processes
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineFailed, match=r"rank 1 did not answer order \d+ \(FreePages\) in 1 s"):
+        doomed.engine.halt.apply(Sleep("s", ("kv_cache",)))
 
 
 def test_an_idle_engine_notices_that_a_rank_ended(doomed: Pushable) -> None:

@@ -156,6 +156,7 @@ def assemble(
                 pass
             engine.measure = None if policy.measures else profile.advance
             detail.append(f"{len(profile.measured)} steps")
+    equipped.ready()
     info = _describe(
         choice, gpu, device, live, memory, equipped, max_model_len, phase.seconds, lost
     )

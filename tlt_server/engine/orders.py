@@ -123,9 +123,13 @@ class ReclaimPages(Struct, frozen=True, tag="wake"):
     """Take it again."""
 
 
+class Beat(Struct, frozen=True, tag="beat"):
+    """Answer."""
+
+
 PageOrder = Keep | Allocate | Save | Restore | FreePages | ReclaimPages
 ModelOrder = LoadShard | CheckNumerics | Install | Drop
-Order = ExtendRows | PageOrder | ModelOrder
+Order = ExtendRows | PageOrder | ModelOrder | Beat
 
 
 class Envelope(Struct, Generic[AnyOrder], frozen=True):

@@ -31,6 +31,7 @@ from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.faults import trace
 from tlt_server.engine.orders import (
     Allocate,
+    Beat,
     CheckNumerics,
     Drop,
     ExtendRows,
@@ -117,6 +118,8 @@ class Rank:
                 return ""
             case LoadShard() | CheckNumerics() | Install() | Drop():
                 return self._follow_on_models(order)
+            case Beat():
+                return ""
             case _:
                 self._follow_on_pages(order)
                 return ""
@@ -217,11 +220,13 @@ def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) 
             answer = structs.replace(answer, text=rank.follow(envelope.order))
         except torch.OutOfMemoryError as cause:
             if not envelope.asks:
-                raise EngineFailed(f"out of memory: {str(cause)[:200]}") from None
+                order = type(envelope.order).__name__
+                raise EngineFailed(f"order {number} ({order}): {str(cause)[:200]}") from None
             answer = structs.replace(answer, exhausted=str(cause)[:200])
         except TltError as cause:
             if not envelope.asks:
-                raise
+                order = type(envelope.order).__name__
+                raise EngineFailed(f"order {number} ({order}): {cause.message}") from None
             answer = structs.replace(answer, error=cause.message)
         if envelope.asks:
             outbox.send(msgspec.msgpack.encode(answer))

@@ -32,20 +32,20 @@ from tlt_server.attention.rows import Rows
 from tlt_server.engine import orders
 from tlt_server.engine.arena import Arena, arena_bytes, layout
 from tlt_server.engine.exchange.gloo import GlooExchange
-from tlt_server.engine.orders import Envelope, RankAnswer, RankStart
+from tlt_server.engine.orders import Envelope, RankStart
+from tlt_server.engine.rank_answers import POLL_S, START_S, RankAnswers
 from tlt_server.engine.settings import DecidedSettings, encode_settings
 from tlt_server.engine.shared_models import SharedSplit, key_of
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.environment import NO_MULTICAST
-from tlt_server.models.split import RankExchange, Split
+from tlt_server.models.split import Alone, RankExchange, Split
 
 Taken = TypeVar("Taken")
 RANK = "tlt_server.engine.rank"
-START_S = 120.0  # for all ranks to be there, and for an answer while kernels may be compiled
 SEND_S = 10.0  # for room in a rank's socket
-POLL_S = 0.2
+BEAT_S = 3.0  # between two looks whether idle ranks live
 
 Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 
@@ -59,7 +59,10 @@ class RankOrders(Protocol):
         """
 
     def check(self) -> None:
-        """`EngineFailed` where a rank has ended."""
+        """`EngineFailed` where a rank has ended, or is silent."""
+
+    def ready(self) -> None:
+        """Wait less from now on: all have warmed up, and compile nothing more."""
 
     def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
         """Return `sum_of_states`, which all ranks compare; 0 where there is one."""
@@ -72,6 +75,8 @@ class NoRanks:
     def order(self, order: msgspec.Struct, *, wait: bool = False) -> None: ...
 
     def check(self) -> None: ...
+
+    def ready(self) -> None: ...
 
     def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
         return 0
@@ -100,9 +105,10 @@ class SavedOnRanks:
 
 class Ranks:
     moves = False  # whether a sleep takes memory of shards that is then at another address
+    answer_s = 10.0  # an answer is awaited so long once all are ready
 
     def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
-        """Start the other ranks. `EngineFailed` if one cannot start, or not in START_S."""
+        """Start the other ranks. `EngineFailed` if one cannot start, or not in time."""
         self._count, self._threads = settings.tensor_parallel, threads_of(settings)
         self._life, self._sent = secrets.token_hex(8), 0
         self._lock = threading.RLock()  # the staging thread sends, too
@@ -111,10 +117,13 @@ class Ranks:
         self._freed: list[tuple[int, Callable[[], None]]] = []  # once this order is followed
         self._saved: deque[int] = deque()
         self._keys = 0
+        self._beaten, self._quiet_s, self._looked_s = 0, 0.0, 0.0  # an order that awaits answers
         self._context = zmq.Context()
         self._sockets: list[socket.socket | zmq.Socket[bytes]] = []
         self._sides: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._on_ready: Callable[[], None] = lambda: None
+        self.exchange: RankExchange = Alone()
         self._closers: list[Callable[[], None]] = []  # free the memory that the other ranks read
         self._end = weakref.finalize(
             self, _ended, self._processes, self._sockets, self._context, self._closers
@@ -122,16 +131,24 @@ class Ranks:
         with tempfile.TemporaryDirectory(prefix="tlt-") as directory:
             others = range(1, self._count)
             self._orders = [self._bound(zmq.PUSH, f"{directory}/orders-{rank}") for rank in others]
-            self._answers = self._bound(zmq.PULL, f"{directory}/answers")
+            inbox = self._bound(zmq.PULL, f"{directory}/answers")
+            self._answers = RankAnswers(inbox, self._count - 1, self.check_ended)
             for rank in others:
                 self._launch(settings, config, directory, rank)
-            self._answered(0)  # all have begun, so the exchange waits for none that cannot
+            self._met("begin")  # so the exchange waits for none that cannot
             self.join(Path(directory))
-            self._answered(0)  # all have joined, so none reads the directory any more
+            self._met("join")  # so none reads the directory any more
 
     def join(self, directory: Path) -> None:
         """Get ready to exchange with the others, which do so, too."""
-        self.exchange: RankExchange = GlooExchange(directory / "store", 0, self._count)
+        store, place = directory / "store", lambda: f" after order {self._sent}"
+        gloo = GlooExchange(store, 0, self._count, check=self.check_ended, place=place)
+        self._on_ready, self.exchange = gloo.ready, gloo
+
+    def _met(self, what: str) -> None:
+        """Wait until all have come so far."""
+        self._answers.expect(0, what)
+        self._answers.of(0)
 
     def close(self) -> None:
         """End the other ranks; so does the end of this process."""
@@ -186,7 +203,7 @@ class Ranks:
     def ask(self, order: msgspec.Struct) -> list[str]:
         """Send an order, and return the answers of all ranks."""
         with self._lock:
-            return self._answered(self._send(order, asks=True))
+            return self.answered(self._send(order, asks=True))
 
     def _send(self, order: msgspec.Struct, *, asks: bool) -> int:
         with self._lock:
@@ -199,11 +216,13 @@ class Ranks:
 
     def _post(self, order: msgspec.Struct, *, asks: bool) -> int:
         self._sent += 1
+        if asks:
+            self._answers.expect(self._sent, type(order).__name__)
         data = orders.encoded(Envelope(self._life, self._sent, asks, order))
         for rank, each in enumerate(self._orders, 1):
             until_s = time.monotonic() + SEND_S
             while not each.poll(int(1000 * POLL_S), zmq.POLLOUT):
-                self.check()
+                self.check_ended()
                 if time.monotonic() > until_s:
                     raise EngineFailed(
                         f"rank {rank} took no order for {SEND_S:g} s: its socket is full"
@@ -211,35 +230,46 @@ class Ranks:
             each.send(data)
         return self._sent
 
-    def _answered(self, number: int) -> list[str]:
+    def answered(self, number: int) -> list[str]:
         """Return the texts of all ranks' answers to this order. Errors as of `RankOrders.order`."""
-        texts: dict[int, str] = {}
-        short = ""
-        until_s = time.monotonic() + START_S
-        while len(texts) < self._count - 1:
-            if self._answers.poll(int(1000 * POLL_S)):
-                answer = msgspec.msgpack.decode(self._answers.recv(), type=RankAnswer)
-                if answer.number != number:
-                    raise EngineFailed(
-                        f"rank {answer.rank} answered order {answer.number} instead of {number}"
-                    )
-                if answer.error:
-                    raise EngineFailed(f"rank {answer.rank} failed: {answer.error}")
-                if answer.exhausted:
-                    short = f"rank {answer.rank} is out of memory: {answer.exhausted}"
-                texts[answer.rank] = answer.text
-            elif time.monotonic() > until_s:
-                silent = [str(rank) for rank in range(1, self._count) if rank not in texts]
-                raise EngineFailed(f"rank {', '.join(silent)} did not answer in {START_S:g} s")
-            self.check()
-        for _, free in (each for each in self._freed if each[0] < number):
-            free()
-        self._freed = [each for each in self._freed if each[0] >= number]
-        if short:
-            raise torch.OutOfMemoryError(short)
-        return [texts[rank] for rank in sorted(texts)]
+        with self._lock:
+            texts = self._answers.of(number)
+            for _, free in (each for each in self._freed if each[0] < number):
+                free()
+            self._freed = [each for each in self._freed if each[0] >= number]
+            return texts
+
+    def ready(self) -> None:
+        self._answers.patience_s, self._looked_s = self.answer_s, time.monotonic()
+        self._on_ready()
 
     def check(self) -> None:
+        self.check_ended()
+        starting = self._answers.patience_s == START_S
+        if starting or not self._lock.acquire(blocking=False):
+            return  # another thread waits for an answer
+        try:
+            self._beat()
+        finally:
+            self._lock.release()
+
+    def _beat(self) -> None:
+        """Ask now and then whether all ranks live: steps tell it, but an engine may be idle."""
+        now_s = time.monotonic()
+        # While this process was busy the others may have been, too.
+        self._quiet_s += min(now_s - self._looked_s, BEAT_S)
+        self._looked_s = now_s
+        if not self._beaten:
+            if self._quiet_s > BEAT_S:
+                self._beaten, self._quiet_s = self._send(orders.Beat(), asks=True), 0.0
+        elif self._answers.complete(self._beaten):
+            self._answers.forget(self._beaten)
+            self._beaten, self._quiet_s = 0, 0.0
+        elif self._quiet_s > self.answer_s - BEAT_S:
+            self._answers.give_up(self._beaten, self.answer_s - BEAT_S)
+
+    def check_ended(self) -> None:
+        """`EngineFailed` where a rank has ended."""
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
                 raise EngineFailed(

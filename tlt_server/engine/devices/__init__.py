@@ -67,6 +67,8 @@ class Equipped(NamedTuple):
     room: Callable[[int, int], int] = unpadded
     # Record one step that may come under a policy, while none runs; False: there is none to record.
     record: Callable[[Reach], bool] = lambda reach: False
+    # The engine has warmed up: a rank that falls silent from now on compiles nothing.
+    ready: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,7 @@ class CpuDevice:
             equipment.reclaim,
             equipment.forget,
             runner.tables,
+            ready=self._ranks.ready,
         )
 
     def _adapter_slots(self, live: Live) -> AdapterSlots | None:

@@ -251,6 +251,7 @@ class CudaDevice:
             gemm.in_use(dtype, self.device, intermediate),
             self.sizes.room,
             IdleRecorder(runner, self.recordings),
+            self._orders.ready,
         )
 
     def _prepare(

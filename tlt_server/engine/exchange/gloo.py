@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,48 @@ from tlt_server.errors import EngineFailed
 from tlt_server.models.split import folded
 
 JOIN_S = 30.0  # for all ranks to connect
-FIRST_S = 120.0  # for a step's exchange while kernels may still be compiled
+FIRST_S = 120.0  # for an exchange while ranks may still compile kernels
 WAIT_S = 10.0  # for any later one
-FIRST_STEPS = 16
 
 
 class GlooExchange:
     """One of the ranks; all make the same calls in the same order."""
 
-    def __init__(self, store: Path, rank: int, ranks: int) -> None:
-        """Join the others. `store`: a file that all ranks name, in a private directory."""
-        self.rank, self.ranks, self.steps = rank, ranks, 0
+    def __init__(
+        self,
+        store: Path,
+        rank: int,
+        ranks: int,
+        *,
+        check: Callable[[], None] = lambda: None,
+        place: Callable[[], str] = str,
+    ) -> None:
+        """Join the others. `store`: a file that all ranks name, in a private directory. `check`:
+        raises why a rank has left, if that is known. `place`: says where the ranks are. Both are
+        for errors, each an `EngineFailed`.
+        """
+        self.rank, self.ranks, self._check, self._place = rank, ranks, check, place
+        self._wait_s = FIRST_S
         gloo = distributed.ProcessGroupGloo
         options = gloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=JOIN_S)
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        self._group: Any = gloo(FileStore(str(store), ranks), rank, ranks, options)
+        try:
+            self._group: Any = gloo(FileStore(str(store), ranks), rank, ranks, options)
+        except RuntimeError as error:
+            self._check()
+            raise EngineFailed(
+                f"rank {rank} could not connect to {self._others} in {JOIN_S:g} s ({_first(error)})"
+            ) from None
+
+    def ready(self) -> None:
+        """Wait less from now on. Rank 0 ends the others, so they need not."""
+        self._wait_s = WAIT_S
 
     def add(self, part_RX: Tensor) -> Tensor:
         return folded(self._gathered(part_RX))
 
     def join(self, part_RX: Tensor, widths: Sequence[int], check: int) -> Tensor:
-        self.steps += 1
         rows, widest = len(part_RX), max(widths)
         sent = torch.zeros(2 + rows * widest, dtype=torch.int32)  # bits: no number is touched
         sent[:2] = torch.tensor([_signed(check)]).view(torch.int32)
@@ -46,7 +66,7 @@ class GlooExchange:
         differing = [rank for rank, value in enumerate(checks) if value != checks[0]]
         if differing:
             raise EngineFailed(
-                f"ranks differ: after step {self.steps} the states of rank "
+                f"ranks differ{self._place()}: the states of rank "
                 f"{', '.join(map(str, differing))} are not those of rank 0"
             )
         parts = [each[2:].view(torch.float32).view(rows, widest) for each in found]
@@ -55,15 +75,24 @@ class GlooExchange:
     def _gathered(self, part: Tensor) -> list[Tensor]:
         part = part.contiguous()
         found = [torch.empty_like(part) for _ in range(self.ranks)]
-        wait_s = FIRST_S if self.steps <= FIRST_STEPS else WAIT_S
         try:
-            self._group.allgather(found, part, timedelta(seconds=wait_s)).wait()
+            self._group.allgather(found, part, timedelta(seconds=self._wait_s)).wait()
         except RuntimeError as error:
+            self._check()
             raise EngineFailed(
-                f"a rank left, or sent nothing for {wait_s:g} s "
-                f"({str(error).splitlines()[0][:200]})"
+                f"{self._others} left, or sent nothing for {self._wait_s:g} s{self._place()} "
+                f"({_first(error)})"
             ) from None
         return found
+
+    @property
+    def _others(self) -> str:
+        others = [str(rank) for rank in range(self.ranks) if rank != self.rank]
+        return f"rank {' or '.join(others)}"
+
+
+def _first(error: RuntimeError) -> str:
+    return str(error).splitlines()[0][:200]
 
 
 def _signed(value: int) -> int:

@@ -13,6 +13,7 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.orders import (
     Allocate,
     Array,
+    Beat,
     Drop,
     FreePages,
     Install,
@@ -117,4 +118,4 @@ StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | ForgetT
 TableOrder = WriteTable | RenewTable | SetDrafterTable
 ModelOrder = LoadShard | UnmapShard | MapShard | Install | SwapModels | Settle | Drop
 PageOrder = ReportMemory | Allocate | Save | Restore | FreePages | ReclaimPages
-GpuOrder = StepOrder | TableOrder | ModelOrder | PageOrder | Equip | Begin
+GpuOrder = StepOrder | TableOrder | ModelOrder | PageOrder | Equip | Begin | Beat

@@ -52,6 +52,7 @@ from tlt_server.engine.gpu.windows import join
 from tlt_server.engine.orders import (
     Allocate,
     Array,
+    Beat,
     Drop,
     FreePages,
     Install,
@@ -129,6 +130,8 @@ class GpuRank:
                 self._follow_on_models(order)
             case ForgetTexts(slots):
                 self.passes.forget(slots)
+            case Beat():
+                pass
             case WriteTable() | RenewTable() | SetDrafterTable():
                 self._follow_on_tables(order)
             case ReportMemory():

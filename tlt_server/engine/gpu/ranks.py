@@ -5,6 +5,7 @@ the runner tells them.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import EngineFailed
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.split import Alone
 
 if TYPE_CHECKING:
     from tlt_server.engine.gpu.drafts.tables import DeviceTable
@@ -37,23 +37,25 @@ LOOK_S = 0.1  # between two looks whether the ranks live meanwhile
 
 class GpuRanks(Ranks):
     moves = True
+    answer_s = 15.0
 
     def __init__(
         self, settings: DecidedSettings, config: ModelConfig, device: torch.device, floats: int
     ) -> None:
         """floats: see `window_bytes`. `EngineFailed` or `StartupError` where one cannot start."""
         self._device, self._floats = device, floats
-        self._steps = self._equipping = 0
+        self._equipping = 0
+        self._steps: deque[int] = deque()  # the orders of those in flight
         self.words = 2 * settings.tensor_parallel
         super().__init__(settings, config)
 
     def join(self, directory: Path) -> None:
-        windows = join(directory, 0, self._count, self._floats, self._device, self.check)
+        windows = join(directory, 0, self._count, self._floats, self._device, self.check_ended)
         self._windows = windows
         self._closers.append(windows.close)
         self.peers: PeerWindows = windows.peers
         self.peers.mute()
-        self.agreement, self.exchange = Agreement(self.peers), Alone()
+        self.agreement = Agreement(self.peers)
 
     def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
         """Return memory on the rank's GPU. Rank 0 needs none of its own."""
@@ -72,7 +74,7 @@ class GpuRanks(Ranks):
 
     def begin(self) -> None:
         """Begin to exchange, once all ranks are prepared and quiet."""
-        self._answered(self._equipping)
+        self.answered(self._equipping)
         if self.peers.own.is_cuda:
             torch.cuda.synchronize(self._device)
         self.order(told.Begin(), wait=True)
@@ -97,7 +99,7 @@ class GpuRanks(Ranks):
         self, draft: DraftKey | None, extend: ExtendKey, *, capped: bool, learns: bool
     ) -> RunStep:
         step = RunStep(draft, capped, extend, learns)
-        self.order(step)
+        self._steps.append(self._send(step, asks=False))
         return step
 
     def finish_step(self, step: RunStep, word_M: NDArray[np.int32]) -> None:
@@ -128,14 +130,15 @@ class GpuRanks(Ranks):
         while not outcome.arrived:
             time.sleep(SLEEP_S)  # a stage of a push needs the interpreter, too
             if time.monotonic() > looked_s + LOOK_S:
-                self.check()
+                self.check_ended()
                 looked_s = time.monotonic()
-        self._steps += 1
+        step = self._steps.popleft()
         others = differing(outcome.array[-self.words :].tolist())
         if others:
-            self.check()
+            self.check_ended()
+            if waited := self.agreement.failure():
+                raise EngineFailed(f"{waited}, in order {step} or before")
             raise EngineFailed(
-                self.agreement.failure()
-                or f"ranks differ: after step {self._steps} the states of rank "
+                f"ranks differ after order {step}: the states of rank "
                 f"{', '.join(map(str, others))} are not those of rank 0"
             )
