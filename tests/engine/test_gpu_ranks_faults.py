@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import SharedGpuMemory
 from tlt_server.engine.arena import Arena
@@ -23,6 +25,11 @@ from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.orders import Drop
 from tlt_server.engine.shared_models import SharedSplit
 from tlt_server.errors import EngineFailed
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.decoder import GpuDecoder, device_table
+from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.matmuls import MATMULS
+from tlt_server.models.split import Split
 from tlt_server.weights.storage import ran_out
 
 WAIT_S = 0.5
@@ -65,6 +72,17 @@ def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:
 
     assert Told().free() == (5, 9)
     assert asked == [Drop, ReportMemory]
+
+
+def test_versions_of_a_model_share_one_rotary_table_on_a_device(tmp_path: Path) -> None:
+    """A rank makes a version between two steps, so it is not to copy a table meanwhile."""
+    write_target(tmp_path, shape=SMALLEST)
+    placement = Placement(torch.device("meta"), torch.float32, MATMULS["strict"]())
+    made = GpuDecoder(ModelConfig.read(tmp_path), placement=placement)
+    of_rank = replace(placement, matmuls=placement.matmuls.of_rank(Split(4, 1, 2)))
+    [mine] = {id(layer.self_attention.table) for layer in made.layers}
+    assert id(made.blank().layers[0].self_attention.table) == mine
+    assert id(device_table(made.config, of_rank)) == mine
 
 
 def test_ranks_that_meet_notice_the_death_of_one(tmp_path: Path) -> None:

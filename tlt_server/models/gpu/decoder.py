@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from tlt_kernels.gpu.norm import embed_rms_norm
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
-from tlt_server.models.config import ModelConfig
+from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.gpu.adapted import GpuAdaptedLayer
 from tlt_server.models.gpu.layers import (
     Attend,
@@ -194,8 +195,13 @@ class GpuDecoder:
 
 
 def device_table(config: ModelConfig, placement: Placement) -> RotaryTable:
-    cos_PD2, sin_PD2 = rotary_table(config.rope, config.head_dim, config.max_position)
-    return RotaryTable(cos_PD2.to(placement.device), sin_PD2.to(placement.device))
+    """Return the table on its device, which all versions share: it is no weight."""
+    return _table_on(placement.device, config.rope, config.head_dim, config.max_position)
+
+
+@lru_cache(maxsize=8)
+def _table_on(device: torch.device, rope: Rope, head_dim: int, max_position: int) -> RotaryTable:
+    return RotaryTable(*(half.to(device) for half in rotary_table(rope, head_dim, max_position)))
 
 
 def shards(
