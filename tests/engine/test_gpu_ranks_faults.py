@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -105,22 +107,44 @@ def test_a_gpu_without_room_for_a_shard_is_short_of_memory(monkeypatch: pytest.M
     assert ran_out(raised.value)
 
 
-def test_shards_that_were_made_are_freed_where_another_has_no_room() -> None:
-    freed: list[int] = []
+class Made(Arena):
+    """Memory of a rank, as many bytes as its number."""
 
-    class Made(Arena):
-        def free(self) -> None:
-            freed.append(len(self.content))
+    freed: ClassVar[list[int]] = []
 
-    class Short(GpuRanks):
-        def __init__(self) -> None: ...
+    def free(self) -> None:
+        self.freed.append(len(self.content))
 
-        def arena(self, rank: int, make: Callable[[], object]) -> Arena | None:
-            if rank == 3:
-                raise torch.OutOfMemoryError("out of memory")
-            return Made(torch.zeros(rank, dtype=torch.uint8)) if rank else None
 
-    split = SharedSplit(leaves=4, of=4, ranks=Short())
-    with pytest.raises(torch.OutOfMemoryError):
-        split.build(lambda each: each.rank)
-    assert freed == [1, 2]
+class Sharing(GpuRanks):
+    """Ranks of which one has no room for a shard, or cannot make one of it."""
+
+    def __init__(self, full: int, mute: bool) -> None:
+        self._full, self._mute, self._keys, self._lock = full, mute, 0, threading.RLock()
+        self._models, self._closers = deque(), []
+
+    def arena(self, rank: int, make: Callable[[], object]) -> Arena | None:
+        if rank == self._full:
+            raise torch.OutOfMemoryError("out of memory")
+        return Made(torch.zeros(rank, dtype=torch.uint8)) if rank else None
+
+    def hand_over(self, *told: object) -> None:
+        if self._mute:
+            raise torch.OutOfMemoryError("out of memory")
+
+
+def test_shards_that_were_made_are_freed_where_a_rank_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory that was handed over is freed once the ranks have dropped the model."""
+    monkeypatch.setattr(Made, "freed", [])
+    for ranks in (Sharing(3, False), Sharing(9, True)):
+        split = SharedSplit(leaves=4, of=4, ranks=ranks)
+        with pytest.raises(torch.OutOfMemoryError):
+            split.build(lambda each: SimpleNamespace(rank=each.rank))
+        gc.collect()
+        [*dropped] = ranks._models
+        assert [key for key, _ in dropped] == ([1] if ranks._mute else [])
+        for _, free in dropped:
+            free()
+    assert Made.freed == [1, 2, 1, 2, 3]

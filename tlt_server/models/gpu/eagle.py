@@ -275,6 +275,7 @@ class GpuEagle1(GpuEagleNetwork):
         self.joint = GpuProjection(
             2 * hidden, {"fc": hidden}, bias=described.join_bias, placement=self.placement
         )
+        assert len(target.head_VH) == target.vocab_size, "a rank that has a part of the head"
         self.head_VH = target.head_VH
 
     def follow(self, target: GpuDecoder) -> None:
