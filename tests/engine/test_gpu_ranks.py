@@ -22,16 +22,17 @@ from tests.engine.interpreted_rank import out_of_memory
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
+from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.arena import Arena
 from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.records import Grammar, Sampling, Strategy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+__all__ = ["one", "shared"]  # fixtures
 
 # Leaves of 128: a head, and half of the MLP. The head has two blocks of tokens.
 SHAPE = Shape(vocab=1100, hidden=32, layers=2, head_dim=128, mlp=256, features=(1, 0, 1))
@@ -74,27 +75,9 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def one(settings: EngineSettings) -> Pushable:
-    return Pushable(settings)
-
-
-@pytest.fixture(scope="module")
-def shared(settings: EngineSettings) -> Iterator[Pushable]:
-    engine = Pushable(replace(settings, tensor_parallel=2))
-    yield engine
-    followers(engine).close()
-
-
-def followers(engine: Pushable) -> GpuRanks:
-    found = engine.engine.runner.followers  # type: ignore[attr-defined]
-    assert isinstance(found, GpuRanks)
-    return found
-
-
 def mappings(engine: Pushable) -> list[str]:
     """Return the memory of shards that rank 1 has mapped, as /proc describes it."""
-    [process] = followers(engine)._processes
+    [process] = ranks_of(engine)._processes
     described = Path(f"/proc/{process.pid}/smaps").read_text().split("VmFlags")
     return [each for each in described if "tlt-shard" in each]
 
@@ -173,17 +156,17 @@ def test_ranks_that_differ_end_the_life_with_the_step_and_the_rank(
     settings: EngineSettings,
 ) -> None:
     """A norm of rank 1 alone is off, so its states are. Then the rank is killed."""
-    engine = Pushable(replace(settings, tensor_parallel=2, drafter="none"))
-    target = engine.engine.pushes.transaction.versions.live.target.network
-    target.peers[0].final_norm_H[3] += 2**-10  # type: ignore[union-attr]
-    with pytest.raises(EngineFailed, match=r"ranks differ after order \d+: the states of rank 1 "):
-        responses(engine, None)
-    [process] = followers(engine)._processes
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(5)
-    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
-        engine.engine.runner.collect(busy=False)
-    followers(engine).close()
+    with two_ranks(settings, drafter="none") as engine:
+        target = engine.engine.pushes.transaction.versions.live.target.network
+        target.peers[0].final_norm_H[3] += 2**-10  # type: ignore[union-attr]
+        differ = r"ranks differ after order \d+: the states of rank 1 "
+        with pytest.raises(EngineFailed, match=differ):
+            responses(engine, None)
+        [process] = ranks_of(engine)._processes
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(5)
+        with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
+            engine.engine.runner.collect(busy=False)
 
 
 def test_a_split_that_would_cut_a_leaf_is_refused(settings: EngineSettings, root: Path) -> None:

@@ -10,17 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.pushing import Pushable, perturbed
-from tests.engine.test_gpu_ranks import (
-    SHAPE,
-    TREE,
-    followers,
-    interpreted,
-    responses,
-    root,
-    settings,
-)
+from tests.engine.pushing import perturbed
+from tests.engine.test_gpu_ranks import SHAPE, TREE, interpreted, responses, root, settings
 from tests.engine.tiny import write_eagle1
+from tests.engine.two_ranks import two_ranks
 from tlt_server.engine.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
@@ -32,18 +25,12 @@ def test_a_restart_serves_the_committed_versions_on_both_ranks(
 ) -> None:
     drafter = write_eagle1(root / "eagle1", root / "base", shape=SHAPE)
     perturbed(drafter, root / "new eagle1", 3, scale=0.05)
-    lasting = replace(settings, tensor_parallel=2, state_dir=tmp_path, drafter=str(drafter))
-    engine = Pushable(lasting)
-    try:
+    lasting = replace(settings, state_dir=tmp_path, drafter=str(drafter))
+    with two_ranks(lasting) as engine:
         assert engine.push(root / "new", "v1").result == "committed"
         assert engine.push(root / "new eagle1", "d1", role="drafter").result == "committed"
         expected, sums = responses(engine, None), engine.checksums()
-    finally:
-        followers(engine).close()
-    again = Pushable(lasting)
-    try:
+    with two_ranks(lasting) as again:
         assert again.info.weight_version == "v1" and not again.info.lost
         assert responses(again, TREE) == expected and again.checksums() == sums
         assert any(output.accepted for outputs in again.said.values() for output in outputs)
-    finally:
-        followers(again).close()

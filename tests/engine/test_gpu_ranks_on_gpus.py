@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,11 @@ import torch
 from tests.engine.gpu_engine import bits, choose
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, perturbed
+from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.gpu import windows
-from tlt_server.engine.gpu.ranks import GpuRanks
+from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import MIB
 from tlt_server.errors import EngineFailed
@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
+__all__ = ["one", "shared"]  # fixtures
 ARMS = (None, Strategy("eagle", 7, 4, 32), Strategy("history", 12, 2, 16))
 
 
@@ -52,34 +53,15 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     )
 
 
-@pytest.fixture(scope="module")
-def one(settings: EngineSettings) -> Pushable:
-    return Pushable(settings)
-
-
-@pytest.fixture(scope="module")
-def shared(settings: EngineSettings) -> Iterator[Pushable]:
-    engine = Pushable(replace(settings, tensor_parallel=2))
-    yield engine
-    followers(engine).close()
-
-
 @pytest.fixture
 def doomed(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Pushable, GpuRanks]]:
+) -> Iterator[tuple[Pushable, Ranks]]:
     """An engine for one fault, whose first rank waits for two seconds."""
     monkeypatch.setattr(windows, "WAIT_S", 2.0)
-    engine = Pushable(replace(settings, tensor_parallel=2, drafter="none"))
-    yield engine, followers(engine)
-    followers(engine).close()
+    with two_ranks(settings, drafter="none") as engine:
+        yield engine, ranks_of(engine)
     gc.collect()
-
-
-def followers(engine: Pushable) -> GpuRanks:
-    found = engine.engine.runner.followers  # type: ignore[attr-defined]
-    assert isinstance(found, GpuRanks)
-    return found
 
 
 def free_bytes() -> list[int]:
@@ -132,7 +114,7 @@ def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
     [(signal.SIGSTOP, "waited 2 s for rank 1"), (signal.SIGKILL, r"rank 1 \(process \d+\) ended")],
 )
 def test_a_rank_that_stops_or_dies_is_one_error(
-    sent: signal.Signals, why: str, doomed: tuple[Pushable, GpuRanks]
+    sent: signal.Signals, why: str, doomed: tuple[Pushable, Ranks]
 ) -> None:
     engine, ranks = doomed
     [process] = ranks._processes

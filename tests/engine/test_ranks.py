@@ -18,6 +18,7 @@ from tests.engine.halting import EAGLE, done
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.test_engine import bits, requests
 from tests.engine.tiny import write_eagle, write_eagle1, write_target
+from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import mix64
 from tlt_server.commands import ClearCache, SetPolicy, Sleep, WakeUp
@@ -29,6 +30,8 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.records import Strategy
 from tlt_server.weights.checksums import live_sums
 from tlt_server.weights.parts import Changed, Live
+
+__all__ = ["one", "shared"]  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -54,28 +57,10 @@ def settings(root: Path) -> EngineSettings:
     )
 
 
-def ranks_of(engine: Pushable) -> Ranks:
-    ranks = engine.engine.runner.ranks  # type: ignore[attr-defined]
-    assert isinstance(ranks, Ranks)
-    return ranks
-
-
 def target_of(engine: Pushable) -> Decoder:
     target = engine.engine.pushes.transaction.versions.live.target.network
     assert isinstance(target, Decoder)
     return target
-
-
-@pytest.fixture(scope="module")
-def one(settings: EngineSettings) -> Pushable:
-    return Pushable(settings)
-
-
-@pytest.fixture(scope="module")
-def shared(settings: EngineSettings) -> Iterator[Pushable]:
-    engine = Pushable(replace(settings, tensor_parallel=2))
-    yield engine
-    ranks_of(engine).close()
 
 
 @pytest.fixture
@@ -84,9 +69,8 @@ def doomed(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(gloo, "WAIT_S", 1.0)
     monkeypatch.setattr(Ranks, "answer_s", 1.0)
     monkeypatch.setattr("tlt_server.engine.ranks.BEAT_S", 0.3)
-    engine = Pushable(replace(settings, tensor_parallel=2))
-    yield engine
-    ranks_of(engine).close()
+    with two_ranks(settings) as engine:
+        yield engine
 
 
 def responses(engine: Pushable, policy: SetPolicy = EAGLE) -> dict[str, tuple[object, ...]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from tests.engine.halting import done, send
 from tests.engine.pushing import Pushable
 from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.test_engine import requests
-from tests.engine.test_ranks import ranks_of, root, settings
+from tests.engine.test_ranks import root, settings
+from tests.engine.two_ranks import ranks_of, two_ranks
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
@@ -26,9 +26,8 @@ __all__ = ["root", "settings"]  # fixtures
 def short(settings: EngineSettings) -> Iterator[Pushable]:
     with pytest.MonkeyPatch.context() as patch:
         run_rank_of_tests(patch, "short_rank")
-        engine = Pushable(replace(settings, tensor_parallel=2))
-    yield engine
-    ranks_of(engine).close()
+        with two_ranks(settings) as engine:
+            yield engine
 
 
 def test_a_rank_without_room_sleeps_on_with_the_others(short: Pushable) -> None:

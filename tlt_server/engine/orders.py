@@ -127,9 +127,11 @@ class Beat(Struct, frozen=True, tag="beat"):
     """Answer."""
 
 
-PageOrder = Keep | Allocate | Save | Restore | FreePages | ReclaimPages
-ModelOrder = LoadShard | CheckNumerics | Install | Drop
-Order = ExtendRows | PageOrder | ModelOrder | Beat
+# Orders that every kind of rank follows alike.
+MemoryOrder = (
+    LoadShard | UnmapShard | MapShard | Drop | Save | Restore | FreePages | ReclaimPages | Beat
+)
+Order = ExtendRows | Keep | CheckNumerics | Install | Allocate | MemoryOrder
 
 
 class Envelope(Struct, Generic[AnyOrder], frozen=True):

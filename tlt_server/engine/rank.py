@@ -22,32 +22,23 @@ import torch
 import zmq
 from msgspec import structs
 
-from tlt_client.channels.memory import GRANT
 from tlt_kernels.cpu.elementwise import copy_kv_slots
-from tlt_server.attention.rows import KVCache, Rows, SavedPages
+from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.engine import orders
-from tlt_server.engine.arena import Arena, layout
+from tlt_server.engine.arena import layout
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.faults import trace
 from tlt_server.engine.orders import (
     Allocate,
-    Beat,
     CheckNumerics,
-    Drop,
     ExtendRows,
-    FreePages,
     Install,
     Keep,
-    LoadShard,
-    ModelOrder,
     Order,
-    PageOrder,
     RankAnswer,
     RankStart,
-    ReclaimPages,
-    Restore,
-    Save,
 )
+from tlt_server.engine.rank_memory import RankMemory
 from tlt_server.engine.ranks import sum_of_states
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.models.config import ModelConfig
@@ -81,7 +72,7 @@ FOLLOWING = Registry(
 
 
 class Rank:
-    """The state of a rank: models by key, KV, saved pages."""
+    """The state of a rank: its memory, the model in use, KV."""
 
     orders = Order
 
@@ -89,13 +80,11 @@ class Rank:
         """Join the others. `side`: where descriptors come."""
         settings = self._settings = start.decided
         exchange = GlooExchange(Path(start.directory) / "store", start.rank, start.ranks)
-        self._side = side
         self._numerics = Numerics(settings.numerics, threads=start.threads)
         config = ModelConfig.read(Path(settings.model))
         self._config = replace(config, max_position=start.max_position)
         self._split = Split(settings.reduction_leaves, start.rank, start.ranks, exchange)
-        self._models: dict[int, Decoder] = {}
-        self._saved: dict[int, SavedPages] = {}
+        self._memory = RankMemory(side, self._empty)
         self._model: Decoder | None = None
         self._cache: KVCache | None = None
 
@@ -115,48 +104,23 @@ class Rank:
         match order:
             case ExtendRows():
                 self._extend(order)
-                return ""
-            case LoadShard() | CheckNumerics() | Install() | Drop():
-                return self._follow_on_models(order)
-            case Beat():
-                return ""
-            case _:
-                self._follow_on_pages(order)
-                return ""
-
-    def _follow_on_models(self, order: ModelOrder) -> str:
-        match order:
-            case LoadShard(key):
-                self._load(key)
-            case CheckNumerics(key):
-                self._models[key].self_test()
-                return f"{self._numerics.method.name}; {layout(self._models[key])}"
-            case Install(key):
-                self._model = self._models[key]
-            case Drop(models, saved):
-                for key in models:
-                    self._models.pop(key, None)  # else it could not be made
-                for key in saved:
-                    del self._saved[key]
-        return ""
-
-    def _follow_on_pages(self, order: PageOrder) -> None:
-        match order:
             case Keep(source_A, target_A):
                 source, target = torch.from_numpy(source_A), torch.from_numpy(target_A)
                 for array in (self.cache.k, self.cache.v):
                     copy_kv_slots(array, source, target)
+            case CheckNumerics(key):
+                model = self._memory.models[key]
+                model.self_test()
+                return f"{self._numerics.method.name}; {layout(model)}"
+            case Install(key):
+                self._model = self._memory.models[key]
             case Allocate(pages):
                 size, scratch = self._settings.page_size, self._settings.max_draft_rows
                 self._cache = self.model.make_cache(pages, size, scratch)
-            case Save(key, pages):
-                self._saved[key] = self.cache.save(pages)
-            case Restore(key, pages):
-                self.cache.restore(self._saved[key], pages)
-            case FreePages():
-                self.cache.free()
-            case ReclaimPages():
-                self.cache.reclaim()
+                self._memory.pages = self._memory.slept = self._cache
+            case _:
+                self._memory.follow(order)
+        return ""
 
     def _extend(self, order: ExtendRows) -> None:
         rows = Rows(
@@ -179,12 +143,7 @@ class Rank:
         for first, end in order.scored:
             self.model.logits(hidden_RH[first:end])
 
-    def _load(self, key: int) -> None:
-        arena = receive(self._side, key)
-        self._models[key] = arena.fill(self._empty)
-        arena.close()
-
-    def _empty(self) -> Decoder:
+    def _empty(self, target: None) -> Decoder:
         settings = self._settings
         return empty_target(
             settings.model,
@@ -194,14 +153,6 @@ class Rank:
             page_size=settings.page_size,
             split=self._split,
         )
-
-
-def receive(side: socket.socket, key: int) -> Arena:
-    """Map the memory of a model that rank 0 has sent. `EngineFailed` for that of another."""
-    data, descriptors, _, _ = socket.recv_fds(side, 8 + GRANT.size, 1, socket.MSG_WAITALL)
-    if int.from_bytes(data[:8], "little") != key:
-        raise EngineFailed(f"other memory came than that of model {key}")
-    return Arena.opened(data[8:], descriptors)
 
 
 def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) -> None:

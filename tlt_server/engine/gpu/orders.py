@@ -10,20 +10,7 @@ from msgspec import Struct
 
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.orders import (
-    Allocate,
-    Array,
-    Beat,
-    Drop,
-    FreePages,
-    Install,
-    LoadShard,
-    MapShard,
-    ReclaimPages,
-    Restore,
-    Save,
-    UnmapShard,
-)
+from tlt_server.engine.orders import Allocate, Array, Install, MemoryOrder
 
 Key = DraftKey | ExtendKey
 
@@ -116,6 +103,5 @@ class SetDrafterTable(Struct, frozen=True, tag="drafter"):
 
 StepOrder = UploadWords | TakeOver | RunStep | FinishStep | RecordStep | ForgetTexts
 TableOrder = WriteTable | RenewTable | SetDrafterTable
-ModelOrder = LoadShard | UnmapShard | MapShard | Install | SwapModels | Settle | Drop
-PageOrder = ReportMemory | Allocate | Save | Restore | FreePages | ReclaimPages
-GpuOrder = StepOrder | TableOrder | ModelOrder | PageOrder | Equip | Begin | Beat
+StartOrder = ReportMemory | Allocate | Equip | Begin
+GpuOrder = StepOrder | TableOrder | Install | SwapModels | Settle | StartOrder | MemoryOrder

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +48,8 @@ from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import record
 from tlt_server.engine.gpu.ring import PinnedRing
 from tlt_server.engine.gpu.windows import join
-from tlt_server.engine.orders import (
-    Allocate,
-    Array,
-    Beat,
-    Drop,
-    FreePages,
-    Install,
-    LoadShard,
-    MapShard,
-    RankStart,
-    ReclaimPages,
-    Restore,
-    Save,
-    UnmapShard,
-)
-from tlt_server.engine.rank import receive
+from tlt_server.engine.orders import Allocate, Array, Install, RankStart
+from tlt_server.engine.rank_memory import RankMemory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
@@ -97,13 +82,11 @@ class GpuRank:
         self._agreement = Agreement(peers)
         self._maker.share(peers, self._agreement)
         self._split = gpu_split(settings, start.rank)
-        self._side, self._stream = side, self._maker.stream
-        self._models: dict[int, Any] = {}
-        self._saved: dict[int, object] = {}
+        self._stream = self._maker.stream
+        self._memory = RankMemory(side, self._make, self._maker.synchronize)
         self._live: dict[type, Any] = {}  # target and drafter in use: graphs know their storage
         self._kv: GpuKV | None = None
         self._passes: Passes | None = None
-        self._lent: Lent | None = None
         self._uploads: PinnedRing | None = None
         self._masks: PinnedRing | None = None
         self._begun: tuple[Extend, DraftPass | None] | None = None  # a step that awaits masks
@@ -124,18 +107,20 @@ class GpuRank:
             case UploadWords() | TakeOver() | RunStep() | FinishStep() | RecordStep():
                 with torch.cuda.stream(self._stream):
                     self._launch(order)
-            case LoadShard() | UnmapShard() | MapShard() | Drop():
-                self._follow_on_memory(order)
-            case Install() | SwapModels() | Settle():
-                self._follow_on_models(order)
+            case Install(key):
+                self._install(self._memory.models[key])
+            case SwapModels(resident, other):
+                self._swap(resident, other)
+            case Settle():
+                self._maker.synchronize()
             case ForgetTexts(slots):
                 self.passes.forget(slots)
-            case Beat():
-                pass
             case WriteTable() | RenewTable() | SetDrafterTable():
                 self._follow_on_tables(order)
             case ReportMemory():
-                return self._memory()
+                return self._free()
+            case Allocate():
+                self._allocate(order)
             case Equip():
                 self._equip(order)
             case Begin():
@@ -143,7 +128,7 @@ class GpuRank:
                     torch.cuda.synchronize()
                 self._agreement.begin()
             case _:
-                self._follow_on_pages(order)
+                self._memory.follow(order)
         return ""
 
     # -- steps -------------------------------------------------------------------------------------
@@ -198,7 +183,7 @@ class GpuRank:
 
     # -- what is made at start ---------------------------------------------------------------------
 
-    def _memory(self) -> str:
+    def _free(self) -> str:
         if self._stream is None:
             return f"{2**40} {2**40}"
         free, total = torch.cuda.mem_get_info()
@@ -209,7 +194,7 @@ class GpuRank:
         model, drafter = self._live[GpuDecoder], self._live.get(GpuEagleNetwork)
         needs = Needs.of(self._settings, model.own_config, drafter, 0, model.feature_width)
         plan = MemoryPlan(self._settings, needs, order.max_model_len, 0, 0)
-        self._kv = self._maker.kv(plan, order.pages, model, drafter)
+        self._kv = self._memory.pages = self._maker.kv(plan, order.pages, model, drafter)
 
     def _equip(self, order: Equip) -> None:
         model, network = self._live[GpuDecoder], self._live.get(GpuEagleNetwork)
@@ -220,7 +205,7 @@ class GpuRank:
         state = self._maker.state(model, self.kv, order.pages_per_sequence)
         passes = self._passes = self._maker.passes(state, self.kv, drafter)
         self._uploads = PinnedRing(UPLOADS, state.layout.size, pinned=passes.pinned)
-        self._lent = Lent(passes, self.kv)
+        self._memory.slept = Lent(passes, self.kv)
         self._maker.synchronize()
         kernels = None
         if passes.graphs.captures:
@@ -244,47 +229,9 @@ class GpuRank:
 
     # -- models ------------------------------------------------------------------------------------
 
-    def _follow_on_memory(self, order: LoadShard | UnmapShard | MapShard | Drop) -> None:
-        match order:
-            case LoadShard(key, beside):
-                self._load(key, beside)
-            case UnmapShard(key):
-                self._maker.synchronize()
-                self._models[key].arena.let_go()
-            case MapShard(key):
-                arena = receive(self._side, key)
-                self._models[key].arena.move(arena)
-                arena.close()
-            case Drop(models, saved):
-                if models:
-                    self._maker.synchronize()
-                for key in models:
-                    if key in self._models:  # else it could not be made
-                        self._models.pop(key).arena.free()
-                for key in saved:
-                    del self._saved[key]
-
-    def _load(self, key: int, beside: int) -> None:
-        arena = receive(self._side, key)
-        target = self._models[beside] if beside else None
-        try:
-            made = arena.fill(partial(self._drafter, target) if target else self._target)
-        except BaseException:
-            arena.free()
-            raise
-        finally:
-            arena.close()
-        made.arena = arena
-        self._models[key] = made
-
-    def _follow_on_models(self, order: Install | SwapModels | Settle) -> None:
-        match order:
-            case Install(key):
-                self._install(self._models[key])
-            case SwapModels(resident, other):
-                self._swap(resident, other)
-            case Settle():
-                self._maker.synchronize()
+    def _make(self, target: GpuDecoder | None) -> GpuDecoder | GpuEagleNetwork:
+        """Make a target, or a drafter next to one."""
+        return self._target() if target is None else self._drafter(target)
 
     def _target(self) -> GpuDecoder:
         directory, layers = self._settings.drafter_directory, tuple[int, ...]()
@@ -309,7 +256,7 @@ class GpuRank:
 
     def _swap(self, resident: int, other: int) -> None:
         """Exchange the values of two models. Keys go on naming storage."""
-        models = self._models
+        models = self._memory.models
         self._maker.synchronize()
         with torch.cuda.stream(self._stream):
             exchange(models[resident], models[other])
@@ -327,7 +274,7 @@ class GpuRank:
     def _eagles(self) -> list[EagleDrafts]:
         return [each for each in self.passes.drafters.values() if isinstance(each, EagleDrafts)]
 
-    # -- tables and pages --------------------------------------------------------------------------
+    # -- tables ------------------------------------------------------------------------------------
 
     def _follow_on_tables(self, order: WriteTable | RenewTable | SetDrafterTable) -> None:
         if isinstance(order, SetDrafterTable):
@@ -345,22 +292,3 @@ class GpuRank:
             table.write(order.survival_K.view(np.float32), order.hits_K, order.trials_K)
         else:
             table.renew()
-
-    def _follow_on_pages(self, order: Allocate | Save | Restore | FreePages | ReclaimPages) -> None:
-        match order:
-            case Allocate():
-                self._allocate(order)
-            case Save(key, pages):
-                self._saved[key] = self.kv.save(pages)
-            case Restore(key, pages):
-                self.kv.restore(self._saved[key], pages)  # type: ignore[arg-type]
-            case FreePages():
-                self._maker.synchronize()
-                self._lent_now.free()
-            case ReclaimPages():
-                self._lent_now.reclaim()
-
-    @property
-    def _lent_now(self) -> Lent:
-        assert self._lent is not None, "an order before the passes"
-        return self._lent

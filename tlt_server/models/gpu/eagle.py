@@ -61,11 +61,7 @@ def drafter_split(config: ModelConfig, target: GpuDecoder) -> Split:
 
 def beside(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
     """Return the drafter that `make` makes next to the target, with a copy for each rank."""
-    made = target.split.build(lambda split: make(target.of(split.rank)), target)
-    if target.split.of > 1:
-        for network in made.peers:
-            network.target_ids_C.copy_(made.target_ids_C)
-    return made
+    return target.split.build(lambda split: make(target.of(split.rank)), target)
 
 
 class GpuEagleNetwork:
