@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import bits, choose, joined, request
@@ -26,9 +28,13 @@ from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.arena import Arena
 from tlt_server.engine.gpu import preparing
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.drafts import DraftPass
+from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
+from tlt_server.engine.gpu.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.models.gpu.sums import RankSums
 from tlt_server.records import Grammar, Sampling, Strategy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
@@ -75,6 +81,10 @@ def interpreted() -> Iterator[None]:
         yield
 
 
+def passes_of(engine: Pushable) -> Passes:
+    return engine.engine.runner.passes  # type: ignore[attr-defined, no-any-return]
+
+
 def mappings(engine: Pushable) -> list[str]:
     """Return the memory of shards that rank 1 has mapped, as /proc describes it."""
     [process] = ranks_of(engine)._processes
@@ -108,7 +118,7 @@ def test_two_ranks_have_the_bits_of_one(
     one: Pushable, shared: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert one.info.fingerprint == shared.info.fingerprint and one.info.fingerprint.leaves == 2
-    passes = one.engine.runner.passes  # type: ignore[attr-defined]
+    passes = passes_of(one)
     assert "masks" not in vars(passes.state)
     passes.extend(ExtendKey(1, 1, structured=True))
     assert "masks" in vars(passes.state), "a capture of the pass would make them"
@@ -121,7 +131,7 @@ def test_two_ranks_have_the_bits_of_one(
     shared.engine.runner.record(ExtendKey(1, 1))  # type: ignore[attr-defined]
     assert responses(shared, None, structured=True) == expected
     assert responses(shared, TREE, structured=True) == expected
-    extends = shared.engine.runner.passes.extends.values()  # type: ignore[attr-defined]
+    extends = passes_of(shared).extends.values()
     assert {extend._head is None for extend in extends} == {False, True}, "both ways of the head"
     drafts = [output for outputs in shared.said.values() for output in outputs]
     assert sum(output.accepted for output in drafts) > 0
@@ -167,6 +177,52 @@ def test_ranks_that_differ_end_the_life_with_the_step_and_the_rank(
         process.wait(5)
         with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
             engine.engine.runner.collect(busy=False)
+
+
+def flip_residual(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
+    add = RankSums.add_rms_norm
+
+    def flipped(
+        sums: RankSums, part: Tensor, residual_RH: Tensor, *rest: Any, **out: Any
+    ) -> Tensor:
+        normed_RH = add(sums, part, residual_RH, *rest, **out)
+        residual_RH.view(torch.int32)[0, 3] ^= 1 << 12
+        return normed_RH
+
+    patch.setattr(RankSums, "add_rms_norm", flipped)
+
+
+def flip_tree(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
+    passes = passes_of(engine)
+    select = passes.select
+
+    def flipped(extend: Extend, drafted: DraftPass | None) -> None:
+        if drafted is not None:
+            drafted.nodes.token_BC[0, 0] ^= 1
+        select(extend, drafted)
+
+    patch.setattr(passes, "select", flipped)
+
+
+def flip_calibration(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
+    drafts = passes_of(engine).drafters["eagle"]
+    assert isinstance(drafts, EagleDrafts)
+    drafts.in_force.survival_Z.view(torch.int32)[::2] ^= 1 << 26
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flip", [flip_residual, flip_tree, flip_calibration])
+def test_a_bit_that_flips_in_one_rank_ends_the_life(
+    settings: EngineSettings,
+    flip: Callable[[Pushable, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with two_ranks(settings) as engine:
+        choose(engine, TREE)
+        engine.run(request(0, 5, 2))
+        flip(engine, monkeypatch)
+        with pytest.raises(EngineFailed, match=r"ranks differ after order \d+: .* rank 1 are not"):
+            engine.run(request(1, 7, 9))
 
 
 def test_a_split_that_would_cut_a_leaf_is_refused(settings: EngineSettings, root: Path) -> None:

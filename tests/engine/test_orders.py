@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import zmq
 
+from tlt_server.engine import ranks
 from tlt_server.engine.exchange import gloo
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.orders import Envelope, ExtendRows, Keep, decoded, encoded
@@ -60,6 +62,43 @@ def test_an_order_with_an_array_of_another_kind_is_refused() -> None:
     odd = Keep(np.array(["x"]), KEEP.target_A)
     with pytest.raises(ValueError, match="an order has an array of '<U1'"):
         decoded(encoded(Envelope("a", 1, False, odd)), "a", 1)
+
+
+class OneRank(Ranks):
+    """Rank 0 with a socket to a rank that is to be read by hand."""
+
+    def __init__(self, path: Path) -> None:
+        self._life, self._sent, self._processes, self._lock = "a", 0, [], threading.RLock()
+        self._models, self._saved = deque(), deque()
+        self._context, self._sockets = zmq.Context(), []
+        for limit in (zmq.SNDHWM, zmq.RCVHWM):
+            self._context.setsockopt(limit, 2)
+        self._orders = [self._bound(zmq.PUSH, f"{path}/orders")]
+        self.taken = self._context.socket(zmq.PULL)
+        self.taken.connect(f"ipc://{path}/orders")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def test_a_full_socket_blocks_and_is_reported_and_no_order_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(ranks, "SEND_S", 0.3)
+    large = Keep(np.zeros(2**17, np.int64), KEEP.target_A)
+    rank = OneRank(tmp_path)
+    request.addfinalizer(rank.close)
+    reading = threading.Timer(0.1, rank.taken.recv)
+    with pytest.raises(EngineFailed, match=r"rank 1 did not take order \d+ \(Keep\) in 0.3 s"):
+        for number in range(1, 100):
+            if number == 2:
+                reading.start()  # room that comes in time is used
+            rank.order(large)
+    reading.join()
+    assert 3 < rank._sent < 100
+    for number in range(2, rank._sent):
+        assert decoded(rank.taken.recv(), "a", number).order.source_A.size == 2**17
+    assert not rank.taken.poll(50)
 
 
 @pytest.fixture(scope="module")

@@ -225,7 +225,8 @@ class Ranks:
                 self.check_ended()
                 if time.monotonic() > until_s:
                     raise EngineFailed(
-                        f"rank {rank} took no order for {SEND_S:g} s: its socket is full"
+                        f"rank {rank} did not take order {self._sent} ({type(order).__name__}) in "
+                        f"{SEND_S:g} s: its socket is full"
                     )
             each.send(data)
         return self._sent
