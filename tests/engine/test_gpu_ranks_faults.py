@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -131,6 +132,19 @@ class Sharing(GpuRanks):
     def hand_over(self, *told: object) -> None:
         if self._mute:
             raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_model_keeps_no_memory_of_the_one_that_it_was_made_after() -> None:
+    class Model:
+        def __init__(self, split: Split) -> None:
+            self.split = self.of_layers = split
+
+    split = SharedSplit(leaves=2, of=2, ranks=Sharing(9, False))
+    first: Any = split.build(Model)
+    second, held = first.split.build(Model), weakref.ref(first.split.held)
+    del first
+    gc.collect()
+    assert held() is None and second.split.held is not None
 
 
 def test_shards_that_were_made_are_freed_where_a_rank_has_no_room(

@@ -51,9 +51,10 @@ class SharedSplit(Split):
         """`beside`: the target of a drafter."""
         assert self.ranks is not None
         _, *others = self.all
+        own = replace(self, held=None)  # else one model might keep the memory of another
         models, arenas = list[Any](), list[Arena]()
         try:
-            for split in (self, *others):
+            for split in (own, *others):
                 plain = Split(split.leaves, split.rank, split.of, split.exchange, split.whole)
                 arena = self.ranks.arena(split.rank, partial(make, plain))
                 arenas += [arena] if arena and split.rank else []
