@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 AUTO = "auto"
 PolicyName = Literal["off", "fixed", "beg", "goodput"]
+ExchangeName = Literal["auto", "nvlink", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,14 @@ class SharedSettings:
             auto=True,
         ),
     ] = None
+    exchange: Annotated[
+        ExchangeName,
+        Doc(
+            "name",
+            "How GPUs of one target exchange sums: nvlink, in memory that they map; nccl, slower; "
+            "auto: nvlink where they can. Tokens are the same.",
+        ),
+    ] = "auto"
     threads: Annotated[
         int | None,
         Doc(

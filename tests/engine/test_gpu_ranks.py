@@ -27,11 +27,13 @@ from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
 from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.arena import Arena
+from tlt_server.engine.exchange.gathered import GatheredPeers
 from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.drafts import DraftPass
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.passes import Passes
+from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.gpu.sums import RankSums
@@ -135,6 +137,21 @@ def test_two_ranks_have_the_bits_of_one(
     assert {extend._head is None for extend in extends} == {False, True}, "both ways of the head"
     drafts = [output for outputs in shared.said.values() for output in outputs]
     assert sum(output.accepted for output in drafts) > 0
+
+
+def test_ranks_that_gather_have_the_bits_of_one(one: Pushable, settings: EngineSettings) -> None:
+    """Gloo stands for NCCL."""
+    expected = responses(one, None)
+    engine = Pushable(replace(settings, tensor_parallel=2, drafter="none", exchange="nccl"))
+    ranks = ranks_of(engine)
+    assert isinstance(ranks, GpuRanks) and isinstance(ranks.peers, GatheredPeers)
+    assert not ranks.peers.muted
+    assert responses(engine, None) == expected
+    target = engine.engine.pushes.transaction.versions.live.target.network
+    target.peers[0].final_norm_H[3] += 2**-10  # type: ignore[union-attr]
+    with pytest.raises(EngineFailed, match=r"ranks differ after order \d+: the states of rank 1 "):
+        responses(engine, None)
+    ranks.close()
 
 
 def test_pushes_rollbacks_and_sleeps_change_both_ranks(

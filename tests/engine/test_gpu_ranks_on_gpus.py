@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine.gpu import windows
+from tlt_server.engine.exchange.gathered import GatheredPeers
+from tlt_server.engine.gpu import ranks, windows
 from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import MIB
@@ -53,13 +55,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     )
 
 
-@pytest.fixture
+@pytest.fixture(params=["nvlink", "nccl"])
 def doomed(
-    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Pushable, Ranks]]:
-    """An engine for one fault, whose first rank waits for two seconds."""
+    """An engine for one fault, whose first rank waits for two seconds, or three by NCCL."""
     monkeypatch.setattr(windows, "WAIT_S", 2.0)
-    with two_ranks(settings, drafter="none") as engine:
+    monkeypatch.setattr(ranks, "STEP_S", 3.0)
+    with two_ranks(settings, drafter="none", exchange=request.param) as engine:
         yield engine, ranks_of(engine)
     gc.collect()
 
@@ -82,6 +85,16 @@ def test_two_gpus_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
     expected = responses(one, None)
     for strategy in ARMS:
         assert responses(shared, strategy) == expected, strategy
+
+
+def test_gpus_that_gather_have_the_bits_of_one(one: Pushable, settings: EngineSettings) -> None:
+    engine = Pushable(replace(settings, tensor_parallel=2, exchange="nccl"))
+    group = ranks_of(engine)
+    assert isinstance(group, ranks.GpuRanks) and isinstance(group.peers, GatheredPeers)
+    expected = responses(one, None)
+    for strategy in ARMS[:2]:
+        assert responses(engine, strategy) == expected, strategy
+    group.close()
 
 
 def test_a_push_changes_both_gpus(
@@ -111,17 +124,21 @@ def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
 
 @pytest.mark.parametrize(
     ("sent", "why"),
-    [(signal.SIGSTOP, "waited 2 s for rank 1"), (signal.SIGKILL, r"rank 1 \(process \d+\) ended")],
+    [
+        (signal.SIGSTOP, "waited (2 s for rank 1|3 s for the GPUs to end step)"),
+        (signal.SIGKILL, r"rank 1 \(process \d+\) ended"),
+    ],
 )
 def test_a_rank_that_stops_or_dies_is_one_error(
     sent: signal.Signals, why: str, doomed: tuple[Pushable, Ranks]
 ) -> None:
-    engine, ranks = doomed
-    [process] = ranks._processes
+    engine, group = doomed
+    [process] = group._processes
     engine.submit(*problems_as_requests(TARGET, 8, group=1, seed=0, max_tokens=200))
     engine.step(5)
     os.kill(process.pid, sent)
     began_s = time.monotonic()
     with pytest.raises(EngineFailed, match=why):
         engine.finish()
-    assert time.monotonic() - began_s < 10
+    group.close()
+    assert time.monotonic() - began_s < 10, "NCCL is aborted, not waited for"

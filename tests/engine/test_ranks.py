@@ -243,6 +243,7 @@ def test_a_rank_that_cannot_start_is_one_error(
         ({"tensor_parallel": 4}, "has 2 heads, .* use 1 or 2"),
         ({"tensor_parallel": 2, "max_loras": 1}, "LoRA adapters are computed by one rank"),
         ({"tensor_parallel": 2, "weight_staging": "disk"}, "use auto, device or none"),
+        ({"tensor_parallel": 2, "exchange": "nccl"}, "ranks of a CPU exchange by gloo"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_before_weights_are_read(

@@ -15,18 +15,13 @@ import torch
 from tests.kernels.triton_tests import DEVICE
 
 # isort: split
-from tlt_kernels.gpu.exchange import (
-    PeerWindows,
-    exchange_add_rms_norm,
-    gather,
-    peer_windows,
-    window_bytes,
-)
+from tlt_kernels.gpu.exchange import PeerWindows, Way, WindowSizes, peer_windows, window_bytes
 from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu.windows import GroupWindows
 
 RANKS, PARTS, ROWS, HIDDEN, EPS = 2, 2, 3, 256, 1e-6
+SIZES = WindowSizes(PARTS * ROWS * HIDDEN, max(way.landed(RANKS) for way in Way) * ROWS * HIDDEN)
 ROUND = 8  # exchanges of a round, or of a graph; the last one is a gather
 WAIT_S = 60
 
@@ -61,7 +56,8 @@ class Rank:
         torch.mul(self.base[i, self.peers.rank], self.turn_1, out=room)
         residual = torch.zeros(ROWS, HIDDEN, device=self.device)
         out = torch.empty(ROWS, HIDDEN, device=self.device, dtype=self.weight.dtype)
-        exchange_add_rms_norm(self.peers, room, residual, self.weight, EPS, out_RH=out)
+        way = [*Way][i % len(Way)]
+        self.peers.add_rms_norm(room, residual, self.weight, EPS, out_RH=out, way=way)
         whole = torch.zeros_like(residual)
         part_LRH = (self.base[i] * self.turn_1).flatten(0, 1)
         expected = add_rms_norm(part_LRH, whole, self.weight, EPS)
@@ -72,12 +68,12 @@ class Rank:
         mine = self.peers.room(ROUND - 1)[:HIDDEN].view(torch.int32)
         mine.copy_(whole[self.peers.rank])
         out = torch.empty(RANKS, HIDDEN, dtype=torch.int32, device=self.device)
-        self.differ += (gather(self.peers, mine, out) != whole).any().long()
+        self.differ += (self.peers.gather(mine, out) != whole).any().long()
 
 
 def connected(meeting: Meeting) -> tuple[PeerWindows, object]:
     """Return the windows and what keeps them mapped."""
-    rank, size = meeting.rank, window_bytes(PARTS * ROWS * HIDDEN)
+    rank, size = meeting.rank, window_bytes(SIZES)
     if DEVICE == "cpu":
         windows = [
             torch.from_file(
@@ -86,10 +82,11 @@ def connected(meeting: Meeting) -> tuple[PeerWindows, object]:
             for t in range(RANKS)
         ]
         addresses = [each.data_ptr() for each in windows]
-        return peer_windows(rank, addresses, windows[rank], timeout_s=WAIT_S), windows
+        own = windows[rank]
+        return peer_windows(rank, addresses, own, landing=SIZES.landing, timeout_s=WAIT_S), windows
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    mapped = GroupWindows(rank, PARTS * ROWS * HIDDEN, device)
+    mapped = GroupWindows(rank, SIZES, device)
     return mapped.open(meeting.told("grants", mapped.grant), timeout_s=WAIT_S), mapped
 
 

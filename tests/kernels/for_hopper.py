@@ -11,11 +11,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tlt_kernels.gpu.compiler import FixedTarget
-from tlt_kernels.gpu.exchange import exchange_add_rms_norm, gather, peer_windows, window_bytes
+from tlt_kernels.gpu.exchange import Way, WindowSizes, peer_windows, window_bytes
 from tlt_kernels.gpu.norm import add_rms_norm
-from tlt_kernels.gpu.variants import listed, preload
+from tlt_kernels.gpu.variants import Variant, listed, preload
 
-RANKS, ROWS, HIDDEN = 2, 4, 3584
+RANKS, ROWS, HIDDEN = 2, 4, (3584, 5120)
 
 
 class Target(FixedTarget):
@@ -25,20 +25,30 @@ class Target(FixedTarget):
 
 def main() -> None:
     driver.set_active(Target(GPUTarget("cuda", 90, 32)))
-    whole = torch.zeros(window_bytes(ROWS * HIDDEN) + 1024, dtype=torch.uint8)
-    own = whole[-whole.data_ptr() % 1024 :][: window_bytes(ROWS * HIDDEN)]
-    peers = peer_windows(0, [own.data_ptr()] * RANKS, own)
-    part, residual = peers.room(0).view(1, ROWS, HIDDEN), torch.zeros(ROWS, HIDDEN)
-    weight, out = (torch.zeros(*shape, HIDDEN, dtype=torch.bfloat16) for shape in ((), (ROWS,)))
-    with listed() as found:
-        exchange_add_rms_norm(peers, part, residual, weight, 1e-6, out_RH=out)
-        gather(peers, part, torch.zeros(RANKS, ROWS, HIDDEN))
-        add_rms_norm(torch.zeros(RANKS, ROWS, HIDDEN), residual, weight, 1e-6)
     texts = {}
-    for variant in found:
-        asm = preload(variant).asm
-        texts[variant.kernel] = {"ptx": asm["ptx"], "layouts": asm["ttgir"]}
+    for hidden in HIDDEN:
+        for variant in variants(hidden):
+            asm = preload(variant).asm
+            name = f"{variant.kernel} {hidden}"
+            texts[name] = {"ptx": asm["ptx"], "layouts": asm["ttgir"]}
     print(json.dumps(texts))
+
+
+def variants(hidden: int) -> list[Variant]:
+    landing = Way.PUSH.landed(RANKS) * ROWS * hidden
+    size = window_bytes(WindowSizes(ROWS * hidden, landing))
+    whole = torch.zeros(size + 1024, dtype=torch.uint8)
+    own = whole[-whole.data_ptr() % 1024 :][:size]
+    peers = peer_windows(0, [own.data_ptr()] * RANKS, own, landing=landing)
+    part, residual = peers.room(0).view(1, ROWS, hidden), torch.zeros(ROWS, hidden)
+    weight, out = (torch.zeros(*shape, hidden, dtype=torch.bfloat16) for shape in ((), (ROWS,)))
+    with listed() as found:
+        for way in (Way.PULL, Way.PUSH):
+            peers.add_rms_norm(part, residual, weight, 1e-6, out_RH=out, way=way)
+        if hidden == HIDDEN[0]:
+            peers.gather(part, torch.zeros(RANKS, ROWS, hidden))
+        add_rms_norm(torch.zeros(RANKS, ROWS, hidden), residual, weight, 1e-6)
+    return [*found]
 
 
 if __name__ == "__main__":

@@ -22,12 +22,14 @@ from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, g
 from tlt_kernels import reference
 from tlt_kernels.gpu.exchange import (
     PeerWindows,
-    exchange_add_rms_norm,
-    gather,
-    meet,
+    Way,
+    WindowSizes,
+    landing_floats,
     peer_windows,
+    way_of,
     window_bytes,
 )
+from tlt_kernels.gpu.exchange_kernels import HEAD_BYTES, PUSH_FLAGS
 from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_kernels.gpu.sampling import BLOCK, blocks_of_rank, sample, sample_shared
@@ -55,9 +57,15 @@ def group(
     """Return the ranks of a group. To each it looks as if its peers had come to exchange
     `signal`.
     """
-    windows = [window(window_bytes(parts * ROWS * HIDDEN)) for _ in range(ranks)]
+    landing = -(-(ranks + 1) * ROWS * HIDDEN // 256) * 256
+    windows = [
+        window(window_bytes(WindowSizes(parts * ROWS * HIDDEN, landing))) for _ in range(ranks)
+    ]
     addresses = [each.data_ptr() for each in windows]
-    peers = [peer_windows(r, addresses, windows[r], timeout_s=timeout_s) for r in range(ranks)]
+    peers = [
+        peer_windows(r, addresses, windows[r], landing=landing, timeout_s=timeout_s)
+        for r in range(ranks)
+    ]
     for each in peers:
         flags(each).fill_(signal)
     return peers
@@ -65,6 +73,10 @@ def group(
 
 def flags(peers: PeerWindows) -> Tensor:
     return peers.own.view(torch.int32)[:: FLAG_BYTES.value // 4][: peers.ranks]
+
+
+def push_flags(peers: PeerWindows) -> Tensor:
+    return peers.own[PUSH_FLAGS.value : HEAD_BYTES].view(torch.int32)
 
 
 def put(peers: Sequence[PeerWindows], part_TPRH: Tensor, turn: int = 0) -> list[Tensor]:
@@ -91,7 +103,7 @@ def test_every_rank_gets_the_bits_of_one_that_has_all_parts(ranks: int, parts: i
     for turn in (0, 1):
         for each, mine in zip(peers, put(peers, part_TPRH, turn), strict=True):
             found, out = residual.clone(), torch.full_like(whole, float("nan"))
-            exchange_add_rms_norm(each, mine, found, weight, EPS, bias_H=bias, out_RH=out)
+            each.add_rms_norm(mine, found, weight, EPS, bias_H=bias, out_RH=out)
             assert_same_bits(f"normed, rank {each.rank}", out, whole)
             assert_same_bits(f"residual, rank {each.rank}", found, whole_residual)
             told = [flags(other)[each.rank].item() for other in peers]
@@ -102,12 +114,61 @@ def test_every_rank_gets_the_bits_of_one_that_has_all_parts(ranks: int, parts: i
     assert [each.failure() for each in peers] == [""] * ranks
 
 
+@pytest.mark.parametrize(
+    "way, ranks, parts",
+    [(Way.PUSH, 2, 1), (Way.PUSH, 4, 2), (Way.TWO_STEPS, 2, 2), (Way.TWO_STEPS, 4, 1)],
+)
+def test_every_way_has_the_bits_of_one_that_has_all_parts(way: Way, ranks: int, parts: int) -> None:
+    """The peers of each seem to have signalled, so what they store lands a turn late."""
+    part_TPRH, weight = draw(ranks, parts, ROWS, HIDDEN), draw(HIDDEN, seed=2, dtype=DTYPE)
+    bias, residual = draw(HIDDEN, seed=3, dtype=DTYPE), draw(ROWS, HIDDEN, seed=1)
+    whole_residual, peers = residual.clone(), group(ranks, parts)
+    whole = add_rms_norm(part_TPRH.flatten(0, 1), whole_residual, weight, EPS, bias_H=bias)
+    for turn in range(2):
+        rooms = put(peers, part_TPRH, turn)
+        for late in (3, 2, 1):  # partial sums, totals, all
+            for each, mine in zip(peers, rooms, strict=True):
+                each.state.zero_()
+                push_flags(each).fill_(1)
+                found, out = residual.clone(), torch.full_like(whole, float("nan"))
+                each.add_rms_norm(mine, found, weight, EPS, bias_H=bias, out_RH=out, way=way)
+                if late == 1:
+                    assert_same_bits(f"normed, rank {each.rank}", out, whole)
+                    assert_same_bits(f"residual, rank {each.rank}", found, whole_residual)
+        for each in peers:
+            each.own[HEAD_BYTES + each._rooms.nbytes :].zero_()
+    assert [each.failure() for each in peers] == [""] * ranks
+
+
+def test_a_program_that_pushed_long_ago_has_not_signalled_now() -> None:
+    """A flag of the next exchange will do, because a peer may be one ahead."""
+    part_TPRH, residual = draw(2, 1, ROWS, HIDDEN), draw(ROWS, HIDDEN, seed=1)
+    peers = group(2, timeout_s=0.3)
+    mine, out = put(peers, part_TPRH)[0], torch.empty(ROWS, HIDDEN, device=DEVICE, dtype=DTYPE)
+    for ahead, missed in ((1, False), (2, True), (-1, True), (2**31 - 2, True)):
+        push_flags(peers[0]).fill_(1 + ahead)
+        peers[0].state.zero_()
+        peers[0].add_rms_norm(mine, residual, None, 0.0, out_RH=out, way=Way.PUSH)
+        reason = "rank 0 waited 0.3 s for rank 1 in exchange 1"
+        assert peers[0].failure() == (reason if missed else "")
+
+
+def test_rows_choose_a_way_that_has_a_landing() -> None:
+    for ranks in (2, 4, 8):
+        for rows in (1, 16, 17, 64, 65, 512, 513, 2048):
+            landing = landing_floats(ranks, rows, 3584)
+            assert landing % 256 == 0
+            for fewer in (1, 17, 65, 512, rows):
+                if fewer <= rows:
+                    assert way_of(ranks, fewer).landed(ranks) * fewer * 3584 <= landing
+
+
 def test_without_a_weight_sums_are_rounded() -> None:
     part_TPRH, residual = draw(2, 1, ROWS, HIDDEN), draw(ROWS, HIDDEN, seed=1)
     peers = group(2)
     out = torch.empty(ROWS, HIDDEN, device=DEVICE, dtype=DTYPE)
     expected = residual + (part_TPRH[0, 0] + part_TPRH[1, 0])
-    exchange_add_rms_norm(peers[0], put(peers, part_TPRH)[0], residual, None, 0.0, out_RH=out)
+    peers[0].add_rms_norm(put(peers, part_TPRH)[0], residual, None, 0.0, out_RH=out)
     assert_same_bits("sum", out, expected.to(DTYPE))
 
 
@@ -119,7 +180,7 @@ def test_leaves_of_other_ranks_give_other_bits() -> None:
     add_rms_norm(part_LRH, expected, weight, EPS)
     peers = group(2, 2)
     mine = put(peers, torch.stack([part_LRH[0::2], part_LRH[1::2]]))[0]
-    exchange_add_rms_norm(peers[0], mine, found, weight, EPS, out_RH=out)
+    peers[0].add_rms_norm(mine, found, weight, EPS, out_RH=out)
     with pytest.raises(AssertionError, match="differ in their bits"):
         assert_same_bits("residual", found, expected)
 
@@ -138,7 +199,7 @@ def test_matmuls_of_ranks_are_exchanged_from_the_rooms_they_write_to() -> None:
     for each, mine in zip(peers, rooms, strict=True):
         assert mine.shape == (2, ROWS, HIDDEN) and mine.data_ptr() == each.room(0).data_ptr()
         found, out = torch.zeros_like(expected), torch.empty_like(whole)
-        exchange_add_rms_norm(each, mine, found, norm, EPS, out_RH=out)
+        each.add_rms_norm(mine, found, norm, EPS, out_RH=out)
         assert_same_bits("normed", out, whole)
         assert_same_bits("residual", found, expected)
 
@@ -150,7 +211,7 @@ def test_words_are_gathered_in_the_order_of_ranks(words: int) -> None:
         rooms.append(each.room(1).view(torch.int32)[:words])
         rooms[-1].copy_(torch.arange(words) + 10_000 * each.rank)
     out = torch.full((4, words), -1, dtype=torch.int32, device=DEVICE)
-    assert gather(peers[2], rooms[2], out) is out
+    assert peers[2].gather(rooms[2], out) is out
     assert torch.equal(out, torch.stack(rooms))
 
 
@@ -186,33 +247,33 @@ def test_a_signal_that_does_not_come_ends_the_wait(signal: int) -> None:
     """The peer's newest exchange stays the one before this rank's."""
     peers = group(2, signal=signal, timeout_s=0.3)
     for _ in range(signal):
-        meet(peers[0])
+        peers[0].meet()
         assert not peers[0].failure()
     started = time.monotonic()
-    meet(peers[0])
+    peers[0].meet()
     reason = f"rank 0 waited 0.3 s for rank 1 in exchange {signal + 1}"
     assert peers[0].failure() == reason
     waited_s = time.monotonic() - started
     assert waited_s >= 0.3
-    meet(peers[0], times=100)  # would be 30 s
+    peers[0].meet(times=100)  # would be 30 s
     assert peers[0].failure() == reason and time.monotonic() - started < 20
     peers[0].reset()
     flags(peers[0]).fill_(1)
-    meet(peers[0])
+    peers[0].meet()
     assert not peers[0].failure()
 
 
 def test_numbers_of_exchanges_wrap() -> None:
     peers = group(2, signal=-(2**31), timeout_s=0.3)
     peers[0].state.view(torch.int64)[0] = (2**31 - 2) * EXCHANGE.value
-    meet(peers[0], times=2)
+    peers[0].meet(times=2)
     assert not peers[0].failure()
-    meet(peers[0])
+    peers[0].meet()
     assert "exchange -2147483647" in peers[0].failure()
 
 
 def test_windows_that_cannot_be_exchanged_are_refused() -> None:
-    own = window(window_bytes(64))
+    own = window(window_bytes(WindowSizes(64)))
     address = own.data_ptr()
     with pytest.raises(ValueError, match="a group of 2, 4 or 8"):
         peer_windows(0, [address] * 3, own)
@@ -265,18 +326,22 @@ def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does
     command = [sys.executable, "-m", "tests.kernels.for_hopper"]
     said = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
     texts = json.loads(said.stdout)
-    assert set(texts) == {"_exchange_add_rms_norm", "_gather", "_add_rms_norm"}
-    for name in ("_exchange_add_rms_norm", "_gather"):
+    names = "pull_add_rms_norm", "push_add_rms_norm", "_add_rms_norm"
+    pull, push = (f"{name} 3584" for name in names[:2])
+    for name in (pull, push, "gather 3584"):
         ptx = texts[name]["ptx"]
         assert "multimem" not in ptx
         assert ptx.count("st.release.sys") == 1 and ptx.count("ld.acquire.sys") == 2
         assert ptx.index("griddepcontrol.wait") < ptx.index("st.release.sys"), "signalled early"
         assert "ld.global.v4.b32" in ptx[ptx.index("ld.acquire.sys") :], "peers' vectors"
-    layouts = [
-        reduction_layout(texts[name]["layouts"])
-        for name in ("_exchange_add_rms_norm", "_add_rms_norm")
-    ]
-    assert layouts[0] == layouts[1] != ""
+    ptx = texts[push]["ptx"]
+    stored = ptx.index("st.global.v4.b32")
+    assert stored < ptx.index("bar.sync", stored) < ptx.index("st.release.sys"), "signalled early"
+    for hidden in (3584, 5120):
+        layouts = {reduction_layout(texts[f"{name} {hidden}"]["layouts"]) for name in names}
+        assert len(layouts) == 1
+    quads = "sizePerThread = [1, 4], threadsPerWarp = [32, 1]"  # 16 bytes next to one another
+    assert all(quads in texts[name]["layouts"] for name in (pull, push)), "half of every sector"
 
 
 def reduction_layout(text: str) -> str:

@@ -157,39 +157,6 @@ def test_one_line_says_it_all() -> None:
     )
 
 
-ALIKE = OtherGpu(1, CARD.name, CARD.total_bytes)
-
-
-@pytest.mark.parametrize(
-    ("width", "gpu", "why"),
-    [
-        (2, CARD, "GPUs that torch sees are 1; every rank has one: use 1, or name more"),
-        (4, CARD._replace(others=(ALIKE, ALIKE)), "torch sees are 3; .*: use 1 or 2, or name more"),
-        (
-            4,
-            CARD._replace(others=(ALIKE, ALIKE._replace(number=2, name="Card 10"), ALIKE)),
-            "cuda:2 is Card 10 with 81920 MiB, cuda:0 Card 9000.* one kind: use 1 or 2, or choose",
-        ),
-        (2, CARD._replace(others=(ALIKE._replace(total_bytes=2**30),)), "with 1024 MiB.*: use 1,"),
-        (2, CARD._replace(others=(ALIKE,), named_twice="0"), "names GPU 0 twice; .* each once"),
-        (2, NONE._replace(named_twice="0"), "names GPU 0 twice"),
-        (3, CARD, "the width is a power of two: use 1, 2, 4, 8"),
-    ],
-)
-def test_widths_without_their_gpus_are_refused_with_those_that_work(
-    width: int, gpu: Gpu, why: str
-) -> None:
-    with pytest.raises(StartupError, match=why):
-        chosen(gpu, unread, tensor_parallel=width)
-
-
-def test_a_width_with_its_gpus_leaves_others_alone() -> None:
-    other = ALIKE._replace(number=2, name="Card 10")
-    found, _ = chosen(CARD._replace(others=(ALIKE, other)), tensor_parallel=2)
-    assert (found.device, found.tensor_parallel) == ("cuda", 2)
-    chosen(CARD._replace(named_twice="0"), tensor_parallel=1)
-
-
 class TestWhatTorchSees:
     @pytest.fixture(autouse=True)
     def card(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +181,6 @@ class TestWhatTorchSees:
         monkeypatch.setattr(choice, "mps_enabled", lambda: True)
         others = tuple(OtherGpu(number, "Card 9000", 80 * 2**30) for number in (1, 2))
         assert choice.look() == CARD._replace(mps=True, others=others)
-
-    def test_a_gpu_that_is_named_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1, 0,GPU-1")
-        assert choice.look() == CARD._replace(named_twice="GPU-1")
 
     def test_a_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", None)

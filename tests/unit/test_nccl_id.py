@@ -11,7 +11,7 @@ import pytest
 
 from tests.nccl_id import written
 from tlt_client.channels.errors import ContentRefused
-from tlt_client.channels.nccl import _Config, _Id, id_in
+from tlt_client.channels.nccl import NcclConfig, NcclId, id_in
 
 IDS = [
     *(random.Random(seed).randbytes(128) for seed in range(50)),
@@ -49,10 +49,10 @@ def test_anything_else_is_refused(message: bytes) -> None:
 
 
 def test_the_structures_are_laid_out_as_in_the_header() -> None:
-    assert ctypes.sizeof(_Id) == 128 and bytes(_Id.from_buffer_copy(IDS[0])) == IDS[0]
+    assert ctypes.sizeof(NcclId) == 128 and bytes(NcclId.from_buffer_copy(IDS[0])) == IDS[0]
     assert (
-        ctypes.sizeof(_Config),
-        _Config.magic.offset,
-        _Config.version.offset,
-        _Config.blocking.offset,
+        ctypes.sizeof(NcclConfig),
+        NcclConfig.magic.offset,
+        NcclConfig.version.offset,
+        NcclConfig.blocking.offset,
     ) == (24, 8, 12, 16)

@@ -96,6 +96,12 @@ def _ranks(
         choices=(1, 2, 4, 8),
         help="slices of each long sum [default the device's, for those ranks]",
     )
+    parser.add_argument(
+        "--exchange",
+        choices=("auto", "nvlink", "nccl"),
+        default="auto",
+        help="how GPUs exchange sums [default nvlink where they can]",
+    )
 
 
 HOSTILE = ("bodies", "parsing", "neighbours", "streams", "tenants", "connections")

@@ -8,21 +8,24 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, distributed
+import triton
+import triton.language as tl
+from torch import Tensor
 
-from tlt_kernels.gpu import exchange
-from tlt_kernels.gpu.exchange import PeerWindows, exchange_add_rms_norm, gather
+from tlt_client.channels.nccl import new_id
+from tlt_kernels.gpu.exchange import PeerWindows, Way, WindowSizes, way_of
 from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_server.bench.graph_time import captured
+from tlt_server.engine.exchange.gathered import GatheredPeers, rooms
 from tlt_server.engine.exchange.meeting import Meeting
+from tlt_server.engine.exchange.nccl import NcclGathering
 from tlt_server.engine.gpu.windows import GroupWindows
 
 RANKS, HIDDEN, INTERMEDIATE, LAYERS, EPS = 2, 3584, 18944, 28, 1e-6
@@ -31,6 +34,7 @@ MANY_ROWS = (*ROWS, 2048)
 CALLS = 2 * LAYERS  # exchanges in a graph; even, so that rooms alternate across replays
 MEETINGS = 1000
 BLOCK_WORDS = 5 * 75  # 20 bytes for each of a rank's blocks of 1024 tokens, per row
+COPY_WORDS = 2048  # per program of a plain copy
 WARMING, REPEATS = 2, 15
 SLEEP_CYCLES = 400_000  # about 0.2 ms, in which a run is queued
 WAIT_S = 60.0  # a rank that compiles is waited for
@@ -44,7 +48,9 @@ class BenchRank:
         self.device = torch.device("cuda", number)
         torch.cuda.set_device(self.device)
         self.meeting = Meeting(folder, number, RANKS, WAIT_S)
-        windows = GroupWindows(number, 2 * max(MANY_ROWS) * HIDDEN, self.device)
+        most = max(MANY_ROWS) * HIDDEN
+        landing = max(way.landed(RANKS) for way in Way) * most
+        windows = GroupWindows(number, WindowSizes(2 * most, landing), self.device)
         grants = self.meeting.told("grants", windows.grant)
         self.peers: PeerWindows = windows.open(grants, timeout_s=WAIT_S)
         self.windows = windows  # keeps them mapped
@@ -61,7 +67,7 @@ class BenchRank:
             for which, run in runs.items():
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 torch.cuda._sleep(SLEEP_CYCLES)
-                exchange.meet(self.peers)
+                self.peers.meet()
                 begin.record()
                 run()
                 end.record()
@@ -77,10 +83,40 @@ class BenchRank:
 
 
 def signals(rank: BenchRank) -> Iterator[Row]:
-    run = partial(exchange.meet, rank.peers, MEETINGS)
+    run = partial(rank.peers.meet, MEETINGS)
     run()
     us = rank.times_us("signals", {"it": run})["it"] / MEETINGS
     yield {"what": "signal", "us": round(us, 3)}
+
+
+@triton.jit
+def _copy(source, target, X, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16) + x
+    copies = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16) + x
+    tl.store(copies, tl.load(words, mask=x < X), mask=x < X)
+
+
+def links(rank: BenchRank) -> Iterator[Row]:
+    """Time plain reads and writes of the other GPU's memory, by both at once."""
+    room, address = rank.peers.room(0), rank.peers.address_T.tolist()[1 - rank.number]
+    own, other = room.data_ptr(), address + room.data_ptr() - rank.peers.own.data_ptr()
+    scratch = torch.empty_like(room).data_ptr()
+    for rows in MANY_ROWS[3:]:
+        words = rows * HIDDEN
+        grid = (triton.cdiv(words, COPY_WORDS),)
+        runs = {
+            name: many(partial(_copied, grid, source, target, words), LAYERS)
+            for name, source, target in (("reads", other, scratch), ("writes", own, other))
+        }
+        for name, us in rank.times_us(f"links {rows}", runs).items():
+            each_us = us / LAYERS
+            gb_per_s = round(4e-3 * words / each_us, 1)
+            yield {"what": name, "rows": rows, "us": round(each_us, 2), "gb_per_s": gb_per_s}
+
+
+def _copied(grid: tuple[int], source: int, target: int, words: int, i: int) -> None:
+    _copy[grid](source, target, words, BLOCK=COPY_WORDS, num_warps=4)
 
 
 def many(call: Callable[[int], object], count: int = CALLS) -> Callable[[], None]:
@@ -94,12 +130,13 @@ def many(call: Callable[[int], object], count: int = CALLS) -> Callable[[], None
 
 
 def fused(rank: BenchRank) -> Iterator[Row]:
-    for rows in MANY_ROWS:
-        for parts in (1, 2):
-            yield fused_of(rank, parts, rows)
+    for parts in (1, 2):
+        for rows in MANY_ROWS:
+            for way in Way:
+                yield fused_of(rank, parts, rows, way)
 
 
-def fused_of(rank: BenchRank, parts: int, rows: int) -> Row:
+def fused_of(rank: BenchRank, parts: int, rows: int, way: Way) -> Row:
     """Time the exchange of some partial sums per rank, and the norm that adds as many on one GPU;
     say how many of its elements differ from the norm's.
     """
@@ -111,20 +148,22 @@ def fused_of(rank: BenchRank, parts: int, rows: int) -> Row:
     out = torch.empty(rows, HIDDEN, device=rank.device, dtype=torch.bfloat16)
 
     def exchanged(i: int) -> Tensor:
-        return exchange_add_rms_norm(
-            rank.peers, rooms[i % 2], residuals[i % 4], rank.weight, EPS, out_RH=out
+        return rank.peers.add_rms_norm(
+            rooms[i % 2], residuals[i % 4], rank.weight, EPS, out_RH=out, way=way
         )
 
     def alone(i: int) -> Tensor:
         return add_rms_norm(part_LRH, residuals[i % 4], rank.weight, EPS)
 
-    rank.meeting.told(f"rooms {shape}")
+    rank.meeting.told(f"rooms {shape} {way}")
     found, expected = exchanged(0), alone(1)
     differ = int((found != expected).sum() + (residuals[0] != residuals[1]).sum())
-    exchange.meet(rank.peers)  # the next exchange uses the same room
-    us = rank.times_us(f"fused {shape}", {"exchange": many(exchanged), "norm": many(alone)})
+    rank.peers.meet()  # the next exchange uses the same room
+    chosen = way is way_of(RANKS, rows)
+    us = rank.times_us(f"fused {shape} {way}", {"exchange": many(exchanged), "norm": many(alone)})
     return {
-        "what": "exchange_add_rms_norm",
+        "what": "exchange_add_rms_norm" if chosen else f"exchange_add_rms_norm by {way.value}",
+        "way": way.value,
         "rows": rows,
         "parts": parts,
         "us": round(us["exchange"] / CALLS, 2),
@@ -142,7 +181,7 @@ def gathered_of(rank: BenchRank, rows: int) -> Row:
     words = rows * BLOCK_WORDS
     mine = [rank.peers.room(turn)[:words].view(torch.int32) for turn in range(2)]
     out = torch.empty(RANKS, words, dtype=torch.int32, device=rank.device)
-    run = many(lambda i: gather(rank.peers, mine[i % 2], out))
+    run = many(lambda i: rank.peers.gather(mine[i % 2], out))
     us = rank.times_us(f"gathered {rows}", {"it": run})["it"]
     return {"what": "gather", "rows": rows, "words": words, "us": round(us / CALLS, 2)}
 
@@ -194,32 +233,33 @@ def projection_us(
 
 def nccl(rank: BenchRank) -> Iterator[Row]:
     """Time NCCL's all-gather of the partial sums and the norm that adds them."""
-    distributed.init_process_group(
-        "nccl",
-        init_method=f"file://{rank.folder}/nccl",
-        rank=rank.number,
-        world_size=RANKS,
-        timeout=timedelta(seconds=WAIT_S),
-        device_id=rank.device,
-    )
+    id = rank.meeting.told("nccl", new_id() if rank.number == 0 else b"")[0]
+    room_YX = rooms(max(ROWS) * HIDDEN, rank.device)
+    library = NcclGathering(id, rank.number, RANKS, room_YX[0], lambda: None, WAIT_S)
+    peers = GatheredPeers(rank.number, RANKS, room_YX, library)
     for rows in ROWS:
-        yield nccl_of(rank, rows)
+        yield nccl_of(rank, peers, rows)
 
 
-def nccl_of(rank: BenchRank, rows: int) -> Row:
-    mine = rank.normal(1, rows, HIDDEN, seed=rank.number)
-    part_TRH = torch.empty(RANKS, rows, HIDDEN, device=rank.device)
-    residual = torch.zeros(rows, HIDDEN, device=rank.device)
+def nccl_of(rank: BenchRank, peers: GatheredPeers, rows: int) -> Row:
+    shape = 1, rows, HIDDEN
+    all_TRH = torch.cat([rank.normal(*shape, seed=each) for each in range(RANKS)])
+    part = [peers.room(i)[: rows * HIDDEN].view(shape) for i in range(2)]
+    for each in part:
+        each.copy_(all_TRH[rank.number : rank.number + 1])
+    residual, whole = (torch.zeros(rows, HIDDEN, device=rank.device) for _ in range(2))
+    out = torch.empty(rows, HIDDEN, device=rank.device, dtype=torch.bfloat16)
 
     def run(i: int) -> Tensor:
-        distributed.all_gather_into_tensor(part_TRH, mine)
-        return add_rms_norm(part_TRH, residual, rank.weight, EPS)
+        return peers.add_rms_norm(part[i % 2], residual, rank.weight, EPS, out_RH=out)
 
+    differ = int((run(0) != add_rms_norm(all_TRH, whole, rank.weight, EPS)).sum())
     us = rank.times_us(f"nccl {rows}", {"it": many(run)})["it"]
-    return {"what": "nccl all-gather, add_rms_norm", "rows": rows, "us": round(us / CALLS, 2)}
+    what = "nccl all-gather, add_rms_norm"
+    return {"what": what, "rows": rows, "us": round(us / CALLS, 2), "differ": differ}
 
 
-SECTIONS = (signals, fused, gathered, halves, folds, nccl)
+SECTIONS = (signals, links, fused, gathered, halves, folds, nccl)
 
 
 def main(folder: Path, number: int) -> None:

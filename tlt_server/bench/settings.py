@@ -34,6 +34,7 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
         kv_memory_mb=None if on_gpu else 2048,
         tensor_parallel=getattr(args, "tensor_parallel", 1),
         reduction_leaves=getattr(args, "reduction_leaves", None),
+        exchange=getattr(args, "exchange", "auto"),
     )
 
 

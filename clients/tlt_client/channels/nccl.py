@@ -39,8 +39,8 @@ POLL_S = 0.0002
 
 
 def new_id() -> bytes:
-    id = _Id()
-    _check(_library().ncclGetUniqueId(ctypes.byref(id)))
+    id = NcclId()
+    check_result(library().ncclGetUniqueId(ctypes.byref(id)))
     return bytes(id)
 
 
@@ -64,16 +64,16 @@ class Communicator:
         """`timeout_s` bounds the joining as a whole."""
         import torch
 
-        self._library, self._device, self._joined = _library(), device, ctypes.c_void_p()
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
+        self._library, self._device, self._joined = library(), device, ctypes.c_void_p()
+        config = NcclConfig(ctypes.sizeof(NcclConfig), 0xCAFEBEEF, 21400, 0)
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
             one = torch.zeros(1, device=device)
-            _check(
+            check_result(
                 self._library.ncclCommInitRankConfig(
                     ctypes.byref(self._joined),
                     size,
-                    _Id.from_buffer_copy(id),
+                    NcclId.from_buffer_copy(id),
                     rank,
                     ctypes.byref(config),
                 )
@@ -118,20 +118,20 @@ class Communicator:
 
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            _check(launch(self._stream.cuda_stream))
+            check_result(launch(self._stream.cuda_stream))
         return NcclWork(self._stream, self._state, self._until)
 
     def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         give_up = time.monotonic() + timeout_s
         while not done():
-            _check(self._state())
+            check_result(self._state())
             if time.monotonic() > give_up:
                 raise RuntimeError(f"NCCL waited for {timeout_s:g} s")
             time.sleep(POLL_S)
 
     def _state(self) -> int:
         state = ctypes.c_int()
-        _check(self._library.ncclCommGetAsyncError(self._joined, ctypes.byref(state)))
+        check_result(self._library.ncclCommGetAsyncError(self._joined, ctypes.byref(state)))
         return state.value
 
 
@@ -149,7 +149,7 @@ class NcclWork:
 
     def is_completed(self) -> bool:
         state = self._state()
-        _check(state)  # after the loss of a rank it would never complete
+        check_result(state)  # after the loss of a rank it would never complete
         if self._event is None and state == SUCCESS:
             self._event = self._stream.record_event()
         return self._event is not None and self._event.query()
@@ -158,13 +158,13 @@ class NcclWork:
         self._until(self.is_completed, timeout.total_seconds())
 
 
-class _Id(ctypes.Structure):
+class NcclId(ctypes.Structure):
     """The struct ncclUniqueId, passed by value."""
 
     _fields_ = [("internal", ctypes.c_char * ID_BYTES)]
 
 
-class _Config(ctypes.Structure):
+class NcclConfig(ctypes.Structure):
     """The struct ncclConfig_t of version 2.14, which later versions accept."""
 
     _fields_ = [
@@ -176,7 +176,7 @@ class _Config(ctypes.Structure):
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """Return the library that torch has loaded, by the name that it is linked with."""
     import torch
 
@@ -188,13 +188,13 @@ def _library() -> ctypes.CDLL:
             f"torch here has no NCCL ({error}); make the group with backend gloo"
         ) from None
     pointer, number = ctypes.c_void_p, ctypes.c_int
-    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_Id)]
+    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(NcclId)]
     library.ncclCommInitRankConfig.argtypes = [
         ctypes.POINTER(pointer),
         number,
-        _Id,
+        NcclId,
         number,
-        ctypes.POINTER(_Config),
+        ctypes.POINTER(NcclConfig),
     ]
     library.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(number)]
     library.ncclAllReduce.argtypes = [
@@ -215,6 +215,7 @@ def _library() -> ctypes.CDLL:
         pointer,
         pointer,
     ]
+    library.ncclAllGather.argtypes = [pointer, pointer, ctypes.c_size_t, number, pointer, pointer]
     library.ncclCommAbort.argtypes = [pointer]
     library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (
         [number],
@@ -223,9 +224,9 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _check(result: int) -> None:
+def check_result(result: int) -> None:
     if result not in (SUCCESS, IN_PROGRESS):
         advice = (
             "; ranks need a GPU each: on one GPU push by ipc" if result == INVALID_USAGE else ""
         )
-        raise RuntimeError(f"NCCL: {_library().ncclGetErrorString(result).decode()}{advice}")
+        raise RuntimeError(f"NCCL: {library().ncclGetErrorString(result).decode()}{advice}")

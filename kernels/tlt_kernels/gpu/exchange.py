@@ -1,14 +1,15 @@
-"""Exchange of partial sums and of small results between the GPUs of a group, each of which reads
-what it needs from its peers' memory.
+"""Exchange of partial sums and of small results between the GPUs of a group.
 
-A rank's *window* is memory that its peers have mapped: flags (`signals.py`), then two rooms. A
-matmul writes its partial sums into a room, and one kernel signals, waits for the peers, adds all
-ranks' partial sums as the tree of `norm.py`, and goes on as `add_rms_norm`, to the same bits. All
-ranks call the same exchanges in the same order, with the same shapes and rooms. A peer's next
-signal says that it has read the room of this exchange, so *exchanges that follow one another use
-different rooms*, also from one captured graph to the next; then one signal per exchange is enough.
-Only the first program signals, and nothing but peers is waited for, so a grid may be larger than
-the GPU.
+A rank's *window* is memory that its peers have mapped: flags (`signals.py`), two rooms, two
+landings. A matmul writes its partial sums into a room, and one kernel signals, waits for the peers,
+adds all ranks' partial sums as the tree of `norm.py`, and goes on as `add_rms_norm`, to the same
+bits. The number of rows chooses the way that bytes take (`Way`), and no bit depends on it.
+
+All ranks call the same exchanges in the same order, with the same shapes and rooms. A peer's next
+signal says that it has read the room and the landing of this exchange, so *exchanges that follow
+one another use different rooms*, also from one captured graph to the next; then one signal per
+exchange is enough. Nothing but peers is waited for. Where rows are pulled only the first program
+signals, so that grid may be larger than the GPU.
 
 Legend: T ranks, P partial sums of one rank, R rows, H hidden, X words.
 """
@@ -16,21 +17,115 @@ Legend: T ranks, P partial sums of one rank, R rows, H hidden, X words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from tlt_kernels.gpu import exchange_kernels as kernels
 from tlt_kernels.gpu import signals
-from tlt_kernels.gpu.norm import add_to_residual, shape, tree
-from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.exchange_kernels import HEAD_BYTES, MAX_RANKS, PROGRAMS
+from tlt_kernels.gpu.norm import shape
+from tlt_kernels.gpu.target import PDL
 
-MAX_RANKS = 8
 ROOMS = 2
-_ALIGNED = 1024  # bytes: flags of eight ranks, and a multiple of every vector access
+_ALIGNED = 1024  # bytes: a multiple of every vector access
 _WORDS = 1024  # per program of `gather`
+_GRAIN = _ALIGNED // 4  # elements
+_MANY = 1 << 30
+
+
+class Way(Enum):
+    """A route of P partial sums of R rows to all of T ranks."""
+
+    PULL = "pull"  # every rank reads the others': (T - 1) P R H elements, after one signal
+    PUSH = "push"  # every rank writes its sums to the others: (T - 1) R H, and then signals
+    # The owner of a row adds it, and writes the total to the others: 2 (T - 1) / T R H elements,
+    # two signals. Two ranks would write as much as by PUSH.
+    TWO_STEPS = "two steps"
+
+    def landed(self, ranks: int) -> int:
+        """Return the sums of a row that land in a window."""
+        return {Way.PULL: 0, Way.PUSH: ranks, Way.TWO_STEPS: ranks + 1}[self]
+
+
+# (rows at most, way). `tlt bench exchange` times each on two GPUs. For more ranks the borders are
+# computed: a signal takes as long as 0.7 MB.
+_WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
+    2: ((_MANY, Way.PULL),),
+    4: ((64, Way.PULL), (512, Way.TWO_STEPS), (_MANY, Way.PULL)),
+    8: ((16, Way.PULL), (512, Way.TWO_STEPS), (_MANY, Way.PULL)),
+}
+
+
+def way_of(ranks: int, rows: int) -> Way:
+    return next(way for most, way in _WAYS[ranks] if rows <= most)
+
+
+def landing_floats(ranks: int, rows: int, hidden: int) -> int:
+    """Return the elements of each landing for exchanges of up to `rows` rows."""
+    least = landing = 0
+    for most, way in _WAYS[ranks]:
+        if least < rows:
+            landing = max(landing, way.landed(ranks) * min(most, rows) * hidden)
+        least = most
+    return -(-landing // _GRAIN) * _GRAIN
+
+
+class WindowSizes(NamedTuple):
+    """Elements of each room and of each landing."""
+
+    room: int
+    landing: int = 0  # as `landing_floats` returns it
+
+
+class RankPeers(Protocol):
+    """The other ranks of a group, as one of them reaches them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def room(self, turn: int) -> Tensor:
+        """Return the float32 room of an even or odd exchange."""
+
+    def add_rms_norm(
+        self,
+        part_PRH: Tensor,
+        residual_RH: Tensor,
+        weight_H: Tensor | None,
+        eps: float,
+        *,
+        bias_H: Tensor | None = None,
+        out_RH: Tensor,
+    ) -> Tensor:
+        """Add all ranks' partial sums as one tree, then the bias, to the residual (in place), and
+        store its norm to `out_RH`; without a weight, the residual itself.
+
+        part_PRH: this rank's float32 partial sums, in a room; peers' lie at the same place. P is
+        the same power of two on all ranks.
+        """
+
+    def gather(self, mine_X: Tensor, out_TX: Tensor) -> Tensor:
+        """Copy every rank's words to `out_TX`, in the order of ranks. mine_X: this rank's words of
+        4 bytes, of any shape, in a room; peers' lie at the same place.
+        """
+
+    def failure(self) -> str:
+        """Return which rank was waited for in vain, or nothing. It may wait for the device."""
+
+    def mute(self) -> None:
+        """Wait for no rank until `reset`: what is exchanged meanwhile is undefined."""
+
+    def reset(self) -> None:
+        """Begin again with the first exchange, while all ranks do so and none exchanges."""
 
 
 class PeerWindows(NamedTuple):
@@ -39,6 +134,7 @@ class PeerWindows(NamedTuple):
     rank: int
     address_T: Tensor  # int64: every rank's window, as this process has it mapped
     own: Tensor  # uint8: this rank's window
+    landing: int  # elements of each landing
     state: Tensor  # int32 [signals.STATE_WORDS]
     timeout_ns: int  # a wait on the device ends then
 
@@ -46,12 +142,20 @@ class PeerWindows(NamedTuple):
     def ranks(self) -> int:
         return len(self.address_T)
 
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
     def room(self, turn: int) -> Tensor:
-        """Return the float32 room of an even or odd exchange of this rank's window."""
-        return self.own[_ALIGNED:].view(torch.float32).chunk(ROOMS)[turn % ROOMS]
+        return self._rooms.chunk(ROOMS)[turn % ROOMS]
+
+    @property
+    def _rooms(self) -> Tensor:
+        floats = self.own[HEAD_BYTES:].view(torch.float32)
+        return floats[: len(floats) - ROOMS * self.landing]
 
     def failure(self) -> str:
-        """Return which rank was waited for in vain, or nothing. It waits for the device."""
+        """Return what `RankPeers.failure` does, once the device has come here."""
         missed, number = self.state[signals.MISSED.value :].tolist()
         if not missed:
             return ""
@@ -59,26 +163,118 @@ class PeerWindows(NamedTuple):
         return f"{waited} for rank {missed - 1} in exchange {number}"
 
     def mute(self) -> None:
-        """Wait for no rank until `reset`: what is exchanged meanwhile is undefined."""
         self.state[signals.MISSED.value] = MAX_RANKS + 1
 
     def reset(self) -> None:
-        """Begin again with the first exchange, while all ranks do so and none exchanges. It waits
-        for the device, because a late zero would hide a peer's signal.
-        """
-        self.own[:_ALIGNED].zero_()
+        """Begin again, and wait for the device, because a late zero would hide a signal."""
+        self.own[:HEAD_BYTES].zero_()
         self.state.zero_()
         self.state.tolist()
 
+    def add_rms_norm(
+        self,
+        part_PRH: Tensor,
+        residual_RH: Tensor,
+        weight_H: Tensor | None,
+        eps: float,
+        *,
+        bias_H: Tensor | None = None,
+        out_RH: Tensor,
+        way: Way | None = None,
+    ) -> Tensor:
+        """`way`: the one to take, instead of the one that the rows choose."""
+        parts, rows, hidden = part_PRH.shape
+        assert parts in (1, 2, 4, 8) and part_PRH.dtype == torch.float32
+        assert rows < signals.EXCHANGE.value
+        if not rows:
+            return out_RH
+        way = way or way_of(self.ranks, rows)
+        sums = (part_PRH, residual_RH, bias_H, weight_H, out_RH, eps, self.rank, rows)
+        meta = {
+            "T": self.ranks,
+            "P": parts,
+            "BIASED": bias_H is not None,
+            "NORMED": weight_H is not None,
+            **shape(hidden),
+            **PDL,
+        }
+        first = self._first(part_PRH)
+        if way is Way.PULL:
+            kernels.pull_add_rms_norm[(rows,)](
+                self.address_T, self.own, self.state, first, *sums[1:], self.timeout_ns, **meta
+            )
+            return out_RH
+        landed = way.landed(self.ranks) * rows * hidden
+        assert landed <= self.landing, f"{landed} elements for a landing of {self.landing}"
+        kernels.push_add_rms_norm[(min(rows, PROGRAMS.value),)](
+            self.address_T,
+            self.own,
+            self.state,
+            self._landing(first),
+            *sums,
+            self.timeout_ns,
+            OWNED=way is Way.TWO_STEPS,
+            **meta,
+        )
+        return out_RH
 
-def window_bytes(floats: int) -> int:
-    """Return the size of a window with rooms of at least `floats` elements."""
-    room = -(-4 * floats // _ALIGNED) * _ALIGNED
-    return _ALIGNED + ROOMS * room
+    def gather(self, mine_X: Tensor, out_TX: Tensor) -> Tensor:
+        words = mine_X.numel()
+        assert out_TX.numel() == self.ranks * words and out_TX.is_contiguous()
+        if words:
+            kernels.gather[(triton.cdiv(words, _WORDS),)](
+                self.address_T,
+                self.own,
+                self.state,
+                self._first(mine_X),
+                out_TX.view(torch.int32),
+                words,
+                self.rank,
+                self.timeout_ns,
+                T=self.ranks,
+                BLOCK=_WORDS,
+                num_warps=4,
+                **PDL,
+            )
+        return out_TX
+
+    def meet(self, times: int = 1) -> None:
+        """Wait on the device until all ranks have come here, `times` exchanges long."""
+        kernels.meet[(1,)](
+            self.address_T,
+            self.own,
+            self.state,
+            times,
+            self.rank,
+            self.timeout_ns,
+            T=self.ranks,
+            num_warps=1,
+            **PDL,
+        )
+
+    def _first(self, mine: Tensor) -> int:
+        """Return where a tensor of this rank's rooms begins, in words of 4 bytes."""
+        first, rooms = mine.data_ptr() - self.own.data_ptr(), self._rooms
+        assert mine.is_contiguous() and mine.element_size() == 4
+        assert HEAD_BYTES <= first, "not in a room"
+        assert first + mine.nbytes <= HEAD_BYTES + rooms.nbytes, "not in a room"
+        return first // 4
+
+    def _landing(self, first: int) -> int:
+        """Return where the landing begins that goes with the room of `first`."""
+        rooms = len(self._rooms)
+        turn = ROOMS * (first - HEAD_BYTES // 4) // rooms
+        return HEAD_BYTES // 4 + rooms + turn * self.landing
+
+
+def window_bytes(sizes: WindowSizes) -> int:
+    """Return the size of a window with rooms of at least that size."""
+    room = -(-4 * sizes.room // _ALIGNED) * _ALIGNED
+    return HEAD_BYTES + ROOMS * (room + 4 * sizes.landing)
 
 
 def peer_windows(
-    rank: int, addresses: Sequence[int], own: Tensor, *, timeout_s: float = 10.0
+    rank: int, addresses: Sequence[int], own: Tensor, *, landing: int = 0, timeout_s: float = 10.0
 ) -> PeerWindows:
     """Return the peers of a rank with the uint8 window `own`, which is zeroed. Ranks may exchange
     once all of them have called this.
@@ -91,199 +287,16 @@ def peer_windows(
             f"windows begin at multiples of {_ALIGNED} bytes, and rank {rank}'s is its own; "
             f"share memory of the driver, not a part of it ({[hex(each) for each in addresses]})"
         )
-    if (own.nbytes - _ALIGNED) % (ROOMS * _ALIGNED) or own.nbytes <= _ALIGNED:
+    rooms = own.nbytes - HEAD_BYTES - ROOMS * 4 * landing
+    if rooms % (ROOMS * _ALIGNED) or rooms <= 0:
         raise ValueError(f"a window of {own.nbytes} bytes has no equal rooms; use window_bytes()")
     peers = PeerWindows(
         rank,
         torch.tensor(addresses, dtype=torch.int64, device=own.device),
         own,
+        landing,
         torch.zeros(signals.STATE_WORDS, dtype=torch.int32, device=own.device),
         int(timeout_s * 1e9),
     )
     peers.reset()
     return peers
-
-
-@triton.jit
-def _windows(address_T, T: tl.constexpr):
-    """Return all ranks' windows as a tuple. Loaded before a wait, they delay nothing after it."""
-    if T == 1:
-        windows = (tl.load(address_T),)
-    else:
-        windows = _windows(address_T, T // 2) + _windows(address_T + T // 2, T // 2)
-    return windows
-
-
-@triton.jit
-def _tree_of_ranks(
-    windows, at, stride, mask, FIRST: tl.constexpr, T: tl.constexpr, P: tl.constexpr
-):
-    """Return the sum of all ranks' partial sums, which begin `at` elements into their windows."""
-    if T == 1:
-        window = tl.multiple_of(windows[FIRST].to(tl.pointer_type(tl.float32)), 16)
-        total = tree(window + at, stride, mask, P)
-    else:
-        total = _tree_of_ranks(windows, at, stride, mask, FIRST, T // 2, P)
-        total += _tree_of_ranks(windows, at, stride, mask, FIRST + T // 2, T // 2, P)
-    return total
-
-
-@triton.jit(do_not_specialize=["rank", "rows"])
-def _exchange_add_rms_norm(
-    address_T,
-    own,
-    state,
-    first,
-    residual_RH,
-    bias_H,
-    weight_H,
-    out_RH,
-    eps,
-    rank,
-    rows,
-    timeout_ns: tl.int64,
-    T: tl.constexpr,
-    P: tl.constexpr,
-    BIASED: tl.constexpr,
-    NORMED: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    pdl_launch()
-    h = tl.arange(0, BLOCK)
-    inside = h < H
-    weight = tl.load(weight_H + h, mask=inside, other=0.0).to(tl.float32) if NORMED else 0.0
-    windows = _windows(address_T, T)
-    row = tl.program_id(0).to(tl.int64) * H
-    pdl_wait()
-    residual = tl.load(residual_RH + row + h, mask=inside, other=0.0)
-    signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
-    total = _tree_of_ranks(windows, first + row + h, rows.to(tl.int64) * H, inside, 0, T, P)
-    add_to_residual(
-        total, residual, weight, residual_RH, bias_H, out_RH, row, h, inside, eps,
-        BIASED, NORMED, H,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rank", "times"])
-def _meet(address_T, own, state, times, rank, timeout_ns: tl.int64, T: tl.constexpr):
-    pdl_launch()
-    pdl_wait()
-    for _ in range(times):
-        signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
-        tl.debug_barrier()  # all threads read the next number
-
-
-@triton.jit(do_not_specialize=["rank"])
-def _gather(
-    address_T,
-    own,
-    state,
-    first,
-    out_TX,
-    X,
-    rank,
-    timeout_ns: tl.int64,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy a block of words from every rank's window."""
-    pdl_launch()
-    windows = _windows(address_T, T)
-    x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    pdl_wait()
-    signals.meet(address_T, own.to(tl.int64), state, rank, timeout_ns, T)
-    for t in tl.static_range(T):
-        window = tl.multiple_of(windows[t].to(tl.pointer_type(tl.int32)), 16)
-        word = tl.load(window + first + x, mask=x < X, other=0)
-        tl.store(out_TX + X.to(tl.int64) * t + x, word, mask=x < X)
-
-
-def _first(peers: PeerWindows, mine: Tensor) -> int:
-    """Return where a tensor of this rank's window begins, in words of 4 bytes."""
-    first = mine.data_ptr() - peers.own.data_ptr()
-    assert mine.is_contiguous() and mine.element_size() == 4
-    assert _ALIGNED <= first and first + mine.nbytes <= peers.own.nbytes, "not in this window"
-    return first // 4
-
-
-def exchange_add_rms_norm(
-    peers: PeerWindows,
-    part_PRH: Tensor,
-    residual_RH: Tensor,
-    weight_H: Tensor | None,
-    eps: float,
-    *,
-    bias_H: Tensor | None = None,
-    out_RH: Tensor,
-) -> Tensor:
-    """Add all ranks' partial sums as one tree, then the bias, to the residual (in place), and store
-    its norm to `out_RH`; without a weight, the residual itself.
-
-    part_PRH: this rank's float32 partial sums, in a room of its window; peers' lie at the same
-    place. P is the same power of two on all ranks.
-    """
-    parts, rows, hidden = part_PRH.shape
-    assert parts in (1, 2, 4, 8) and part_PRH.dtype == torch.float32
-    assert rows < signals.EXCHANGE.value
-    if rows:
-        _exchange_add_rms_norm[(rows,)](
-            peers.address_T,
-            peers.own,
-            peers.state,
-            _first(peers, part_PRH),
-            residual_RH,
-            bias_H,
-            weight_H,
-            out_RH,
-            eps,
-            peers.rank,
-            rows,
-            peers.timeout_ns,
-            T=peers.ranks,
-            P=parts,
-            BIASED=bias_H is not None,
-            NORMED=weight_H is not None,
-            **shape(hidden),
-            **PDL,
-        )
-    return out_RH
-
-
-def meet(peers: PeerWindows, times: int = 1) -> None:
-    """Wait on the device until all ranks have come here, `times` exchanges long."""
-    _meet[(1,)](
-        peers.address_T,
-        peers.own,
-        peers.state,
-        times,
-        peers.rank,
-        peers.timeout_ns,
-        T=peers.ranks,
-        num_warps=1,
-        **PDL,
-    )
-
-
-def gather(peers: PeerWindows, mine_X: Tensor, out_TX: Tensor) -> Tensor:
-    """Copy every rank's words to `out_TX`, in the order of ranks. mine_X: this rank's words of 4
-    bytes, of any shape, in a room of its window; peers' lie at the same place.
-    """
-    words = mine_X.numel()
-    assert out_TX.numel() == peers.ranks * words and out_TX.is_contiguous()
-    if words:
-        _gather[(triton.cdiv(words, _WORDS),)](
-            peers.address_T,
-            peers.own,
-            peers.state,
-            _first(peers, mine_X),
-            out_TX.view(torch.int32),
-            words,
-            peers.rank,
-            peers.timeout_ns,
-            T=peers.ranks,
-            BLOCK=_WORDS,
-            num_warps=4,
-            **PDL,
-        )
-    return out_TX

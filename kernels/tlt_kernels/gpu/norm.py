@@ -182,16 +182,17 @@ def rms_norm(x_RH: Tensor, weight_H: Tensor, eps: float, out: Tensor | None = No
 def add_rms_norm(
     part_PRH: Tensor,
     residual_RH: Tensor,
-    weight_H: Tensor,
+    weight_H: Tensor | None,
     eps: float,
     *,
     bias_H: Tensor | None = None,
     out_RH: Tensor | None = None,
 ) -> Tensor:
     """Add the partial sums as a tree, then the bias, to the residual (in place). Return its norm in
-    the weight's dtype; in `out_RH` where that is given.
+    the weight's dtype; in `out_RH` where that is given. Without a weight: the residual itself.
     """
     if out_RH is None:
+        assert weight_H is not None
         out_RH = torch.empty(part_PRH.shape[1:], dtype=weight_H.dtype, device=weight_H.device)
     return _add(part_PRH, residual_RH, weight_H, eps, bias_H, out_RH)
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.exchange import PeerWindows, gather
+from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.filters import cuts
 from tlt_kernels.gpu.noise import fast_exp, gumbel_above, gumbel_of_word, log, words_of_quads
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -257,7 +257,7 @@ def _results(samples: int, own: int) -> int:
 
 
 def sample_shared(
-    peers: PeerWindows,
+    peers: RankPeers,
     logits_SW: torch.Tensor,  # float32, of the tokens of this rank
     vocabulary: int,
     row_S: torch.Tensor,
@@ -279,7 +279,7 @@ def sample_shared(
         score, token.view(torch.int32), z, top, total,
         W, own, FILTERED=False, BLOCK=BLOCK, START=start, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
-    gather(peers, mine, found)
+    peers.gather(mine, found)
     score, token, z, top, total = found[0].view(5, size).unbind()
     token_S, logprob_S = torch.empty_like(row_S), logits_SW.new_empty(S)
     blocks_in_all = triton.cdiv(vocabulary, BLOCK)

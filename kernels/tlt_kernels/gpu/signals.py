@@ -2,7 +2,8 @@
 waits until all of them have.
 
 Exchanges are numbered by a counter on the device, so a captured graph can be replayed. A rank's
-window begins with one flag per rank, into which that rank writes the number of its newest exchange.
+window begins with one flag per rank, into which that rank writes the number of its newest exchange;
+where each program of a kernel signals for itself, further flags follow, one per program and rank.
 Every wait ends: after `timeout_ns` the first thread that still waits says in `state` for whom, and
 from then on nothing waits. Triton's interpreter has neither PTX nor the GPU's clock: there, plain
 loads and stores and the host's clock take their place.
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from tlt_kernels.gpu.target import INTERPRETED
 
-FLAG_BYTES = tl.constexpr(128)  # a flag has a cache line of its own; also in the PTX below
+FLAG_BYTES = tl.constexpr(128)  # a flag has a cache line of its own
 # Words of `state`: a counter of 64 bits; after a time-out the rank that was waited for, plus one,
 # and the number of that exchange.
 MISSED = tl.constexpr(2)
@@ -29,21 +30,28 @@ STATE_WORDS = 4
 # number of exchanges that have ended is the same for all programs of the next one.
 EXCHANGE = tl.constexpr(1 << 20)
 
+# How far the flag of a rank may be ahead of the number that is waited for. A flag that some
+# exchanges leave alone may be old by any number of them, and a peer is ahead by one at most.
+ANY_AHEAD = tl.constexpr((1 << 31) - 1)
+ONE_AHEAD = tl.constexpr(1)
+
 # Thread t tells rank t. The release makes what this GPU has written before visible to it.
 _TELL = tl.constexpr("""{
     .reg .pred other;
     .reg .b32 t;
-    .reg .b64 flag;
+    .reg .b64 flag, at;
     mov.u32 t, %tid.x;
     setp.lt.u32 other, t, $4;
     setp.ne.and.u32 other, t, $2, other;
     mad.wide.u32 flag, t, 8, $1;
     @other ld.global.b64 flag, [flag];
-    mad.wide.u32 flag, $2, 128, flag;
+    cvt.u64.u32 at, $5;
+    add.u64 flag, flag, at;
     @other st.release.sys.global.u32 [flag], $3;
     mov.u32 $0, 0;
 }""")
-# Thread t waits for rank t. Numbers are compared by their difference, because they wrap.
+# Thread t waits for rank t. Numbers are compared by their difference, because they wrap: a late
+# flag is ahead by 2^31 or more.
 _WAIT = tl.constexpr("""{
     .reg .pred other, over;
     .reg .b32 t, seen;
@@ -52,10 +60,10 @@ _WAIT = tl.constexpr("""{
     setp.lt.u32 other, t, $5;
     setp.ne.and.u32 other, t, $3, other;
     @!other bra done;
-    mad.wide.u32 flag, t, 128, $1;
+    mad.wide.u32 flag, t, $7, $1;
     ld.acquire.sys.global.u32 seen, [flag];
-    sub.s32 seen, seen, $4;
-    setp.ge.s32 over, seen, 0;
+    sub.u32 seen, seen, $4;
+    setp.le.u32 over, seen, $8;
     @over bra done;
     ld.relaxed.gpu.global.u32 seen, [$2+8];
     setp.ne.u32 over, seen, 0;
@@ -64,8 +72,8 @@ _WAIT = tl.constexpr("""{
     add.u64 end, end, $6;
 poll:
     ld.acquire.sys.global.u32 seen, [flag];
-    sub.s32 seen, seen, $4;
-    setp.ge.s32 over, seen, 0;
+    sub.u32 seen, seen, $4;
+    setp.le.u32 over, seen, $8;
     @over bra done;
     mov.u64 now, %globaltimer;
     setp.lt.u64 over, now, end;
@@ -80,11 +88,11 @@ done:
 
 
 @triton.jit
-def _tell(window_T, rank, number, T: tl.constexpr):
+def _tell(window_T, rank, number, at, T: tl.constexpr):
     tl.inline_asm_elementwise(
         _TELL,
-        "=r,l,r,r,r",
-        [window_T.to(tl.int64), rank, number, T],
+        "=r,l,r,r,r,r",
+        [window_T.to(tl.int64), rank, number, T, at],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -92,11 +100,14 @@ def _tell(window_T, rank, number, T: tl.constexpr):
 
 
 @triton.jit
-def _wait(own, state, rank, number, timeout_ns, T: tl.constexpr):
+def _wait(
+    flags, state, rank, number, timeout_ns, STRIDE: tl.constexpr, AHEAD: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
     tl.inline_asm_elementwise(
         _WAIT,
-        "=r,l,l,r,r,r,l",
-        [own, state.to(tl.int64), rank, number, T, timeout_ns],
+        "=r,l,l,r,r,r,l,r,r",
+        [flags, state.to(tl.int64), rank, number, T, timeout_ns, STRIDE, AHEAD],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -104,25 +115,27 @@ def _wait(own, state, rank, number, timeout_ns, T: tl.constexpr):
     tl.debug_barrier()  # what those threads acquired, all threads may read
 
 
-def _tell_interpreted(window_T, rank, number, T):
+def _tell_interpreted(window_T, rank, number, at, T):
     for t in range(int(T)):
         if t != int(rank):
-            flag = tl.load(window_T + t) + rank * FLAG_BYTES
+            flag = tl.load(window_T + t) + at
             tl.store(flag.to(tl.pointer_type(tl.int32)), number)
 
 
-def _wait_interpreted(own, state, rank, number, timeout_ns, T):
+def _wait_interpreted(flags, state, rank, number, timeout_ns, STRIDE, AHEAD, T):
     end = time.monotonic_ns() + int(timeout_ns)
     for t in range(int(T)):
-        flag = (own + t * FLAG_BYTES).to(tl.pointer_type(tl.int32))
+        flag = (flags + t * STRIDE).to(tl.pointer_type(tl.int32))
         while t != int(rank) and not int(tl.load(state + MISSED)):
-            if int(tl.load(flag) - number) >= 0:
+            if int(tl.load(flag) - number) % 2**32 <= AHEAD.value:
                 break
             if time.monotonic_ns() >= end:
                 tl.store(state + MISSED, t + 1)
                 tl.store(state + MISSED_AT, number)
 
 
+# `tell(window_T, rank, number, at, T)`: write the number into the flag `at` bytes into the peers'
+# windows. `wait(flags, ...)`: until every peer's flag, STRIDE bytes apart, has it.
 if INTERPRETED:
     tell, wait = _tell_interpreted, _wait_interpreted
 else:
@@ -130,14 +143,26 @@ else:
 
 
 @triton.jit
+def next_number(state):
+    """Return the number of the exchange that begins."""
+    counter = state.to(tl.pointer_type(tl.int64))
+    return (tl.load(counter, volatile=True) // EXCHANGE).to(tl.int32) + 1
+
+
+@triton.jit
+def count(state):
+    """Count this program of an exchange, once all its threads have the number."""
+    rest = tl.where(tl.program_id(0) == 0, EXCHANGE - tl.num_programs(0), 0).to(tl.int64)
+    tl.atomic_add(state.to(tl.pointer_type(tl.int64)), rest + 1, sem="relaxed")
+
+
+@triton.jit
 def meet(window_T, own, state, rank, timeout_ns, T: tl.constexpr):
     """Tell the peers that this rank has come to its next exchange, and wait until all of them have.
     own: the address of this rank's window.
     """
-    counter, p = state.to(tl.pointer_type(tl.int64)), tl.program_id(0)
-    number = (tl.load(counter, volatile=True) // EXCHANGE).to(tl.int32) + 1
-    if p == 0:
-        tell(window_T, rank, number, T)
-    wait(own, state, rank, number, timeout_ns, T)  # all threads of the program have the number
-    rest = tl.where(p == 0, EXCHANGE - tl.num_programs(0), 0).to(tl.int64)
-    tl.atomic_add(counter, rest + 1, sem="relaxed")
+    number = next_number(state)
+    if tl.program_id(0) == 0:
+        tell(window_T, rank, number, rank * FLAG_BYTES, T)
+    wait(own, state, rank, number, timeout_ns, FLAG_BYTES, ANY_AHEAD, T)
+    count(state)

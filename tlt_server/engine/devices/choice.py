@@ -7,7 +7,6 @@ the checkpoint's type. Called by `assembly.py`, which reports the choice once, a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -41,7 +40,6 @@ class Gpu(NamedTuple):
     unusable: str = ""  # why; empty: it can be used
     mps: bool = False  # whether this process is a client of MPS there
     others: tuple[OtherGpu, ...] = ()  # further GPUs that this process sees
-    named_twice: str = ""  # as CUDA_VISIBLE_DEVICES names it
 
     @property
     def description(self) -> str:
@@ -74,16 +72,13 @@ def look() -> Gpu:
 
     if torch.version.cuda is None:
         return Gpu(unusable="this torch is built without CUDA")
-    named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    twice = next((each for each in named if named.count(each) > 1), "")
     try:
         if not torch.cuda.is_available():
-            return Gpu(unusable="torch finds no GPU", named_twice=twice)
+            return Gpu(unusable="torch finds no GPU")
         found = Gpu(
             torch.cuda.get_device_name(),
             torch.cuda.get_device_capability(),
             *torch.cuda.mem_get_info(),
-            named_twice=twice,
         )
     except RuntimeError as error:
         return Gpu(unusable=f"torch cannot use the GPU ({str(error).splitlines()[0]})")
@@ -110,11 +105,6 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
     """Settings with nothing left open. `StartupError` where what was asked for cannot be had;
     `own_dtype`: of the checkpoint.
     """
-    if gpu.named_twice and settings.tensor_parallel > 1:
-        raise StartupError(
-            f"tensor_parallel is {settings.tensor_parallel}, and CUDA_VISIBLE_DEVICES names GPU "
-            f"{gpu.named_twice} twice; every rank has one: name each once, or use tensor_parallel 1"
-        )
     chosen, asked = _computing(settings, gpu, own_dtype), settings.drafter_training_device
     others = gpu.others[settings.tensor_parallel - 1 :]  # the first ones have ranks
     place = Place(chosen.settings.device, gpu.name, gpu.mps, others, asked)
@@ -148,6 +138,11 @@ def _computing(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str])
 
 def for_cpu(settings: EngineSettings) -> DeviceChoice:
     _check_width(settings)
+    if settings.exchange != "auto":
+        raise StartupError(
+            f"exchange is {settings.exchange}, which is of GPUs; ranks of a CPU exchange by gloo: "
+            "leave the setting out"
+        )
     if settings.dtype not in (None, "float32"):
         raise StartupError(
             f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a "
@@ -253,25 +248,20 @@ def _check_sums(settings: EngineSettings) -> None:
 
 
 def _check_gpus(ranks: int, gpu: Gpu) -> None:
-    """`StartupError`, with the widths that work, unless there are as many GPUs, of one kind."""
+    """`StartupError` unless there are as many GPUs, of one kind."""
     others = gpu.others[: ranks - 1]
-    for number, other in enumerate(others, 1):
+    if len(others) < ranks - 1:
+        raise StartupError(
+            f"tensor_parallel is {ranks}, and torch sees {1 + len(others)} GPU; every rank has "
+            "one: use a smaller width, or name more in CUDA_VISIBLE_DEVICES"
+        )
+    for other in others:
         if (other.name, other.total_bytes) != (gpu.name, gpu.total_bytes):
             raise StartupError(
                 f"tensor_parallel is {ranks}, and {other.device} is {other.name} with "
                 f"{other.total_bytes // MIB} MiB, cuda:0 {gpu.description}; ranks need GPUs of one "
-                f"kind: use {_widths(number)}, or choose them with CUDA_VISIBLE_DEVICES"
+                "kind: choose them with CUDA_VISIBLE_DEVICES"
             )
-    if len(others) < ranks - 1:
-        raise StartupError(
-            f"tensor_parallel is {ranks}, and the GPUs that torch sees are {1 + len(others)}; "
-            f"every rank has one: use {_widths(1 + len(others))}, or name more in "
-            "CUDA_VISIBLE_DEVICES"
-        )
-
-
-def _widths(most: int) -> str:
-    return " or ".join(str(width) for width in WIDTHS if width <= most)
 
 
 def gpu_split(settings: DecidedSettings, rank: int = 0) -> Split:

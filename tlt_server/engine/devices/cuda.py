@@ -118,9 +118,9 @@ class CudaDevice:
 
     def _share(self, config: ModelConfig) -> None:
         """Start the other ranks."""
-        settings, floats = self._settings, self._maker.floats(config)
+        settings, sizes = self._settings, self._maker.exchange_sizes(config)
         with self._memory("the windows of ranks"):
-            ranks = self._ranks = GpuRanks(settings, config, self.device, floats)
+            ranks = self._ranks = GpuRanks(settings, config, self.device, sizes)
         self._maker.share(ranks.peers, ranks.agreement)
         self._split = ranks.split(settings.reduction_leaves, self._split.whole)
 

@@ -54,14 +54,14 @@ class GlooExchange:
         self._wait_s = WAIT_S
 
     def add(self, part_RX: Tensor) -> Tensor:
-        return folded(self._gathered(part_RX))
+        return folded(self.gathered(part_RX))
 
     def join(self, part_RX: Tensor, widths: Sequence[int], check: int) -> Tensor:
         rows, widest = len(part_RX), max(widths)
         sent = torch.zeros(2 + rows * widest, dtype=torch.int32)  # bits: no number is touched
         sent[:2] = torch.tensor([_signed(check)]).view(torch.int32)
         sent[2:].view(torch.float32).view(rows, widest)[:, : part_RX.shape[1]] = part_RX
-        found = self._gathered(sent)
+        found = self.gathered(sent)
         checks = [each[:2].view(torch.int64).item() for each in found]
         differing = [rank for rank, value in enumerate(checks) if value != checks[0]]
         if differing:
@@ -72,7 +72,7 @@ class GlooExchange:
         parts = [each[2:].view(torch.float32).view(rows, widest) for each in found]
         return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], dim=1)
 
-    def _gathered(self, part: Tensor) -> list[Tensor]:
+    def gathered(self, part: Tensor) -> list[Tensor]:
         part = part.contiguous()
         found = [torch.empty_like(part) for _ in range(self.ranks)]
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.agreement import add_states
-from tlt_kernels.gpu.exchange import PeerWindows, gather
+from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.tensors import RowTable
 
 # Elements of a room after the partial sums: the sum is alone in its kilobyte.
@@ -18,16 +18,16 @@ SUM_FLOATS = 256
 
 
 class Agreement:
-    def __init__(self, peers: PeerWindows) -> None:
+    def __init__(self, peers: RankPeers) -> None:
         self._peers = peers
         # Between two steps' sums lie exchanges of layers, which prove that all have been read.
         self._mine = peers.room(0)[-SUM_FLOATS:].view(torch.int32)[:2]
-        self.found_TW = torch.zeros(peers.ranks, 2, dtype=torch.int32, device=peers.own.device)
+        self.found_TW = torch.zeros(peers.ranks, 2, dtype=torch.int32, device=peers.device)
 
     def add(self, hidden_RH: Tensor, rows: RowTable, outcome_EF: Tensor) -> None:
         """Add a step, as part of its pass, and gather the sums of all ranks."""
         add_states(hidden_RH, rows, outcome_EF, self._mine.view(torch.int64))
-        gather(self._peers, self._mine, self.found_TW)
+        self._peers.gather(self._mine, self.found_TW)
 
     def begin(self) -> None:
         """Begin with sums of zero, while no rank exchanges."""
@@ -35,7 +35,7 @@ class Agreement:
         self._peers.reset()
 
     def failure(self) -> str:
-        """Return which rank was waited for in vain, or nothing. It waits for the device."""
+        """Return which rank was waited for in vain, or nothing. It may wait for the device."""
         return self._peers.failure()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.exchange import PeerWindows
+from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.sampling import BLOCK, blocks_of_rank, sample_shared
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable, Samples
 from tlt_server.models.gpu.decoder import GpuDecoder
@@ -22,7 +22,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 
 @dataclass(frozen=True)
 class SharedHead:
-    peers: PeerWindows
+    peers: RankPeers
 
     def serves(self, vocabulary: int) -> bool:
         """Tell whether there is a block for every rank."""

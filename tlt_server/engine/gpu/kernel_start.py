@@ -132,6 +132,7 @@ def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:
         settings.page_size,
         settings.tensor_parallel,
         settings.reduction_leaves,
+        settings.exchange,
         settings.feature_bytes > 0,
         sources("tlt_server"),
     ]

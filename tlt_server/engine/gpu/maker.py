@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from tlt_kernels.gpu.exchange import PeerWindows
+from tlt_kernels.gpu.exchange import RankPeers, WindowSizes, landing_floats
 from tlt_kernels.gpu.sampling import block_words, blocks_of_rank
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
@@ -69,20 +69,21 @@ class GpuMaker:
         self.agreement: Agreement | None = None
         self.head: SharedHead | None = None
 
-    def share(self, peers: PeerWindows, agreement: Agreement) -> None:
+    def share(self, peers: RankPeers, agreement: Agreement) -> None:
         """Add up with the other ranks in the layers of targets that are made from now on."""
         self.placement = replace(self.placement, sums=RankSums(peers))
         self.agreement, self.head = agreement, SharedHead(peers)
 
-    def floats(self, config: ModelConfig) -> int:
-        """Return the elements of each room that this rank exchanges through."""
+    def exchange_sizes(self, config: ModelConfig) -> WindowSizes:
+        """Return the sizes of what this rank exchanges through."""
         settings = self.settings
         leaves = settings.reduction_leaves // settings.tensor_parallel
         rows = max(self.sizes.most_rows(settings.max_rows), MAX_DRAFTED, settings.max_running)
         parts = room_floats(leaves, rows, config.hidden_size)
         own = blocks_of_rank(config.vocab_size, settings.tensor_parallel)
         blocks = block_words(sampled_rows(settings.max_running), own)
-        return max(parts, blocks) + SUM_FLOATS
+        landing = landing_floats(settings.tensor_parallel, rows, config.hidden_size)
+        return WindowSizes(max(parts, blocks) + SUM_FLOATS, landing)
 
     def backend(self, config: ModelConfig) -> GpuAttention:
         return GPU_BACKENDS.resolve(self.settings.attention)(

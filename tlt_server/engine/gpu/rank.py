@@ -23,6 +23,7 @@ from tlt_server.engine.gpu.agreement import Agreement
 from tlt_server.engine.gpu.drafts import DraftKey, DraftPass
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.joining import RankGroup, join
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import GpuKV
 from tlt_server.engine.gpu.maker import GpuMaker, Lent
@@ -47,7 +48,6 @@ from tlt_server.engine.gpu.orders import (
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import record
 from tlt_server.engine.gpu.ring import PinnedRing
-from tlt_server.engine.gpu.windows import join
 from tlt_server.engine.orders import Allocate, Array, Install, RankStart
 from tlt_server.engine.rank_memory import RankMemory
 from tlt_server.models.config import ModelConfig
@@ -75,9 +75,10 @@ class GpuRank:
         config = replace(ModelConfig.read(Path(settings.model)), max_position=start.max_position)
         self._config = eos_token_ids(config, Path(settings.model))
         self._maker = GpuMaker(settings, device, kind.prompts)
-        floats = self._maker.floats(config)
-        self._windows = join(Path(start.directory), start.rank, start.ranks, floats, device)
-        peers = self._windows.peers
+        sizes = self._maker.exchange_sizes(config)
+        group = RankGroup(Path(start.directory), start.rank, start.ranks, device)
+        self._joined = join(group, sizes, settings.exchange)  # keeps the memory mapped
+        peers = self._joined.peers
         peers.mute()
         self._agreement = Agreement(peers)
         self._maker.share(peers, self._agreement)

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_kernels.gpu.exchange import PeerWindows
+from tlt_kernels.gpu.exchange import RankPeers, WindowSizes
 from tlt_server.engine.arena import Arena, arena_bytes
 from tlt_server.engine.gpu import orders as told
 from tlt_server.engine.gpu.agreement import Agreement, differing
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.joining import RankGroup, join
 from tlt_server.engine.gpu.orders import RunStep
 from tlt_server.engine.gpu.ring import PinnedBuffer
-from tlt_server.engine.gpu.windows import join
 from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import EngineFailed
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 SLEEP_S = 20e-6  # while a step is awaited; a newer one keeps the GPU busy
 LOOK_S = 0.1  # between two looks whether the ranks live meanwhile
+# For a step, at most: longer than kernels that signal wait, because a library's gather has no end.
+STEP_S = 20.0
 
 
 class GpuRanks(Ranks):
@@ -40,20 +42,24 @@ class GpuRanks(Ranks):
     answer_s = 15.0
 
     def __init__(
-        self, settings: DecidedSettings, config: ModelConfig, device: torch.device, floats: int
+        self,
+        settings: DecidedSettings,
+        config: ModelConfig,
+        device: torch.device,
+        sizes: WindowSizes,
     ) -> None:
-        """floats: see `window_bytes`. `EngineFailed` or `StartupError` where one cannot start."""
-        self._device, self._floats = device, floats
+        """`EngineFailed` or `StartupError` where one cannot start."""
+        self._device, self._sizes, self._by = device, sizes, settings.exchange
         self._equipping = 0
         self._steps: deque[int] = deque()  # the orders of those in flight
         self.words = 2 * settings.tensor_parallel
         super().__init__(settings, config)
 
     def join(self, directory: Path) -> None:
-        windows = join(directory, 0, self._count, self._floats, self._device, self.check_ended)
-        self._windows = windows
-        self._closers.append(windows.close)
-        self.peers: PeerWindows = windows.peers
+        group = RankGroup(directory, 0, self._count, self._device, self.check_ended)
+        joined = join(group, self._sizes, self._by)
+        self._closers.append(joined.close)
+        self.peers: RankPeers = joined.peers
         self.peers.mute()
         self.agreement = Agreement(self.peers)
 
@@ -75,7 +81,7 @@ class GpuRanks(Ranks):
     def begin(self) -> None:
         """Begin to exchange, once all ranks are prepared and quiet."""
         self.answered(self._equipping)
-        if self.peers.own.is_cuda:
+        if self.peers.device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.order(told.Begin(), wait=True)
         self.agreement.begin()
@@ -126,12 +132,17 @@ class GpuRanks(Ranks):
         outcome.tensor[-self.words :].copy_(found, non_blocking=True)
 
     def wait(self, outcome: PinnedBuffer) -> None:
-        looked_s = time.monotonic()
+        began_s = looked_s = time.monotonic()
         while not outcome.arrived:
             time.sleep(SLEEP_S)  # a stage of a push needs the interpreter, too
             if time.monotonic() > looked_s + LOOK_S:
                 self.check_ended()
                 looked_s = time.monotonic()
+            if looked_s > began_s + STEP_S:
+                raise EngineFailed(
+                    f"rank 0 waited {STEP_S:g} s for the GPUs to end order {self._steps[0]}; a "
+                    "rank is stopped, or takes as long to compile a kernel"
+                )
         step = self._steps.popleft()
         others = differing(outcome.array[-self.words :].tolist())
         if others:

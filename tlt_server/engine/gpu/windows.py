@@ -1,5 +1,4 @@
-"""The window of a rank on a GPU, and the windows of its peers, mapped by CUDA IPC; in Triton's
-interpreter they are files.
+"""The window of a rank on a GPU, and the windows of its peers, mapped by CUDA IPC.
 
 A rank makes its window, sends the grant to its peers, and opens theirs. The kernels of
 `tlt_kernels.gpu.exchange` do the rest.
@@ -7,20 +6,15 @@ A rank makes its window, sends the grant to its peers, and opens theirs. The ker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import Grant, PeerMemory, share
-from tlt_kernels.gpu.exchange import PeerWindows, peer_windows, window_bytes
-from tlt_server.engine.exchange.meeting import Meeting
-from tlt_server.errors import EngineFailed, StartupError
+from tlt_kernels.gpu.exchange import PeerWindows, WindowSizes, peer_windows, window_bytes
+from tlt_server.errors import StartupError
 
-JOIN_S = 120.0  # for all ranks to come
 # A kernel waits this long for another rank, which may compile a kernel meanwhile.
 WAIT_S = 15.0
 
@@ -28,9 +22,9 @@ WAIT_S = 15.0
 class GroupWindows:
     """The window of this rank and, once opened, those of its peers, until `close`."""
 
-    def __init__(self, rank: int, floats: int, device: torch.device) -> None:
-        """floats: elements of each of the two rooms."""
-        self._rank, self._size, self._device = rank, window_bytes(floats), device
+    def __init__(self, rank: int, sizes: WindowSizes, device: torch.device) -> None:
+        self._rank, self._sizes, self._device = rank, sizes, device
+        self._size = window_bytes(sizes)
         self._own = share(self._size, device)
         self._others: list[PeerMemory] = []
         self.grant = self._own.grant.packed()
@@ -59,54 +53,16 @@ class GroupWindows:
                 ) from None
             addresses.append(self._others[-1].address)
         own = self._own.view[: self._size]
-        return peer_windows(self._rank, addresses, own, timeout_s=timeout_s)
+        return peer_windows(
+            self._rank, addresses, own, landing=self._sizes.landing, timeout_s=timeout_s
+        )
+
+    def unmap(self) -> None:
+        """Unmap the peers' windows."""
+        while self._others:
+            self._others.pop().close()
 
     def close(self) -> None:
         """Unmap the peers' windows, and free this one, when no rank reads it any more."""
-        for other in self._others:
-            other.close()
+        self.unmap()
         self._own.close()
-
-
-class JoinedWindows(NamedTuple):
-    peers: PeerWindows
-    kept: GroupWindows | list[Tensor]  # what keeps the memory mapped
-
-    def close(self) -> None:
-        """Free this rank's window and unmap the others, when no rank reads it any more."""
-        if isinstance(self.kept, GroupWindows):
-            self.kept.close()
-
-
-def join(
-    directory: Path,
-    rank: int,
-    ranks: int,
-    floats: int,
-    device: torch.device,
-    check: Callable[[], None] = lambda: None,
-) -> JoinedWindows:
-    """Make this rank's window and map those of the others, which come to the same directory.
-    `EngineFailed` if one does not come, `StartupError` if its memory cannot be reached. `check`:
-    see `Meeting`.
-    """
-    meeting = Meeting(directory, rank, ranks, JOIN_S, check)
-    try:
-        if device.type == "cuda":
-            own = GroupWindows(rank, floats, device)
-            grants = meeting.told("grants", own.grant)
-            joined = JoinedWindows(own.open(grants, timeout_s=WAIT_S), own)
-        else:
-            files = [directory / f"window-{each}" for each in range(ranks)]
-            windows = [_file(path, window_bytes(floats)) for path in files]
-            addresses = [each.data_ptr() for each in windows]
-            peers = peer_windows(rank, addresses, windows[rank], timeout_s=WAIT_S)
-            joined = JoinedWindows(peers, windows)
-        meeting.told("windows")  # all are zero
-    except TimeoutError as error:
-        raise EngineFailed(str(error)) from None
-    return joined
-
-
-def _file(path: Path, size: int) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.exchange import PeerWindows, exchange_add_rms_norm
+from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.norm import add_rms_norm
 
@@ -47,7 +47,7 @@ class OwnSums:
 
 @dataclass(frozen=True)
 class RankSums:
-    peers: PeerWindows
+    peers: RankPeers
 
     def room(self, turn: int) -> Tensor:
         return self.peers.room(turn)
@@ -63,9 +63,7 @@ class RankSums:
     ) -> Tensor:
         if out_RH is None:
             out_RH = torch.empty(residual_RH.shape, dtype=weight_H.dtype, device=residual_RH.device)
-        return exchange_add_rms_norm(
-            self.peers, part_PRH, residual_RH, weight_H, eps, out_RH=out_RH
-        )
+        return self.peers.add_rms_norm(part_PRH, residual_RH, weight_H, eps, out_RH=out_RH)
 
 
 OWN_SUMS = OwnSums()

@@ -1,0 +1,255 @@
+"""Decoders of 2, 4 and 8 ranks in lockstep on one device: every hidden state, feature, key and
+value has the bits of one rank that has the whole.
+
+A thread per rank computes in its turn, until all have come to an exchange, which then waits for
+none.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.fast_interpreter import patched_once
+from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
+from tlt_kernels.gpu.exchange import PeerWindows, Way, WindowSizes, peer_windows, window_bytes
+from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
+from tlt_server.attention.gpu import TritonPaged
+from tlt_server.engine.gpu.kv import make_cache
+from tlt_server.models import Forward
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.sums import RankSums, room_floats
+from tlt_server.models.shards import cut
+from tlt_server.models.split import Split
+
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+PLACEMENT = Placement(torch.device(DEVICE), DTYPE, StrictMatmuls())
+WAIT_S = 300.0  # for a rank's turn, in which kernels may be compiled
+ROWS = (1, 8, 16, 17, 33, 64, 65, 200, 256, 300, 512, 2048)
+
+
+class Model(NamedTuple):
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    leaves: int
+
+    def config(self) -> ModelConfig:
+        raw = {
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": 512,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": 2,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": 128,
+            "max_position_embeddings": max(ROWS),
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "attention_bias": True,
+        }
+        return ModelConfig.parse(raw, "lockstep")
+
+
+SMALL = Model(32, 4, 2, 512, 4)
+MODELS = {
+    "7b": Model(3584, 28, 4, 18944, 4),
+    "8b": Model(4096, 32, 8, 14336, 8),
+    "32b": Model(5120, 40, 8, 27648, 8),
+    "70b": Model(8192, 64, 8, 28672, 8),
+}
+
+
+class Turns:
+    """One rank computes at a time: Triton's interpreter has one state."""
+
+    def __init__(self, ranks: int) -> None:
+        self._turn, self._all = threading.Lock(), threading.Barrier(ranks, timeout=WAIT_S)
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Compute. A rank that fails ends the waits of the others."""
+        self._turn.acquire()
+        try:
+            yield
+        except BaseException:
+            self._all.abort()
+            raise
+        finally:
+            self._turn.release()
+
+    def meet(self) -> None:
+        self._turn.release()
+        try:
+            self._all.wait()
+        finally:
+            self._turn.acquire()
+
+
+@dataclass(frozen=True)
+class LockstepSums(RankSums):
+    peers: PeerWindows
+    turns: Turns
+
+    def add_rms_norm(
+        self,
+        part_PRH: Tensor,
+        residual_RH: Tensor,
+        weight_H: Tensor,
+        eps: float,
+        *,
+        out_RH: Tensor | None = None,
+    ) -> Tensor:
+        self.turns.meet()
+        if out_RH is None:
+            out_RH = torch.empty(residual_RH.shape, dtype=weight_H.dtype, device=DEVICE)
+        return self.peers.add_rms_norm(
+            part_PRH, residual_RH, weight_H, eps, out_RH=out_RH, way=Way.PULL
+        )
+
+
+def group(ranks: int, floats: int) -> list[PeerWindows]:
+    size = window_bytes(WindowSizes(floats))
+    windows = []
+    for _ in range(ranks):
+        whole = torch.zeros(size + 1024, dtype=torch.uint8, device=DEVICE)
+        windows.append(whole[-whole.data_ptr() % 1024 :][:size])
+    addresses = [each.data_ptr() for each in windows]
+    peers = [peer_windows(rank, addresses, windows[rank]) for rank in range(ranks)]
+    for each in peers:
+        each.mute()
+    return peers
+
+
+class Rank:
+    def __init__(self, config: ModelConfig, placement: Placement, split: Split) -> None:
+        self.split = split
+        self.model = GpuDecoder(config, placement=placement, feature_layers=(1, 2), split=split)
+        pages = -(-max(ROWS) // PAGE_SIZE)
+        self.cache = make_cache(self.model.own_config, pages, 1, placement, config.layers)
+
+    def forward(self, token_R: Tensor) -> Forward:
+        """Compute one prompt."""
+        count, config = len(token_R), self.model.own_config
+        rows = RowTable.allocate(count, 1, device=DEVICE)
+        position_R = torch.arange(count, dtype=torch.int32, device=DEVICE)
+        for each in (rows.position_R, rows.kv_slot_R):
+            each.copy_(position_R)
+        rows.token_R.copy_(token_R)
+        rows.batch_slot_R.zero_()
+        rows.base_R.fill_(count)
+        attention = TritonPaged(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            context=max(ROWS),
+            device=torch.device(DEVICE),
+            dtype=DTYPE,
+        ).planned(count, prompt_rows=count)
+        pages = len(self.cache.k[0]) // PAGE_SIZE
+        page_table = torch.arange(pages, dtype=torch.int32, device=DEVICE).view(1, -1)
+        attention.plan(rows, page_table)
+        tensors = RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R)
+        return self.model.forward(tensors, self.cache, attention)
+
+
+def whole_of(config: ModelConfig, leaves: int) -> Rank:
+    rank = Rank(config, PLACEMENT, Split(leaves, whole=("lm_head",)))
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for each in rank.model.storage():
+        each.copy_(0.02 * torch.randn(each.shape, generator=generator, device=DEVICE))
+    return rank
+
+
+def ranks_of(whole: Rank, count: int, rows: int) -> list[Rank]:
+    config, leaves = whole.model.config, whole.split.leaves
+    turns, floats = Turns(count), room_floats(leaves // count, rows, config.hidden_size)
+    made = []
+    for peers in group(count, floats):
+        placement = replace(PLACEMENT, sums=LockstepSums(peers, turns))
+        split = Split(leaves, peers.rank, count, whole=("lm_head",))
+        made.append(Rank(config, placement, split))
+        values = whole.model.own_parameters()
+        for name, own in made[-1].model.own_parameters().items():
+            part, of = cut(name, config, split), values[name]
+            if part is not None:
+                of = of.narrow(part.dim, part.start, part.stop - part.start)
+            own.copy_(of)
+    return made
+
+
+def computed(ranks: list[Rank], token_R: Tensor) -> list[Forward]:
+    def compute(rank: Rank) -> Forward:
+        sums = rank.model.placement.sums
+        assert isinstance(sums, LockstepSums)
+        with torch.inference_mode(), sums.turns.one():
+            return rank.forward(token_R)
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(compute, ranks))
+
+
+def check(model: Model, widths: tuple[int, ...], all_rows: tuple[int, ...]) -> None:
+    config = model.config()
+    whole = whole_of(config, model.leaves)
+    generator = torch.Generator().manual_seed(1)
+    token_R = torch.randint(512, (max(all_rows),), generator=generator).to(DEVICE)
+    for width in widths:
+        ranks = ranks_of(whole, width, max(all_rows))
+        for rows in all_rows:
+            what = f"{rows} rows, {width} ranks"
+            with torch.inference_mode():
+                expected = whole.forward(token_R[:rows])
+            for rank, found in zip(ranks, computed(ranks, token_R[:rows]), strict=True):
+                name = f"{what}, rank {rank.split.rank}"
+                assert_same_bits(f"{name}, hidden", found.hidden_RH, expected.hidden_RH)
+                assert_same_bits(f"{name}, features", found.features_RF, expected.features_RF)
+                first = rank.split.rank * config.kv_heads // width
+                heads = slice(first, first + rank.model.own_config.kv_heads)
+                for mine, all_heads in zip(rank.cache.k, whole.cache.k, strict=True):
+                    assert_same_bits(f"{name}, keys", mine[:rows], all_heads[:rows, heads])
+                for mine, all_heads in zip(rank.cache.v, whole.cache.v, strict=True):
+                    assert_same_bits(f"{name}, values", mine[:rows], all_heads[:rows, heads])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
+def test_decoders_in_lockstep_have_the_bits_of_one() -> None:
+    """Four ranks share two KV heads."""
+    with patched_once():
+        check(SMALL, (2, 4), (3,))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
+def test_ranks_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order = group
+
+    def swapped(ranks: int, floats: int) -> list[PeerWindows]:
+        peers = in_order(ranks, floats)
+        for each in peers:
+            each.address_T[1:3] = each.address_T[1:3].flip(0)
+        return peers
+
+    monkeypatch.setattr(sys.modules[__name__], "group", swapped)
+    with patched_once(), pytest.raises(AssertionError, match="4 ranks, rank 0, hidden: .* differ"):
+        check(SMALL, (4,), (3,))
+
+
+@gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_decoders_in_lockstep_have_the_bits_of_one_in_real_shapes(name: str) -> None:
+    model = MODELS[name]
+    check(model, tuple(width for width in (2, 4, 8) if width <= model.leaves), ROWS)
