@@ -69,9 +69,6 @@ class RankAnswers:
             self._asked[answer.number].answers[answer.rank] = answer
         return len(asked.answers) == self._ranks
 
-    def forget(self, number: int) -> None:
-        del self._asked[number]
-
     def give_up(self, number: int, waited_s: float) -> None:
         """Raise the `EngineFailed` that names who did not answer an order."""
         asked = self._asked[number]

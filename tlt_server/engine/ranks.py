@@ -264,7 +264,7 @@ class Ranks:
             if self._quiet_s > BEAT_S:
                 self._beaten, self._quiet_s = self._send(orders.Beat(), asks=True), 0.0
         elif self._answers.complete(self._beaten):
-            self._answers.forget(self._beaten)
+            self.answered(self._beaten)  # frees what was dropped before it
             self._beaten, self._quiet_s = 0, 0.0
         elif self._quiet_s > self.answer_s - BEAT_S:
             self._answers.give_up(self._beaten, self.answer_s - BEAT_S)
