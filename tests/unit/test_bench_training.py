@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.sections.training import training
 from tlt_server.__main__ import main
 from tlt_server.bench.recomputing import random_target
 from tlt_server.bench.training import feature_rows
+from tlt_server.demo.workload import TARGET as DEMO
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.trainer import gpu_prefill
@@ -88,6 +90,24 @@ def test_a_gpu_target_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch
         found = on_gpu.states(TEXTS)
     for first, second in zip(plain.states(TEXTS), found, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("stored", "computed"), [(torch.float16, torch.float16), (torch.float32, torch.bfloat16)]
+)
+def test_a_gpu_target_computes_in_the_type_that_a_server_chooses(
+    tmp_path: Path, stored: torch.dtype, computed: torch.dtype
+) -> None:
+    weights = load_file(DEMO / "model.safetensors")
+    save_file(
+        {name: weight.to(stored) for name, weight in weights.items()},
+        tmp_path / "model.safetensors",
+    )
+    target = GpuPrefill.load(tmp_path, ModelConfig.read(DEMO), (), torch.device("cpu"))
+    assert target.embedding_VH.dtype == computed
+    expected = weights["model.embed_tokens.weight"].to(computed)
+    assert torch.equal(target.embedding_VH, expected)
 
 
 def test_the_bench_runs_and_its_figures_find_their_place(

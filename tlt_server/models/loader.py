@@ -110,6 +110,11 @@ def own_dtype(directory: Path) -> str:
         )
 
 
+def gpu_dtype(own: str) -> str:
+    """Return the type that a GPU computes in, unless a setting names one. `own`: the checkpoint's."""
+    return own if own in ("bfloat16", "float16") else "bfloat16"
+
+
 def unread(config: ModelConfig) -> set[str]:
     """Return the tensors that a checkpoint of this model may hold and that are not read."""
     return {"lm_head.weight"} if config.tied_embeddings else set()

@@ -40,4 +40,4 @@ class RecomputedFeatures:
         return self._target.feature_width
 
     def features(self, responses: Responses, chosen: Sequence[int]) -> Tensor:
-        return self._target.states([responses.tokens(n) for n in chosen]).features_RF.float().cpu()
+        return self._target.states([responses.tokens(n) for n in chosen]).features_RF.cpu().float()

@@ -23,7 +23,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
 from tlt_server.models.gpu.matmuls import StrictMatmuls
-from tlt_server.models.loader import fill, unread
+from tlt_server.models.loader import fill, gpu_dtype, own_dtype, unread
 from tlt_server.trainer.prefill import TextPages, Texts, joined
 
 STEP_ROWS = 4096  # a server's default on a GPU
@@ -36,10 +36,16 @@ class GpuPrefill:
 
     @classmethod
     def load(
-        cls, directory: Path, config: ModelConfig, feature_layers: tuple[int, ...]
+        cls,
+        directory: Path,
+        config: ModelConfig,
+        feature_layers: tuple[int, ...],
+        device: torch.device | None = None,
     ) -> GpuPrefill:
-        device = torch.device("cuda", torch.cuda.current_device())
-        made = cls.empty(config, feature_layers, device)
+        """Return a target that computes in the type that a server chooses for this checkpoint."""
+        device = device or torch.device("cuda", torch.cuda.current_device())
+        dtype = getattr(torch, gpu_dtype(own_dtype(directory)))
+        made = cls.empty(config, feature_layers, device, dtype)
         fill(made.model.parameters(), directory, ignored=unread(config))
         return made
 

@@ -17,6 +17,7 @@ from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.loader import gpu_dtype
 from tlt_server.models.shards import check_ranks
 from tlt_server.models.split import LEAVES, Split, check_leaves
 from tlt_server.mps import mps_enabled
@@ -170,7 +171,7 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -
     reasons, dtype = {}, str(settings.dtype)
     if settings.dtype is None:
         own = own_dtype()
-        dtype = own if own in ("bfloat16", "float16") else "bfloat16"
+        dtype = gpu_dtype(own)
         halved = f"half the size of the checkpoint in {own}"
         reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else halved}"
     suited = filled(
