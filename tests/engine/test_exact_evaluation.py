@@ -376,7 +376,7 @@ def test_what_a_server_has_kept_is_replayed(
     for number, sample in enumerate(engine.taken().values()):
         append(file, framed(number, sample)[1])
     command = ["drafter", "evaluate", "--record", str(file.parent), "--target", str(target)]
-    command += ["--drafter", settings.drafter, "--threads", "2", "--self-check"]
+    command += ["--drafter", settings.drafter, "--threads", "2", "--self-check", "--device", "cpu"]
     assert main(command) == 0
     said = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert said["self_check"]["different"] == 0 and said["self_check"]["cycles"] > 20

@@ -14,7 +14,9 @@ from tests.unit.recorded_samples import sample
 from tlt_server.__main__ import main
 from tlt_server.demo.workload import TARGET
 from tlt_server.drafter import data
+from tlt_server.drafter import train as train_command
 from tlt_server.drafter.data import TargetLimits, read_documents
+from tlt_server.drafter.memory import memory_refused
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
@@ -132,6 +134,21 @@ def test_data_without_anything_to_learn_is_refused(head, tmp_path, capsys):
     assert train(head, path, tmp_path / "out", "--steps", "1") == 2
     assert "nothing to learn" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_without_room_is_an_error_with_a_remedy(
+    head, lines, tmp_path, capsys, monkeypatch
+):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14 GiB.\nand more")
+
+    monkeypatch.setattr(train_command, "load_prefill", full)
+    assert train(head, lines, tmp_path / "out", "--steps", "1") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tlt: the memory of cpu is too small") and said.count("\n") == 1
+    assert "14 GiB" in said
+    with pytest.raises(StartupError, match="take --device cpu"), memory_refused("cuda"):
+        full()
 
 
 def test_conversations_are_encoded_as_a_server_meets_them(tmp_path):

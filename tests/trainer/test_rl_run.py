@@ -36,7 +36,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     for step in REPLAYED:
         target, out = target_of(RECORD, step, root / f"target-{step}"), root / f"{step}.json"
         flags = ["--record", RECORD, "--target", target, "--version", f"rl-{step}", "--self-check"]
-        flags += ["--width", 1, "--rows", 8, "--threads", 1, "--json", out]
+        flags += ["--width", 1, "--rows", 8, "--threads", 1, "--device", "cpu", "--json", out]
         for drafter in drafters:
             flags += ["--drafter", drafter]
         assert main(["drafter", "evaluate", *map(str, flags)]) == 0

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.drafter.memory import memory_refused
 from tlt_server.drafter.records import PAGE_SIZE, EvaluatedRecord, load_record
 from tlt_server.drafter.table import show
 from tlt_server.errors import StartupError
@@ -26,7 +27,7 @@ from tlt_server.trainer import figures
 from tlt_server.trainer.evaluate import ReplayStage, Task, Walked, evaluate
 from tlt_server.trainer.features import RecomputedFeatures
 from tlt_server.trainer.plans import PinnedPlan, RecordedPlan, RootPlan, own_rows
-from tlt_server.trainer.prefill import load_prefill
+from tlt_server.trainer.prefill import PREFILLS, load_prefill
 from tlt_server.trainer.replay import ReplayedDrafter
 from tlt_server.trainer.self_check import SelfCheck, of_version, self_check
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     args.device = replay_device(args.device, record)
     console = wide_console()
     check = None
-    with progress_bar(console) as progress:
+    with memory_refused(args.device), progress_bar(console) as progress:
         if args.self_check:
             task = progress.add_task("self-check", total=len(chosen))
             check = _self_checked(args, record, version, lambda n: progress.advance(task, n))
@@ -72,6 +73,11 @@ def run(args: argparse.Namespace) -> int:
         "rows": _rows(args, record, chosen, found),
     }
     show(console, report)
+    if check is not None and check.different and not record.device:
+        console.print(
+            f"{args.record} does not say what recorded it, and only the same kind of device "
+            f"repeats every count: this replay ran on {args.device}, try the other --device"
+        )
     if record.device not in (args.device, ""):
         console.print(
             f"recorded on {record.device}, which rounds otherwise than this replay on {args.device}"
@@ -132,9 +138,10 @@ def _self_checked(
     args: argparse.Namespace, record: EvaluatedRecord, version: str, tick: Tick
 ) -> SelfCheck:
     if record.device not in (args.device, ""):
+        remedy = f"use --device {record.device}, or " if record.device in PREFILLS else ""
         raise StartupError(
-            f"--self-check compares bits, and {args.record} was recorded on {record.device}: use "
-            f"--device {record.device}, or leave it out"
+            f"--self-check compares bits, and {args.record} was recorded on {record.device}: "
+            f"{remedy}leave it out"
         )
     source, (drafter,) = loaded(args, record, args.drafter[:1], args.device)
     return self_check(

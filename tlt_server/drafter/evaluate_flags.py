@@ -108,7 +108,8 @@ Replay recorded responses through drafters: the accept length that each would ha
 
 A response is fixed by target, prompt and seed, with any drafter. So no target pass verifies
 anything; the target only computes the features that drafters read. On the kind of device that
-recorded, the counts are the server's to the last one.
+recorded, the counts are the server's to the last one, if it ran with the default numerics, dtype
+and reduction leaves.
 """
 EXAMPLES = """\
 examples:

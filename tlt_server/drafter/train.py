@@ -8,12 +8,14 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tlt_server.drafter.data import TargetLimits, read_documents
+from tlt_server.drafter.memory import memory_refused
 from tlt_server.drafter.out import new_directory
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -23,7 +25,7 @@ from tlt_server.trainer.network import load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.prefill import Prefill, load_prefill
-from tlt_server.trainer.recompute import Recomputed
+from tlt_server.trainer.recompute import Document, Recomputed
 from tlt_server.trainer.step import AdamWSettings, StepOutcome, Trainer, default_rate
 from tlt_server.weights.checksums import checksum
 
@@ -38,6 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
+    with memory_refused(device):
+        return _run(arguments, config, documents, device)
+
+
+def _run(
+    arguments: argparse.Namespace, config: ModelConfig, documents: Sequence[Document], device: str
+) -> int:
     layers = feature_layers(arguments.drafter, config)
     target = load_prefill(arguments.target, device, layers, config)
     source = Recomputed(target, documents)

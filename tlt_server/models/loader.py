@@ -111,7 +111,7 @@ def own_dtype(directory: Path) -> str:
 
 
 def gpu_dtype(own: str) -> str:
-    """Return the type that a GPU computes in, unless a setting names one. `own`: the checkpoint's."""
+    """Return what a GPU computes in unless a setting says. `own`: the checkpoint's type."""
     return own if own in ("bfloat16", "float16") else "bfloat16"
 
 
