@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stdout
 
 
 class ResidentTlt:
@@ -23,23 +22,29 @@ class ResidentTlt:
         )
 
     def run(self, *arguments: str) -> None:
-        """Run a verb; what it prints to stdout is dropped. `CalledProcessError`: it failed."""
+        """Run a verb; what it prints to stdout is dropped. `CalledProcessError`: it failed, or the
+        process has ended.
+        """
         process = self._process
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(arguments) + "\n")
-        process.stdin.flush()
-        status = process.stdout.readline()
+        try:
+            process.stdin.write(json.dumps(arguments) + "\n")
+            process.stdin.flush()
+            status = process.stdout.readline()
+        except BrokenPipeError:
+            status = ""
         if status.strip() != "0":
-            raise subprocess.CalledProcessError(int(status or process.wait()), arguments)
+            raise subprocess.CalledProcessError(int(status or process.wait()), ["tlt", *arguments])
 
 
 def serve() -> None:
     from tlt_server.__main__ import main
 
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        for line in sys.stdin:
-            print(main(json.loads(line)), file=answers, flush=True)
+    answers = os.fdopen(os.dup(1), "w")
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # also for libraries that do not print through Python
+    for line in sys.stdin:
+        print(main(json.loads(line)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
