@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from tlt_server.trainer.adoption_test import (
+    CUT,
+    LEVEL,
     AdoptionTest,
     Betting,
     GainInterval,
+    Proof,
     adopting_runs,
     gains,
     level_of,
@@ -48,6 +51,35 @@ def test_a_skewed_loss_is_not_taken_for_a_gain() -> None:
     gain_KT = np.where(random.random((RUNS, GROUPS)) < 0.05, -0.95, 0.05)
     assert abs(gain_KT.mean()) < 0.01
     assert adopting_runs([gain_KT]) <= 0.05
+
+
+def test_losses_beyond_the_cut_are_adopted_by_at_most_the_level_of_each_candidate() -> None:
+    """Cut gains have a positive mean, gains as they are none: the bound of one candidate holds for
+    each, and that of a whole drafter does not.
+    """
+    random, alone = np.random.default_rng(5), []
+    for candidate in range(CANDIDATES):
+        gain_KT = np.where(random.random((RUNS, GROUPS)) < 1 / 8, -0.7, 0.1)
+        assert np.clip(gain_KT, -CUT, CUT).mean() > 0.03 > abs(gain_KT.mean())
+        proof = Proof(RUNS, candidate)
+        for gain_K in gain_KT.T:
+            proof.observe(gain_K)
+        alone.append(proof.found_K)
+    assert max(found_K.mean() for found_K in alone) <= LEVEL
+    assert LEVEL < np.any(alone, axis=0).mean() <= CANDIDATES * LEVEL
+
+
+def test_a_trajectory_of_candidates_on_the_same_prompts_is_seldom_adopted() -> None:
+    """Each candidate is the one before, trained on; an adoption after every third one."""
+    random = np.random.default_rng(6)
+    gain_KT, adopted_K = np.zeros((RUNS, 48)), np.zeros(RUNS, np.bool_)
+    for candidate in range(12):
+        gain_KT = 0.7 * gain_KT + 0.2 * random.standard_normal((RUNS, 48))
+        proof = Proof(RUNS, candidate % 3)
+        for gain_K in np.clip(gain_KT, -1, 1).T:
+            proof.observe(gain_K)
+        adopted_K |= proof.found_K
+    assert adopted_K.mean() <= LEVEL
 
 
 def test_levels_of_all_candidates_sum_to_the_level_of_the_run() -> None:

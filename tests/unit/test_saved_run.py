@@ -19,7 +19,7 @@ def test_a_number_is_on_the_disk_before_it_is_used(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NUMBER]
 
 
-def test_candidates_are_counted_anew_after_an_adoption(tmp_path: Path) -> None:
+def test_the_count_of_candidates_begins_again_with_an_adoption(tmp_path: Path) -> None:
     numbers, counts = CandidateNumbers(tmp_path / NUMBER), []
     for adopted in (False, False, True, False, False):
         number = numbers.take()

@@ -12,14 +12,18 @@ so with probability at least 1 - level it never reaches 1 / level (Ville's inequ
 the interval, which are the means that bets have not disproved: Waudby-Smith and Ramdas, "Estimating
 means of bounded random variables by betting", JRSS-B 86 (2024), with their approximate GRAPA bets.
 
-Bets are on gains cut to [-`MOST`, `MOST`] and scaled to [-1, 1]: a loss that cannot be large lets
-them be large, so that two dozen groups prove what all of them show. Many small gains and few large
-losses can be no gain that looks like one then, so bets on the gains as they are have to agree, at
-the level of one candidate, and so has the sum of costs.
+A candidate has to pass two such tests, and the sum of costs has to agree.
 
-A drafter in force meets many candidates. The level is spent over them: the k-th one is tested at
-level / (k (k + 1)), which sums to the level, so the bound holds for all that one drafter meets. The
-one that takes its place begins with the whole level.
+1. Bets on gains cut to [-`CUT`, `CUT`] and scaled to [-1, 1]. A loss is then small, so bets may be
+   large, and two dozen groups prove a gain that most of them show. Candidate k of those that were
+   tested since the last adoption has level / (k (k + 1)), which sums to the level: where cut gains
+   have a mean of at most 0, the chance that any of them is ever adopted is at most the level.
+2. Bets on the gains as they are, each candidate at the whole level. Many small gains and few large
+   losses can have a positive mean once they are cut, and none as they are. Each such candidate is
+   adopted with a chance of at most the level; for several of them the chances add up.
+
+After an adoption the count begins again, so both bounds hold for each drafter that was adopted, not
+for a whole run of adoptions.
 
 Legend: K tests in step with each other, a dimension that simulations use.
 """
@@ -32,9 +36,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Limit of the chance that candidates without gain, all that a drafter meets, ever take its place.
-LEVEL = 0.05
-MOST = 0.4  # gain of a group beyond which the bets see no difference
+LEVEL = 0.05  # limit of the chance of a false adoption; the module says of which candidates
+CUT = 0.4  # gain of a group beyond which the first test sees no difference
 LARGEST_BET = 0.9  # share of the wealth; less than all, so that no observation ruins the test
 INTERVAL_LEVEL = 0.05
 GRID = np.linspace(-1.0, 1.0, 401)  # means that an interval tells apart
@@ -49,7 +52,7 @@ class GainBounds(NamedTuple):
 
 
 def level_of(candidate: int, level: float = LEVEL) -> float:
-    """Return the level at which a drafter's `candidate`-th candidate is tested, counted from 0."""
+    """Return the first test's level for the `candidate`-th candidate since an adoption, from 0."""
     return level / ((candidate + 1) * (candidate + 2))
 
 
@@ -130,13 +133,13 @@ class Proof:
     """The bets on gains that are cut, and those on gains as they are, of K candidates."""
 
     def __init__(self, count: int, candidate: int, level: float = LEVEL) -> None:
-        """`candidate`: how many the drafter in force has met before."""
+        """`candidate`: how many were tested before it since the last adoption."""
         self.needed = -float(np.log(level_of(candidate, level))), -float(np.log(level))
         self._bets = Betting(np.zeros(count)), Betting(np.zeros(count))
 
     def observe(self, gain_K: NDArray[np.float64]) -> None:
         cut, plain = self._bets
-        cut.observe(np.clip(gain_K / MOST, -1.0, 1.0))
+        cut.observe(np.clip(gain_K / CUT, -1.0, 1.0))
         plain.observe(gain_K)
 
     @property
@@ -151,7 +154,7 @@ class AdoptionTest:
     """The test of one candidate."""
 
     def __init__(self, candidate: int = 0) -> None:
-        """`candidate`: how many the drafter in force has met before."""
+        """`candidate`: how many were tested before it since the last adoption."""
         self._proof, self._interval = Proof(1, candidate), GainInterval()
         self._saved, self.groups = 0.0, 0
 

@@ -68,8 +68,8 @@ class Trial:
         checked: Facts | None,
         tables: Mapping[str, NDArray[np.float32]],
     ) -> None:
-        """`number`: of the candidate, from 1 on. `before`: how many the drafter in force has met
-        before. `states`: those of all sequences of the trial.
+        """`number`: of the candidate, from 1 on. `before`: how many were tested before it since the
+        last adoption. `states`: those of all sequences of the trial.
         `checked`: where the self-check counts; None: the engine rounds otherwise than this replay.
         `tables`: those by which the engine grew its trees.
         """
