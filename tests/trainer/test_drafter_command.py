@@ -86,7 +86,10 @@ def train(head, lines, out, *flags):
 
 
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits(head, lines, tmp_path, capsys):
-    assert train(head, lines, tmp_path / "whole", "--steps", "4") == 0
+    before = torch.get_num_threads()
+    assert train(head, lines, tmp_path / "whole", "--steps", "4", "--threads", "1") == 0
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
     saved = ("--steps", "4", "--checkpoints", str(tmp_path / "saved"), "--save-every", "2")
     assert train(head, lines, tmp_path / "first", *saved) == 0
     (newest,) = (tmp_path / "saved").glob("*4.safetensors")

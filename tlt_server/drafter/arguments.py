@@ -136,6 +136,9 @@ def _train(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "cuda"),
         help="where drafter and target run [default: cuda if torch has one]",
     )
+    parser.add_argument(
+        "--threads", type=_count, metavar="N", help="compute threads of a CPU [default: torch's]"
+    )
     _seed(parser)
 
 

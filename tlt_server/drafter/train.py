@@ -21,7 +21,7 @@ from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
 from tlt_server.trainer.checkpoint import CHECKSUM, Checkpoints, newest
-from tlt_server.trainer.network import load_trainable
+from tlt_server.trainer.network import TrainableDrafter, load_trainable
 from tlt_server.trainer.objectives import make_objective
 from tlt_server.trainer.pack import Cursor, Packer
 from tlt_server.trainer.prefill import Prefill, load_prefill
@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
     with memory_refused(device):
         return _run(arguments, config, documents, device)
 
@@ -47,11 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(
     arguments: argparse.Namespace, config: ModelConfig, documents: Sequence[Document], device: str
 ) -> int:
+    compute = torch.bfloat16 if device == "cuda" else torch.float32
+    # First, so that a drafter of another target is refused before a large one is read.
+    network = load_trainable(arguments.drafter, config, compute=compute, device=device)
     layers = feature_layers(arguments.drafter, config)
     target = load_prefill(arguments.target, device, layers, config)
     source = Recomputed(target, documents)
     with new_directory(arguments.out) as directory:
-        trainer, packer = _build(arguments, device, source, target)
+        trainer, packer = _build(arguments, network, source, target)
         tokens = sum(source.lengths)
         _say(
             f"{len(documents)} documents, {tokens} tokens; {len(packer.plan(0))} packs an epoch; "
@@ -66,20 +71,13 @@ def _run(
 
 
 def _build(
-    arguments: argparse.Namespace, device: str, source: Recomputed, target: Prefill
+    arguments: argparse.Namespace, network: TrainableDrafter, source: Recomputed, target: Prefill
 ) -> tuple[Trainer, Packer]:
-    config = target.model.config
-    network = load_trainable(
-        arguments.drafter,
-        config,
-        compute=torch.bfloat16 if device == "cuda" else torch.float32,
-        device=device,
-    )
     objective = make_objective(
         arguments.objective, arguments.acceptance, arguments.acceptance_weight, arguments.unroll
     )
     settings = AdamWSettings(
-        lr=arguments.lr or default_rate(config.hidden_size),
+        lr=arguments.lr or default_rate(network.config.hidden_size),
         warmup_steps=min(100, arguments.steps // 10),
         total_steps=arguments.steps,
     )

@@ -97,6 +97,7 @@ class GpuPrefill:
     def _cache_of(self, pages: int) -> KVCache:
         config, placement = self.model.config, self.model.placement
         if self._cache is None or self._cache.pages < pages:
+            self._cache = None  # frees its memory first
             self._cache = KVCache(
                 layers=config.layers,
                 pages=pages,

@@ -78,6 +78,7 @@ class CpuPrefill:
     def states(self, texts: Texts) -> Forward:
         pages = TextPages([len(text) for text in texts], self.model.page_size)
         if self._cache is None or self._cache.pages < pages.count:
+            self._cache = None  # frees its memory first
             self._cache = self.model.make_cache(pages.count, self.model.page_size, 0)
         return joined(self.model.forward(rows, self._cache) for rows in _chunks(texts, pages))
 
