@@ -19,6 +19,7 @@ from tlt_server.trainer.prefill import CpuPrefill, Prefill
 def random_target(
     config: ModelConfig, feature_layers: tuple[int, ...], device: torch.device
 ) -> Prefill:
+    """Return a target with random weights, in bfloat16 on a GPU and float32 on a CPU."""
     if device.type == "cuda":
         target = GpuPrefill.empty(config, feature_layers, device)
         randomise(target.model.own_parameters())
