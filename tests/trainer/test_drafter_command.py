@@ -13,10 +13,11 @@ from tests.trainer.samples import LAYERS, demo_target, solutions
 from tests.unit.recorded_samples import sample
 from tlt_server.__main__ import main
 from tlt_server.demo.workload import TARGET
-from tlt_server.drafter import data
+from tlt_server.drafter import data, device
 from tlt_server.drafter import train as train_command
 from tlt_server.drafter.data import TargetLimits, read_documents
-from tlt_server.drafter.memory import memory_refused
+from tlt_server.drafter.device import device_of, memory_refused
+from tlt_server.engine.devices.choice import Gpu
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import feature_layers
@@ -152,6 +153,16 @@ def test_a_device_without_room_is_an_error_with_a_remedy(
     assert "14 GiB" in said
     with pytest.raises(StartupError, match="take --device cpu"), memory_refused("cuda"):
         full()
+
+
+def test_a_gpu_that_the_kernels_do_not_run_on_is_not_chosen(monkeypatch):
+    monkeypatch.setattr(device, "look", lambda: Gpu("old", unusable="old has capability 8.0"))
+    assert device_of(None) == device_of("cpu") == "cpu"
+    with pytest.raises(StartupError, match=r"capability 8\.0; use --device cpu"):
+        device_of("cuda")
+    monkeypatch.setattr(device, "look", lambda: Gpu("new"))
+    assert device_of(None) == device_of(None, "cuda") == device_of("cuda", "cpu") == "cuda"
+    assert device_of(None, "cpu") == "cpu"
 
 
 def test_conversations_are_encoded_as_a_server_meets_them(tmp_path):

@@ -134,7 +134,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="where drafter and target run [default: cuda if torch has one]",
+        help="where drafter and target run [default: cuda where a server would take it]",
     )
     parser.add_argument(
         "--threads", type=_count, metavar="N", help="compute threads of a CPU [default: torch's]"

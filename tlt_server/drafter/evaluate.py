@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tlt_server.bench.record import finish, progress_bar, wide_console
-from tlt_server.drafter.memory import memory_refused
+from tlt_server.drafter.device import device_of, memory_refused
 from tlt_server.drafter.records import PAGE_SIZE, EvaluatedRecord, load_record
 from tlt_server.drafter.table import show
 from tlt_server.errors import StartupError
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             f"it has {', '.join(record.samples.legend.versions)}: name another with --version"
         )
     torch.set_num_threads(args.threads or available_processors())
-    args.device = replay_device(args.device, record)
+    args.device = device_of(args.device, record.device)
     console = wide_console()
     check = None
     with memory_refused(args.device), progress_bar(console) as progress:
@@ -99,16 +99,6 @@ def _version(args: argparse.Namespace, record: EvaluatedRecord) -> str:
             "one whose weights --target holds as --version"
         )
     return str(args.version)
-
-
-def replay_device(asked: str | None, record: EvaluatedRecord) -> str:
-    """Return where to replay: on a GPU, if there is one and the record is not known to be a CPU's.
-    `StartupError`: one is asked for and there is none.
-    """
-    there = torch.cuda.is_available()
-    if asked == "cuda" and not there:
-        raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
-    return asked or ("cuda" if there and record.device != "cpu" else "cpu")
 
 
 def loaded(

@@ -98,7 +98,7 @@ def add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="where to replay [default: cuda if torch has one and no CPU recorded]",
+        help="where to replay [default: cuda where a server would take it, unless a CPU recorded]",
     )
     add_json(parser)
 

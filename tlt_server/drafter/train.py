@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tlt_server.drafter.data import TargetLimits, read_documents
-from tlt_server.drafter.memory import memory_refused
+from tlt_server.drafter.device import device_of, memory_refused
 from tlt_server.drafter.out import new_directory
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -37,9 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     documents = read_documents(
         arguments.data, TargetLimits(config.vocab_size, config.max_position), arguments.target
     )
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise StartupError("--device is cuda, but torch finds no GPU; use --device cpu")
+    device = device_of(arguments.device)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     with memory_refused(device):

@@ -1,12 +1,25 @@
-"""Errors for memory, as a user of `tlt drafter` reads them."""
+"""The device on which a verb of `tlt drafter` runs target and drafters, and its errors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tlt_server.engine.devices.choice import look
 from tlt_server.errors import StartupError
 from tlt_server.trainer.step import memory_errors
+
+
+def device_of(asked: str | None, recorded: str = "") -> str:
+    """Return cpu or cuda. `asked`: None takes a GPU that the kernels run on, unless a CPU
+    `recorded`. `StartupError`: a GPU is asked for, and there is none to be used.
+    """
+    if asked == "cpu" or (asked is None and recorded == "cpu"):
+        return "cpu"
+    unusable = look().unusable
+    if asked == "cuda" and unusable:
+        raise StartupError(f"--device is cuda, but {unusable}; use --device cpu")
+    return "cpu" if unusable else "cuda"
 
 
 @contextmanager
