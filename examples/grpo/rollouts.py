@@ -64,14 +64,18 @@ def roll_out(
 ) -> list[Group]:
     """Return `size` responses to each prompt, sampled at temperature 1.
 
-    `ServerError` if an item failed, `RuntimeError` if a token is not of the weights `version`.
+    An engine that dies meanwhile changes no bit: its successor goes on, if the server has a
+    `--state-dir` for the weights.
+
+    `ServerError` if an item failed, `TimeoutError` after an hour, `RuntimeError` if a token is not
+    of the weights `version`.
     """
     items = [
         {"id": str(i), "group_id": str(i), "token_ids": p.token_ids, "n": size, "seed": p.seed}
         for i, p in enumerate(prompts)
     ]
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": max_tokens}
-    reply, groups = client.generate(items, sampling=sampling), []
+    reply, groups = client.generate(items, sampling=sampling, detach=True).result(), []
     for prompt, result in zip(prompts, reply.results, strict=True):
         if result.error is not None:
             raise ServerError(result.error.code, result.error.message, status=500)

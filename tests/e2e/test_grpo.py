@@ -1,12 +1,15 @@
-"""The GRPO example against one real server: the same bits with and without speculation, in one go
-and resumed.
+"""The GRPO example against real servers: the same bits with and without speculation, in one go and
+resumed, on one rank and on two, of which one may die.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,8 @@ from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.rollouts import KINDS, LARGER, draw_prompts, load_tokenizer
 from examples.grpo.train import arguments, train
 from tests.e2e.conftest import PAIR
+from tests.e2e.test_lifecycle import until
+from tests.processes import engine, ranks
 from tlt_client import Client
 from tlt_server.bench.padding.checkpoint import write
 from tlt_server.bench.padding.recipe import pad
@@ -125,6 +130,39 @@ def test_a_run_whose_drafter_is_trained_has_the_same_bits(off: Path, tmp_path: P
     assert [line["step"] for line in replayed] == ["0", "1", "all"]
     assert all(5 < line["frozen"] == line["oracle"] < 8 for line in replayed)
     assert replayed[0]["adaptive"] == replayed[0]["frozen"]
+
+
+def kill_a_rank(server: ServerProcess) -> None:
+    """Kill the second rank while responses are generated."""
+    [rank] = ranks(engine(server.process.pid))
+    with Client(server.url) as client:
+
+        def progress() -> int:
+            return sum(one.progress.tokens for one in client.rollouts() if one.status == "running")
+
+        until(lambda: progress() > 20)
+        os.kill(rank, signal.SIGSTOP)  # the first rank waits for it, so nothing can end
+        generating = progress() > 20
+        os.kill(rank, signal.SIGKILL)
+        assert generating, "the step's responses ended too soon"
+
+
+@pytest.mark.long
+def test_a_run_has_the_same_bits_over_two_ranks_of_which_one_is_killed(tmp_path: Path) -> None:
+    runs = {name: tmp_path / name for name in ("one", "two", "killed")}
+    flags = ("--device", "cpu", "--reduction-leaves", "2", "--tensor-parallel")
+    with serving(tmp_path / "state-of-one", *flags, "1") as server:
+        trained(server, "--out", runs["one"], *PINNED, "--steps", 2)
+    with serving(tmp_path / "state-of-two", *flags, "2") as server:
+        trained(server, "--out", runs["two"], *PINNED, "--steps", 2)
+        trained(server, "--out", runs["killed"], *PINNED, "--steps", 1)
+        with ThreadPoolExecutor() as pool:
+            killing = pool.submit(kill_a_rank, server)
+            trained(server, "--out", runs["killed"], *PINNED, "--steps", 2, "--resume")
+            killing.result()
+    assert differences(runs["one"], runs["two"]) == []
+    assert differences(runs["one"], runs["killed"]) == []
+    assert all(line["accept_length"] > 2 for run in runs.values() for line in lines(run))
 
 
 @pytest.mark.long
