@@ -35,6 +35,21 @@ def server(shipped: ServerProcess) -> ServerProcess:
     return shipped
 
 
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids="width {}".format
+)
+def width(request: pytest.FixtureRequest) -> int:
+    """Return how many ranks share the target of the module's server."""
+    found: int = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_width(width: int) -> tuple[str, ...]:
+    """Return the flags of a server of this width."""
+    return ("--device", "cpu", "--tensor-parallel", str(width))
+
+
 @pytest.fixture
 def client(server: ServerProcess) -> Iterator[Client]:
     with Client(server.url, timeout_s=60) as client:

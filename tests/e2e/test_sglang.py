@@ -1,5 +1,5 @@
-"""The orders of calls that slime and AReaL document, on a real server, with rollouts running
-meanwhile.
+"""The orders of calls that slime and AReaL document, on a real server of one rank and of two, with
+rollouts running meanwhile.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ PROMPT = list(b"Compute 3*4+5.")
 
 
 @pytest.fixture(scope="module")
-def pushable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def pushable(
+    of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     root = tmp_path_factory.mktemp("weights")
     for step in range(1, 5):
         perturbed_copy(TARGET, root / f"iter_{step}", step)
-    with ServerProcess(*DRAFTING, "--weight-root", str(root)) as server:
+    with ServerProcess(*DRAFTING, *of_width, "--weight-root", str(root)) as server:
         yield server
 
 
@@ -81,11 +83,11 @@ def resumed(url: str, seed: int, tokens: int = 300) -> Rollout:
         aborted = True
 
 
-def test_the_order_of_slime(pushable: ServerProcess) -> None:
+def test_the_order_of_slime(pushable: ServerProcess, width: int) -> None:
     """Pause, flush, update under a name, continue. What was aborted goes on where it was."""
     calls = Calls(pushable.url)
     info = calls.get("/server_info")
-    assert (info["tp_size"], info["dp_size"], info["weight_version"]) == (1, 1, "initial")
+    assert (info["tp_size"], info["dp_size"], info["weight_version"]) == (width, 1, "initial")
     assert calls.get("/health_generate") == {"status": "ok"}
     with rolling(lambda i: resumed(pushable.url, i)) as rollouts:
         calls.await_tokens()

@@ -1,5 +1,5 @@
 """TRL's own trainers through the shipped adapter, against a real server that speculates, in float32
-on the CPU.
+on the CPU, with one rank and with two.
 
 Whenever a trainer's weights were pushed and completions came, what the trainer holds is compared
 with what the server holds, tensor by tensor, and the log-probs that the server sent with those of a
@@ -66,10 +66,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(
+    root: Path, of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     state = tmp_path_factory.mktemp("state")
     with ServerProcess(
         *DRAFTING,  # beg may find that plain decoding is faster here
+        *of_width,
         "--state-dir",
         str(state),
         "--weight-root",

@@ -1,5 +1,5 @@
-"""The orders of calls that TRL's asynchronous trainer and prime-rl document, on a real server, with
-rollouts running meanwhile.
+"""The orders of calls that TRL's asynchronous trainer and prime-rl document, on a real server of
+one rank and of two, with rollouts running meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ PROMPT = list(b"Compute 3*4+5.")
 
 
 @pytest.fixture(scope="module")
-def pushable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
+def pushable(
+    of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ServerProcess, Path]]:
     root = tmp_path_factory.mktemp("weights")
     for step in range(1, 7):
         perturbed_copy(TARGET, root / f"step_{step}", step)
@@ -39,7 +41,7 @@ def pushable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerP
         "--sd-strategy",
         "eagle:4x2x8",
     )
-    with ServerProcess(*DRAFTING, *flags) as server:
+    with ServerProcess(*DRAFTING, *of_width, *flags) as server:
         yield server, root
 
 
