@@ -25,6 +25,7 @@ def test_rows_of_all_sections_and_an_environment_without_multicast() -> None:
     assert measured(command(checks + REPORT + REPORT)) == ([ROW, ROW], "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

@@ -11,6 +11,7 @@ from examples.grpo.resident import ResidentTlt
 from tlt_server.demo.workload import TARGET
 
 
+@pytest.mark.slow
 def test_a_failed_verb_is_told_and_the_process_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
