@@ -35,7 +35,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--oracle-lr", type=float, default=5e-4, help="their learning rate")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where it trains and replays"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where it trains and replays [default: cuda if the kernels run on one]",
     )
     parser.add_argument("--threads", type=int, default=1)
     return parser

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from examples.grpo.adapt import drafter_of
 from examples.grpo.foreign import tlt_drafter
 from examples.grpo.record import load_samples
+from tlt_server.drafter.device import device_of
 from tlt_server.models.config import ModelConfig
 from tlt_server.records import Strategy, parse_strategy
 from tlt_server.samples.identity import identity_of
@@ -50,6 +51,7 @@ def compare(asked: argparse.Namespace) -> int:
     can be replayed.
     """
     torch.set_num_threads(asked.threads)
+    asked.device = device_of(asked.device)
     run, strategy = asked.run, parse_strategy(asked.strategy)
     steps = [int(path.name) for path in sorted((run / "weights").iterdir())]
     last, steps = steps[-1], [step for step in steps if _has_responses(run, step)]
