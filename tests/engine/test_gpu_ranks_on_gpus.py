@@ -116,7 +116,7 @@ def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
     everything, before = ("weights", "kv_cache"), free_bytes()
     done(shared, Sleep("s", everything))
     given_back = [after - was for was, after in zip(before, free_bytes(), strict=True)]
-    assert all(each > 256 * MIB for each in given_back), f"KV and weights: {given_back}"
+    assert all(each > 40 * MIB for each in given_back), f"36 MiB of KV, weights: {given_back}"
     done(shared, WakeUp("w", everything))
     assert shared.checksums() == sums
     assert responses(shared, ARMS[1]) == expected
@@ -125,7 +125,7 @@ def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
-        (signal.SIGSTOP, "waited (2 s for rank 1|3 s for the GPUs to end step)"),
+        (signal.SIGSTOP, "waited (2 s for rank 1|3 s for the GPUs to end order)"),
         (signal.SIGKILL, r"rank 1 \(process \d+\) ended"),
     ],
 )

@@ -10,6 +10,7 @@ from tlt_server.errors import ModelError
 from tlt_server.trainer.schedule import Schedule, TrialSpacing
 from tlt_server.trainer.spot import (
     ANSWER_S,
+    LITTLE_PATIENCE_S,
     PATIENCE_S,
     RETRY_S,
     Facts,
@@ -55,7 +56,7 @@ class FakeWork:
         self.fault: Exception | None = None
         self.refuses = self.full = False
         self.adoptions: list[str] = []
-        self.without = 0  # sequences that have no features
+        self.wanted = self.without = 0  # sequences of a round; those that have no features
 
     def install(self, handed: HandedOver) -> None:
         if self.refuses:
@@ -64,7 +65,8 @@ class FakeWork:
             raise MemoryError("1 GiB")
 
     def lacking(self) -> Lacking:
-        return Lacking(self.without, Recompute([b"four"] * min(2, self.without)))
+        command = Recompute([b"four"] * min(2, self.without))
+        return Lacking(self.without, command, partly=self.without < self.wanted)
 
     def round(self) -> Round:
         try:
@@ -448,16 +450,28 @@ def test_weights_that_do_not_come_are_asked_for_again() -> None:
 
 def test_features_are_computed_before_a_round_as_long_as_they_come() -> None:
     rig = Rig()
-    rig.work.without = 5
+    rig.work.wanted = rig.work.without = 5
     rig.hand_over()
     rig.run(2)
     assert rig.sent == [Recompute([b"four"] * 2)] and rig.spot.state == S.IDLE
     rig.work.without = 3  # both came: the next ones at once
     rig.run(1)
     assert len(rig.sent) == 2 and rig.spot.state == S.IDLE
-    rig.now += PATIENCE_S  # none came, as the engine had work
+    rig.now += LITTLE_PATIENCE_S  # none came, as the engine had work: begin with those two
     rig.run(1)
     assert len(rig.sent) == 2 and rig.spot.state == S.TRAINING
+
+
+def test_without_any_features_a_round_waits_longer() -> None:
+    rig = Rig()
+    rig.work.wanted = rig.work.without = 5
+    rig.hand_over()
+    rig.run(2)  # asks, half a second ago
+    rig.now += PATIENCE_S - 1.5
+    rig.run(1)
+    assert rig.spot.state == S.IDLE
+    rig.run(1)
+    assert rig.spot.state == S.TRAINING
 
 
 def test_rounds_without_gain_become_rare_until_weights_change() -> None:

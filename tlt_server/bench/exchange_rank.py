@@ -101,13 +101,16 @@ def links(rank: BenchRank) -> Iterator[Row]:
     """Time plain reads and writes of the other GPU's memory, by both at once."""
     room, address = rank.peers.room(0), rank.peers.address_T.tolist()[1 - rank.number]
     own, other = room.data_ptr(), address + room.data_ptr() - rank.peers.own.data_ptr()
-    scratch = torch.empty_like(room).data_ptr()
+    scratch = torch.empty_like(room)
     for rows in MANY_ROWS[3:]:
         words = rows * HIDDEN
         grid = (triton.cdiv(words, COPY_WORDS),)
         runs = {
             name: many(partial(_copied, grid, source, target, words), LAYERS)
-            for name, source, target in (("reads", other, scratch), ("writes", own, other))
+            for name, source, target in (
+                ("reads", other, scratch.data_ptr()),
+                ("writes", own, other),
+            )
         }
         for name, us in rank.times_us(f"links {rows}", runs).items():
             each_us = us / LAYERS

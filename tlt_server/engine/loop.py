@@ -142,9 +142,9 @@ class Engine:
         return self.scheduler.compiling and not (due or self.runner.in_flight)
 
     def use_idle_time(self) -> bool:
-        """Read the tokenizer, measure a batch of steps, or record one graph that a later step may
-        need, if nothing else is to be done: some tens or hundreds of milliseconds. Then begin to
-        recompute states, which the steps do. Tell whether there may be more.
+        """Read the tokenizer, measure a batch of steps, begin to recompute states that a trainer
+        waits for, which the steps do, or record one graph that a later step may need, if nothing
+        else is to be done: some tens or hundreds of milliseconds. Tell whether there may be more.
         """
         if not (self.idle and self.scheduler.idle and not self.pushes.busy):
             return False
@@ -155,9 +155,9 @@ class Engine:
         if self.policy.measures and self.measure is not None and not self._training():
             self.measure = self.measure if self.measure() else None
             return True
-        if self._record(self.policy.strategies):
+        if self._recomputing is not None and self._recomputing.start():
             return True
-        return self._recomputing is not None and self._recomputing.start()
+        return self._record(self.policy.strategies)
 
     @property
     def finished(self) -> bool:

@@ -40,7 +40,9 @@ from tlt_server.training import (
 ANSWER_S = 120.0  # time after which weights that were asked for are asked for again
 REPORT_S = 1.0
 RETRY_S = 10.0  # time after which weights that were refused are asked for again
-LOOK_S, PATIENCE_S = 0.1, 10.0  # between looks for features, and the wait for one command's
+LOOK_S = 0.1  # between looks for features
+# The wait for those of one command: without any to train on, and with some.
+PATIENCE_S, LITTLE_PATIENCE_S = 10.0, 1.0
 HELD = "it is paused for a time"
 
 
@@ -66,10 +68,13 @@ class Facts:
 
 
 class Lacking(NamedTuple):
-    """Sequences without features, and the command that computes those of the first ones."""
+    """Sequences without features, the command that computes those of the first ones, and whether
+    other sequences have some.
+    """
 
     sequences: int
     command: Recompute
+    partly: bool
 
 
 class RoundEnd(NamedTuple):
@@ -305,7 +310,9 @@ class SpotTrainer:
         if not lacking.command.texts:
             self._lacking = None
             return True
-        self._lacking, self._patience_s = lacking, now_s + PATIENCE_S
+        # In an RL step the engine may be idle for seconds only, and a push makes features useless.
+        patience_s = LITTLE_PATIENCE_S if lacking.partly else PATIENCE_S
+        self._lacking, self._patience_s = lacking, now_s + patience_s
         self._send(lacking.command)
         return False
 

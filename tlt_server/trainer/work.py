@@ -155,10 +155,10 @@ class DrafterWork:
             held = sampling.judging(sampling.evaluated(entries, version), JUDGED_GROUPS)
             wanted = [entry for group in held for entry in group][:JUDGED_GROUPS]
             self._wanted = wanted + self._draw(sampling.strata_of(entries, version))
-        self._wanted = self._states.missing(version, self._wanted)
-        command = recompute_of(self._wanted)
+        missing = self._states.missing(version, self._wanted)
+        command = recompute_of(missing)
         self._states.expect(command)
-        return Lacking(len(self._wanted), command)
+        return Lacking(len(missing), command, partly=len(missing) < len(self._wanted))
 
     def halve(self) -> bool:
         done, self._halved = self._halved, True

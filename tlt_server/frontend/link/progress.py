@@ -98,4 +98,5 @@ def _trained(config: ResolvedConfig) -> str:
         return "nothing is trained, as --drafter names no network"
     if not config.drafter_feature_mb:
         return "nothing is trained, as drafter_feature_mb is 0"
-    return "the drafter is trained on them while the engine is idle"
+    when = "while the engine is idle" if config.drafter_training == "idle" else "all the time"
+    return f"the drafter is trained on them {when}"
