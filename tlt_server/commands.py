@@ -85,7 +85,7 @@ class SetPolicy(Struct, frozen=True, tag="set_policy"):
     pins: tuple[Pin, ...] = ()
 
 
-MAX_TEXTS, MAX_TEXT_BYTES = 16, 2**19  # limits of `Recompute`
+MAX_TEXTS, MAX_TEXT_BYTES = 64, 2**19  # limits of `Recompute`
 Text = Annotated[bytes, Meta(min_length=8, max_length=MAX_TEXT_BYTES)]
 
 

@@ -56,7 +56,8 @@ class FakeWork:
         self.fault: Exception | None = None
         self.refuses = self.full = False
         self.adoptions: list[str] = []
-        self.wanted = self.without = 0  # sequences of a round; those that have no features
+        self.without = 0  # sequences that have no features
+        self.some = False  # are there others that have some?
 
     def install(self, handed: HandedOver) -> None:
         if self.refuses:
@@ -65,8 +66,10 @@ class FakeWork:
             raise MemoryError("1 GiB")
 
     def lacking(self) -> Lacking:
-        command = Recompute([b"four"] * min(2, self.without))
-        return Lacking(self.without, command, partly=self.without < self.wanted)
+        return Lacking(self.without, Recompute([b"four"] * min(2, self.without)))
+
+    def ready(self) -> bool:
+        return self.some
 
     def round(self) -> Round:
         try:
@@ -450,26 +453,34 @@ def test_weights_that_do_not_come_are_asked_for_again() -> None:
 
 def test_features_are_computed_before_a_round_as_long_as_they_come() -> None:
     rig = Rig()
-    rig.work.wanted = rig.work.without = 5
+    rig.work.without = 5
     rig.hand_over()
     rig.run(2)
     assert rig.sent == [Recompute([b"four"] * 2)] and rig.spot.state == S.IDLE
-    rig.work.without = 3  # both came: the next ones at once
+    rig.work.without, rig.work.some = 3, True  # both came: the next ones at once
     rig.run(1)
     assert len(rig.sent) == 2 and rig.spot.state == S.IDLE
-    rig.now += LITTLE_PATIENCE_S  # none came, as the engine had work: begin with those two
+    rig.now += LITTLE_PATIENCE_S - 1
+    rig.work.without = 2  # one of two, so there is time for the other
     rig.run(1)
+    rig.now += LITTLE_PATIENCE_S - 1
+    rig.run(1)
+    assert len(rig.sent) == 2 and rig.spot.state == S.IDLE
+    rig.run(1)  # the engine has work: begin with what there is
     assert len(rig.sent) == 2 and rig.spot.state == S.TRAINING
 
 
-def test_without_any_features_a_round_waits_longer() -> None:
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_round_waits_long_only_without_any_features(*, captured: bool) -> None:
     rig = Rig()
-    rig.work.wanted = rig.work.without = 5
+    rig.work.without = 5
     rig.hand_over()
-    rig.run(2)  # asks, half a second ago
-    rig.now += PATIENCE_S - 1.5
+    rig.run(2)
+    rig.now += PATIENCE_S - 2.5
+    rig.work.some = captured
     rig.run(1)
-    assert rig.spot.state == S.IDLE
+    assert (rig.spot.state == S.TRAINING) == captured
+    rig.now += 2
     rig.run(1)
     assert rig.spot.state == S.TRAINING
 

@@ -41,8 +41,9 @@ ANSWER_S = 120.0  # time after which weights that were asked for are asked for a
 REPORT_S = 1.0
 RETRY_S = 10.0  # time after which weights that were refused are asked for again
 LOOK_S = 0.1  # between looks for features
-# The wait for those of one command: without any to train on, and with some.
-PATIENCE_S, LITTLE_PATIENCE_S = 10.0, 1.0
+# The wait for the next ones that were asked for: without any to train on, and with some. In an RL
+# step the engine may be idle for seconds only, and a push makes features useless.
+PATIENCE_S, LITTLE_PATIENCE_S = 10.0, 2.0
 HELD = "it is paused for a time"
 
 
@@ -68,13 +69,10 @@ class Facts:
 
 
 class Lacking(NamedTuple):
-    """Sequences without features, the command that computes those of the first ones, and whether
-    other sequences have some.
-    """
+    """Sequences without features, and the command that computes those of the first ones."""
 
     sequences: int
     command: Recompute
-    partly: bool
 
 
 class RoundEnd(NamedTuple):
@@ -101,6 +99,9 @@ class Work(Protocol):
 
     def lacking(self) -> Lacking:
         """Return what the next round has no features of."""
+
+    def ready(self) -> bool:
+        """Tell whether there are features to train on."""
 
     def round(self) -> Round:
         """Train on what is recorded and judge the result, yielding the state after each segment.
@@ -135,7 +136,8 @@ class SpotTrainer:
         self._handed: InForce | None = None  # the versions that `work` has
         self._asked_s: float | None = None  # when weights were asked for
         self._lacking: Lacking | None = None  # what was asked for last
-        self._look_s = self._patience_s = 0.0
+        self._came = 0  # sequences of that command that have features by now
+        self._look_s = self._came_s = 0.0
         self._round: Round | None = None
         self._offered: Offer | None = None
         self._judged: Judged | None = None
@@ -299,20 +301,21 @@ class SpotTrainer:
         if before is not None and now_s < self._look_s:
             return False
         self._look_s = now_s + LOOK_S
-        lacking = self._work.lacking()
+        lacking, asked = self._work.lacking(), 0
         if before is not None:
+            asked = len(before.command.texts)
             came = before.sequences - lacking.sequences
-            if came < len(before.command.texts) and now_s < self._patience_s:
+            if came > self._came:
+                self._came, self._came_s = came, now_s
+            waited_s = now_s - self._came_s
+            if came < asked and (
+                waited_s < LITTLE_PATIENCE_S or (waited_s < PATIENCE_S and not self._work.ready())
+            ):
                 return False
-            if not came:
-                self._lacking = None
-                return True
-        if not lacking.command.texts:
+        if not lacking.command.texts or self._came < asked:
             self._lacking = None
             return True
-        # In an RL step the engine may be idle for seconds only, and a push makes features useless.
-        patience_s = LITTLE_PATIENCE_S if lacking.partly else PATIENCE_S
-        self._lacking, self._patience_s = lacking, now_s + patience_s
+        self._lacking, self._came, self._came_s = lacking, 0, now_s
         self._send(lacking.command)
         return False
 

@@ -155,10 +155,14 @@ class DrafterWork:
             held = sampling.judging(sampling.evaluated(entries, version), JUDGED_GROUPS)
             wanted = [entry for group in held for entry in group][:JUDGED_GROUPS]
             self._wanted = wanted + self._draw(sampling.strata_of(entries, version))
-        missing = self._states.missing(version, self._wanted)
-        command = recompute_of(missing)
+        self._wanted = self._states.missing(version, self._wanted)
+        command = recompute_of(self._wanted)
         self._states.expect(command)
-        return Lacking(len(missing), command, partly=len(missing) < len(self._wanted))
+        return Lacking(len(self._wanted), command)
+
+    def ready(self) -> bool:
+        assert self._handed is not None
+        return bool(self._with_features([*self._buffer], self._handed.target_version))
 
     def halve(self) -> bool:
         done, self._halved = self._halved, True
