@@ -1,7 +1,9 @@
-"""`python -m benchmarks.record_soak [-n WORKERS] [--commit NAME] [FILE ...]`: run the long tests,
-and record what came of them in benchmarks/results/soak.json, red ones included.
+"""`python -m benchmarks.record_soak [-n WORKERS] [--commit NAME] [--json FILE] [TEST ...]`: run
+the long tests, and record what came of them, red ones included.
 
-Without files these are all tests marked `soak`. `make soak` runs this.
+Without names of tests these are all that are marked `soak`, and the record is
+benchmarks/results/soak.json. `make soak` runs this. A few tests get a record of their own by
+`--json`.
 """
 
 from __future__ import annotations
@@ -33,18 +35,23 @@ def main(arguments: Sequence[str]) -> int:
         "--commit", metavar="NAME", help="of the code that runs [default: what git says]"
     )
     parser.add_argument("-n", metavar="WORKERS", default="2", help="of pytest [default: 2]")
-    parser.add_argument("files", nargs="*", metavar="FILE", help="test files [default: all]")
+    parser.add_argument(
+        "--json", type=Path, default=RECORD, metavar="FILE", help=f"[default {RECORD.name}]"
+    )
+    parser.add_argument(
+        "tests", nargs="*", metavar="TEST", help="files, or tests of them [default: all]"
+    )
     asked = parser.parse_args(arguments)
-    command = f"python -m benchmarks.record_soak -n {asked.n} {' '.join(asked.files)}".strip()
+    command = f"python -m benchmarks.record_soak -n {asked.n} {' '.join(asked.tests)}".strip()
     entry = entry_of({}, command, on_gpu=False, commit=asked.commit)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         how = ("-m", "soak", "-n", asked.n, "--durations=0", f"--junitxml={report}")
         how += ("-o", "junit_family=xunit1")  # the form with properties of tests
-        status = subprocess.run([sys.executable, "-m", "pytest", *how, *asked.files]).returncode
+        status = subprocess.run([sys.executable, "-m", "pytest", *how, *asked.tests]).returncode
         if report.exists():
-            write_entry(RECORD, entry | {"figures": figures(report)})
-            print(f"{RECORD.name}: {'green' if status == 0 else 'red'}")
+            write_entry(asked.json, entry | {"figures": figures(report)})
+            print(f"{asked.json.name}: {'green' if status == 0 else 'red'}")
     return status
 
 

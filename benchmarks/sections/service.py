@@ -68,13 +68,22 @@ def soak(figures: Figures) -> Iterator[str]:
     sound = sum(
         count for what, count in storms.items() if what.startswith("sound") and ":" not in what
     )
-    failed = sum(came.get("failed", 0) for came in figures["files"].values())
-    yield (
-        f"{sent} generated requests by HTTP and gRPC, {storms.get('kill', 0)} kills of the engine, "
-        f"{storms.get('push', 0)} pushes and {storms.get('full', 0)} spells of a full disk at "
-        f"once; {sound} sound results completed, each with the bits of an undisturbed run. "
-        f"Tests that failed: {failed}."
-    )
+    if sent:
+        yield (
+            f"{sent} generated requests by HTTP and gRPC, {storms.get('kill', 0)} kills of the "
+            f"engine, {storms.get('push', 0)} pushes and {storms.get('full', 0)} spells of a full "
+            f"disk at once; {sound} sound results completed, each with the bits of an undisturbed "
+            "run."
+        )
+    if kills := storms.get("kill under load"):
+        ends = {what[4:]: count for what, count in storms.items() if what.startswith("end ")}
+        errors = ", ".join(f"{n} with `{how}`" for how, n in ends.items() if how != "completed")
+        yield (
+            f"{kills} kills of the engine or one of its ranks under load: {sum(ends.values())} "
+            f"requests, each with one end, {ends['completed']} with the tokens of an undisturbed "
+            f"run, {errors}."
+        )
+    yield f"Tests that failed: {sum(came.get('failed', 0) for came in figures['files'].values())}."
 
 
 def tests(figures: Figures) -> Iterator[str]:

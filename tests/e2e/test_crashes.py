@@ -5,6 +5,7 @@ request, and a server that goes on.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import re
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +151,10 @@ class Load:
                 self.wrong.append(f"other tokens for {result.id}")
 
 
-def kill_under_load(kills: int, *flags: str) -> None:
-    """Kill the engine or one of its other ranks, most times under load, else while it starts."""
+def kill_under_load(kills: int, *flags: str) -> dict[str, int]:
+    """Kill the engine or one of its other ranks, most times under load, else while it starts.
+    Return the kills, and how many requests ended in which way.
+    """
     with ServerProcess(*flags, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
         undisturbed = client.generate(
             ASKED, sampling={"max_tokens": TOKENS, "ignore_eos": True}
@@ -188,6 +192,7 @@ def kill_under_load(kills: int, *flags: str) -> None:
         )
         assert server.stop() == 0
         assert not any(Path(f"/proc/{pid}").exists() for life in lives for pid in life)
+    return {"kill under load": kills} | {f"end {how}": count for how, count in load.ends.items()}
 
 
 def test_a_kill_under_load_leaves_every_request_with_one_end() -> None:
@@ -196,14 +201,19 @@ def test_a_kill_under_load_leaves_every_request_with_one_end() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_hundred_kills_under_load_leave_every_request_with_one_end() -> None:
-    kill_under_load(100, *FAST_START)
+def test_a_hundred_kills_under_load_leave_every_request_with_one_end(
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("counted", json.dumps(kill_under_load(100, *FAST_START)))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_fifty_kills_of_one_of_two_ranks_leave_every_request_with_one_end() -> None:
-    kill_under_load(50, *DRAFTING, "--device", "cpu", "--tensor-parallel", "2")
+def test_fifty_kills_of_one_of_two_ranks_leave_every_request_with_one_end(
+    record_property: Callable[[str, object], None],
+) -> None:
+    ranks = ("--device", "cpu", "--tensor-parallel", "2")
+    record_property("counted", json.dumps(kill_under_load(50, *DRAFTING, *ranks)))
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.record_soak import figures
+from benchmarks.sections.service import soak
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.e2e.test_soak" name="test_a[1]" time="3.2"><properties>
@@ -28,3 +29,14 @@ def test_a_record_sums_the_storms_and_is_red_where_one_test_is(tmp_path: Path) -
     }
     (tmp_path / "report.xml").write_text(REPORT.replace("<failure/>", ""))
     assert figures(tmp_path / "report.xml")["green"]
+
+
+def test_kills_under_load_are_told_by_how_their_requests_ended() -> None:
+    ends = {"kill under load": 50, "end completed": 900, "end engine_failed": 70}
+    found = {"files": {"tests/e2e/test_crashes.py": {"passed": 1}}, "storms": ends}
+    told, failed = soak(found)
+    assert told == (
+        "50 kills of the engine or one of its ranks under load: 970 requests, each with one end, "
+        "900 with the tokens of an undisturbed run, 70 with `engine_failed`."
+    )
+    assert failed == "Tests that failed: 0."
