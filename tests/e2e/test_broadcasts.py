@@ -1,5 +1,5 @@
 """The orders of calls that trainers document which broadcast their weights, over real gloo groups
-whose rank 0 is another process.
+whose rank 0 is another process, to a server of one rank and of two.
 
 After every round what is live is, tensor by tensor, what the trainer has broadcast. Rollouts run
 all the while; the orders stand in `gloo_trainer`.
@@ -25,10 +25,13 @@ PROMPT = list(b"Compute 3*4+5.")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(
+    of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     state = tmp_path_factory.mktemp("state")
     with ServerProcess(
         *DRAFTING,
+        *of_width,
         "--weight-channels",
         "broadcast",
         "--state-dir",

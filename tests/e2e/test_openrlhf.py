@@ -1,4 +1,5 @@
-"""OpenRLHF's order of calls on its rollout actors, over real gloo groups against a real server.
+"""OpenRLHF's order of calls on its rollout actors, over real gloo groups against a real server of
+one rank and of two.
 
 Two trainers make their half of the group: `TrainerGroup`, and torch's helper for named groups, as
 OpenRLHF's releases did that had no communicator of vLLM. That itself needs two GPUs: see
@@ -113,9 +114,9 @@ class Executor:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def running(of_width: tuple[str, ...]) -> Iterator[ServerProcess]:
     with ServerProcess(
-        *FAST_START, "--weight-channels", "broadcast", "--weight-timeout-s", "60"
+        *FAST_START, *of_width, "--weight-channels", "broadcast", "--weight-timeout-s", "60"
     ) as server:
         yield server
 

@@ -1,5 +1,5 @@
-"""verl's rollout backend against a real server: what verl's clients ask, and its order of calls
-around an update of weights.
+"""verl's rollout backend against a real server of one rank and of two: what verl's clients ask, and
+its order of calls around an update of weights.
 
 With verl and ray installed their real classes and actors are used; else stand-ins with the
 signatures of verl 0.9.1.
@@ -34,10 +34,13 @@ INSTALLED = find_spec("verl") is not None and find_spec("ray") is not None
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def running(
+    of_width: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     root, state = tmp_path_factory.mktemp("weights"), tmp_path_factory.mktemp("state")
     with ServerProcess(
         *DRAFTING,
+        *of_width,
         "--weight-root",
         str(root),
         "--state-dir",
