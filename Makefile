@@ -4,6 +4,7 @@
 #   PIP_ARGS    further arguments of pip install
 #   PAIR        directory of the padded pair that bench-gpu measures; made there if it is missing
 #   SHAPE       sizes of that pair, see tlt bench pad --help
+#   GPUS        of test-gpu and bench-gpu: 1, or 2 for what runs over two; records are then named by the width, and by a SHAPE other than the default
 .DEFAULT_GOAL := help
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,13 +19,16 @@ PYTEST_ARGS ?= -n 3
 PAIR ?= /tmp/padded-7b
 HARD ?= /tmp/padded-7b-hard
 SHAPE ?= qwen2.5-7b
+GPUS ?= 1
 RESULTS ?= benchmarks/results
 ON_PAIR = --device cuda --model "$(PAIR)/target" --drafter "$(PAIR)/drafter" $(ARGS)
+OVER = --tensor-parallel "$(GPUS)"
+WIDE = $(patsubst %,-%,$(filter-out qwen2.5-7b,$(SHAPE)))-tp$(GPUS)-gpu.json
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo check test test-long kernels test-gpu lint proto tools screenshots docs bench bench-gpu soak clean help
+.PHONY: setup demo check test test-long kernels test-gpu lint proto tools screenshots docs bench padded bench-gpu bench-one-gpu bench-gpus soak clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -68,8 +72,8 @@ test: $(STAMP) tools ## lint, then at least one test of each behaviour that need
 test-long: $(STAMP) tools ## more cases of what `make test` shows: before a release, and after a change of what they test
 	"$(BIN)/python" -m pytest -m "long and not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
 
-test-gpu: $(STAMP) ## on a machine with a GPU: its tests, the kernels' tests, exactness; renews benchmarks/results/test-gpu.json
-	"$(BIN)/python" -m benchmarks.record_tests $(ARGS)
+test-gpu: $(STAMP) ## on a machine with a GPU: its tests, the kernels' tests, exactness; renews benchmarks/results/test-gpu.json. GPUS=2: the tests of two GPUs, exactness over both
+	"$(BIN)/python" -m benchmarks.record_tests --gpus "$(GPUS)" $(ARGS)
 
 screenshots: $(STAMP) tools ## renew the pictures of the built-in page under docs/images
 	"$(BIN)/python" -m examples.page.screenshots
@@ -78,8 +82,14 @@ bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)
 
-bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, cycle, rollout, kernels alone, pushes by ipc, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
+bench-gpu: $(STAMP) $(if $(filter 1,$(GPUS)),bench-one-gpu,bench-gpus) ## on a GPU: exactness first, then graphs, decode, prefill, cycle, rollout, kernels alone, pushes by ipc, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md. GPUS=2: exactness, exchange, decode, prefill, cycle, starts, rollout and pushes over both
+	"$(BIN)/python" -m benchmarks.report
+	"$(BIN)/python" -m benchmarks.plot
+
+padded: $(STAMP)
 	test -f "$(PAIR)/drafter/config.json" || "$(BIN)/tlt" bench pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
+
+bench-one-gpu: padded
 	"$(BIN)/tlt" bench exact $(ON_PAIR) --json "$(RESULTS)/exact-gpu.json"
 	"$(BIN)/tlt" bench exact --device cuda --json "$(RESULTS)/exact-demo-gpu.json"
 	"$(BIN)/tlt" bench exact --device cuda --numerics fast --json "$(RESULTS)/exact-fast-gpu.json"
@@ -103,8 +113,15 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/tlt" bench replay "$(HARD)/rollout.safetensors" --json "$(RESULTS)/replay-gpu.json"
 	for part in gemm norms attention sampling trees; do "$(BIN)/tlt" bench "$$part" --json "$(RESULTS)/$$part-gpu.json"; done
 	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
-	"$(BIN)/python" -m benchmarks.report
-	"$(BIN)/python" -m benchmarks.plot
+
+bench-gpus: padded
+	"$(BIN)/tlt" bench exact $(ON_PAIR) $(OVER) --json "$(RESULTS)/exact$(WIDE)"
+	"$(BIN)/tlt" bench exchange --json "$(RESULTS)/exchange-gpu.json"
+	"$(BIN)/tlt" bench decode $(ON_PAIR) $(OVER) --prefill --json "$(RESULTS)/decode$(WIDE)"
+	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(OVER) --json "$(RESULTS)/cycle$(WIDE)"
+	"$(BIN)/python" -m benchmarks.record_starts --json "$(RESULTS)/starts$(WIDE)" -- $(ON_PAIR) $(OVER)
+	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) $(OVER) --json "$(RESULTS)/rollout-http$(WIDE)"
+	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc $(OVER) --json "$(RESULTS)/weights-ipc$(WIDE)"
 
 docs: $(STAMP) ## build the documentation site into build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict

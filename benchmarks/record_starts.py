@@ -1,8 +1,7 @@
-"""`python -m benchmarks.record_starts [--commit NAME] -- FLAGS OF tlt serve`: measure how long a
-server takes to be ready: with a cold cache, a warm one, and an imported one.
+"""`python -m benchmarks.record_starts [--commit NAME] [--json FILE] -- FLAGS OF tlt serve`: measure
+how long a server takes to be ready: with a cold cache, a warm one, and an imported one.
 
-Each start has the phases that the server names, and the rest, which is imports and processes. The
-result is benchmarks/results/starts-gpu.json.
+Each start has the phases that the server names, and the rest, which is imports and processes.
 """
 
 from __future__ import annotations
@@ -38,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--commit", metavar="NAME", help="of the code [default: what git says]")
+    parser.add_argument(
+        "--json", type=Path, default=RECORD, metavar="FILE", help=f"[default {RECORD.name}]"
+    )
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of tlt serve, after --")
     asked = parser.parse_args(arguments)
     try:
@@ -51,9 +53,15 @@ def main(arguments: Sequence[str]) -> int:
     command = f"python -m benchmarks.record_starts -- {flags}"
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--model", default=str(TARGET))
-    shape = shape_of(Path(named.parse_known_args(asked.flags)[0].model))
-    figures = {"bench": "starts", "shape": shape, "rows": rows}
-    write_entry(RECORD, entry_of(figures, command, on_gpu=True, commit=asked.commit))
+    named.add_argument("--tensor-parallel", type=int, default=1)
+    started = named.parse_known_args(asked.flags)[0]
+    figures = {
+        "bench": "starts",
+        "shape": shape_of(Path(started.model)),
+        "tensor_parallel": started.tensor_parallel,
+        "rows": rows,
+    }
+    write_entry(asked.json, entry_of(figures, command, on_gpu=True, commit=asked.commit))
     return 0
 
 

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.record_tests [--part NAME ...] [-n WORKERS] [-v] [--commit NAME]`: run on a
-GPU what needs one, and record it.
+"""`python -m benchmarks.record_tests [--gpus N] [--part NAME ...] [-n WORKERS] [-v]
+[--commit NAME]`: run on a GPU what needs one, and record it.
 
 The kernels' tests, all of which take the GPU where there is one, the other tests marked `gpu`, and
-`tlt bench exact --quick` on the shipped pair. The last result is benchmarks/results/test-gpu.json,
-red ones included; a run that ends early leaves the parts that ended. Where a machine is lent for
+`tlt bench exact --quick` on the shipped pair. `--gpus 2`: the tests of ranks on two GPUs, and
+exactness over both. The last result is benchmarks/results/test-gpu.json or test-tp2-gpu.json, red
+ones included; a run that ends early leaves the parts that ended. Where a machine is lent for
 minutes, parts run one at a time: those of one commit, machine and set of versions stand in one
 record, which is green once all are there.
 """
@@ -19,14 +20,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.errors import StartupError
 
-RECORD = Path(__file__).with_name("results") / "test-gpu.json"
+RESULTS = Path(__file__).with_name("results")
 BITS = (
     "tests/kernels/test_gpu_gemm.py",
     "tests/kernels/test_gpu_leaves.py",
@@ -46,14 +47,44 @@ RUNS = {  # bits of kernels first: nothing counts before they are right
     "server": ("tests/e2e/test_on_gpu.py", *ALONE),
     "weight channels": ("tests/e2e/test_channels_on_gpu.py", *ALONE),
 }
+OVER_TWO = {
+    "exchange": ("tests/kernels/test_gpu_rank_exchange.py", "-n", "0"),
+    "engine": ("tests/engine/test_gpu_ranks_on_gpus.py", *ALONE),
+}
 TEST_S = 240  # one test with its fixtures
 PART_S = 1800  # one part; ends a test that hangs in a call of the driver
 EXACT = "exactness"
 EXACT_COMMAND = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
 
 
+class Plan(NamedTuple):
+    """Tests that need this many GPUs, and the record of them."""
+
+    gpus: int
+    runs: dict[str, tuple[str, ...]]  # arguments of pytest by part
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return (*self.runs, EXACT)
+
+    @property
+    def record(self) -> Path:
+        return RESULTS / ("test-gpu.json" if self.gpus == 1 else f"test-tp{self.gpus}-gpu.json")
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        return (*EXACT_COMMAND, "--tensor-parallel", str(self.gpus))
+
+    @property
+    def make(self) -> str:
+        return "make test-gpu" if self.gpus == 1 else f"make test-gpu GPUS={self.gpus}"
+
+
+PLANS = {1: Plan(1, RUNS), 2: Plan(2, OVER_TWO)}
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if all that the record holds passed, 1 if not, 2 without a GPU."""
+    """Return 0 if all that the record holds passed, 1 if not, 2 without the GPUs or the part."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,12 +94,15 @@ def main(arguments: Sequence[str]) -> int:
         "--commit", metavar="NAME", help="of the code that runs [default: what git says]"
     )
     parser.add_argument(
+        "--gpus", type=int, choices=PLANS, default=1, help="that a test needs [default 1]"
+    )
+    parser.add_argument(
         "--part",
         action="append",
-        choices=[*RUNS, EXACT],
         metavar="NAME",
-        help=f"one of {', '.join([*RUNS, EXACT])} [default: all]; may be given several times, "
-        "and adds to the record of the same commit and machine",
+        help=f"one of {', '.join(PLANS[1].parts)}; with --gpus 2 of {', '.join(PLANS[2].parts)} "
+        "[default: all]; may be given several times, and adds to the record of the same commit "
+        "and machine",
     )
     parser.add_argument(
         "-n",
@@ -78,24 +112,27 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("-v", action="store_true", help="name every test")
     asked = parser.parse_args(arguments)
+    plan = PLANS[asked.gpus]
+    if unknown := set(asked.part or ()) - set(plan.parts):
+        parser.error(f"no part is called {unknown.pop()!r}; name one of {', '.join(plan.parts)}")
     try:
-        require_gpu()
+        require_gpu(plan.gpus)
     except StartupError as error:
         print(f"benchmarks.record_tests: {error.message}", file=sys.stderr)
         return 2
     entry = entry_of(
         {},
-        "make test-gpu" + (f" ARGS='-n {asked.n}'" if asked.n != "0" else ""),
+        plan.make + (f" ARGS='-n {asked.n}'" if asked.n != "0" else ""),
         on_gpu=True,
         commit=asked.commit,
     )
     mine, exact, parts = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     how = ("--timeout", str(TEST_S), "-n", asked.n, *(["-vv"] if asked.v else []))
-    for part in asked.part or [*RUNS, EXACT]:
+    for part in asked.part or plan.parts:
         with tempfile.TemporaryDirectory() as folder:
             report, started = Path(folder) / "report", time.monotonic()
             if part == EXACT:
-                status = run(*EXACT_COMMAND, "--json", str(report))
+                status = run(*plan.exact, "--json", str(report))
                 exact = json.loads(report.read_text())["figures"] if report.exists() else {}
                 mine[part] = {
                     "passed": int(not status),
@@ -105,15 +142,15 @@ def main(arguments: Sequence[str]) -> int:
                 }
             else:
                 mine[part] = counts(
-                    report, run("-m", "pytest", *how, *RUNS[part], f"--junitxml={report}")
+                    report, run("-m", "pytest", *how, *plan.runs[part], f"--junitxml={report}")
                 )
         others, exact_before = (
-            recorded(entry) if asked.part else ({}, {})
+            recorded(plan, entry) if asked.part else ({}, {})
         )  # read again: other GPUs may have added parts
         parts = others | mine
-        found = figures(parts, exact if EXACT in mine else exact_before)
-        write_entry(RECORD, entry | {"figures": found})
-    print(f"{RECORD.name}: {'green' if found['green'] else 'red'}")
+        found = figures(plan, parts, exact if EXACT in mine else exact_before)
+        write_entry(plan.record, entry | {"figures": found})
+    print(f"{plan.record.name}: {'green' if found['green'] else 'red'}")
     return int(any(came["failed"] or not came["passed"] for came in parts.values()))
 
 
@@ -125,11 +162,11 @@ def run(*command: str) -> int:
         return -1
 
 
-def recorded(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def recorded(plan: Plan, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parts and exactness of the record, if it is of the same code, all of it committed, on the
     same machine.
     """
-    before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    before = json.loads(plan.record.read_text()) if plan.record.exists() else {}
     same = (
         before
         and code_and_machine(before) == code_and_machine(entry)
@@ -144,15 +181,15 @@ def code_and_machine(entry: dict[str, Any]) -> tuple[Any, ...]:
     return entry["commit"], re.sub(r"\d+ cores", "cores", entry["machine"]), entry["versions"]
 
 
-def figures(parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str, Any]:
+def figures(plan: Plan, parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str, Any]:
     """Return the record's figures; green if every part ran and nothing of it failed."""
-    green = parts.keys() == {*RUNS, EXACT} and all(
+    green = parts.keys() == {*plan.parts} and all(
         came["passed"] and not came["failed"] for came in parts.values()
     )
     return {
         "bench": "test-gpu",
         "green": green,
-        "parts": {name: parts[name] for name in (*RUNS, EXACT) if name in parts},
+        "parts": {name: parts[name] for name in plan.parts if name in parts},
         "exact": exact,
     }
 

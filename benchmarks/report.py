@@ -27,10 +27,10 @@ all versions. Times of steps are medians as the host sees them, from the end of 
 of the next, after the first steps of a batch. What was tried is in the
 [notes on performance](performance_notes.md).
 
-`make bench-gpu PAIR=DIR` runs the GPU benches, `make test-gpu` the GPU tests; `tlt bench NAME
---help` describes one bench. `--json FILE` writes a file like those below. A padded pair
-(`tlt bench pad`) has a large model's shapes and costs, but says what the shipped pair says, so
-acceptance is that of a trained drafter on its own, easy task."""
+`make bench-gpu PAIR=DIR` runs the GPU benches, `make test-gpu` the GPU tests, with `GPUS=2` those
+over two; `tlt bench NAME --help` describes one bench. `--json FILE` writes a file like those
+below. A padded pair (`tlt bench pad`) has a large model's shapes and costs, but says what the
+shipped pair says, so acceptance is that of a trained drafter on its own, easy task."""
 
 NAMED_VERSIONS = ("torch", "triton", "cuda", "driver")  # the result's file has all
 

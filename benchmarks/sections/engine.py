@@ -38,18 +38,17 @@ def decode(figures: Figures) -> Iterator[str]:
             if r["numerics"] == figures["numerics"]
         ),
     )
-    rates = {
-        (r["prompts"], r["length"], r["numerics"]): r["tokens_per_s"]
-        for r in figures.get("prefill", ())
+    prices = {
+        (row["prompts"], row["length"]): f", price {row['percent']:+.1f} %"
+        for row in figures.get("price", ())
+        if row["what"] == "prefill"
     }
-    for row in figures.get("price", ()):
-        if row["what"] == "prefill":
+    for row in figures.get("prefill", ()):
+        if row["numerics"] == figures["numerics"]:
             size = (row["prompts"], row["length"])
-            rate = rates.get((*size, figures["numerics"]))
             yield (
                 f"Prefill by the engine, {size[0]} x {size[1]} tokens: "
-                + (f"{number(rate)} tokens/s, " if rate else "")
-                + f"price {row['percent']:+.1f} %."
+                f"{number(row['tokens_per_s'])} tokens/s{prices.get(size, '')}."
             )
 
 

@@ -11,9 +11,11 @@ Figures = dict[str, Any]
 def model(figures: Figures) -> str:
     shape = figures["shape"]
     running = f", at most {figures['max_running']} running" if figures["max_running"] else ""
+    width = figures.get("tensor_parallel", 1)
+    ranks = f", over {width} ranks" if width > 1 else ""
     return (
         f"{shape['layers']} layers of {shape['hidden']}, {figures['dtype']}, "
-        f"drafter {figures['drafter']}{running}."
+        f"drafter {figures['drafter']}{ranks}{running}."
     )
 
 

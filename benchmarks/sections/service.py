@@ -97,8 +97,10 @@ def tests(figures: Figures) -> Iterator[str]:
         yield f"Red: {', '.join(f'`{name}`' for name in red)}."
     exact = figures["exact"]
     if exact:
+        width = exact.get("tensor_parallel", 1)
         yield (
-            f"`tlt bench exact --quick` on the shipped pair: {exact['differing_tokens']} tokens "
-            f"and {exact['differing_logprob_bits']} log-prob bits differ in {exact['requests']} "
-            "runs of requests."
+            f"`tlt bench exact --quick{f' --tensor-parallel {width}' if width > 1 else ''}` on the "
+            f"shipped pair: {exact['differing_tokens']} tokens and "
+            f"{exact['differing_logprob_bits']} log-prob bits differ in {exact['requests']} runs "
+            "of requests."
         )

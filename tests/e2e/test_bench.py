@@ -68,8 +68,8 @@ def test_rollout_saves_passes(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
     flags = ("--http", "--policy", "goodput", "--policy", "off", "--policy", "fixed:eagle:7x1x8")
-    said = bench("rollout", tmp_path / "rollout-http.json", *flags)
-    assert said["responses_differing"] == 0
+    said = bench("rollout", tmp_path / "rollout-http.json", *flags, "--tensor-parallel", "2")
+    assert said["responses_differing"] == 0 and said["tensor_parallel"] == 2
     rows = {row["arm"]: row for row in said["rows"]}
     assert rows.keys() == {"goodput", "off", "fixed:eagle:7x1x8"}
     assert {row["tokens"] for row in rows.values()} == {rows["off"]["tokens"]}
@@ -112,7 +112,7 @@ def last_line(*arguments: str) -> dict[str, Any]:
 @pytest.mark.long
 def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
     plain, drafted = (
-        bench("decode", tmp_path / "decode.json"),
+        bench("decode", tmp_path / "decode.json", "--prefill"),
         bench("cycle", tmp_path / "cycle.json"),
     )
     for row in plain["rows"] + drafted["rows"]:
@@ -121,6 +121,8 @@ def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
     assert [row["batch"] for row in plain["rows"]] == [1, 8] and {
         row["accept_length"] for row in plain["rows"]
     } == {1.0}
+    assert [(row["prompts"], row["length"]) for row in plain["prefill"]] == [(1, 512), (4, 256)]
+    assert all(row["tokens_per_s"] > 0 for row in plain["prefill"])
     assert [(row["batch"], row["strategy"], row["prompt"]) for row in drafted["rows"]] == [
         (1, "eagle:7x4x32", 128),
         (1, "eagle:7x1x8", 128),
@@ -185,6 +187,8 @@ def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) 
         (["decode", "--context", "16000"], "max_model_len 16400 exceeds the model's 4096"),
         (["rollout", "--numerics", "fast"], "leave the flag out"),
         (["rollout", "--workload", "64"], "add --http"),
+        (["rollout", "--tensor-parallel", "2"], "add --http"),
+        (["weights", "--tensor-parallel", "2"], "leave it out"),
     ):
         assert remedy in refusal(capsys, *flags)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import record_tests
-from benchmarks.record_tests import RUNS, counts, figures, recorded
+from benchmarks.record_tests import EXACT, PLANS, counts, figures, recorded
 from tlt_server.bench.record import write_entry
 
 ONE_PASSED = (
@@ -24,7 +24,8 @@ TEST_REPORT = """\
 <testcase classname="t" name="d"><skipped /></testcase>
 </testsuite></testsuites>"""  # c failed twice: in the call and in its teardown
 PASSED = {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}
-ALL_PASSED = dict.fromkeys([*RUNS, record_tests.EXACT], PASSED)
+ONE, TWO = PLANS[1], PLANS[2]
+ALL_PASSED = dict.fromkeys(ONE.parts, PASSED)
 SAME_BITS = {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0}
 
 
@@ -48,30 +49,30 @@ def test_counts_of_a_test_run(tmp_path: Path) -> None:
 
 
 def test_a_record_is_green_once_every_part_has_passed() -> None:
-    first = next(iter(RUNS))
-    assert figures(ALL_PASSED, SAME_BITS)["green"]
+    first = ONE.parts[0]
+    assert figures(ONE, ALL_PASSED, SAME_BITS)["green"]
     for part in ALL_PASSED:
         assert not figures(
-            {name: came for name, came in ALL_PASSED.items() if name != part}, SAME_BITS
+            ONE, {name: came for name, came in ALL_PASSED.items() if name != part}, SAME_BITS
         )["green"]
     for came in (PASSED | {"failed": 1}, PASSED | {"passed": 0}):
-        assert not figures(ALL_PASSED | {first: came}, SAME_BITS)["green"]
+        assert not figures(ONE, ALL_PASSED | {first: came}, SAME_BITS)["green"]
 
 
 def test_parts_add_to_the_record_of_the_same_code_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
+    monkeypatch.setattr(record_tests, "RESULTS", tmp_path)
     entry = {
         "commit": "abc1234",
         "machine": "1 x NVIDIA H200; 16 cores of a host",
         "versions": {"torch": "2.11.0"},
     }
-    assert recorded(entry) == ({}, {})
-    write_entry(record_tests.RECORD, entry | {"figures": figures(ALL_PASSED, SAME_BITS)})
+    assert recorded(ONE, entry) == ({}, {})
+    write_entry(ONE.record, entry | {"figures": figures(ONE, ALL_PASSED, SAME_BITS)})
     assert (
-        recorded(entry)
-        == recorded(entry | {"machine": "1 x NVIDIA H200; 32 cores of a host"})
+        recorded(ONE, entry)
+        == recorded(ONE, entry | {"machine": "1 x NVIDIA H200; 32 cores of a host"})
         == (ALL_PASSED, SAME_BITS)
     )
     for change in (
@@ -79,13 +80,12 @@ def test_parts_add_to_the_record_of_the_same_code_and_machine(
         {"machine": "1 x NVIDIA H100; 16 cores of a host"},
         {"versions": {}},
     ):
-        assert recorded(entry | change) == ({}, {})
+        assert recorded(ONE, entry | change) == ({}, {})
     for commit in ("unknown", "abc1234+"):
         write_entry(
-            record_tests.RECORD,
-            entry | {"commit": commit, "figures": figures(ALL_PASSED, SAME_BITS)},
+            ONE.record, entry | {"commit": commit, "figures": figures(ONE, ALL_PASSED, SAME_BITS)}
         )
-        assert recorded(entry | {"commit": commit}) == ({}, {}), (
+        assert recorded(ONE, entry | {"commit": commit}) == ({}, {}), (
             "whether that is the same code is not known"
         )
 
@@ -93,8 +93,8 @@ def test_parts_add_to_the_record_of_the_same_code_and_machine(
 def test_parts_run_one_by_one_into_one_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
-    monkeypatch.setattr(record_tests, "require_gpu", lambda: None)
+    monkeypatch.setattr(record_tests, "RESULTS", tmp_path)
+    monkeypatch.setattr(record_tests, "require_gpu", lambda count: None)
     monkeypatch.setattr(
         record_tests,
         "entry_of",
@@ -102,7 +102,10 @@ def test_parts_run_one_by_one_into_one_record(
     )
     statuses = {"exact": 0}
 
+    ran_last: list[str] = []
+
     def ran(*command: str) -> int:
+        ran_last[:] = command
         file = Path(
             next(word for word in command if word.endswith("report")).removeprefix("--junitxml=")
         )
@@ -110,34 +113,36 @@ def test_parts_run_one_by_one_into_one_record(
         return statuses["exact"] if "exact" in command else 0
 
     monkeypatch.setattr(record_tests, "run", ran)
-    for part in RUNS:
+    for part in ONE.runs:
         assert (
             record_tests.main(["--commit", "abc", "--part", part, "-n", "4"]) == 0
             and "red" in capsys.readouterr().out
         )
     statuses["exact"] = 1
     assert (
-        record_tests.main(["--commit", "abc", "--part", record_tests.EXACT]) == 1
+        record_tests.main(["--commit", "abc", "--part", EXACT]) == 1
         and "red" in capsys.readouterr().out
     )
     statuses["exact"] = 0
     assert (
-        record_tests.main(["--commit", "abc", "--part", record_tests.EXACT]) == 0
+        record_tests.main(["--commit", "abc", "--part", EXACT]) == 0
         and "green" in capsys.readouterr().out
     )
-    assert list(json.loads(record_tests.RECORD.read_text())["figures"]["parts"]) == [
-        *RUNS,
-        record_tests.EXACT,
-    ]
+    assert list(json.loads(ONE.record.read_text())["figures"]["parts"]) == [*ONE.parts]
     statuses["exact"] = 1
-    assert (
-        record_tests.main(["--commit", "abc+", "--part", record_tests.EXACT, "--part", "engine"])
-        == 1
-    ), "none of a run's own is lost"
-    assert list(json.loads(record_tests.RECORD.read_text())["figures"]["parts"]) == [
-        "engine",
-        record_tests.EXACT,
-    ]
+    assert record_tests.main(["--commit", "abc+", "--part", EXACT, "--part", "engine"]) == 1, (
+        "none of a run's own is lost"
+    )
+    assert list(json.loads(ONE.record.read_text())["figures"]["parts"]) == ["engine", EXACT]
+    for part in TWO.runs:
+        assert record_tests.main(["--gpus", "2", "--commit", "abc", "--part", part]) == 0
+    statuses["exact"] = 0
+    assert record_tests.main(["--gpus", "2", "--commit", "abc", "--part", EXACT]) == 0
+    assert "test-tp2-gpu.json: green" in capsys.readouterr().out
+    assert ran_last[-4:-2] == ["--tensor-parallel", "2"]
+    with pytest.raises(SystemExit):
+        record_tests.main(["--gpus", "2", "--part", "trainer"])
+    assert "name one of exchange, engine, exactness" in capsys.readouterr().err
 
 
 def test_the_record_holds_every_test_that_needs_a_gpu():
@@ -148,7 +153,7 @@ def test_the_record_holds_every_test_that_needs_a_gpu():
         if re.search(r"^@gpu|mark\.gpu|^pytestmark = gpu", file.read_text(), re.MULTILINE)
     }
     selected = [
-        word for selection in RUNS.values() for word in selection if word.startswith("tests")
+        word for selection in ONE.runs.values() for word in selection if word.startswith("tests")
     ]
     assert (
         marked

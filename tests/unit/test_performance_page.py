@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import record_tests
+from benchmarks.comparison import suited
 from benchmarks.first_screen import BULLETS, with_figures
 from benchmarks.goals import Result, answer, comparable, goals, results, rows_of, verdict
 from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
-from benchmarks.record_tests import RUNS, figures
+from benchmarks.record_tests import PLANS, figures
 from benchmarks.report import PAGE, README, RESULTS, page
 from tlt_server.bench.rollout_http import RolloutRun
 from tlt_server.bench.rollout_http import figures as rollout_figures
@@ -47,7 +47,7 @@ STEP = {
     "accept_length": 1.0,
 }
 PASSED = {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}
-ALL_PASSED = dict.fromkeys([*RUNS, record_tests.EXACT], PASSED)
+ALL_PASSED = dict.fromkeys(PLANS[1].parts, PASSED)
 SAME_BITS = {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0}
 
 
@@ -344,7 +344,7 @@ EXAMPLES = [
         **COMMON,
     ),
     result("trees.json", bench="trees", rows=[{"requests": 1, "walk_us": 3.5}]),
-    result("test-gpu.json", **figures(ALL_PASSED, SAME_BITS)),
+    result("test-gpu.json", **figures(PLANS[1], ALL_PASSED, SAME_BITS)),
 ]
 
 
@@ -477,12 +477,16 @@ def test_verdicts(what: str, value: float, expected: str) -> None:
 
 def test_two_gpus_answer_their_own_goals() -> None:
     one, two = decode("one.json", 3.8), decode("two.json", 2.7, tensor_parallel=2)
-    for what, engine, name in (
-        ("plain decode, batch 1", None, "one.json"),
-        ("two GPUs: plain decode, batch 1", {"tensor_parallel": 2}, "two.json"),
+    large = decode(
+        "large.json", 9.0, tensor_parallel=2, shape=SHAPE | {"layers": 64, "hidden": 5120}
+    )
+    for what, name in (
+        ("plain decode, batch 1", "one.json"),
+        ("two GPUs: plain decode, batch 1", "two.json"),
+        ("two GPUs: 32B, plain decode, batch 1", "large.json"),
     ):
-        found = answer(goal(what), comparable([one, two], goals(), engine))
-        assert found is not None and found.name == name and goal(what).get("engine") == engine
+        found = answer(goal(what), suited(goal(what), [one, two, large], goals()))
+        assert found is not None and found.name == name
 
 
 def test_rollouts_are_compared_seed_by_seed() -> None:
@@ -491,7 +495,7 @@ def test_rollouts_are_compared_seed_by_seed() -> None:
     assert "|512|off|7.00|8750|1.00x||" in said
 
 
-TABLES = ("rows", "price", "objectives", "recomputed", "layouts")
+TABLES = ("rows", "price", "prefill", "objectives", "recomputed", "layouts")
 
 
 def test_goals_ask_for_fields_that_benches_write() -> None:

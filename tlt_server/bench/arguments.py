@@ -135,6 +135,9 @@ def _decode(parser: argparse.ArgumentParser) -> None:
         help="the same with these numerics, and prefill with both: the price of strict",
     )
     parser.add_argument(
+        "--prefill", action="store_true", help="also read prompts alone, as --against does"
+    )
+    parser.add_argument(
         "--max-rows",
         type=count,
         metavar="N",
@@ -295,6 +298,7 @@ def _weights(parser: argparse.ArgumentParser) -> None:
         help="with --device cuda: every push is also spooled there, and synced "
         "[default: nothing is spooled; on a CPU everything is]",
     )
+    _ranks(parser, "with --device cuda: ranks of the server [default 1]")
     add_json(parser)
 
 
@@ -330,7 +334,7 @@ BENCHES = {
     "graphs": Bench("start an engine; what its CUDA graphs take, and each phase", _graphs, True),
     "rollout": Bench(
         "time rollouts with a long tail, speculation off and on, also over HTTP",
-        lambda parser: add_rollout(parser, _engine),
+        lambda parser: add_rollout(parser, _engine, _ranks),
     ),
     "record": Bench(
         "store a rollout, so that `tlt bench replay` can judge policies on it",

@@ -1,10 +1,10 @@
 """`tlt bench decode`: plain steps by batch, and with `--against fast` the cost of a fixed order
 of addition.
 
-Random prompts of 128 tokens and 512 tokens more. `--context` adds one request after a long prompt;
-prefill is timed where numerics are compared. The price of strict is its time over the time of fast,
-less one. The drafter that is loaded keeps its KV in every plain step, as in a server; `--drafter
-none` leaves it out.
+Random prompts of 128 tokens and 512 tokens more. `--context` adds one request after a long prompt,
+`--prefill` the rate at which the engine reads prompts, which is timed also where numerics are
+compared. The price of strict is its time over the time of fast, less one. The drafter that is
+loaded keeps its KV in every plain step, as in a server; `--drafter none` leaves it out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         max_rows=args.max_rows or (4096 if args.device == "cuda" else 512),
     )
     base = replace(base, max_model_len=longest(base.model, args.context))
-    prefills = (QUICK_PREFILLS if args.quick else PREFILLS) if args.against else ()
+    sizes = QUICK_PREFILLS if args.quick else PREFILLS
+    prefills = sizes if args.prefill or args.against else ()
     console = wide_console()
     rows: list[Row] = []
     prefill: list[Row] = []
@@ -84,9 +85,10 @@ def run(args: argparse.Namespace) -> int:
         **described(base),
         "prompt": PROMPT,
         "rows": rows,
+        "prefill": prefill,
     }
     if args.against:
-        figures |= {"prefill": prefill, "price": prices(rows, prefill, base.numerics, args.against)}
+        figures["price"] = prices(rows, prefill, base.numerics, args.against)
     report(console, figures)
     finish(args, figures, on_gpu=args.device == "cuda")
     return 0
@@ -190,7 +192,7 @@ def report(console: Console, figures: Row) -> None:
             f"{row['tokens_per_s']:.0f}",
         )
     console.print(table)
-    for row in figures.get("prefill", ()):
+    for row in figures["prefill"]:
         console.print(
             f"prefill, {row['numerics']}, {row['prompts']} x {row['length']} tokens: "
             f"{row['tokens_per_s']:.0f} tokens/s"

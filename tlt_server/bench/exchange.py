@@ -22,11 +22,9 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 import msgspec
-import torch
 
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import finish
-from tlt_server.errors import StartupError
 from tlt_server.models.environment import NO_MULTICAST
 
 RANKS = 2
@@ -91,12 +89,7 @@ def _shown(line: str) -> list[dict[str, Any]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_gpu()
-    if torch.cuda.device_count() < RANKS:
-        raise StartupError(
-            f"torch sees {torch.cuda.device_count()} GPU; run this on a machine with {RANKS} "
-            "(CUDA_VISIBLE_DEVICES hides others)"
-        )
+    require_gpu(RANKS)
     rows, missing = measured()
     figures = {"bench": "exchange", "shape": {"hidden": 3584}, "missing": missing, "rows": rows}
     finish(args, figures, on_gpu=True)

@@ -16,10 +16,16 @@ WARMING = 2  # runs that are not counted
 Name = TypeVar("Name", bound=Hashable)
 
 
-def require_gpu() -> None:
+def require_gpu(count: int = 1) -> None:
+    """`StartupError` unless torch sees that many."""
     if not torch.cuda.is_available():
         raise StartupError(
             "torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)"
+        )
+    if torch.cuda.device_count() < count:
+        raise StartupError(
+            f"torch sees {torch.cuda.device_count()} GPU; run this on a machine with {count} "
+            "(CUDA_VISIBLE_DEVICES hides others)"
         )
 
 

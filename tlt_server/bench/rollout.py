@@ -88,6 +88,11 @@ def run(args: argparse.Namespace) -> int:
     for flag in ("workload", "policy", "seeds", "penalties"):
         if getattr(args, flag):
             raise StartupError(f"--{flag} is for rollouts against a server: add --http")
+    if args.tensor_parallel > 1:
+        raise StartupError(
+            f"--tensor-parallel is {args.tensor_parallel}; the engine in fast numerics that arms "
+            "are compared with has one rank: add --http"
+        )
     base = replace(settings_of(args), max_running=RUNNING, policy="goodput")
     arms = ARMS[args.device]
     if args.numerics != "strict":

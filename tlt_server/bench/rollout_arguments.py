@@ -22,11 +22,12 @@ examples:
 """
 
 
-def add_rollout(parser: argparse.ArgumentParser, engine: Flags) -> None:
+def add_rollout(parser: argparse.ArgumentParser, engine: Flags, ranks: Flags) -> None:
     parser.description = ROLLOUT
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     engine(parser)
+    ranks(parser)
     http = parser.add_argument_group("over HTTP")
     http.add_argument("--http", action="store_true", help="time rollouts against a server")
     http.add_argument(

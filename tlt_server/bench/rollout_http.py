@@ -35,7 +35,13 @@ from tlt_server.bench.load import Connections
 from tlt_server.bench.record import finish, progress_bar, save, wide_console
 from tlt_server.bench.replaying.names import policy_name
 from tlt_server.bench.rollout import shortened
-from tlt_server.bench.settings import at_most_what_it_takes, described, fingerprint_of, settings_of
+from tlt_server.bench.settings import (
+    at_most_what_it_takes,
+    described,
+    fingerprint_of,
+    rank_flags,
+    settings_of,
+)
 from tlt_server.commands import SetPolicy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
@@ -233,6 +239,7 @@ def _flags(args: argparse.Namespace, max_model_len: int) -> list[str]:
         *("--threads", str(settings.threads), "--max-running", str(args.max_running)),
         *("--max-model-len", str(max_model_len), "--log-level", "warning"),
         *("--default-timeout-s", "600"),
+        *rank_flags(args),
     ]
 
 

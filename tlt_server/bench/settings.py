@@ -38,6 +38,15 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
     )
 
 
+def rank_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of `tlt serve` for the ranks that a bench's own flags ask for."""
+    leaves = args.reduction_leaves
+    return [
+        *("--tensor-parallel", str(args.tensor_parallel), "--exchange", args.exchange),
+        *(("--reduction-leaves", str(leaves)) if leaves else ()),
+    ]
+
+
 def at_most_what_it_takes(model: Path, tokens: int) -> int:
     """Return a max_model_len of `tokens`, or the model's own limit."""
     return min(tokens, ModelConfig.read(model).max_position)

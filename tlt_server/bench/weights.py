@@ -225,10 +225,12 @@ def run(args: argparse.Namespace) -> int:
             "--state-dir is for --device cuda; "
             "on a CPU every push is spooled next to the checkpoints"
         )
+    if args.device == "cpu" and args.tensor_parallel > 1:
+        raise StartupError("--tensor-parallel is for --device cuda: leave it out")
     if args.device == "cuda":
         from tlt_server.bench.weights_gpu import measure as measured
 
-        finish(args, measured(args.channel, args.model, args.rounds, args.state_dir), on_gpu=True)
+        finish(args, measured(args), on_gpu=True)
         return 0
     rows = []
     with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:

@@ -1,7 +1,7 @@
 """Pushes from a trainer's GPU memory into a serving engine, for `tlt bench weights
 --channel ipc|nccl --device cuda`.
 
-By ipc both are on the first GPU, by nccl the engine is on the second. Requests decode all the
+By ipc both are on the first GPU, by nccl the engine begins on the second. Requests decode all the
 while. A commit falls between a step's end and its tokens' way out, or before the next step; so the
 gap at a commit is the longer of the last two before a request's first token of the new version is
 there. With a state directory every push is spooled, too; without, nothing is.
@@ -9,14 +9,13 @@ there. With a state directory every push is spooled, too; without, nothing is.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,6 +26,7 @@ from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.wire import ItemResult, Token
+from tlt_server.bench.settings import rank_flags, shape_of
 from tlt_server.demo.server import ServerProcess
 
 REQUESTS, LENGTH = 8, 16384  # they decode for longer than the pushes take
@@ -100,14 +100,14 @@ def last_gaps(times: list[float]) -> list[float]:
 
 
 @contextmanager
-def served(model: Path, channel: str, state: Path | None) -> Iterator[str]:
-    """Serve on the GPU that the channel asks for; this process has the first one."""
+def served(args: argparse.Namespace) -> Iterator[str]:
+    """Serve on the GPUs that the channel asks for; this process has the first one."""
     torch.cuda.init()
     flags = (
         "--device",
         "cuda",
         "--model",
-        str(model),
+        str(args.model),
         "--weight-channels",
         "ipc,broadcast",
         "--max-running",
@@ -118,12 +118,13 @@ def served(model: Path, channel: str, state: Path | None) -> Iterator[str]:
         "12288",
         "--weight-staging",
         "device",
-        *(("--state-dir", str(state)) if state else ()),
+        *(("--state-dir", str(args.state_dir)) if args.state_dir else ()),
+        *rank_flags(args),
     )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     before = dict(os.environ)
-    if channel == "nccl":
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[1]
+    if args.channel == "nccl":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[1:])
     try:
         with ServerProcess(*flags) as server:
             yield server.url
@@ -132,16 +133,17 @@ def served(model: Path, channel: str, state: Path | None) -> Iterator[str]:
         os.environ.update(before)
 
 
-def measure(channel: str, model: Path, rounds: int, state: Path | None = None) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    channel: str = args.channel
     tensors = {
         name: tensor
-        for file in sorted(model.glob("*.safetensors"))
+        for file in sorted(args.model.glob("*.safetensors"))
         for name, tensor in load_file(file, device="cuda:0").items()
     }
     size, rows = sum(tensor.nbytes for tensor in tensors.values()), list[dict[str, float]]()
-    with served(model, channel, state) as url, Client(url, timeout_s=600) as client:
+    with served(args) as url, Client(url, timeout_s=600) as client:
         sender = IpcSender(client) if channel == "ipc" else BroadcastSender(client, backend="nccl")
-        for turn in range(rounds):
+        for turn in range(args.rounds):
             decoding, push_started = Decoding(url), time.perf_counter()
             reply: Mapping[str, Any] = sender.push(tensors.items(), f"{channel}-{turn}")
             push_s = time.perf_counter() - push_started
@@ -161,8 +163,6 @@ def measure(channel: str, model: Path, rounds: int, state: Path | None = None) -
             )
         sender.close()
     median = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
-    config = json.loads((model / "config.json").read_text())
-    shape = {"layers": config["num_hidden_layers"], "hidden": config["hidden_size"]}
     row = {
         "channel": channel,
         "bytes": size,
@@ -171,8 +171,9 @@ def measure(channel: str, model: Path, rounds: int, state: Path | None = None) -
     }
     return {
         "bench": "weights-gpu",
-        "shape": shape,
-        "rounds": rounds,
-        "spooled": state is not None,
+        "shape": shape_of(args.model),
+        "tensor_parallel": args.tensor_parallel,
+        "rounds": args.rounds,
+        "spooled": args.state_dir is not None,
         "rows": [row],
     }
