@@ -1,18 +1,12 @@
 """Decoders of 2, 4 and 8 ranks in lockstep on one device: every hidden state, feature, key and
 value has the bits of one rank that has the whole.
-
-A thread per rank computes in its turn, until all have come to an exchange, which then waits for
-none.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -20,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.engine.fast_interpreter import patched_once
+from tests.engine.lockstep import LockstepPeers, Turns, group, in_lockstep, turns_of
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
-from tlt_kernels.gpu.exchange import PeerWindows, Way, WindowSizes, peer_windows, window_bytes
+from tlt_kernels.gpu.exchange import PeerWindows
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.engine.gpu.kv import make_cache
@@ -36,7 +31,6 @@ from tlt_server.models.split import Split
 
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 PLACEMENT = Placement(torch.device(DEVICE), DTYPE, StrictMatmuls())
-WAIT_S = 300.0  # for a rank's turn, in which kernels may be compiled
 ROWS = (1, 8, 16, 17, 33, 64, 65, 200, 256, 300, 512, 2048)
 
 
@@ -72,67 +66,6 @@ MODELS = {
     "32b": Model(5120, 40, 8, 27648, 8),
     "70b": Model(8192, 64, 8, 28672, 8),
 }
-
-
-class Turns:
-    """One rank computes at a time: Triton's interpreter has one state."""
-
-    def __init__(self, ranks: int) -> None:
-        self._turn, self._all = threading.Lock(), threading.Barrier(ranks, timeout=WAIT_S)
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """Compute. A rank that fails ends the waits of the others."""
-        self._turn.acquire()
-        try:
-            yield
-        except BaseException:
-            self._all.abort()
-            raise
-        finally:
-            self._turn.release()
-
-    def meet(self) -> None:
-        self._turn.release()
-        try:
-            self._all.wait()
-        finally:
-            self._turn.acquire()
-
-
-@dataclass(frozen=True)
-class LockstepSums(RankSums):
-    peers: PeerWindows
-    turns: Turns
-
-    def add_rms_norm(
-        self,
-        part_PRH: Tensor,
-        residual_RH: Tensor,
-        weight_H: Tensor,
-        eps: float,
-        *,
-        out_RH: Tensor | None = None,
-    ) -> Tensor:
-        self.turns.meet()
-        if out_RH is None:
-            out_RH = torch.empty(residual_RH.shape, dtype=weight_H.dtype, device=DEVICE)
-        return self.peers.add_rms_norm(
-            part_PRH, residual_RH, weight_H, eps, out_RH=out_RH, way=Way.PULL
-        )
-
-
-def group(ranks: int, floats: int) -> list[PeerWindows]:
-    size = window_bytes(WindowSizes(floats))
-    windows = []
-    for _ in range(ranks):
-        whole = torch.zeros(size + 1024, dtype=torch.uint8, device=DEVICE)
-        windows.append(whole[-whole.data_ptr() % 1024 :][:size])
-    addresses = [each.data_ptr() for each in windows]
-    peers = [peer_windows(rank, addresses, windows[rank]) for rank in range(ranks)]
-    for each in peers:
-        each.mute()
-    return peers
 
 
 class Rank:
@@ -180,7 +113,7 @@ def ranks_of(whole: Rank, count: int, rows: int) -> list[Rank]:
     turns, floats = Turns(count), room_floats(leaves // count, rows, config.hidden_size)
     made = []
     for peers in group(count, floats):
-        placement = replace(PLACEMENT, sums=LockstepSums(peers, turns))
+        placement = replace(PLACEMENT, sums=RankSums(LockstepPeers(peers, turns)))
         split = Split(leaves, peers.rank, count, whole=("lm_head",))
         made.append(Rank(config, placement, split))
         values = whole.model.own_parameters()
@@ -193,14 +126,8 @@ def ranks_of(whole: Rank, count: int, rows: int) -> list[Rank]:
 
 
 def computed(ranks: list[Rank], token_R: Tensor) -> list[Forward]:
-    def compute(rank: Rank) -> Forward:
-        sums = rank.model.placement.sums
-        assert isinstance(sums, LockstepSums)
-        with torch.inference_mode(), sums.turns.one():
-            return rank.forward(token_R)
-
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(compute, ranks))
+    [turns] = {turns_of(rank.model.placement.sums) for rank in ranks}
+    return in_lockstep(turns, [partial(rank.forward, token_R) for rank in ranks])
 
 
 def check(model: Model, widths: tuple[int, ...], all_rows: tuple[int, ...]) -> None:

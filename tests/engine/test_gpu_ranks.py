@@ -142,11 +142,11 @@ def test_two_ranks_have_the_bits_of_one(
 def test_ranks_that_gather_have_the_bits_of_one(one: Pushable, settings: EngineSettings) -> None:
     """Gloo stands for NCCL."""
     expected = responses(one, None)
-    engine = Pushable(replace(settings, tensor_parallel=2, drafter="none", exchange="nccl"))
+    engine = Pushable(replace(settings, tensor_parallel=2, exchange="nccl"))
     ranks = ranks_of(engine)
     assert isinstance(ranks, GpuRanks) and isinstance(ranks.peers, GatheredPeers)
     assert not ranks.peers.muted
-    assert responses(engine, None) == expected
+    assert responses(engine, TREE) == expected
     target = engine.engine.pushes.transaction.versions.live.target.network
     target.peers[0].final_norm_H[3] += 2**-10  # type: ignore[union-attr]
     with pytest.raises(EngineFailed, match=r"ranks differ after order \d+: the states of rank 1 "):

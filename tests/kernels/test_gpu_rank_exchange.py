@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels import reference
+from tlt_kernels.gpu.children import candidate_words, children, children_shared
 from tlt_kernels.gpu.exchange import (
     PeerWindows,
     Way,
@@ -52,15 +54,14 @@ def window(size: int) -> Tensor:
 
 
 def group(
-    ranks: int, parts: int = 1, *, signal: int = AHEAD, timeout_s: float = 5
+    ranks: int, parts: int = 1, *, floats: int = 0, signal: int = AHEAD, timeout_s: float = 5
 ) -> list[PeerWindows]:
     """Return the ranks of a group. To each it looks as if its peers had come to exchange
     `signal`.
     """
     landing = -(-(ranks + 1) * ROWS * HIDDEN // 256) * 256
-    windows = [
-        window(window_bytes(WindowSizes(parts * ROWS * HIDDEN, landing))) for _ in range(ranks)
-    ]
+    floats = floats or parts * ROWS * HIDDEN
+    windows = [window(window_bytes(WindowSizes(floats, landing))) for _ in range(ranks)]
     addresses = [each.data_ptr() for each in windows]
     peers = [
         peer_windows(r, addresses, windows[r], landing=landing, timeout_s=timeout_s)
@@ -240,6 +241,45 @@ def test_ranks_sample_in_their_blocks_as_one_that_has_all(ranks: int) -> None:
                 assert torch.equal(found.token_S, expected.token_S)
                 assert_same_bits(f"rank {each.rank}", found.logprob_S, expected.logprob_S)
     assert blocks_of_rank(BLOCK, 2) == blocks_of_rank(9 * BLOCK, 8) == 0, "a rank has no block"
+
+
+@pytest.mark.parametrize("ranks, count", [(2, 3), pytest.param(4, 33, marks=pytest.mark.long)])
+def test_ranks_rank_children_of_their_draft_tokens_as_one_that_has_all(
+    ranks: int, count: int
+) -> None:
+    """A dead row, tied tokens on both sides of a border, and ranks of which one has fewer blocks.
+    More rows have wider blocks.
+    """
+    tokens, width = 700, 3
+    logits, target_ids = draw(count, tokens), torch.arange(0, 2 * tokens, 2, dtype=torch.int32)
+    borders = [tokens * rank // ranks // 16 * 16 for rank in range(ranks + 1)]
+    borders[-1] = tokens
+    logits[0, borders[1] - 1 : borders[1] + 1] = 9.0
+    rows, slots = (
+        RowTable.allocate(count, 1, device=DEVICE),
+        BatchSlots.allocate(2, 32, hidden=1, device=DEVICE),
+    )
+    rows.position_R.copy_(torch.arange(count))
+    rows.position_R[-1] = -1
+    rows.batch_slot_R.copy_(torch.arange(count) % 2)
+    slots.temperature_Q.copy_(torch.tensor([0.0, 0.7]))
+    ids = target_ids.to(DEVICE)
+    token, z = children(logits, ids, rows, slots, width=width)
+    assert token[0, :2].tolist() == [2 * borders[1] - 2, 2 * borders[1]]
+    assert (token[-1] == -1).all() and (token[:-1] >= 0).all()
+    most = max(end - start for start, end in pairwise(borders))
+    floats = ROWS * HIDDEN + candidate_words(count, most, width)
+    peers = group(ranks, floats=floats)
+    kept = [each.room(1)[: ROWS * HIDDEN].fill_(3.0) for each in peers]
+    for turn in range(2):  # in the first one, later ranks have no results yet
+        for each in peers:
+            part = slice(*borders[each.rank : each.rank + 2])
+            mine = logits[:, part].contiguous()
+            found = children_shared(each, mine, ids[part], most, rows, slots, width=width)
+            if turn:
+                assert torch.equal(found[0], token)
+                assert_same_bits(f"rank {each.rank}", found[1], z)
+    assert all((room == 3.0).all() for room in kept), "partial sums were written over"
 
 
 @pytest.mark.parametrize("signal", [0, 2], ids=["missing", "stale"])

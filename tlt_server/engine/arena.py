@@ -41,7 +41,7 @@ class Arena:
     @classmethod
     def file(cls, size: int) -> Arena:
         descriptor = os.memfd_create("tlt-shard", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
+        os.ftruncate(descriptor, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)  # a sleep takes pages
         return cls(_mapped(descriptor), (descriptor,))
 
     @classmethod

@@ -103,6 +103,12 @@ def vocabulary(config: ModelConfig, split: Split) -> tuple[int, int]:
     return _vocabulary(config, split)
 
 
+def most_tokens(config: ModelConfig, ranks: int) -> int:
+    """Return the tokens that one of the ranks has at most."""
+    blocks = -(-config.vocab_size // BLOCK)
+    return min(BLOCK * -(-blocks // ranks), config.vocab_size)
+
+
 def check_ranks(config: ModelConfig, ranks: int, where: str) -> None:
     """`StartupError` with the widths that work, where heads do not divide."""
     works = [

@@ -7,7 +7,12 @@ and of a minimum over indices, both of which are single instructions of a warp. 
 in the order of their indices, so the minimum is the first index of a maximum. CPU twin:
 `tlt_kernels.cpu.drafting.children`.
 
-Legend: M rows, C draft vocabulary, W children per row, B blocks of the vocabulary, Q batch slots.
+Ranks that share a draft head each have the logits of neighbouring draft tokens. They exchange the
+best W of their blocks, and each merges those of all in the order of ranks, which is that of draft
+tokens: the same children as of one rank, wherever blocks begin.
+
+Legend: M rows, C draft vocabulary, W children per row, B blocks of the vocabulary, Q batch slots,
+T ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.noise import gumbel_of_tokens
 from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -73,6 +79,16 @@ def _best_of_blocks(
     tl.store(token_MBW + (m * B + b) * W + ranks, token_W, mask=ranks < W)
 
 
+@triton.jit
+def _place(lanes, m, size, stride, OWN: tl.constexpr):
+    """Return where the candidates of row m lie, in the order of draft tokens."""
+    if OWN > 0:
+        at = (lanes // OWN).to(tl.int64) * stride + m * OWN + lanes % OWN
+    else:
+        at = m * size + lanes
+    return at
+
+
 @triton.jit(do_not_specialize_on_alignment=["position_M"])
 def _best_of_rows(
     key_MBW,
@@ -81,20 +97,25 @@ def _best_of_rows(
     token_MW,
     z_MW,
     size,
+    stride,
+    OWN: tl.constexpr,
     W: tl.constexpr,
     WIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Merge the `size` candidates of one row per program. OWN: candidates of each rank, whose
+    results begin `stride` after one another's; 0: there is one rank.
+    """
     pdl_launch()
     m = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
     pdl_wait()
-    keys = tl.load(key_MBW + m * size + lanes, mask=lanes < size, other=NOTHING)
+    keys = tl.load(key_MBW + _place(lanes, m, size, stride, OWN), mask=lanes < size, other=NOTHING)
     keys = tl.where(tl.load(position_M + m) < 0, NOTHING, keys)
     best_W, at_W = best_of(keys, TILE, W, WIDE)
     ranks = tl.arange(0, WIDE)
     found = best_W != NOTHING
-    token_W = tl.load(token_MBW + m * size + at_W, mask=found, other=-1)
+    token_W = tl.load(token_MBW + _place(at_W, m, size, stride, OWN), mask=found, other=-1)
     tl.store(token_MW + m * W + ranks, token_W, mask=ranks < W)
     tl.store(z_MW + m * W + ranks, tl.where(found, value_of(best_W), -float("inf")), mask=ranks < W)
 
@@ -111,20 +132,96 @@ def children(
     children are (-1, -inf).
     """
     M, C = logits_MC.shape
-    batch_slot_M, position_M = rows.batch_slot_R, rows.position_R
-    BLOCK = FEW_BLOCK if M <= MAX_FEW else MANY_BLOCK
-    B, W = triton.cdiv(C, BLOCK), max(width, 2)
-    TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
+    batch_slot_M = rows.batch_slot_R
+    B, W = _blocks(M, C), max(width, 2)
     # Two allocations, both aligned: otherwise the kernel has other variants.
     key_MBW, token_MBW = (batch_slot_M.new_empty((M, B, W)) for _ in range(2))
-    token_MW, z_MW = batch_slot_M.new_empty((M, W)), logits_MC.new_empty((M, W))
+    _find(logits_MC, target_ids_C, rows, batch_slots, key_MBW, token_MBW, B, W)
+    return _merge(key_MBW, token_MBW, rows, M, B * W, W)
+
+
+def children_shared(
+    peers: RankPeers,
+    logits_MC: torch.Tensor,  # float32, of the draft tokens of this rank
+    target_ids_C: torch.Tensor,  # int32, of the same
+    most: int,
+    rows: RowTable,
+    batch_slots: BatchSlots,
+    *,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `children` returns from the logits of all ranks, the first of which has the first
+    draft tokens, and each `most` at most. The best of blocks are exchanged through the end of room
+    1, which no partial sum may reach (`candidate_words`).
+    """
+    M, W = len(logits_MC), max(width, 2)
+    B, words = _blocks(M, most), _words(M, most, W)
+    mine = peers.room(1)[-2 * words :].view(torch.int32)
+    _find(logits_MC, target_ids_C, rows, batch_slots, mine, mine[words:], B, W)
+    found = mine.new_empty(peers.ranks, 2, words)
+    peers.gather(mine, found)
+    return _merge(
+        found[0, 0], found[0, 1], rows, M, peers.ranks * B * W, W, stride=2 * words, own=B * W
+    )
+
+
+def candidate_words(rows: int, most: int, width: int) -> int:
+    """Return the words of 4 bytes of the best of a rank's blocks, for up to `rows` rows and `most`
+    draft tokens.
+    """
+    W = max(width, 2)
+    return 2 * max(_words(min(rows, MAX_FEW), most, W), _words(rows, most, W))
+
+
+def _words(M: int, most: int, W: int) -> int:
+    return -(-M * _blocks(M, most) * W // 4) * 4  # each kind of them begins at 16 bytes
+
+
+def _block(M: int) -> int:
+    return FEW_BLOCK if M <= MAX_FEW else MANY_BLOCK
+
+
+def _blocks(M: int, tokens: int) -> int:
+    return triton.cdiv(tokens, _block(M))
+
+
+def _find(
+    logits_MC: torch.Tensor,
+    target_ids_C: torch.Tensor,
+    rows: RowTable,
+    batch_slots: BatchSlots,
+    key_MBW: torch.Tensor,
+    token_MBW: torch.Tensor,
+    B: int,
+    W: int,
+) -> None:
+    """Write the best W of each of B blocks, of which the last ones may be empty."""
+    M, C = logits_MC.shape
     _best_of_blocks[(B, M)](
-        logits_MC, target_ids_C, batch_slot_M, position_M,
+        logits_MC, target_ids_C, rows.batch_slot_R, rows.position_R,
         batch_slots.seed_Q, batch_slots.temperature_Q, key_MBW, token_MBW, C, B,
-        W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=1, **PDL,
+        W=W, WIDE=triton.next_power_of_2(W), BLOCK=_block(M), num_warps=1, **PDL,
     )  # fmt: skip
+
+
+def _merge(
+    key_MBW: torch.Tensor,
+    token_MBW: torch.Tensor,
+    rows: RowTable,
+    M: int,
+    size: int,
+    W: int,
+    *,
+    stride: int = 0,
+    own: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best W of every row; `size`, `stride` and `own` as in `_best_of_rows`."""
+    TILE = triton.next_power_of_2(size)
+    token_MW = rows.batch_slot_R.new_empty((M, W))
+    z_MW = token_MW.new_empty((M, W), dtype=torch.float32)
     _best_of_rows[(M,)](
-        key_MBW, token_MBW, position_M, token_MW, z_MW, B * W,
-        W=W, WIDE=WIDE, TILE=TILE, num_warps=min(8, max(1, TILE // MERGED)), **PDL,
+        key_MBW, token_MBW, rows.position_R, token_MW, z_MW, size, stride, OWN=own,
+        W=W, WIDE=triton.next_power_of_2(W), TILE=TILE,
+        num_warps=min(8, max(1, TILE // MERGED)), **PDL,
     )  # fmt: skip
     return token_MW, z_MW

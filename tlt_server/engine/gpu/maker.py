@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from tlt_kernels.gpu.children import candidate_words
 from tlt_kernels.gpu.exchange import RankPeers, WindowSizes, landing_floats
 from tlt_kernels.gpu.sampling import block_words, blocks_of_rank
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
@@ -22,6 +23,7 @@ from tlt_server.engine.gpu.agreement import SUM_FLOATS, Agreement
 from tlt_server.engine.gpu.buckets import (
     MAX_DRAFTED,
     MAX_VERIFIED,
+    MAX_WIDTH,
     MIN_DEPTH,
     TREE_ROWS,
     PromptShape,
@@ -47,6 +49,7 @@ from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import MATMULS
 from tlt_server.models.gpu.sums import RankSums, room_floats
+from tlt_server.models.shards import most_tokens
 from tlt_server.registry import load_object
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.weights.parts import Drafter, DrafterNetwork
@@ -82,6 +85,9 @@ class GpuMaker:
         parts = room_floats(leaves, rows, config.hidden_size)
         own = blocks_of_rank(config.vocab_size, settings.tensor_parallel)
         blocks = block_words(sampled_rows(settings.max_running), own)
+        if settings.drafter_directory is not None:
+            tokens = most_tokens(config, settings.tensor_parallel)  # a drafter has no more
+            parts += candidate_words(max(MAX_DRAFTED, settings.max_running), tokens, MAX_WIDTH)
         landing = landing_floats(settings.tensor_parallel, rows, config.hidden_size)
         return WindowSizes(max(parts, blocks) + SUM_FLOATS, landing)
 

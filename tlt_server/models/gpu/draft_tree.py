@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu import growth
-from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.gather import gather
 from tlt_kernels.gpu.growth import grow, roots
 from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Draft, Nodes
@@ -78,9 +77,7 @@ class DraftTrees:
             logits_MC = network.forward(
                 RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R), hint_MH, cache, attend
             )
-            token_ML, z_ML = children(
-                logits_MC, network.target_ids_C, rows, batch_slots, width=width
-            )
+            token_ML, z_ML = network.children(logits_MC, rows, batch_slots, width=width)
             grow(
                 level,
                 token_ML,

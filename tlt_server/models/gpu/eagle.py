@@ -6,7 +6,7 @@ target extends, `forward` drafts. What a network reads, how it joins that with t
 which head it has is in its class; the rest is common.
 
 Legend: R rows, H hidden, F feature width, P partial sums, X width of the layer's input, C draft
-vocabulary, V target vocabulary.
+vocabulary, V target vocabulary, W children of a row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tlt_kernels.gpu.children import children, children_shared
 from tlt_kernels.gpu.gemm_tiles import LEAF_UNIT, LEAVES
 from tlt_kernels.gpu.norm import add, embed_beside, embed_norms
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
@@ -43,12 +45,12 @@ from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import drafter_parameters, eagle1_parameters
-from tlt_server.models.shards import Stored, pieces_of, rank_config
+from tlt_server.models.shards import Stored, most_tokens, pieces_of, rank_config, vocabulary
 from tlt_server.models.split import Split, divides
 
 
 def drafter_split(config: ModelConfig, target: GpuDecoder) -> Split:
-    """Return the part of a drafter's layer that a rank has. It is whole unless each rank can have
+    """Return the part of a drafter that a rank has. It is whole unless each rank can have
     one leaf, because a drafter has the same bits at every width, and its trainer's.
     """
     ranks = target.split.of
@@ -56,7 +58,7 @@ def drafter_split(config: ModelConfig, target: GpuDecoder) -> Split:
     fits = fits and config.hidden_size == target.hidden_size
     if ranks != LEAVES or not fits or not divides(config, LEAVES, LEAF_UNIT):
         return WHOLE
-    return Split(LEAVES, target.split.rank, ranks, whole=("lm_head",))
+    return Split(LEAVES, target.split.rank, ranks)
 
 
 def beside(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
@@ -71,7 +73,7 @@ class GpuEagleNetwork:
 
     vocabulary_map = VOCABULARY_MAP  # tensors of a checkpoint that are no parameters
     joined_width: int  # X / H
-    splits = False  # whether ranks may share its layer
+    splits = False  # whether ranks may share it
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         config, placement = described.config, target.placement
@@ -79,9 +81,13 @@ class GpuEagleNetwork:
         shape = LayerShape(qkv_bias=config.attention_bias, mlp_bias=config.mlp_bias)
         check_shape(config, shape, "the drafter")
         self.described, self.config, self.placement = described, config, placement
-        # The heads and the part of the MLP that this rank has; the rest is whole.
+        # The heads and the parts of MLP and head that this rank has; the rest is whole.
         self.own_split = drafter_split(config, target) if self.splits else WHOLE
         own = self.own_config = rank_config(config, self.own_split)
+        # The draft tokens whose logits this rank computes, and how many a rank has at most.
+        self.head_config = replace(config, vocab_size=described.draft_vocab_size)
+        self.own_tokens = slice(*vocabulary(self.head_config, self.own_split))
+        self.most_tokens = most_tokens(self.head_config, self.own_split.of)
         self.sums = placement.sums if self.own_split.of > 1 else OWN_SUMS
         of_rank = replace(placement, matmuls=placement.matmuls.of_rank(self.own_split))
         self.draft_vocab_size, self.own_embedding = (
@@ -181,15 +187,16 @@ class GpuEagleNetwork:
             return self.own_parameters()
         shards = [network.own_parameters() for network in (self, *self.peers)]
         splits = [network.own_split for network in (self, *self.peers)]
-        return pieces_of(shards, self.config, splits)
+        return pieces_of(shards, self.head_config, splits)
 
     def own_parameters(self) -> dict[str, Tensor]:
         """Return this rank's."""
         raise NotImplementedError
 
     def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
-        """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns logits_RC. `g_RH`,
-        float32, becomes the residual stream's end, the hint of what is drafted after the rows.
+        """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns the logits_RC of
+        `own_tokens`. `g_RH`, float32, becomes the residual stream's end, the hint of what is
+        drafted after the rows.
         """
         input_RX, sums = self.join(rows, g_RH), self.sums
         part_PRH = self.self_attention(
@@ -199,6 +206,18 @@ class GpuEagleNetwork:
         normed_RH = sums.add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
         hidden_RH = self.hidden(self.mlp(normed_RH, room=sums.room(MLP)), g_RH)
         return self.placement.matmuls.linear(hidden_RH, self.head_CH, out_dtype=torch.float32)
+
+    def children(
+        self, logits_RC: Tensor, rows: RowTable, batch_slots: BatchSlots, *, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the best children of rows over the draft tokens of all ranks: target ids [R, W]
+        and scores, as `tlt_kernels.gpu.children` does. logits_RC: from `forward`.
+        """
+        own_ids_C, peers = self.target_ids_C[self.own_tokens], self.sums.peers
+        if peers is None:
+            return children(logits_RC, own_ids_C, rows, batch_slots, width=width)
+        most = self.most_tokens
+        return children_shared(peers, logits_RC, own_ids_C, most, rows, batch_slots, width=width)
 
     def store(self, rows: RowTensors, g_RH: Tensor, cache: KVCache) -> None:
         """Write the rows' KV and compute nothing else."""
@@ -227,7 +246,10 @@ class GpuEagle3(GpuEagleNetwork):
         )
         self.final_norm_H = placement.empty(hidden)
         self.head = GpuProjection(
-            hidden, {"lm_head": self.draft_vocab_size}, bias=False, placement=placement
+            hidden,
+            {"lm_head": self.own_tokens.stop - self.own_tokens.start},
+            bias=False,
+            placement=placement,
         )
 
     def fuse(self, features_RF: Tensor) -> Tensor:

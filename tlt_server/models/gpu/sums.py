@@ -2,7 +2,8 @@
 sums, or of those of all ranks.
 
 A layer has two, one after attention and one after the MLP. They take turns with two rooms of a
-rank's window, so a pass, which has an even number of them, may follow any other.
+rank's window, so a pass, which has an even number of them, may follow any other. What a draft head
+exchanges between two layers goes through the end of a room, which no partial sum reaches.
 
 Legend: P partial sums, R rows, H hidden.
 """
@@ -23,6 +24,10 @@ ATTENTION, MLP = 0, 1  # turns
 
 
 class LayerSums(Protocol):
+    @property
+    def peers(self) -> RankPeers | None:
+        """Return the ranks whose partial sums are added; None: there is one."""
+
     def room(self, turn: int) -> Tensor | None:
         """Return where the partial sums of this turn are to be written; None: anywhere."""
 
@@ -39,6 +44,8 @@ class LayerSums(Protocol):
 
 
 class OwnSums:
+    peers = None
+
     def room(self, turn: int) -> Tensor | None:
         return None
 

@@ -1,0 +1,147 @@
+"""Drafters of several ranks in lockstep on one device: every hint, child, key and value has the
+bits of one rank that has the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.lockstep import LockstepPeers, Turns, group, in_lockstep, turns_of
+from tests.engine.test_gpu_lockstep import DTYPE, MODELS, PLACEMENT, SMALL, Model
+from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
+from tlt_kernels.gpu.children import candidate_words
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, RowTable
+from tlt_server.attention.gpu import TritonPaged
+from tlt_server.engine.gpu.kv import make_cache
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_checkpoint import Described
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.eagle import GpuEagle3
+from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.sums import RankSums, room_floats
+from tlt_server.models.shards import cut
+from tlt_server.models.split import Split
+
+WIDTH, LEVELS = 3, 2
+
+
+class Drafted(NamedTuple):
+    hint_RH: Tensor
+    token_RW: Tensor
+    score_RW: Tensor
+
+
+class Rank:
+    def __init__(
+        self, config: ModelConfig, drafted: int, placement: Placement, split: Split, rows: int
+    ) -> None:
+        target = GpuDecoder(config, placement=placement, feature_layers=(0, 1, 1), split=split)
+        self.network = GpuEagle3(Described(replace(config, layers=1), drafted), target)
+        self.rows, own = rows, self.network.own_config
+        self.pages = -(-LEVELS * rows // PAGE_SIZE)
+        self.cache = make_cache(own, self.pages, 1, placement, 1)
+        self.attention = TritonPaged(
+            heads=own.heads,
+            kv_heads=own.kv_heads,
+            head_dim=own.head_dim,
+            context=config.max_position,
+            device=torch.device(DEVICE),
+            dtype=DTYPE,
+        )
+        self.slots = BatchSlots.allocate(1, PAGE_SIZE, hidden=1, device=DEVICE)
+        self.slots.temperature_Q.fill_(0.8)
+
+    def draft(self, token_R: Tensor, hint_RH: Tensor) -> list[Drafted]:
+        """Draft after rows of one sequence, then after as many rows that have their hints."""
+        found, hint_RH = list[Drafted](), hint_RH.clone()
+        for level in range(LEVELS):
+            first = level * self.rows
+            rows = RowTable.allocate(self.rows, 1, device=DEVICE)
+            for each in (rows.position_R, rows.kv_slot_R):
+                each.copy_(torch.arange(first, first + self.rows))
+            rows.token_R.copy_(token_R)
+            rows.batch_slot_R.zero_()
+            rows.base_R.fill_(first + self.rows)
+            attend = self.attention.planned(self.rows, prompt_rows=self.rows)
+            page_table = torch.arange(self.pages, dtype=torch.int32, device=DEVICE).view(1, -1)
+            attend.plan(rows, page_table)
+            tensors = RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R)
+            logits_RC = self.network.forward(tensors, hint_RH, self.cache, attend)
+            children = self.network.children(logits_RC, rows, self.slots, width=WIDTH)
+            found.append(Drafted(hint_RH.clone(), *children))
+        return found
+
+
+def whole_of(config: ModelConfig, drafted: int, leaves: int, rows: int) -> Rank:
+    rank = Rank(config, drafted, PLACEMENT, Split(leaves), rows)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for each in [*rank.network.own_parameters().values(), rank.network.embedding_VH]:
+        each.copy_(0.05 * torch.randn(each.shape, generator=generator, device=DEVICE))
+    return rank
+
+
+def ranks_of(whole: Rank, leaves: int, count: int) -> list[Rank]:
+    network, made, turns = whole.network, list[Rank](), Turns(count)
+    floats = room_floats(leaves // count, whole.rows, network.config.hidden_size)
+    floats += candidate_words(whole.rows, network.draft_vocab_size, WIDTH)
+    for peers in group(count, floats):
+        placement = replace(PLACEMENT, sums=RankSums(LockstepPeers(peers, turns)))
+        split, config = Split(leaves, peers.rank, count), network.config
+        rank = Rank(
+            replace(config, layers=2), network.draft_vocab_size, placement, split, whole.rows
+        )
+        assert rank.network.own_split.of == count
+        rank.network.embedding_VH.copy_(network.embedding_VH)
+        values = network.own_parameters()
+        for name, own in rank.network.own_parameters().items():
+            part, of = cut(name, rank.network.head_config, split), values[name]
+            if part is not None:
+                of = of.narrow(part.dim, part.start, part.stop - part.start)
+            own.copy_(of)
+        made.append(rank)
+    return made
+
+
+def check(model: Model, drafted: int, widths: tuple[int, ...], rows: int) -> None:
+    config = model.config()
+    whole = whole_of(config, drafted, model.leaves, rows)
+    generator = torch.Generator().manual_seed(1)
+    token_R = torch.randint(512, (rows,), generator=generator).to(DEVICE)
+    hint_RH = torch.randn(rows, config.hidden_size, generator=generator).to(DEVICE)
+    with torch.inference_mode():
+        expected = whole.draft(token_R, hint_RH)
+    for width in widths:
+        ranks = ranks_of(whole, model.leaves, width)
+        [turns] = {turns_of(rank.network.sums) for rank in ranks}
+        found = in_lockstep(turns, [partial(rank.draft, token_R, hint_RH) for rank in ranks])
+        for rank, levels in zip(ranks, found, strict=True):
+            name = f"{rows} rows, {width} ranks, rank {rank.network.own_split.rank}"
+            for mine, of_one in zip(levels, expected, strict=True):
+                assert torch.equal(mine.token_RW, of_one.token_RW), name
+                assert_same_bits(f"{name}, scores", mine.score_RW, of_one.score_RW)
+                assert_same_bits(f"{name}, hints", mine.hint_RH, of_one.hint_RH)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
+def test_drafters_in_lockstep_have_the_bits_of_one() -> None:
+    """The first rank has one block of draft tokens, the last one has more."""
+    with patched_once():
+        check(replace_leaves(SMALL, 2), 40, (2,), 3)
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 8, 32, 256])
+@pytest.mark.parametrize("name", MODELS)
+def test_drafters_in_lockstep_have_the_bits_of_one_in_real_shapes(name: str, rows: int) -> None:
+    check(replace_leaves(MODELS[name], 2), 32_000, (2,), rows)
+
+
+def replace_leaves(model: Model, leaves: int) -> Model:
+    return model._replace(leaves=leaves)
