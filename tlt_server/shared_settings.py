@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 AUTO = "auto"
 PolicyName = Literal["off", "fixed", "beg", "goodput"]
 ExchangeName = Literal["auto", "nvlink", "nccl"]
+DrafterParallel = Literal["auto", "shared", "replicated"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,14 @@ class SharedSettings:
             "name",
             "How GPUs of one target exchange sums: nvlink, in memory that they map; nccl, slower; "
             "auto: nvlink where they can. Tokens are the same.",
+        ),
+    ] = "auto"
+    drafter_parallel: Annotated[
+        DrafterParallel,
+        Doc(
+            "how",
+            "Whether GPUs of one target share the drafter: shared; replicated, whole on each; "
+            "auto: shared where that is faster. Tokens are the same.",
         ),
     ] = "auto"
     threads: Annotated[

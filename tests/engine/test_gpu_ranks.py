@@ -64,6 +64,7 @@ def settings(root: Path) -> EngineSettings:
     return EngineSettings(
         model=root / "base",
         drafter=str(root / "drafter"),
+        drafter_parallel="shared",
         policy="off",
         device="interpreter",  # type: ignore[arg-type]
         dtype="float32",
@@ -126,7 +127,7 @@ def test_two_ranks_have_the_bits_of_one(
     assert "masks" in vars(passes.state), "a capture of the pass would make them"
     assert shared.info.tensor_parallel == 2
     drafter = shared.engine.pushes.transaction.versions.live.drafter
-    assert drafter is not None and drafter.network.own_split.of == 2  # type: ignore[attr-defined]
+    assert drafter is not None and drafter.network.part.split.of == 2  # type: ignore[attr-defined]
     expected = responses(one, None, structured=True)
     # Idle time may find no memory for a graph, on any rank.
     monkeypatch.setattr(preparing, "_capture_later", out_of_memory)

@@ -45,6 +45,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     return EngineSettings(
         model=TARGET,
         drafter=str(DRAFTER),
+        drafter_parallel="shared",
         policy="off",
         device="cuda",
         kv_memory_mb=256,

@@ -244,6 +244,7 @@ def test_a_rank_that_cannot_start_is_one_error(
         ({"tensor_parallel": 2, "max_loras": 1}, "LoRA adapters are computed by one rank"),
         ({"tensor_parallel": 2, "weight_staging": "disk"}, "use auto, device or none"),
         ({"tensor_parallel": 2, "exchange": "nccl"}, "ranks of a CPU exchange by gloo"),
+        ({"tensor_parallel": 2, "drafter_parallel": "shared"}, "on a CPU the first rank drafts"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_before_weights_are_read(

@@ -102,6 +102,12 @@ def _ranks(
         default="auto",
         help="how GPUs exchange sums [default nvlink where they can]",
     )
+    parser.add_argument(
+        "--drafter-parallel",
+        choices=("auto", "shared", "replicated"),
+        default="auto",
+        help="whether GPUs share the drafter [default where that is faster]",
+    )
 
 
 HOSTILE = ("bodies", "parsing", "neighbours", "streams", "tenants", "connections")

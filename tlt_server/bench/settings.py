@@ -35,6 +35,7 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
         tensor_parallel=getattr(args, "tensor_parallel", 1),
         reduction_leaves=getattr(args, "reduction_leaves", None),
         exchange=getattr(args, "exchange", "auto"),
+        drafter_parallel=getattr(args, "drafter_parallel", "auto"),
     )
 
 

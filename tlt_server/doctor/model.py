@@ -29,6 +29,7 @@ from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.gpu.draft_part import drafter_part
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.loader import check_files, empty_target, own_dtype, unread
 from tlt_server.models.numerics import BLOCKS, Numerics
@@ -175,12 +176,15 @@ def memory(config: Config) -> Finding:
 def _gpu_memory(config: Config, model: Decoder) -> Finding:
     (chosen, gpu), directory = _choice(config), weights_directory(config.drafter)
     settings, network = chosen.settings, _network(config, directory) if directory else None
-    split = gpu_split(settings)
-    values = values_of(model.parameters(), model.config, split) + (
-        sum(view.numel() for view in network.parameters().values()) if network else 0
-    )
+    split, part = gpu_split(settings), None
+    values = values_of(model.parameters(), model.config, split)
+    if network is not None:
+        itemsize = getattr(torch, settings.dtype).itemsize
+        how, drafted = settings.drafter_parallel, network.draft_vocab_size
+        part = drafter_part(network.config, drafted, split, how, itemsize)
+        values += values_of(network.parameters(), part.head, part.split)
     own = rank_config(model.config, split)
-    needs = Needs.of(settings, own, network, values, model.feature_width)
+    needs = Needs.of(settings, own, network, values, model.feature_width, part)
     check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
     plan = MemoryPlan(
         settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes

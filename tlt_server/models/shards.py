@@ -197,7 +197,7 @@ def pieces_of(
 
 
 def values_of(parameters: Mapping[str, Stored], config: ModelConfig, split: Split) -> int:
-    """Return the elements of a target's tensors that a rank has."""
+    """Return the elements of a model's tensors that a rank has."""
     total = 0
     for name, stored in parameters.items():
         own, sizes = cut(name, config, split), list(stored.shape)

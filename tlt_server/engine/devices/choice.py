@@ -144,6 +144,11 @@ def for_cpu(settings: EngineSettings) -> DeviceChoice:
             f"exchange is {settings.exchange}, which is of GPUs; ranks of a CPU exchange by gloo: "
             "leave the setting out"
         )
+    if settings.drafter_parallel == "shared":
+        raise StartupError(
+            "drafter_parallel is shared, and on a CPU the first rank drafts alone: leave the "
+            "setting out"
+        )
     if settings.dtype not in (None, "float32"):
         raise StartupError(
             f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a "

@@ -141,7 +141,9 @@ class CudaDevice:
         networks: list[GpuDecoder | DrafterNetwork] = [target, *([drafter] if drafter else [])]
         stored = [each for network in networks for each in network.parameters().values()]
         values = sum(tensors_of(each)[0].numel() for each in stored)
-        return Needs.of(self._settings, target.own_config, drafter, values, target.feature_width)
+        part = drafter.part if isinstance(drafter, GpuEagleNetwork) else None
+        width = target.feature_width
+        return Needs.of(self._settings, target.own_config, drafter, values, width, part)
 
     def free(self) -> Free:
         """Count what the allocator has cached as free. Each rank has as much for its slice."""

@@ -133,6 +133,7 @@ def engine_digest(settings: DecidedSettings, config: ModelConfig) -> str:
         settings.tensor_parallel,
         settings.reduction_leaves,
         settings.exchange,
+        settings.drafter_parallel,
         settings.feature_bytes > 0,
         sources("tlt_server"),
     ]

@@ -64,7 +64,10 @@ class GpuMaker:
     ) -> None:
         self.settings, self.device = settings, device
         self.placement = Placement(
-            device, getattr(torch, settings.dtype), MATMULS[settings.numerics]()
+            device,
+            getattr(torch, settings.dtype),
+            MATMULS[settings.numerics](),
+            drafter_parallel=settings.drafter_parallel,
         )
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         depth, adapters = max(MIN_DEPTH, settings.deepest), settings.max_loras > 0
@@ -239,7 +242,7 @@ class GpuMaker:
 
 def own_config(network: DrafterNetwork) -> ModelConfig:
     """Return the shape of this rank's part of a drafter's layer: the whole where none is shared."""
-    return network.own_config if isinstance(network, GpuEagleNetwork) else network.config
+    return network.part.layer if isinstance(network, GpuEagleNetwork) else network.config
 
 
 class Lent:

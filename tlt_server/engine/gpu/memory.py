@@ -15,6 +15,7 @@ from tlt_server.engine.gpu.buckets import MAX_DRAFTED, MAX_VERIFIED, sampled_row
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import MIB, Drafting
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.draft_part import DrafterPart
 from tlt_server.models.training_memory import CONTEXT, TrainingShape
 from tlt_server.samples.captured import state_bytes
 
@@ -43,16 +44,20 @@ class Needs(NamedTuple):
         drafter: Drafting | None,
         values: int,
         feature_width: int = 0,
+        part: DrafterPart | None = None,
     ) -> Needs:
         """`values`: parameters of target and drafter together; `settings`: nothing left to the
-        device; `feature_width`: what the drafter reads of a position.
+        device; `feature_width`: what the drafter reads of a position; `part`: what a rank has of
+        the drafter, if not all of it.
         """
         itemsize = 4 if settings.dtype == "float32" else 2
         captures = bool(settings.feature_bytes and feature_width)
-        per_page = settings.page_size * kv_slot_values(config, config.layers)
+        per_page, tokens = settings.page_size * kv_slot_values(config, config.layers), 0
         if drafter is not None:
+            tokens = part.most_tokens if part else drafter.draft_vocab_size
             per_page += (
-                settings.page_size * kv_slot_values(drafter.config, 1) + drafter.config.hidden_size
+                settings.page_size * kv_slot_values(part.layer if part else drafter.config, 1)
+                + drafter.config.hidden_size
             )  # and a hint per page
         return cls(
             values * itemsize,
@@ -60,7 +65,7 @@ class Needs(NamedTuple):
             8 * config.intermediate_size + 64 * config.hidden_size,
             4 * config.vocab_size,
             4 * config.vocab_size,
-            4 * drafter.draft_vocab_size if drafter is not None else 0,
+            4 * tokens,
             state_bytes(feature_width, config.hidden_size, itemsize) if captures else 0,
             TrainingShape.of(drafter.config, drafter.draft_vocab_size, on_gpu=True)
             if drafter is not None and captures and not settings.trains_apart

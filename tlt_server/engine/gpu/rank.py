@@ -193,7 +193,8 @@ class GpuRank:
 
     def _allocate(self, order: Allocate) -> None:
         model, drafter = self._live[GpuDecoder], self._live.get(GpuEagleNetwork)
-        needs = Needs.of(self._settings, model.own_config, drafter, 0, model.feature_width)
+        part, width = drafter.part if drafter else None, model.feature_width
+        needs = Needs.of(self._settings, model.own_config, drafter, 0, width, part)
         plan = MemoryPlan(self._settings, needs, order.max_model_len, 0, 0)
         self._kv = self._memory.pages = self._maker.kv(plan, order.pages, model, drafter)
 

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.children import children, children_shared
-from tlt_kernels.gpu.gemm_tiles import LEAF_UNIT, LEAVES
 from tlt_kernels.gpu.norm import add, embed_beside, embed_norms
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
-from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import (
     VOCABULARY_MAP,
     Described,
@@ -33,6 +31,7 @@ from tlt_server.models.draft_checkpoint import (
     target_ids,
 )
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
+from tlt_server.models.gpu.draft_part import drafter_part
 from tlt_server.models.gpu.layers import (
     Attend,
     GpuGatedMlp,
@@ -45,20 +44,8 @@ from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import drafter_parameters, eagle1_parameters
-from tlt_server.models.shards import Stored, most_tokens, pieces_of, rank_config, vocabulary
-from tlt_server.models.split import Split, divides
-
-
-def drafter_split(config: ModelConfig, target: GpuDecoder) -> Split:
-    """Return the part of a drafter that a rank has. It is whole unless each rank can have
-    one leaf, because a drafter has the same bits at every width, and its trainer's.
-    """
-    ranks = target.split.of
-    fits = config.kv_heads % ranks == 0 or ranks % config.kv_heads == 0
-    fits = fits and config.hidden_size == target.hidden_size
-    if ranks != LEAVES or not fits or not divides(config, LEAVES, LEAF_UNIT):
-        return WHOLE
-    return Split(LEAVES, target.split.rank, ranks)
+from tlt_server.models.shards import Stored, pieces_of
+from tlt_server.models.split import Split
 
 
 def beside(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
@@ -73,7 +60,6 @@ class GpuEagleNetwork:
 
     vocabulary_map = VOCABULARY_MAP  # tensors of a checkpoint that are no parameters
     joined_width: int  # X / H
-    splits = False  # whether ranks may share it
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         config, placement = described.config, target.placement
@@ -81,15 +67,16 @@ class GpuEagleNetwork:
         shape = LayerShape(qkv_bias=config.attention_bias, mlp_bias=config.mlp_bias)
         check_shape(config, shape, "the drafter")
         self.described, self.config, self.placement = described, config, placement
-        # The heads and the parts of MLP and head that this rank has; the rest is whole.
-        self.own_split = drafter_split(config, target) if self.splits else WHOLE
-        own = self.own_config = rank_config(config, self.own_split)
-        # The draft tokens whose logits this rank computes, and how many a rank has at most.
-        self.head_config = replace(config, vocab_size=described.draft_vocab_size)
-        self.own_tokens = slice(*vocabulary(self.head_config, self.own_split))
-        self.most_tokens = most_tokens(self.head_config, self.own_split.of)
-        self.sums = placement.sums if self.own_split.of > 1 else OWN_SUMS
-        of_rank = replace(placement, matmuls=placement.matmuls.of_rank(self.own_split))
+        part = self.part = drafter_part(
+            config,
+            described.draft_vocab_size,
+            target.split,
+            placement.drafter_parallel,
+            placement.dtype.itemsize,
+        )
+        own = part.layer
+        self.sums = placement.sums if part.split.of > 1 else OWN_SUMS
+        of_rank = replace(placement, matmuls=placement.matmuls.of_rank(part.split))
         self.draft_vocab_size, self.own_embedding = (
             described.draft_vocab_size,
             described.own_embedding,
@@ -186,8 +173,8 @@ class GpuEagleNetwork:
         if not self.peers:
             return self.own_parameters()
         shards = [network.own_parameters() for network in (self, *self.peers)]
-        splits = [network.own_split for network in (self, *self.peers)]
-        return pieces_of(shards, self.head_config, splits)
+        splits = [network.part.split for network in (self, *self.peers)]
+        return pieces_of(shards, self.part.head, splits)
 
     def own_parameters(self) -> dict[str, Tensor]:
         """Return this rank's."""
@@ -195,7 +182,7 @@ class GpuEagleNetwork:
 
     def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
         """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns the logits_RC of
-        `own_tokens`. `g_RH`, float32, becomes the residual stream's end, the hint of what is
+        `part.tokens`. `g_RH`, float32, becomes the residual stream's end, the hint of what is
         drafted after the rows.
         """
         input_RX, sums = self.join(rows, g_RH), self.sums
@@ -213,10 +200,10 @@ class GpuEagleNetwork:
         """Return the best children of rows over the draft tokens of all ranks: target ids [R, W]
         and scores, as `tlt_kernels.gpu.children` does. logits_RC: from `forward`.
         """
-        own_ids_C, peers = self.target_ids_C[self.own_tokens], self.sums.peers
+        own_ids_C, peers = self.target_ids_C[self.part.tokens], self.sums.peers
         if peers is None:
             return children(logits_RC, own_ids_C, rows, batch_slots, width=width)
-        most = self.most_tokens
+        most = self.part.most_tokens
         return children_shared(peers, logits_RC, own_ids_C, most, rows, batch_slots, width=width)
 
     def store(self, rows: RowTensors, g_RH: Tensor, cache: KVCache) -> None:
@@ -232,11 +219,11 @@ class GpuEagle3(GpuEagleNetwork):
     """See `models.eagle.Eagle3`."""
 
     joined_width = 2
-    splits = True
 
     def __init__(self, described: Described, target: GpuDecoder) -> None:
         super().__init__(described, target)
         hidden, placement = described.config.hidden_size, self.placement
+        tokens = self.part.tokens
         self.fusion = GpuProjection(
             target.feature_width, {"fc": hidden}, bias=False, placement=placement
         )
@@ -246,10 +233,7 @@ class GpuEagle3(GpuEagleNetwork):
         )
         self.final_norm_H = placement.empty(hidden)
         self.head = GpuProjection(
-            hidden,
-            {"lm_head": self.own_tokens.stop - self.own_tokens.start},
-            bias=False,
-            placement=placement,
+            hidden, {"lm_head": tokens.stop - tokens.start}, bias=False, placement=placement
         )
 
     def fuse(self, features_RF: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from tlt_server.models.gpu.sums import OWN_SUMS, LayerSums
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
+from tlt_server.shared_settings import DrafterParallel
 
 if TYPE_CHECKING:  # it needs `Placement`
     from tlt_server.models.gpu.adapted import GpuAdaptedLayer, GpuAdaptedProjection
@@ -36,6 +37,7 @@ class Placement:
     dtype: torch.dtype
     matmuls: StrictMatmuls
     sums: LayerSums = OWN_SUMS  # where the target's layers are summed
+    drafter_parallel: DrafterParallel = "auto"  # whether ranks share a drafter
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)

@@ -1,0 +1,82 @@
+"""The part of a drafter that each rank of a target on several GPUs has: of the layer, heads and a
+part of the MLP; of the head, draft tokens. `fc` and norms are whole on every rank, or all of it is.
+
+A drafter has the target's leaves, or fewer where these would cut a head, so drafts are the same at
+every width of a fingerprint. No tensors: the engine asks before it makes one, `tlt doctor`, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from tlt_kernels.gpu.gemm_tiles import LEAF_COUNTS, LEAF_UNIT, LEAVES
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_checkpoint import ARCHITECTURES
+from tlt_server.models.shards import BLOCK, most_tokens, rank_config, vocabulary
+from tlt_server.models.split import Split, divides
+from tlt_server.shared_settings import DrafterParallel
+
+# Sharing adds three exchanges to each level of a tree, 5 us each, in which an H200 reads as much:
+# ranks share a drafter that lets each of them read this much less.
+WORTHWHILE = 64 * 2**20
+
+
+class DrafterPart(NamedTuple):
+    """A rank's part of a drafter."""
+
+    split: Split
+    layer: ModelConfig  # with the heads and the part of the MLP of this rank
+    head: ModelConfig  # the whole drafter's, whose vocabulary is that of drafts
+
+    @property
+    def tokens(self) -> slice:
+        """Return the draft tokens whose logits this rank computes."""
+        return slice(*vocabulary(self.head, self.split))
+
+    @property
+    def most_tokens(self) -> int:
+        """Return how many of them a rank has at most."""
+        return most_tokens(self.head, self.split.of)
+
+
+def drafter_part(
+    config: ModelConfig, draft_vocab: int, target: Split, asked: DrafterParallel, itemsize: int
+) -> DrafterPart:
+    """Return the part of the rank that has this part of the target; itemsize: bytes of a weight.
+    `StartupError` where `asked` is shared and the ranks cannot share it.
+    """
+    counts = [
+        count
+        for count in LEAF_COUNTS
+        if LEAVES <= count <= target.leaves and divides(config, count, LEAF_UNIT)
+    ]
+    leaves, head = max(counts, default=LEAVES), replace(config, vocab_size=draft_vocab)
+    split = Split(leaves, target.rank, target.of)
+    fits = target.of <= max(counts, default=0) and _divides(head, target.of)
+    if target.of > 1 and asked == "shared" and not fits:
+        raise StartupError(
+            f"drafter_parallel is shared and tensor_parallel {target.of}, and the drafter has "
+            f"{config.heads} heads of {config.head_dim}, {config.kv_heads} KV heads, an MLP of "
+            f"{config.intermediate_size} and {draft_vocab} draft tokens, which these ranks "
+            "cannot share, or no head of its own; use auto or replicated"
+        )
+    pays = asked == "shared" or _saved(head, target.of) * itemsize >= WORTHWHILE
+    if asked == "replicated" or not fits or not pays:
+        split = Split(leaves)
+    return DrafterPart(split, rank_config(config, split), head)
+
+
+def _divides(head: ModelConfig, ranks: int) -> bool:
+    """Tell whether each of the ranks can have a KV head and a block of draft tokens."""
+    kv_fits = head.kv_heads % ranks == 0 or ranks % head.kv_heads == 0
+    own_head = ARCHITECTURES[head.architecture].own_head
+    return own_head and kv_fits and head.vocab_size > BLOCK * (ranks - 1)
+
+
+def _saved(head: ModelConfig, ranks: int) -> int:
+    """Return the weights that a rank need not read on each level, as others do."""
+    query, kv = head.heads * head.head_dim, head.kv_heads * head.head_dim
+    inputs = 2 * (query + 2 * kv) + query + 3 * head.intermediate_size + head.vocab_size
+    return head.hidden_size * inputs * (ranks - 1) // ranks
