@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tlt_server.commands import Recompute
 from tlt_server.errors import StartupError, TltError
 from tlt_server.samples.sample import Sample
+from tlt_server.trainer.gathering import FeatureGathering, NeedsFeatures
 from tlt_server.trainer.schedule import Schedule
 from tlt_server.trainer.states import StateMachine
 from tlt_server.training import (
@@ -40,10 +40,6 @@ from tlt_server.training import (
 ANSWER_S = 120.0  # time after which weights that were asked for are asked for again
 REPORT_S = 1.0
 RETRY_S = 10.0  # time after which weights that were refused are asked for again
-LOOK_S = 0.1  # between looks for features
-# The wait for the next ones that were asked for: without any to train on, and with some. In an RL
-# step the engine may be idle for seconds only, and a push makes features useless.
-PATIENCE_S, LITTLE_PATIENCE_S = 10.0, 2.0
 HELD = "it is paused for a time"
 
 
@@ -68,13 +64,6 @@ class Facts:
     checkpoint_error: str = ""
 
 
-class Lacking(NamedTuple):
-    """Sequences without features, and the command that computes those of the first ones."""
-
-    sequences: int
-    command: Recompute
-
-
 class RoundEnd(NamedTuple):
     """The end of a round: a candidate to adopt, a word that says why there is none, or no trial."""
 
@@ -88,7 +77,7 @@ class RoundEnd(NamedTuple):
 Round = Generator[TrainerState, None, RoundEnd]
 
 
-class Work(Protocol):
+class Work(NeedsFeatures, Protocol):
     @property
     def facts(self) -> Facts: ...
 
@@ -96,12 +85,6 @@ class Work(Protocol):
         """Take over weights in force. `TltError` or `StartupError`: they cannot be trained on;
         `MemoryError`: there is no memory for them.
         """
-
-    def lacking(self) -> Lacking:
-        """Return what the next round has no features of."""
-
-    def ready(self) -> bool:
-        """Tell whether there are features to train on."""
 
     def round(self) -> Round:
         """Train on what is recorded and judge the result, yielding the state after each segment.
@@ -135,9 +118,7 @@ class SpotTrainer:
         self._live: InForce | None = None
         self._handed: InForce | None = None  # the versions that `work` has
         self._asked_s: float | None = None  # when weights were asked for
-        self._lacking: Lacking | None = None  # what was asked for last
-        self._came = 0  # sequences of that command that have features by now
-        self._look_s = self._came_s = 0.0
+        self._gathering = FeatureGathering(send, clock)
         self._round: Round | None = None
         self._offered: Offer | None = None
         self._judged: Judged | None = None
@@ -286,38 +267,12 @@ class SpotTrainer:
                 self._asked_s = self._clock()
                 self._send(WeightsWanted())
             return False
-        if not self._gathered():
+        if not self._gathering.done(self._work):
             return False
         self.schedule.began()
         self._round = self._work.round()
         self.phases.enter(TrainerState.TRAINING)
         return True
-
-    def _gathered(self) -> bool:
-        """Tell whether a round may begin: no features are missing, or the engine computes no more
-        of them.
-        """
-        now_s, before = self._clock(), self._lacking
-        if before is not None and now_s < self._look_s:
-            return False
-        self._look_s = now_s + LOOK_S
-        lacking, asked = self._work.lacking(), 0
-        if before is not None:
-            asked = len(before.command.texts)
-            came = before.sequences - lacking.sequences
-            if came > self._came:
-                self._came, self._came_s = came, now_s
-            waited_s = now_s - self._came_s
-            if came < asked and (
-                waited_s < LITTLE_PATIENCE_S or (waited_s < PATIENCE_S and not self._work.ready())
-            ):
-                return False
-        if not lacking.command.texts or self._came < asked:
-            self._lacking = None
-            return True
-        self._lacking, self._came, self._came_s = lacking, 0, now_s
-        self._send(lacking.command)
-        return False
 
     def _end(self, outcome: RoundEnd) -> None:
         self._round = None
@@ -361,7 +316,7 @@ class SpotTrainer:
 
     def _abandon(self, reason: str) -> None:
         """End a round or an offer whose weights are not in force any more."""
-        self._lacking = None
+        self._gathering.begin_again()
         if self._round is not None or self._offered is not None:
             self._refused[reason] += 1
             if self._round is not None:

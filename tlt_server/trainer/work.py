@@ -25,6 +25,7 @@ from tlt_server.samples.segments import Recorded
 from tlt_server.samples.tables import read_tables
 from tlt_server.trainer import sampling
 from tlt_server.trainer.buffer import SampleBuffer
+from tlt_server.trainer.gathering import Lacking
 from tlt_server.trainer.handed import Handed, read_handed
 from tlt_server.trainer.network import TrainableDrafter
 from tlt_server.trainer.objectives import make_objective
@@ -33,7 +34,7 @@ from tlt_server.trainer.packs_ahead import PacksAhead
 from tlt_server.trainer.recorded import RecordedDocuments
 from tlt_server.trainer.saved_run import NUMBER, CandidateNumbers, SavedRun
 from tlt_server.trainer.schedule import FIRST_STEPS, TrialSpacing
-from tlt_server.trainer.spot import Facts, Lacking, Round, RoundEnd
+from tlt_server.trainer.spot import Facts, Round, RoundEnd
 from tlt_server.trainer.state_store import StateStore, recompute_of
 from tlt_server.trainer.step import AdamWSettings, Trainer, default_rate, memory_errors
 from tlt_server.trainer.trial import FITTED, Trial
