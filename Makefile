@@ -118,6 +118,7 @@ bench-gpus: padded
 	"$(BIN)/tlt" bench exact $(ON_PAIR) $(OVER) --json "$(RESULTS)/exact$(WIDE)"
 	"$(BIN)/tlt" bench exchange --json "$(RESULTS)/exchange-gpu.json"
 	"$(BIN)/tlt" bench decode $(ON_PAIR) $(OVER) --prefill --json "$(RESULTS)/decode$(WIDE)"
+	"$(BIN)/tlt" bench decode --device cuda --shape llama-3.1-70b --batch 1 $(OVER) $(ARGS) --json "$(RESULTS)/decode-llama-3.1-70b-tp$(GPUS)-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(OVER) --json "$(RESULTS)/cycle$(WIDE)"
 	"$(BIN)/python" -m benchmarks.record_starts --json "$(RESULTS)/starts$(WIDE)" -- $(ON_PAIR) $(OVER)
 	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) $(OVER) --json "$(RESULTS)/rollout-http$(WIDE)"

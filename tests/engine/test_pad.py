@@ -62,6 +62,15 @@ REAL = {
         num_key_value_heads=8,
         tie_word_embeddings=False,
     ),
+    "llama-3.1-70b": transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
     "llama-3.1-8b": transformers.LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tlt_server.bench.numbers import count, seed, whole
 from tlt_server.bench.pad_arguments import add_pad
+from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.bench.replaying.arguments import add_record, add_replay
 from tlt_server.bench.rollout_arguments import add_rollout
 from tlt_server.bench.serve_arguments import add_serve
@@ -134,6 +135,9 @@ def _scenarios(text: str) -> tuple[str, ...]:
 def _decode(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
     _ranks(parser)
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="sizes of a target with random weights and no files"
+    )
     _batches(parser, "1,8,32,64,256", "1,8")
     parser.add_argument(
         "--against",

@@ -4,7 +4,9 @@ of addition.
 Random prompts of 128 tokens and 512 tokens more. `--context` adds one request after a long prompt,
 `--prefill` the rate at which the engine reads prompts, which is timed also where numerics are
 compared. The price of strict is its time over the time of fast, less one. The drafter that is
-loaded keeps its KV in every plain step, as in a server; `--drafter none` leaves it out.
+loaded keeps its KV in every plain step, as in a server; `--drafter none` leaves it out. `--shape`
+times a target of a large model's sizes without a checkpoint and, unless one is named, without a
+drafter: weights are random, and no file is read or written.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -20,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_server.bench.engines import LoadedOnce, release
+from tlt_server.bench.padding.shapes import SHAPES, write_config
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.bench.steps import random_requests, time_prefill, time_steps
@@ -45,9 +49,30 @@ def run(args: argparse.Namespace) -> int:
             "--against fast needs --device cuda: a CPU's matrix library keeps the mode it was "
             "loaded with; `tlt bench rollout` compares both on a CPU, in two processes"
         )
+    with TemporaryDirectory() as folder:
+        return _run(args, target_of(args, Path(folder)))
+
+
+def target_of(args: argparse.Namespace, folder: Path) -> EngineSettings:
+    """Return the settings of the flags; `folder` gets the config.json of a target that has a shape
+    only.
+    """
+    settings = settings_of(args)
+    if args.shape is None:
+        return settings
+    if args.model:
+        raise StartupError(
+            f"--shape is {args.shape} and --model is {args.model}; a shape has random weights: "
+            "leave one of the two out"
+        )
+    write_config(folder, SHAPES[args.shape], str(settings.dtype))
+    return replace(settings, model=folder, drafter=args.drafter or "none", random_weights=True)
+
+
+def _run(args: argparse.Namespace, settings: EngineSettings) -> int:
     batches = args.batch or args.batches[args.quick]
     base = replace(
-        settings_of(args),
+        settings,
         policy="off",
         max_running=max(batches),
         max_rows=args.max_rows or (4096 if args.device == "cuda" else 512),

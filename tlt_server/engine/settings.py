@@ -23,6 +23,7 @@ from tlt_server.speculation.drafters import DRAFTERS, to_load, weights_directory
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(SharedSettings):
     max_draft_rows: int = 1024  # draft rows per step
+    random_weights: bool = False  # the target's: drawn, not read; its directory needs no tensors
     weight_version: str = "initial"  # version of the weights in the model directories
     sample_ring: Path | None = None  # finished sequences go there, see `samples.ring`
     feature_ring: Path | None = None  # their features go there, see `samples.captured`
@@ -54,6 +55,11 @@ class EngineSettings(SharedSettings):
     def trains_apart(self) -> bool:
         """Tell whether the drafter is trained on `drafter_training_device`."""
         return self.drafter_training == "device"
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Return the directory that the target's tensors are read from; None: they are drawn."""
+        return None if self.random_weights else Path(self.model)
 
     @property
     def drafter_directory(self) -> Path | None:

@@ -21,6 +21,7 @@ from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES
 from tlt_server.models.config import ModelConfig, read_json, token_ids
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.drawn import draw
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.shards import Stored
 from tlt_server.models.split import WHOLE, Split
@@ -38,12 +39,13 @@ def load_target(
     page_size: int = 16,
     feature_layers: tuple[int, ...] = (),
     split: Split = WHOLE,
+    random: bool = False,
 ) -> Decoder:
     """The target model in `directory`, filled and self-tested. Raises `ModelError` or
     `StartupError`.
 
     `config`: the directory's own, with `max_position` lowered to what will be served; None reads
-    it.
+    it. `random`: the weights are drawn.
     """
     model = empty_target(
         directory,
@@ -54,7 +56,7 @@ def load_target(
         feature_layers=feature_layers,
         split=split,
     )
-    fill(model.parameters(), Path(directory), ignored=unread(model.config))
+    fill_target(model.parameters(), model.config, None if random else Path(directory))
     model.self_test()
     return model
 
@@ -118,6 +120,16 @@ def gpu_dtype(own: str) -> str:
 def unread(config: ModelConfig) -> set[str]:
     """Return the tensors that a checkpoint of this model may hold and that are not read."""
     return {"lm_head.weight"} if config.tied_embeddings else set()
+
+
+def fill_target(
+    parameters: Mapping[str, Stored], config: ModelConfig, checkpoint: Path | None
+) -> None:
+    """Fill a target from a directory; None: with random weights."""
+    if checkpoint is None:
+        draw(parameters)
+    else:
+        fill(parameters, checkpoint, ignored=unread(config))
 
 
 def fill(

@@ -68,8 +68,9 @@ class Target:
     origin: str = ""  # `origin_of` the files that were loaded at the start
 
     @classmethod
-    def loaded(cls, version: str, network: TargetNetwork, directory: Path) -> Self:
-        return cls(version, network, {}, origin_of(directory))
+    def loaded(cls, version: str, network: TargetNetwork, directory: Path | None) -> Self:
+        """`directory`: what was read; None where the weights are random."""
+        return cls(version, network, {}, origin_of(directory) if directory else "random")
 
     @cached_property
     def digest(self) -> str:

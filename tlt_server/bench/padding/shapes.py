@@ -1,4 +1,5 @@
 """The large models' sizes, which small pair fits into them, and the config.json of what comes out.
+`write_config` gives sizes alone, for random weights.
 
 What fits: a Qwen2 target, or a Llama without biases, in shapes of the same head width. A Llama
 shape takes a small model's q, k and v biases by `attention_bias` (the real one has none); Qwen3
@@ -8,6 +9,7 @@ frequencies must be, and cost nothing.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,7 +74,16 @@ SHAPES = {
     "qwen2.5-7b": Shape("qwen2", 3_584, 18_944, 28, 28, 4, 152_064, 32_000, 32_768),
     "llama-3.1-8b": Shape("llama", 4_096, 14_336, 32, 32, 8, 128_256, 32_000, 131_072),
     "qwen2.5-32b": Shape("qwen2", 5_120, 27_648, 64, 40, 8, 152_064, 32_000, 32_768),
+    "llama-3.1-70b": Shape("llama", 8_192, 28_672, 80, 64, 8, 128_256, 32_000, 131_072),
 }
+
+
+def write_config(directory: Path, shape: Shape, dtype: str) -> None:
+    """Write the config.json of a target of this shape, for an engine that draws its weights."""
+    [architecture] = FAMILIES[shape.family]["architectures"]
+    raw = {"architectures": [architecture], "rope_theta": 1e6}
+    config = target_config(raw, shape, 1e-6, dtype)
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def check_fit(target: ModelConfig, drafter: ModelConfig, draft_vocab: int, shape: Shape) -> None:

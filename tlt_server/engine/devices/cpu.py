@@ -95,11 +95,11 @@ class CpuDevice:
                 )
             ranks = self._ranks = Ranks(settings, config)
             split = ranks.split(settings.reduction_leaves)
-        target = make(split=split)
+        target = make(split=split, random=settings.random_weights)
         if isinstance(self._ranks, Ranks):
             self._ranks.test(target)
         version = settings.weight_version
-        live = Live(Target.loaded(version, target, Path(settings.model)))
+        live = Live(Target.loaded(version, target, settings.checkpoint))
         if loader is None or directory is None:
             return live
         network = loader.empty(directory, target)

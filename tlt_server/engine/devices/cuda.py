@@ -50,7 +50,7 @@ from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder, shards
 from tlt_server.models.gpu.eagle import GpuEagleNetwork, beside
 from tlt_server.models.gpu.layers import Placement
-from tlt_server.models.loader import eos_token_ids, fill, unread
+from tlt_server.models.loader import eos_token_ids, fill_target
 from tlt_server.models.shards import rank_config, tensors_of
 from tlt_server.models.split import Split
 from tlt_server.speculation.drafters.cpu import Following
@@ -107,8 +107,8 @@ class CudaDevice:
             self._share(config)
         with self._memory("the weights"):
             target, network = self._empty(config, self._maker.placement)
-            fill(target.parameters(), directory, ignored=unread(config))
-            live = Live(Target.loaded(settings.weight_version, target, directory))
+            fill_target(target.parameters(), config, settings.checkpoint)
+            live = Live(Target.loaded(settings.weight_version, target, settings.checkpoint))
             if network is None or (drafter := settings.drafter_directory) is None:
                 return live
             loader = find_loader(drafter, self.name)
