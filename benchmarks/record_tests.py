@@ -50,6 +50,7 @@ RUNS = {  # bits of kernels first: nothing counts before they are right
 OVER_TWO = {
     "exchange": ("tests/kernels/test_gpu_rank_exchange.py", "-n", "0"),
     "engine": ("tests/engine/test_gpu_ranks_on_gpus.py", *ALONE),
+    "weight channels": ("tests/e2e/test_channels_on_gpu.py", *ALONE),
 }
 TEST_S = 240  # one test with its fixtures
 PART_S = 1800  # one part; ends a test that hangs in a call of the driver

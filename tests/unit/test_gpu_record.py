@@ -142,21 +142,20 @@ def test_parts_run_one_by_one_into_one_record(
     assert ran_last[-4:-2] == ["--tensor-parallel", "2"]
     with pytest.raises(SystemExit):
         record_tests.main(["--gpus", "2", "--part", "trainer"])
-    assert "name one of exchange, engine, exactness" in capsys.readouterr().err
+    assert "name one of exchange, engine, weight channels, exactness" in capsys.readouterr().err
 
 
-def test_the_record_holds_every_test_that_needs_a_gpu():
+@pytest.mark.parametrize(
+    ("gpus", "needs"),
+    [(1, r"^@gpu|mark\.gpu|^pytestmark = gpu"), (2, r"device_count\(\) (< 2|> 1)")],
+)
+def test_the_record_holds_every_test_that_needs_so_many_gpus(gpus: int, needs: str) -> None:
     root = Path(__file__).parents[2]
-    marked = {
+    needing = {
         str(file.relative_to(root))
         for file in (root / "tests").rglob("test_*.py")
-        if re.search(r"^@gpu|mark\.gpu|^pytestmark = gpu", file.read_text(), re.MULTILINE)
+        if re.search(needs, file.read_text(), re.MULTILINE)
     }
-    selected = [
-        word for selection in ONE.runs.values() for word in selection if word.startswith("tests")
-    ]
-    assert (
-        marked
-        and [file for file in sorted(marked) if not any(file.startswith(path) for path in selected)]
-        == []
-    )
+    selected = [word for of in PLANS[gpus].runs.values() for word in of if word.startswith("tests")]
+    missing = [file for file in sorted(needing) if not file.startswith(tuple(selected))]
+    assert len(needing) > 2 and missing == []
