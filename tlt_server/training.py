@@ -127,6 +127,7 @@ class HandedOver(Struct, frozen=True, kw_only=True, tag="handed_over"):
     target: str = ""
     drafter: str = ""
     device: str = "cpu"  # to train on: cpu, cuda (the engine's GPU), or another one by its number
+    leaves: int = 1  # slices of the engine's long sums
     error: str = ""
 
 

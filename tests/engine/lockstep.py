@@ -52,7 +52,8 @@ class LockstepPeers:
 
     def __init__(self, windows: PeerWindows, turns: Turns) -> None:
         self.rank, self.ranks, self.device = windows.rank, windows.ranks, windows.device
-        self.room, self.turns, self._windows = windows.room, turns, windows
+        self.room, self.parts = windows.room, windows.parts
+        self.turns, self._windows = turns, windows
 
     def add_rms_norm(self, *sums: Any, **more: Any) -> Tensor:
         self.turns.meet()

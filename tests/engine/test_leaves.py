@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +14,14 @@ import torch
 from tests.engine.test_strict_numerics import CONFIG, TOKENS
 from tests.rows_of_one import Sequence
 from tlt_kernels import versions
-from tlt_server.engine.devices.choice import Gpu, choose
+from tlt_server.engine.devices.choice import Gpu, ModelFacts, choose
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.qwen2 import Qwen2
-from tlt_server.models.split import Split, check_leaves, folded
+from tlt_server.models.split import Split, auto_gpu_leaves, check_leaves, folded
 
 # Each eighth of K has weights of this order of magnitude.
 EXPONENTS = (0, 17, 5, 11, 22, 19, 2, 14)
@@ -104,7 +107,11 @@ def test_leaves_that_would_cut_a_head_are_refused_with_those_that_work() -> None
 def test_numbers_that_no_model_has_are_refused(flags: dict[str, int], why: str) -> None:
     settings = EngineSettings(model="m", device="cpu", **flags)  # type: ignore[arg-type]
     with pytest.raises(StartupError, match=why):
-        choose(settings, Gpu(), lambda: "float32")
+        choose(settings, Gpu(), files())
+
+
+def files(leaves: Callable[[int], int] = lambda ranks: 2) -> ModelFacts:
+    return SimpleNamespace(dtype=lambda: "bfloat16", auto_gpu_leaves=leaves)
 
 
 CARD = Gpu("Card 9000", (9, 0), 70 * 2**30, 80 * 2**30)
@@ -124,22 +131,37 @@ def test_ranks_and_leaves_that_gpus_cannot_have_are_refused(
 ) -> None:
     settings = EngineSettings(model="m", device="cuda", **flags)  # type: ignore[arg-type]
     with pytest.raises(StartupError, match=why):
-        choose(settings, CARD._replace(others=others), lambda: "bfloat16")
+        choose(settings, CARD._replace(others=others), files())
 
 
-def test_auto_leaves_of_gpus_are_two_or_the_ranks() -> None:
+@pytest.mark.parametrize(
+    ("heads", "flags", "leaves"),
+    [
+        (28, {}, 4),
+        (28, {"tensor_parallel": 2}, 4),
+        (28, {"tensor_parallel": 4}, 4),
+        (14, {}, 2),  # four would cut a head
+        (14, {"tensor_parallel": 4}, 4),  # refused when the model is read
+        (28, {"max_loras": 1}, 2),
+        (28, {"numerics": "fast"}, 2),
+        (28, {"reduction_leaves": 2}, 2),
+    ],
+)
+def test_auto_leaves_of_gpus_are_four_where_no_head_is_cut(
+    heads: int, flags: dict[str, object], leaves: int
+) -> None:
+    config = replace(CONFIG, heads=heads, head_dim=128, intermediate_size=18944)
+    model = files(partial(auto_gpu_leaves, config))
+    settings = EngineSettings(model="m", device="cuda", **flags)  # type: ignore[arg-type]
     others = tuple(TWIN._replace(number=number) for number in (1, 2, 3))
-    for ranks, leaves in ((1, 2), (2, 2), (4, 4)):
-        settings = EngineSettings(model="m", device="cuda", tensor_parallel=ranks)  # type: ignore[arg-type]
-        found = choose(settings, CARD._replace(others=others), lambda: "bfloat16").settings
-        assert found.reduction_leaves == leaves
+    found = choose(settings, CARD._replace(others=others), model).settings
+    assert found.reduction_leaves == leaves
 
 
 def test_auto_leaves_are_the_ranks_of_a_cpu() -> None:
     for ranks in (1, 2):
         settings = EngineSettings(model="m", device="cpu", tensor_parallel=ranks)  # type: ignore[arg-type]
-        found = choose(settings, Gpu(), lambda: "float32").settings
-        assert found.reduction_leaves == ranks
+        assert choose(settings, Gpu(), files()).settings.reduction_leaves == ranks
 
 
 def test_a_difference_of_fingerprints_names_the_field_and_both_values() -> None:

@@ -104,7 +104,7 @@ def test_every_rank_gets_the_bits_of_one_that_has_all_parts(ranks: int, parts: i
     for turn in (0, 1):
         for each, mine in zip(peers, put(peers, part_TPRH, turn), strict=True):
             found, out = residual.clone(), torch.full_like(whole, float("nan"))
-            each.add_rms_norm(mine, found, weight, EPS, bias_H=bias, out_RH=out)
+            each.add_rms_norm(mine, found, weight, EPS, bias_H=bias, out_RH=out, way=Way.PULL)
             assert_same_bits(f"normed, rank {each.rank}", out, whole)
             assert_same_bits(f"residual, rank {each.rank}", found, whole_residual)
             told = [flags(other)[each.rank].item() for other in peers]
@@ -169,7 +169,7 @@ def test_without_a_weight_sums_are_rounded() -> None:
     peers = group(2)
     out = torch.empty(ROWS, HIDDEN, device=DEVICE, dtype=DTYPE)
     expected = residual + (part_TPRH[0, 0] + part_TPRH[1, 0])
-    peers[0].add_rms_norm(put(peers, part_TPRH)[0], residual, None, 0.0, out_RH=out)
+    peers[0].add_rms_norm(put(peers, part_TPRH)[0], residual, None, 0.0, out_RH=out, way=Way.PULL)
     assert_same_bits("sum", out, expected.to(DTYPE))
 
 
@@ -181,7 +181,7 @@ def test_leaves_of_other_ranks_give_other_bits() -> None:
     add_rms_norm(part_LRH, expected, weight, EPS)
     peers = group(2, 2)
     mine = put(peers, torch.stack([part_LRH[0::2], part_LRH[1::2]]))[0]
-    peers[0].add_rms_norm(mine, found, weight, EPS, out_RH=out)
+    peers[0].add_rms_norm(mine, found, weight, EPS, out_RH=out, way=Way.PULL)
     with pytest.raises(AssertionError, match="differ in their bits"):
         assert_same_bits("residual", found, expected)
 
@@ -200,7 +200,7 @@ def test_matmuls_of_ranks_are_exchanged_from_the_rooms_they_write_to() -> None:
     for each, mine in zip(peers, rooms, strict=True):
         assert mine.shape == (2, ROWS, HIDDEN) and mine.data_ptr() == each.room(0).data_ptr()
         found, out = torch.zeros_like(expected), torch.empty_like(whole)
-        each.add_rms_norm(mine, found, norm, EPS, out_RH=out)
+        each.add_rms_norm(mine, found, norm, EPS, out_RH=out, way=Way.PULL)
         assert_same_bits("normed", out, whole)
         assert_same_bits("residual", found, expected)
 

@@ -28,8 +28,9 @@ from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
-from tlt_server.models.gpu.matmuls import MATMULS, FastMatmuls, StrictMatmuls
+from tlt_server.models.gpu.matmuls import MATMULS, FastMatmuls, Room, StrictMatmuls
 from tlt_server.models.numerics import Mode
+from tlt_server.models.split import GPU_LEAVES, auto_gpu_leaves
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -64,7 +65,7 @@ class Library(FastMatmuls):
     ) -> Tensor:
         return functional.linear(x_MK, weight_NK, bias_N)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Tensor | None = None) -> Tensor:
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
         return functional.linear(x_MK, weight_NK)[None]
 
     @staticmethod
@@ -116,7 +117,8 @@ class Step:
         )
 
     def ours(self, numerics: Mode) -> None:
-        use(self.model, MATMULS[numerics]())
+        leaves = auto_gpu_leaves(self.model.config) if numerics == "strict" else GPU_LEAVES
+        use(self.model, MATMULS[numerics](leaves))
         planned = self.planned[numerics]
         planned.plan(self.rows, self.pages)
         self.model.forward(self.tensors, self.cache, planned)

@@ -16,6 +16,7 @@ from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import (
     DeviceChoice,
     Gpu,
+    ModelFiles,
     check_gpu_split,
     choose,
     gpu_split,
@@ -31,7 +32,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.gpu.draft_part import drafter_part
 from tlt_server.models.gpu.limits import check_shape
-from tlt_server.models.loader import check_files, empty_target, own_dtype, unread
+from tlt_server.models.loader import check_files, empty_target, unread
 from tlt_server.models.numerics import BLOCKS, Numerics
 from tlt_server.models.shards import rank_config, values_of
 from tlt_server.models.split import WHOLE, Split
@@ -50,7 +51,7 @@ UNDECIDED = fail(
 def _choice(config: Config) -> tuple[DeviceChoice, Gpu]:
     """Choose as the engine would."""
     gpu = look()
-    return choose(engine_settings(config), gpu, lambda: own_dtype(config.model)), gpu
+    return choose(engine_settings(config), gpu, ModelFiles(config.model)), gpu
 
 
 def device(config: Config) -> Finding:

@@ -15,7 +15,7 @@ from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
 from tlt_server.commands import SetPolicy, Submit
 from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, make_device
-from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose, look
+from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.knowledge_file import KnowledgeFile, code
@@ -36,7 +36,6 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.machine import processor
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.loader import own_dtype
 from tlt_server.records import Arms, GenerateRequest, Sampling, Strategy
 from tlt_server.samples.activity import ActivityReader
 from tlt_server.speculation.canary import Canary
@@ -76,7 +75,7 @@ def assemble(
     phase = Phases(on_phase)
     with phase("choose device") as detail:
         gpu = look() if settings.device in (None, "cuda") else Gpu()
-        choice = choose(settings, gpu, lambda: own_dtype(Path(settings.model)))
+        choice = choose(settings, gpu, ModelFiles(Path(settings.model)))
         settings = choice.settings
         device = make_device(settings)
         detail.append(choice.describe())

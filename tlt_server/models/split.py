@@ -18,6 +18,10 @@ from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 
 LEAVES = (1, 2, 4, 8)
+GPU_LEAVES = 2
+# One GPU is as fast with these (see `tlt bench gemm`), and two are faster.
+AUTO_GPU_LEAVES = 4
+GPU_LEAF_UNIT = 128  # inputs of a leaf are a multiple
 
 
 def folded(parts: Sequence[Tensor]) -> Tensor:
@@ -109,3 +113,10 @@ def divides(config: ModelConfig, leaves: int, unit: int) -> bool:
     width = config.heads * config.head_dim
     sizes = (width, config.intermediate_size)
     return config.heads % leaves == 0 and all(size % (leaves * unit) == 0 for size in sizes)
+
+
+def auto_gpu_leaves(config: ModelConfig, ranks: int = 1) -> int:
+    """Return the leaves of a target on GPUs where settings name none."""
+    least = max(GPU_LEAVES, ranks)
+    counts = [n for n in LEAVES if least <= n <= AUTO_GPU_LEAVES]
+    return max((n for n in counts if divides(config, n, GPU_LEAF_UNIT)), default=least)

@@ -24,6 +24,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.loader import fill, gpu_dtype, own_dtype, unread
+from tlt_server.models.split import Split, auto_gpu_leaves
 from tlt_server.trainer.prefill import TextPages, Texts, joined
 
 STEP_ROWS = 4096  # a server's default on a GPU
@@ -42,7 +43,9 @@ class GpuPrefill:
         feature_layers: tuple[int, ...],
         device: torch.device | None = None,
     ) -> GpuPrefill:
-        """Return a target that computes in the type that a server chooses for this checkpoint."""
+        """Return a target that computes in the type and leaves that a server chooses for this
+        checkpoint.
+        """
         device = device or torch.device("cuda", torch.cuda.current_device())
         dtype = getattr(torch, gpu_dtype(own_dtype(directory)))
         made = cls.empty(config, feature_layers, device, dtype)
@@ -59,7 +62,10 @@ class GpuPrefill:
     ) -> GpuPrefill:
         """Return a target whose weights are not filled."""
         placement = Placement(device, dtype, StrictMatmuls())
-        return cls(GpuDecoder(config, placement=placement, feature_layers=feature_layers))
+        split = Split(auto_gpu_leaves(config))
+        return cls(
+            GpuDecoder(config, placement=placement, feature_layers=feature_layers, split=split)
+        )
 
     @property
     def feature_width(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Served, feature_layers
 from tlt_server.models.gpu.layers import Placement
-from tlt_server.models.gpu.matmuls import WHOLE, StrictMatmuls
+from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
@@ -46,7 +46,7 @@ class GpuFrame(TargetShape):
     placement: Placement
     embedding_VH: Tensor
     head_VH: Tensor  # rows of the draft vocabulary: all of them where a drafter has no head
-    split: Split = WHOLE
+    split: Split
 
     @property
     def feature_width(self) -> int:
@@ -85,14 +85,20 @@ def digest_of(drafter: ReplayedDrafter) -> str:
 
 
 def read_handed(
-    directory: Path, model: Path, target_version: str, drafter_version: str, device: str = "cpu"
+    directory: Path,
+    model: Path,
+    target_version: str,
+    drafter_version: str,
+    device: str = "cpu",
+    leaves: int = 1,
 ) -> Handed:
     """Read what the engine has handed over, to be replayed on a device of `FRAMES`. `model`: the
-    directory that is served. `ModelError` where the drafter does not fit.
+    directory that is served; `leaves`: of its long sums. `ModelError` where the drafter does not
+    fit.
     """
     own = directory / DRAFTER
     tensors = load_file(directory / TARGET, device=device)
-    frame = FRAMES[device](model, own, tensors[EMBEDDING], tensors[HEAD])
+    frame = FRAMES[device](model, own, tensors[EMBEDDING], tensors[HEAD], leaves)
     in_force = ReplayedDrafter.load(own, frame, drafter_version, device)
     return Handed(
         target_version,
@@ -117,7 +123,9 @@ def _cost(file: Path, drafter: str) -> CostModel | None:
     return cost if drafter in record.draft else None
 
 
-def cpu_frame(model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor) -> Frame:
+def cpu_frame(
+    model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor, leaves: int
+) -> Frame:
     config = ModelConfig.read(model)
     with torch.device("meta"):
         frame = empty_target(
@@ -132,14 +140,16 @@ def cpu_frame(model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor)
     return frame
 
 
-def gpu_frame(model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor) -> Frame:
+def gpu_frame(
+    model: Path, drafter: Path, embedding_VH: Tensor, head_CH: Tensor, leaves: int
+) -> Frame:
     config = ModelConfig.read(model)
     placement = Placement(embedding_VH.device, embedding_VH.dtype, StrictMatmuls())
     layers = feature_layers(drafter, config)
-    return GpuFrame(config, layers, placement, embedding_VH, head_CH)
+    return GpuFrame(config, layers, placement, embedding_VH, head_CH, Split(leaves))
 
 
-FRAMES: dict[str, Callable[[Path, Path, Tensor, Tensor], Frame]] = {
+FRAMES: dict[str, Callable[[Path, Path, Tensor, Tensor, int], Frame]] = {
     "cpu": cpu_frame,
     "cuda": gpu_frame,
 }

@@ -114,7 +114,7 @@ class DrafterWork:
         self._clear("*", place, self._candidate_directory)
         with memory_errors():
             self._handed = read_handed(
-                place, given.model, handed.target, handed.drafter, given.device
+                place, given.model, handed.target, handed.drafter, given.device, handed.leaves
             )
             self._follow(self._handed)
 

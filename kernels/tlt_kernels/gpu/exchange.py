@@ -27,6 +27,7 @@ from torch import Tensor
 from tlt_kernels.gpu import exchange_kernels as kernels
 from tlt_kernels.gpu import signals
 from tlt_kernels.gpu.exchange_kernels import HEAD_BYTES, MAX_RANKS, PROGRAMS
+from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.norm import shape
 from tlt_kernels.gpu.target import PDL
 
@@ -54,7 +55,7 @@ class Way(Enum):
 # (rows at most, way). `tlt bench exchange` times each on two GPUs. For more ranks the borders are
 # computed: a signal takes as long as 0.7 MB.
 _WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
-    2: ((_MANY, Way.PULL),),
+    2: ((128, Way.PUSH), (512, Way.TWO_STEPS), (_MANY, Way.PULL)),
     4: ((64, Way.PULL), (512, Way.TWO_STEPS), (_MANY, Way.PULL)),
     8: ((16, Way.PULL), (512, Way.TWO_STEPS), (_MANY, Way.PULL)),
 }
@@ -62,6 +63,13 @@ _WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
 
 def way_of(ranks: int, rows: int) -> Way:
     return next(way for most, way in _WAYS[ranks] if rows <= most)
+
+
+def parts_of(ranks: int, rows: int) -> int:
+    """Return the partial sums that a matmul makes at least, where it has as many leaves. What is
+    pulled crosses the link once for each, and wide tiles of many rows need no second one.
+    """
+    return 1 if way_of(ranks, rows) is Way.PULL else PARTS
 
 
 def landing_floats(ranks: int, rows: int, hidden: int) -> int:
@@ -95,6 +103,9 @@ class RankPeers(Protocol):
 
     def room(self, turn: int) -> Tensor:
         """Return the float32 room of an even or odd exchange."""
+
+    def parts(self, rows: int) -> int:
+        """Return the partial sums that a matmul of this many rows had best make, at least."""
 
     def add_rms_norm(
         self,
@@ -148,6 +159,9 @@ class PeerWindows(NamedTuple):
 
     def room(self, turn: int) -> Tensor:
         return self._rooms.chunk(ROOMS)[turn % ROOMS]
+
+    def parts(self, rows: int) -> int:
+        return parts_of(self.ranks, rows)
 
     @property
     def _rooms(self) -> Tensor:

@@ -2,32 +2,38 @@
 decided once, with the reason.
 
 `look` asks torch which GPU there is; the rest are pure functions of the settings, that answer and
-the checkpoint's type. Called by `assembly.py`, which reports the choice once, and by `tlt doctor`.
+what the checkpoint says. Called by `assembly.py`, which reports the choice once, and by `tlt
+doctor`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.loader import gpu_dtype
+from tlt_server.models.loader import gpu_dtype, own_dtype
 from tlt_server.models.shards import check_ranks
-from tlt_server.models.split import LEAVES, Split, check_leaves
+from tlt_server.models.split import (
+    GPU_LEAF_UNIT,
+    GPU_LEAVES,
+    LEAVES,
+    Split,
+    auto_gpu_leaves,
+    check_leaves,
+)
 from tlt_server.mps import mps_enabled
 from tlt_server.shared_settings import available_processors, suited_policy
 
 MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
 CPU_KV_MB = 1024
-GPU_LEAVES = 2  # at width 1
-GPU_LEAF_UNIT = 128  # inputs of a leaf are a multiple
 WIDTHS = (1, 2, 4, 8)
 
 
@@ -51,6 +57,24 @@ class Gpu(NamedTuple):
             if self.name
             else ""
         )
+
+
+class ModelFacts(Protocol):
+    """Facts of a model that only its files say."""
+
+    def dtype(self) -> str: ...
+
+    def auto_gpu_leaves(self, ranks: int) -> int: ...
+
+
+class ModelFiles(NamedTuple):
+    directory: Path
+
+    def dtype(self) -> str:
+        return own_dtype(self.directory)
+
+    def auto_gpu_leaves(self, ranks: int) -> int:
+        return auto_gpu_leaves(ModelConfig.read(self.directory), ranks)
 
 
 class DeviceChoice(NamedTuple):
@@ -102,11 +126,9 @@ def dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> DeviceChoice:
-    """Settings with nothing left open. `StartupError` where what was asked for cannot be had;
-    `own_dtype`: of the checkpoint.
-    """
-    chosen, asked = _computing(settings, gpu, own_dtype), settings.drafter_training_device
+def choose(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
+    """Settings with nothing left open. `StartupError` where what was asked for cannot be had."""
+    chosen, asked = _computing(settings, gpu, model), settings.drafter_training_device
     others = gpu.others[settings.tensor_parallel - 1 :]  # the first ones have ranks
     place = Place(chosen.settings.device, gpu.name, gpu.mps, others, asked)
     device = training_device(settings.drafter_training, place)
@@ -116,7 +138,7 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
     return DeviceChoice(replace(chosen.settings, drafter_training_device=device), reasons)
 
 
-def _computing(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> DeviceChoice:
+def _computing(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
     """Choose all that concerns the engine."""
     device: str | None = settings.device  # tests name another, the interpreter
     if device == "cpu":
@@ -129,10 +151,10 @@ def _computing(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str])
                 f"device is cuda, but {gpu.unusable}; start with --device cpu, or check the "
                 "machine with tlt doctor"
             )
-        return for_cuda(settings, gpu, own_dtype)
+        return for_cuda(settings, gpu, model)
     if device is not None:
         raise StartupError(f"device is {device!r}; it must be auto, cpu or cuda")
-    chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, gpu, own_dtype)
+    chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, gpu, model)
     because = f"{chosen.settings.device}: {gpu.unusable or f'torch sees {gpu.description}'}"
     return DeviceChoice(chosen.settings, {"device": because, **chosen.reasons})
 
@@ -169,13 +191,13 @@ def for_cpu(settings: EngineSettings) -> DeviceChoice:
     return DeviceChoice(replace(suited, graphs=False), {})
 
 
-def for_cuda(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> DeviceChoice:
+def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
     check_attention(settings.attention, "cuda")
     _check_sums(settings)
     _check_gpus(settings.tensor_parallel, gpu)
     reasons, dtype = {}, str(settings.dtype)
     if settings.dtype is None:
-        own = own_dtype()
+        own = model.dtype()
         dtype = gpu_dtype(own)
         halved = f"half the size of the checkpoint in {own}"
         reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else halved}"
@@ -184,7 +206,7 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -
         device="cuda",
         dtype=dtype,
         attention="triton",
-        reduction_leaves=max(GPU_LEAVES, settings.tensor_parallel),
+        reduction_leaves=settings.reduction_leaves or _auto_leaves(settings, model),
         max_running=256,
         max_rows=4096,
     )
@@ -192,6 +214,11 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
         suited = replace(suited, graphs=False)
     return DeviceChoice(suited, reasons)
+
+
+def _auto_leaves(settings: EngineSettings, model: ModelFacts) -> int:
+    plain = settings.numerics == "strict" and not settings.max_loras  # see `_check_sums`
+    return model.auto_gpu_leaves(settings.tensor_parallel) if plain else GPU_LEAVES
 
 
 def for_interpreter(settings: EngineSettings) -> DeviceChoice:

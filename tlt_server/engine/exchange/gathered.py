@@ -48,6 +48,9 @@ class GatheredPeers:
     def room(self, turn: int) -> Tensor:
         return self.room_YX[turn % ROOMS]
 
+    def parts(self, rows: int) -> int:
+        return 1  # all of them are gathered
+
     def add_rms_norm(
         self,
         part_PRH: Tensor,

@@ -37,9 +37,15 @@ class Adoption:
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
             return HandedOver(error=error.message)
         state, info = report.state, self._engine.info
-        device = info.training_device if info is not None else "cpu"
+        if info is None:
+            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+            return HandedOver(error="the engine has ended")
         return HandedOver(
-            directory=str(place), target=state.target, drafter=state.drafter, device=device
+            directory=str(place),
+            target=state.target,
+            drafter=state.drafter,
+            device=info.training_device,
+            leaves=info.fingerprint.leaves,
         )
 
     async def write(self, directory: Path) -> WeightReport:

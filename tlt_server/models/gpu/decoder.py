@@ -145,13 +145,13 @@ class GpuDecoder:
                 rows,
                 attend,
                 adapted=own,
-                room=sums.room(ATTENTION),
+                room=sums.room(ATTENTION, len(normed_RH)),
             )
             normed_RH = sums.add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
             last = index + 1 == len(self.layers)
             next_norm_H = self.final_norm_H if last else self.layers[index + 1].input_norm_H
             normed_RH = sums.add_rms_norm(
-                layer.mlp(normed_RH, own, sums.room(MLP)),
+                layer.mlp(normed_RH, own, sums.room(MLP, len(normed_RH))),
                 residual_RH,
                 next_norm_H,
                 eps,

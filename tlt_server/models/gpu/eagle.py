@@ -186,12 +186,13 @@ class GpuEagleNetwork:
         drafted after the rows.
         """
         input_RX, sums = self.join(rows, g_RH), self.sums
+        room = sums.room(ATTENTION, len(input_RX))
         part_PRH = self.self_attention(
-            input_RX, cache.k[0], cache.v[0], rows, attend, first=1, room=sums.room(ATTENTION)
+            input_RX, cache.k[0], cache.v[0], rows, attend, first=1, room=room
         )
         eps = self.config.norm_eps
         normed_RH = sums.add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
-        hidden_RH = self.hidden(self.mlp(normed_RH, room=sums.room(MLP)), g_RH)
+        hidden_RH = self.hidden(self.mlp(normed_RH, room=sums.room(MLP, len(normed_RH))), g_RH)
         return self.placement.matmuls.linear(hidden_RH, self.head_CH, out_dtype=torch.float32)
 
     def children(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.rope import rope_store
-from tlt_server.models.gpu.matmuls import Matmuls, StrictMatmuls
+from tlt_server.models.gpu.matmuls import Matmuls, Room, StrictMatmuls
 from tlt_server.models.gpu.sums import OWN_SUMS, LayerSums
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
@@ -119,7 +119,7 @@ class GpuSelfAttention:
         *,
         first: int = 0,
         adapted: GpuAdaptedLayer | None = None,
-        room: Tensor | None = None,
+        room: Room | None = None,
     ) -> Tensor:
         """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R,
         H] of the output, in `room` where that is given.
@@ -174,7 +174,7 @@ class GpuGatedMlp:
         )
 
     def __call__(
-        self, x_RH: Tensor, adapted: GpuAdaptedLayer | None = None, room: Tensor | None = None
+        self, x_RH: Tensor, adapted: GpuAdaptedLayer | None = None, room: Room | None = None
     ) -> Tensor:
         """Partial sums [P, R, H], in `room` where that is given."""
         if adapted is None:
@@ -191,7 +191,7 @@ def _partials(
     projection: GpuProjection,
     x_RK: Tensor,
     adapted: GpuAdaptedProjection | None,
-    room: Tensor | None,
+    room: Room | None,
 ) -> Tensor:
     """Return partial sums [P, R, H] of a map; what adapters add is in the first, which is the first
     half of K at every number of rows.

@@ -7,7 +7,7 @@ Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ FEW_ROWS = 64
 WHOLE = Split(LEAVES)  # the split of a target on one GPU, unless settings name other leaves
 
 
+class Room(NamedTuple):
+    """A place for partial sums."""
+
+    floats: Tensor  # float32, of which they take the beginning
+    parts: int  # how many there are at least, if there are as many leaves
+
+
 class Matmuls(Protocol):
     def linear(
         self,
@@ -35,9 +42,9 @@ class Matmuls(Protocol):
     ) -> Tensor:
         """x @ weight.T (+ bias): [M, N], in `out_MN` where that is given."""
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Tensor | None = None) -> Tensor:
-        """Sums whose total over the first axis, as a binary tree, is x @ weight.T: [P, M, N], at
-        the beginning of the float32 tensor `room` where that is given.
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
+        """Sums whose total over the first axis, as a binary tree, is x @ weight.T: [P, M, N], in
+        `room` where that is given.
         """
 
     def gated(self, x_MK: Tensor, weight_XK: Tensor) -> Tensor:
@@ -55,8 +62,12 @@ class StrictMatmuls:
         """Return the matmuls of a target's shard, which has the leaves of one rank."""
         return replace(self, leaves=split.leaves // split.of)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Tensor | None = None) -> Tensor:
-        return gemm.partials(x_MK, weight_NK, leaves=self.leaves, room=room)
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
+        if room is None:
+            return gemm.partials(x_MK, weight_NK, leaves=self.leaves)
+        return gemm.partials(
+            x_MK, weight_NK, leaves=self.leaves, parts=room.parts, room=room.floats
+        )
 
 
 class FastMatmuls(StrictMatmuls):
@@ -81,7 +92,7 @@ class FastMatmuls(StrictMatmuls):
         found_MN = functional.linear(x_MK, weight_NK, bias_N)
         return found_MN if out_MN is None else out_MN.copy_(found_MN)
 
-    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Tensor | None = None) -> Tensor:
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
         assert room is None, "the library's sums are not exchanged"
         return (
             super().partials(x_MK, weight_NK)

@@ -19,6 +19,7 @@ from torch import Tensor
 from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_server.models.gpu.matmuls import Room
 
 ATTENTION, MLP = 0, 1  # turns
 
@@ -28,7 +29,7 @@ class LayerSums(Protocol):
     def peers(self) -> RankPeers | None:
         """Return the ranks whose partial sums are added; None: there is one."""
 
-    def room(self, turn: int) -> Tensor | None:
+    def room(self, turn: int, rows: int) -> Room | None:
         """Return where the partial sums of this turn are to be written; None: anywhere."""
 
     def add_rms_norm(
@@ -46,7 +47,7 @@ class LayerSums(Protocol):
 class OwnSums:
     peers = None
 
-    def room(self, turn: int) -> Tensor | None:
+    def room(self, turn: int, rows: int) -> Room | None:
         return None
 
     add_rms_norm = staticmethod(add_rms_norm)
@@ -56,8 +57,8 @@ class OwnSums:
 class RankSums:
     peers: RankPeers
 
-    def room(self, turn: int) -> Tensor:
-        return self.peers.room(turn)
+    def room(self, turn: int, rows: int) -> Room:
+        return Room(self.peers.room(turn), self.peers.parts(rows))
 
     def add_rms_norm(
         self,
