@@ -224,7 +224,7 @@ def live_target(engine: Pushable):
 
 def shared_head(network) -> torch.Tensor:
     """Return the head of a target or of its drafter: transposed on the CPU."""
-    return network.head_HV if hasattr(network, "head_HV") else network.head_VH
+    return network.head_HV if hasattr(network, "head_HV") else network.head.weight_WH
 
 
 @DEVICES

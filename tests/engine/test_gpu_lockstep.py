@@ -17,8 +17,11 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.lockstep import LockstepPeers, Turns, group, in_lockstep, turns_of
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels.gpu.exchange import PeerWindows
+from tlt_kernels.gpu.sampling import BLOCK
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
+from tlt_server.engine.gpu.agreement import SUM_FLOATS
+from tlt_server.engine.gpu.head import PARTS, SharedHead
 from tlt_server.engine.gpu.kv import make_cache
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig
@@ -26,7 +29,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import RankSums, room_floats
-from tlt_server.models.shards import cut
+from tlt_server.models.shards import cut, vocabulary
 from tlt_server.models.split import Split
 
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -101,7 +104,7 @@ class Rank:
 
 
 def whole_of(config: ModelConfig, leaves: int) -> Rank:
-    rank = Rank(config, PLACEMENT, Split(leaves, whole=("lm_head",)))
+    rank = Rank(config, PLACEMENT, Split(leaves))
     generator = torch.Generator(DEVICE).manual_seed(0)
     for each in rank.model.storage():
         each.copy_(0.02 * torch.randn(each.shape, generator=generator, device=DEVICE))
@@ -114,7 +117,7 @@ def ranks_of(whole: Rank, count: int, rows: int) -> list[Rank]:
     made = []
     for peers in group(count, floats):
         placement = replace(PLACEMENT, sums=RankSums(LockstepPeers(peers, turns)))
-        split = Split(leaves, peers.rank, count, whole=("lm_head",))
+        split = Split(leaves, peers.rank, count)
         made.append(Rank(config, placement, split))
         values = whole.model.own_parameters()
         for name, own in made[-1].model.own_parameters().items():
@@ -173,6 +176,25 @@ def test_ranks_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys.modules[__name__], "group", swapped)
     with patched_once(), pytest.raises(AssertionError, match="4 ranks, rank 0, hidden: .* differ"):
         check(SMALL, (4,), (3,))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
+def test_ranks_gather_all_logits_in_pieces_that_rooms_hold() -> None:
+    """The last rank has less than half a block, so nothing of its second part."""
+    config, rows, turns = replace(SMALL.config(), vocab_size=BLOCK + 300), 5, Turns(2)
+    hidden_RH = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(2))
+    with patched_once():
+        whole = whole_of(config, SMALL.leaves).model
+        expected, computing = whole.logits(hidden_RH), []
+        for windows in group(2, 2 * BLOCK // PARTS + SUM_FLOATS):
+            split = Split(SMALL.leaves, windows.rank, 2, token_block=BLOCK)
+            model = GpuDecoder(config, placement=PLACEMENT, split=split)
+            model.head_WH.copy_(whole.head_WH[slice(*vocabulary(config, split))])
+            out_RV = torch.full_like(expected, float("nan"))
+            head = SharedHead(LockstepPeers(windows, turns))
+            computing.append(partial(head.logits, model, hidden_RH, out_RV))
+        for found in in_lockstep(turns, computing):
+            assert_same_bits("logits", found, expected)
 
 
 @gpu

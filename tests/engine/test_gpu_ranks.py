@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 __all__ = ["one", "shared"]  # fixtures
 
 # Leaves of 128: a head, and half of the MLP. The head has two blocks of tokens.
-SHAPE = Shape(vocab=1100, hidden=32, layers=2, head_dim=128, mlp=256, features=(1, 0, 1))
+SHAPE = Shape(1100, hidden=32, layers=2, head_dim=128, mlp=256, features=(1, 0, 1), tied=False)
 TREE = Strategy("eagle", 3, 2, 6)
 WORDS = Sampling(max_tokens=4, structured_outputs=Grammar(kind="regex", text="(ab|cd){2,9}"))
 
@@ -107,13 +107,15 @@ def responses(
     choose(engine, strategy)
     # The first one's last steps are plain, so the ranks share the head.
     requests = [
-        request(0, 5, 5, logprobs=2, raw_logprobs=True),
+        request(0, 5, 5, logprobs=2, raw_logprobs=True, prompt_logprobs=1),
         request(1, 21, 2, repetition_penalty=1.2, top_k=9),
     ]
     if structured:
         requests.append(msgspec.structs.replace(requests[0], id="r2", sampling=WORDS))
     engine.run(*requests)
-    reported = joined(engine.said["r0"], "raw_logprobs"), joined(engine.said["r0"], "top_logprobs")
+    kinds = "raw_logprobs", "top_logprobs", "prompt_logprobs"
+    reported = tuple(joined(engine.said["r0"], kind) for kind in kinds)
+    assert all(reported)
     return bits(engine, [each.id for each in requests]) | {"reported": reported}
 
 

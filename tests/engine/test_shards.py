@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor
 from tests.engine.test_strict_numerics import CONFIG, TOKENS
 from tests.rows_of_one import Sequence as OneSequence
 from tlt_client.channels.checksums import mix64
+from tlt_kernels.gpu import sampling
+from tlt_server.engine.devices.choice import SAMPLED_BLOCK, gpu_split
 from tlt_server.errors import StartupError
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.llama import Llama
 from tlt_server.models.loader import fill
 from tlt_server.models.numerics import METHODS, Numerics
 from tlt_server.models.qwen3 import Qwen3
-from tlt_server.models.shards import BLOCK, check_ranks, cut
+from tlt_server.models.shards import check_ranks, cut
 from tlt_server.models.split import Split, folded
 from tlt_server.weights.checksums import live_sums
 
@@ -139,7 +142,8 @@ def test_a_shard_that_is_off_by_one_block_is_noticed(
     whole = sharded(Llama, checkpoint, 1, 4)[0].own_parameters()
     models = sharded(Llama, checkpoint, 2, 4)
     head = models[0].own_parameters()["lm_head.weight"]
-    head[:BLOCK] = whole["lm_head.weight"][BLOCK : 2 * BLOCK]
+    block = models[0].split.token_block
+    head[:block] = whole["lm_head.weight"][block : 2 * block]
     assert not torch.equal(outputs(models)[0], outputs(sharded(Llama, checkpoint, 1, 4))[0])
     changed = live_sums(models[0].parameters())
     assert [name for name, view in whole.items() if changed[name] != mix64(view)] == [
@@ -183,6 +187,22 @@ def test_ranks_share_a_kv_head_where_there_are_fewer() -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     spans = [cut(name, SHAPE, Split(4, rank, 4))[1:] for rank in range(4)]  # type: ignore[index]
     assert spans == [(0, 64), (0, 64), (64, 128), (64, 128)]
+
+
+def test_a_gpu_holds_blocks_of_the_head_that_it_samples_in() -> None:
+    given = SimpleNamespace(reduction_leaves=8, tensor_parallel=4)
+    config = replace(SHAPE, vocab_size=9 * SAMPLED_BLOCK + 5)
+    splits = [gpu_split(given, config, rank) for rank in range(4)]  # type: ignore[arg-type]
+    spans = [cut("lm_head.weight", config, split)[1:] for split in splits]  # type: ignore[index]
+    block = sampling.BLOCK
+    assert spans == [
+        (0, 3 * block),
+        (3 * block, 6 * block),
+        (6 * block, 9 * block),
+        (9 * block, 9 * block + 5),
+    ]
+    few = replace(config, vocab_size=5 * block)
+    assert cut("lm_head.weight", few, gpu_split(given, few)) is None, "the last had none"  # type: ignore[arg-type]
 
 
 def test_widths_that_would_cut_a_head_are_refused_with_those_that_work() -> None:

@@ -23,6 +23,7 @@ class Shape:
     head_dim: int = HEAD_DIM
     mlp: int = 96
     features: tuple[int, int, int] = (2, LAYERS // 2, LAYERS - 3)  # layers that the drafter reads
+    tied: bool = True  # the head is the embedding
 
     @property
     def eos(self) -> int:
@@ -47,7 +48,7 @@ def write_target(directory: Path, seed: int = 0, shape: Shape = Shape()) -> Path
         num_key_value_heads=1,
         head_dim=shape.head_dim,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape.tied,
         eos_token_id=shape.eos,
         initializer_range=0.15,
     )

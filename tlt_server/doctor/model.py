@@ -59,7 +59,7 @@ def device(config: Config) -> Finding:
     if choice.settings.device == "cuda":
         raw, settings = ModelConfig.read(config.model), choice.settings
         check_gpu_split(settings, raw)
-        own = rank_config(raw, gpu_split(settings))
+        own = rank_config(raw, gpu_split(settings, raw))
         GPU_BACKENDS.resolve(settings.attention)(  # refuses what it cannot serve
             heads=own.heads,
             kv_heads=own.kv_heads,
@@ -177,7 +177,7 @@ def memory(config: Config) -> Finding:
 def _gpu_memory(config: Config, model: Decoder) -> Finding:
     (chosen, gpu), directory = _choice(config), weights_directory(config.drafter)
     settings, network = chosen.settings, _network(config, directory) if directory else None
-    split, part = gpu_split(settings), None
+    split, part = gpu_split(settings, model.config), None
     values = values_of(model.parameters(), model.config, split)
     if network is not None:
         itemsize = getattr(torch, settings.dtype).itemsize

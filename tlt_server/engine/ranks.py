@@ -283,9 +283,10 @@ class Ranks:
 
     # -- models and pages --------------------------------------------------------------------------
 
-    def split(self, leaves: int, whole: tuple[str, ...] = ()) -> Split:
-        """`whole`: layers that every rank has whole."""
-        return SharedSplit(leaves, 0, self._count, self.exchange, whole, ranks=self)
+    def split(self, split: Split) -> Split:
+        """Return rank 0's split, whose models have the shards of all ranks."""
+        given = split.leaves, 0, self._count, self.exchange, split.whole, split.token_block
+        return SharedSplit(*given, ranks=self)
 
     def arena(self, rank: int, make: Callable[[], Any]) -> Arena | None:
         """Return memory for the model that `make` makes on the meta device, which the rank can map;

@@ -55,7 +55,8 @@ class SharedSplit(Split):
         models, arenas = list[Any](), list[Arena]()
         try:
             for split in (own, *others):
-                plain = Split(split.leaves, split.rank, split.of, split.exchange, split.whole)
+                given = split.leaves, split.rank, split.of, split.exchange, split.whole
+                plain = Split(*given, split.token_block)
                 arena = self.ranks.arena(split.rank, partial(make, plain))
                 arenas += [arena] if arena and split.rank else []
                 models.append(arena.fill(partial(make, split)) if arena else make(split))

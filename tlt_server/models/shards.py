@@ -18,8 +18,6 @@ from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import Split
 
-BLOCK = 16  # tokens; a rank has whole blocks of the vocabulary
-
 
 class ShardCut(NamedTuple):
     """The slice [start, stop) along `dim` of a checkpoint's tensor."""
@@ -52,9 +50,8 @@ def _intermediate(config: ModelConfig, split: Split) -> tuple[int, int]:
 
 
 def _vocabulary(config: ModelConfig, split: Split) -> tuple[int, int]:
-    blocks = -(-config.vocab_size // BLOCK)
-    first, last = (blocks * rank // split.of for rank in (split.rank, split.rank + 1))
-    return BLOCK * first, min(BLOCK * last, config.vocab_size)
+    own, size = most_tokens(config, split), config.vocab_size
+    return min(own * split.rank, size), min(own * (split.rank + 1), size)
 
 
 # The end of a tensor's name, without `.weight` or `.bias` -> its rule. Others are on every rank,
@@ -103,10 +100,15 @@ def vocabulary(config: ModelConfig, split: Split) -> tuple[int, int]:
     return _vocabulary(config, split)
 
 
-def most_tokens(config: ModelConfig, ranks: int) -> int:
-    """Return the tokens that one of the ranks has at most."""
-    blocks = -(-config.vocab_size // BLOCK)
-    return min(BLOCK * -(-blocks // ranks), config.vocab_size)
+def most_tokens(config: ModelConfig, split: Split) -> int:
+    """Return the tokens of every rank but the last one, which may have fewer."""
+    blocks = -(-config.vocab_size // split.token_block)
+    return split.token_block * -(-blocks // split.of)
+
+
+def has_tokens(config: ModelConfig, split: Split) -> bool:
+    """Tell whether the last rank has any."""
+    return config.vocab_size > most_tokens(config, split) * (split.of - 1)
 
 
 def check_ranks(config: ModelConfig, ranks: int, where: str) -> None:
@@ -116,7 +118,7 @@ def check_ranks(config: ModelConfig, ranks: int, where: str) -> None:
         for width in (1, 2, 4, 8)
         if config.heads % width == 0
         and (config.kv_heads % width == 0 or width % config.kv_heads == 0)
-        and -(-config.vocab_size // BLOCK) >= width
+        and has_tokens(config, Split(of=width))
     ]
     if ranks not in works:
         raise StartupError(

@@ -66,11 +66,15 @@ class Split:
     of: int = 1  # ranks
     exchange: RankExchange = Alone()
     whole: tuple[str, ...] = ()  # layers that every rank has whole
+    token_block: int = 16  # tokens; a rank has whole blocks of the head
 
     @property
     def all(self) -> list[Split]:
         """Return the splits of all ranks, in order."""
-        return [Split(self.leaves, rank, self.of, whole=self.whole) for rank in range(self.of)]
+        return [
+            Split(self.leaves, rank, self.of, whole=self.whole, token_block=self.token_block)
+            for rank in range(self.of)
+        ]
 
     @property
     def lent(self) -> Any:

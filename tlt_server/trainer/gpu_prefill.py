@@ -98,7 +98,7 @@ class GpuPrefill:
         return joined(found)
 
     def head_rows(self, ids_C: Tensor) -> Tensor:
-        return self.model.head_VH.index_select(0, ids_C.to(self.model.head_VH.device))
+        return self.model.head_WH.index_select(0, ids_C.to(self.model.head_WH.device))
 
     def _cache_of(self, pages: int) -> KVCache:
         config, placement = self.model.config, self.model.placement

@@ -19,7 +19,7 @@ from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import gpu_dtype, own_dtype
-from tlt_server.models.shards import check_ranks
+from tlt_server.models.shards import check_ranks, has_tokens
 from tlt_server.models.split import (
     GPU_LEAF_UNIT,
     GPU_LEAVES,
@@ -34,6 +34,7 @@ from tlt_server.shared_settings import available_processors, suited_policy
 MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
 CPU_KV_MB = 1024
+SAMPLED_BLOCK = 1024  # tokens; `tlt_kernels.gpu.sampling`, which needs Triton, has the same
 WIDTHS = (1, 2, 4, 8)
 
 
@@ -297,10 +298,13 @@ def _check_gpus(ranks: int, gpu: Gpu) -> None:
             )
 
 
-def gpu_split(settings: DecidedSettings, rank: int = 0) -> Split:
-    """Return the part of a target that a rank has; any step may need all logits of the head."""
+def gpu_split(settings: DecidedSettings, config: ModelConfig, rank: int = 0) -> Split:
+    """Return the part of a target that a rank has. Its head is whole where some rank would have no
+    block of it.
+    """
     leaves, ranks = settings.reduction_leaves, settings.tensor_parallel
-    return Split(leaves, rank, ranks, whole=("lm_head",))
+    split = Split(leaves, rank, ranks, token_block=SAMPLED_BLOCK)
+    return split if has_tokens(config, split) else replace(split, whole=("lm_head",))
 
 
 def check_gpu_split(settings: DecidedSettings, config: ModelConfig) -> None:

@@ -94,7 +94,7 @@ class CpuDevice:
                     loader, directory, partial(empty_target, *make.args, **make.keywords)
                 )
             ranks = self._ranks = Ranks(settings, config)
-            split = ranks.split(settings.reduction_leaves)
+            split = ranks.split(Split(settings.reduction_leaves, 0, settings.tensor_parallel))
         target = make(split=split, random=settings.random_weights)
         if isinstance(self._ranks, Ranks):
             self._ranks.test(target)

@@ -50,6 +50,7 @@ from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder, shards
 from tlt_server.models.gpu.eagle import GpuEagleNetwork, beside
 from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.loader import eos_token_ids, fill_target
 from tlt_server.models.shards import rank_config, tensors_of
 from tlt_server.models.split import Split
@@ -77,7 +78,7 @@ class CudaDevice:
         self.sizes = self._maker.sizes
         self._kernels: KernelStart | None = None  # where launches are captured at start
         self._ranks: GpuRanks | None = None
-        self._split: Split = gpu_split(settings)
+        self._split: Split = WHOLE
         self._adapters: GpuAdapterSlots | None = None
         self.recordings = GraphRecordings(self.sizes)
 
@@ -96,6 +97,7 @@ class CudaDevice:
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, Path(self._settings.model)
         check_gpu_split(settings, config)
+        self._split = gpu_split(settings, config)
         # Refuses before anything is read.
         attention = self._maker.backend(rank_config(config, self._split))
         config = eos_token_ids(config, directory)
@@ -122,7 +124,7 @@ class CudaDevice:
         with self._memory("the windows of ranks"):
             ranks = self._ranks = GpuRanks(settings, config, self.device, sizes)
         self._maker.share(ranks.peers, ranks.agreement)
-        self._split = ranks.split(settings.reduction_leaves, self._split.whole)
+        self._split = ranks.split(self._split)
 
     def _empty(
         self, config: ModelConfig, placement: Placement

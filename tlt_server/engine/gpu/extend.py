@@ -78,6 +78,14 @@ class Report(NamedTuple):
     logprob_ANK: Tensor
 
 
+class Reported(NamedTuple):
+    """The reports of a step that read logits, which all ranks gather."""
+
+    tokens: bool = False  # log-probs of what it emits
+    raw: bool = False  # raw ones, too
+    prompts: tuple[tuple[int, int], ...] = ()  # the first row and the number of each piece
+
+
 class Adapted(NamedTuple):
     """The rows of a pass with an adapter, and what each layer adds to them."""
 
@@ -193,11 +201,9 @@ class Extend:
 
     @property
     def _head(self) -> SharedHead | None:
-        """Return the head that ranks share in this pass; None: this rank needs all logits."""
-        key, head = self.key, self.state.head
-        if head is None or not head.serves(self.state.model.vocab_size):
-            return None
-        return None if key.filtered or key.edited or key.structured else head
+        """Return the head in whose blocks ranks sample; None: this pass needs all logits."""
+        key = self.key
+        return None if key.filtered or key.edited or key.structured else self.state.head
 
     def _shared_samples(self, head: SharedHead) -> Samples:
         state, row_S = self.state, self.trees.sample_row_S
@@ -211,7 +217,7 @@ class Extend:
 
     def logits(self) -> Tensor:
         """Return the logits of the samples, [S, V] fp32, valid until the next pass runs."""
-        return self.state.model.logits(self._hidden_SH(), self._logits_SV)
+        return self.state.logits(self._hidden_SH(), self._logits_SV)
 
     @property
     def _logits_SV(self) -> Tensor:
@@ -239,7 +245,7 @@ class Extend:
         scored = score(
             logits_SV, row_S, token_S, rows, batch_slots, filtered=self.key.filtered, best=best
         )
-        if raw and (self.key.edited or self.key.structured):
+        if raw and self._edits:
             again = score(self.logits(), row_S, token_S, rows, batch_slots, filtered=False, best=0)
             scored = scored._replace(raw_logprob_S=again.raw_logprob_S)
         return Report(*(values_S[sample_AN] for values_S in scored))
@@ -249,17 +255,35 @@ class Extend:
         raw distribution. Called after `report` and before the next pass runs: it takes the place of
         the step's logits. The result is padded to a power of two.
         """
-        state, rows, batch_slots = self.state, self.rows, self.state.batch_slots
-        size = triton.next_power_of_2(count)
-        logits_SV = state.model.logits(
-            state.hidden_RH[first : first + size], state.logits_SV[:size]
-        )
+        rows, batch_slots = self.rows, self.state.batch_slots
+        logits_SV = self._prompt_logits(first, count)
+        size = len(logits_SV)
         row_S = torch.arange(first, first + size, dtype=torch.int32, device=logits_SV.device)
         row_S[min(count, len(rows.token_R) - first) :] = -1  # a rehearsal has fewer rows
         at_S = row_S.clamp(min=0)
         token_S = batch_slots.token_QT[rows.batch_slot_R[at_S], rows.position_R[at_S] + 1]
         unscaled = batch_slots._replace(temperature_Q=torch.ones_like(batch_slots.temperature_Q))
         return score(logits_SV, row_S, token_S, rows, unscaled, filtered=False, best=best)
+
+    def _prompt_logits(self, first: int, count: int) -> Tensor:
+        state, size = self.state, triton.next_power_of_2(count)
+        return state.logits(state.hidden_RH[first : first + size], state.logits_SV[:size])
+
+    def follow_reports(self, reported: Reported) -> None:
+        """Gather the logits that `report` and `score_prompt` read on rank 0."""
+        if self.state.head is None:
+            return
+        if reported.tokens and self._head is not None:
+            self.logits()
+        if reported.raw and self._edits:
+            self.logits()
+        for first, count in reported.prompts:
+            self._prompt_logits(first, count)
+
+    @property
+    def _edits(self) -> bool:
+        """Tell whether the pass samples from other logits than the raw ones."""
+        return self.key.edited or self.key.structured
 
     def finish(self, forwarded: Forward, sampled: Samples) -> None:
         """Walk, truncate, append; keep the KV of what was accepted. Followers take what they need

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.extend import ExtendKey, Reported
 from tlt_server.engine.gpu.orders import RunStep
 from tlt_server.engine.gpu.ring import PinnedBuffer
 
@@ -31,7 +31,13 @@ class Followers(Protocol):
     def take_over(self) -> None: ...
 
     def run_step(
-        self, draft: DraftKey | None, extend: ExtendKey, *, capped: bool, learns: bool
+        self,
+        draft: DraftKey | None,
+        extend: ExtendKey,
+        *,
+        capped: bool,
+        learns: bool,
+        reported: Reported,
     ) -> RunStep: ...
 
     def finish_step(self, step: RunStep, word_M: Words) -> None: ...
@@ -61,9 +67,15 @@ class NoFollowers:
     def take_over(self) -> None: ...
 
     def run_step(
-        self, draft: DraftKey | None, extend: ExtendKey, *, capped: bool, learns: bool
+        self,
+        draft: DraftKey | None,
+        extend: ExtendKey,
+        *,
+        capped: bool,
+        learns: bool,
+        reported: Reported,
     ) -> RunStep:
-        return RunStep(draft, capped, extend, learns)
+        return RunStep(draft, capped, extend, learns, reported)
 
     def finish_step(self, step: RunStep, word_M: Words) -> None: ...
 

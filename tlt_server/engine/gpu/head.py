@@ -1,10 +1,11 @@
-"""The LM head of several ranks: each computes the logits of its blocks of tokens, samples there,
-and merges the results of all, to the bits of one rank that has all blocks.
+"""The LM head of several ranks: each has the rows of its blocks of tokens, for their logits.
 
-The weights are whole on every rank: steps with filters, edits or structures, and reports, which
-rank 0 makes alone, need all logits.
+Where that is enough a rank samples in its blocks, and merges the results of all, to the bits of one
+rank that has all blocks. Where a step needs all logits (filters, edits, structures, reports) every
+rank gathers them.
 
-Legend: S sampled rows, H hidden, W tokens of this rank.
+Legend: S sampled rows, N of them that a room has room for, H hidden, V vocabulary, W tokens of this
+rank, T ranks.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from torch import Tensor
 from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.sampling import BLOCK, blocks_of_rank, sample_shared
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable, Samples
+from tlt_server.engine.gpu.agreement import SUM_FLOATS
 from tlt_server.models.gpu.decoder import GpuDecoder
+
+# A rank's tokens are gathered in parts, one through each room: like a pass, an even number.
+PARTS = 2
+GATHERED = 1 << 24  # logits that are gathered at once, at most: 64 MiB
 
 
 @dataclass(frozen=True)
 class SharedHead:
     peers: RankPeers
-
-    def serves(self, vocabulary: int) -> bool:
-        """Tell whether there is a block for every rank."""
-        return blocks_of_rank(vocabulary, self.peers.ranks) > 0
 
     def sample(
         self,
@@ -38,12 +40,32 @@ class SharedHead:
         batch_slots: BatchSlots,
     ) -> Samples:
         """Return the samples; logits_SV: memory that is written over."""
-        tokens = blocks_of_rank(model.vocab_size, self.peers.ranks) * BLOCK
-        start = self.peers.rank * tokens
-        head_WH = model.head_VH[start : min(start + tokens, model.vocab_size)]
-        logits_SW = logits_SV.view(-1)[: len(hidden_SH) * len(head_WH)]
-        logits_SW = logits_SW.view(len(hidden_SH), len(head_WH))
-        model.placement.matmuls.linear(
-            hidden_SH, head_WH, out_dtype=torch.float32, out_MN=logits_SW
-        )
+        logits_SW = logits_SV.view(-1)[: len(hidden_SH) * len(model.head_WH)]
+        logits_SW = model.logits(hidden_SH, logits_SW.view(len(hidden_SH), len(model.head_WH)))
         return sample_shared(self.peers, logits_SW, model.vocab_size, row_S, rows, batch_slots)
+
+    def logits(self, model: GpuDecoder, hidden_SH: Tensor, logits_SV: Tensor) -> Tensor:
+        """Compute all logits into logits_SV, as every rank does at the same time."""
+        peers, vocabulary = self.peers, model.vocab_size
+        own = blocks_of_rank(vocabulary, peers.ranks) * BLOCK
+        part = own // PARTS
+        room = len(peers.room(0)) - SUM_FLOATS
+        assert room >= part, f"{part} logits, and a room of {room}"
+        most = min(len(hidden_SH), room // part, max(1, GATHERED // (peers.ranks * part)))
+        found_TX = hidden_SH.new_empty(peers.ranks, most * part, dtype=torch.float32)
+        for hidden_NH, logits_NV in zip(hidden_SH.split(most), logits_SV.split(most), strict=True):
+            count = len(hidden_NH)
+            for turn in range(PARTS):
+                tokens = slice(turn * part, (turn + 1) * part)
+                size = len(model.head_WH[tokens])
+                room_X = peers.room(turn)[: count * part]
+                if size:
+                    model.logits(hidden_NH, room_X[: count * size].view(count, size), tokens)
+                peers.gather(room_X, found_TX.view(-1)[: peers.ranks * count * part])
+                for rank, mine_X in enumerate(found_TX.view(-1).split(count * part)[: peers.ranks]):
+                    start = rank * own + turn * part
+                    end = min(start + part, vocabulary)
+                    if start < end:
+                        width = end - start
+                        logits_NV[:, start:end] = mine_X[: count * width].view(count, width)
+        return logits_SV

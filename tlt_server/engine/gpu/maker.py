@@ -19,6 +19,7 @@ from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import OnProgress
+from tlt_server.engine.devices.choice import gpu_split
 from tlt_server.engine.gpu.agreement import SUM_FLOATS, Agreement
 from tlt_server.engine.gpu.buckets import (
     MAX_DRAFTED,
@@ -85,11 +86,13 @@ class GpuMaker:
         settings = self.settings
         leaves = settings.reduction_leaves // settings.tensor_parallel
         rows = max(self.sizes.most_rows(settings.max_rows), MAX_DRAFTED, settings.max_running)
-        parts = room_floats(leaves, rows, config.hidden_size)
+        split = gpu_split(settings, config)
+        # At least the logits of a row (`SharedHead.logits`).
+        parts = max(room_floats(leaves, rows, config.hidden_size), most_tokens(config, split))
         own = blocks_of_rank(config.vocab_size, settings.tensor_parallel)
         blocks = block_words(sampled_rows(settings.max_running), own)
         if settings.drafter_directory is not None:
-            tokens = most_tokens(config, settings.tensor_parallel)  # a drafter has no more
+            tokens = most_tokens(config, split)  # a drafter has no more
             parts += candidate_words(max(MAX_DRAFTED, settings.max_running), tokens, MAX_WIDTH)
         landing = landing_floats(settings.tensor_parallel, rows, config.hidden_size)
         return WindowSizes(max(parts, blocks) + SUM_FLOATS, landing)
@@ -176,7 +179,7 @@ class GpuMaker:
             self.sizes.depth,
             adapters,
             self.agreement,
-            self.head,
+            self.head if len(model.head_WH) < model.vocab_size else None,
         )
 
     def passes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.extend import ExtendKey, Reported
 from tlt_server.engine.orders import Allocate, Array, Install, MemoryOrder
 
 Key = DraftKey | ExtendKey
@@ -42,12 +42,15 @@ class TakeOver(Struct, frozen=True, tag="take"):
 
 
 class RunStep(Struct, frozen=True, tag="step"):
-    """Draft, verify, and learn; where masks are awaited, up to the first half of the pass."""
+    """Draft, verify, learn, and gather logits that are reported; where masks are awaited, up to the
+    first half of the pass.
+    """
 
     draft: DraftKey | None
     capped: bool
     extend: ExtendKey
     learns: bool
+    reported: Reported = Reported()
 
 
 class FinishStep(Struct, frozen=True, tag="finish"):

@@ -82,7 +82,7 @@ class GpuRank:
         peers.mute()
         self._agreement = Agreement(peers)
         self._maker.share(peers, self._agreement)
-        self._split = gpu_split(settings, start.rank)
+        self._split = gpu_split(settings, config, start.rank)
         self._stream = self._maker.stream
         self._memory = RankMemory(side, self._make, self._maker.synchronize)
         self._live: dict[type, Any] = {}  # target and drafter in use: graphs know their storage
@@ -163,7 +163,7 @@ class GpuRank:
         if step.extend.structured:
             self._begun = extend, drafted
         else:
-            self._learn(step, extend, drafted)
+            self._end(step, extend, drafted)
 
     def _finish(self, word_M: Array, step: RunStep) -> None:
         assert self._begun is not None
@@ -176,11 +176,12 @@ class GpuRank:
         masks[: len(word_M)].copy_(buffer.tensor[: len(word_M)], non_blocking=True)
         buffer.mark()
         self.passes.run_second(extend)
-        self._learn(step, extend, drafted)
+        self._end(step, extend, drafted)
 
-    def _learn(self, step: RunStep, extend: Extend, drafted: DraftPass | None) -> None:
+    def _end(self, step: RunStep, extend: Extend, drafted: DraftPass | None) -> None:
         if drafted is not None and step.learns:
             self.passes.learn(extend, drafted)
+        extend.follow_reports(step.reported)
 
     # -- what is made at start ---------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from tlt_server.engine.arena import Arena, arena_bytes
 from tlt_server.engine.gpu import orders as told
 from tlt_server.engine.gpu.agreement import Agreement, differing
 from tlt_server.engine.gpu.drafts import DraftKey
-from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.extend import ExtendKey, Reported
 from tlt_server.engine.gpu.joining import RankGroup, join
 from tlt_server.engine.gpu.orders import RunStep
 from tlt_server.engine.gpu.ring import PinnedBuffer
@@ -102,9 +102,15 @@ class GpuRanks(Ranks):
         self.order(told.TakeOver())
 
     def run_step(
-        self, draft: DraftKey | None, extend: ExtendKey, *, capped: bool, learns: bool
+        self,
+        draft: DraftKey | None,
+        extend: ExtendKey,
+        *,
+        capped: bool,
+        learns: bool,
+        reported: Reported,
     ) -> RunStep:
-        step = RunStep(draft, capped, extend, learns)
+        step = RunStep(draft, capped, extend, learns, reported)
         self._steps.append(self._send(step, asks=False))
         return step
 

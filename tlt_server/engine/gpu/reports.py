@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.report import TokenScores
 from tlt_server.engine.batch import Chunk, Emission
-from tlt_server.engine.gpu.extend import Extend, Report
+from tlt_server.engine.gpu.extend import Extend, Report, Reported
 from tlt_server.engine.gpu.ring import PinnedRing
 from tlt_server.engine.gpu.state import SCORED
 from tlt_server.engine.sequence import Sequence as EngineSequence
@@ -35,6 +35,15 @@ class PromptScores(NamedTuple):
     first: int
     tokens: int
     scores: TokenScores
+
+
+class PromptPiece(NamedTuple):
+    """Tokens of a prompt that are scored at once."""
+
+    row: int  # the one before the first token
+    first: int
+    tokens: int
+    best: int
 
 
 class Reports(NamedTuple):
@@ -60,6 +69,41 @@ class Reports(NamedTuple):
             emission.top_logprobs = _best(token_NK, logprob_NK, state.alternatives)
 
 
+class AskedReports(NamedTuple):
+    """The reports that a step's entries ask for, by entry."""
+
+    tokens: dict[int, Chunk]
+    raw: bool
+    prompts: dict[int, list[PromptPiece]]
+
+    @classmethod
+    def of(cls, entries: Sequence[tuple[int, Chunk]], decode_rows: int) -> AskedReports:
+        """`decode_rows`: of the pass, after which the rows of prompts come."""
+        tokens = {e: work for e, work in entries if work.samples and work.sequence.reports}
+        raw = any(work.sequence.state.raw for work in tokens.values())
+        prompts, row = dict[int, list[PromptPiece]](), decode_rows
+        for entry, work in entries:
+            sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
+            if count is not None and sequence.scores_prompt and work.start < sequence.prompt_len:
+                end = min(work.end, sequence.prompt_len - 1)
+                prompts[entry] = [
+                    PromptPiece(
+                        row + at - work.start, at + 1, min(SCORED, end - at), best_of(count)
+                    )
+                    for at in range(work.start, end, SCORED)
+                ]
+            if not work.decodes:
+                row += work.end - work.start
+        return cls(tokens, raw, prompts)
+
+    @property
+    def reported(self) -> Reported:
+        pieces = [piece for each in self.prompts.values() for piece in each]
+        return Reported(
+            bool(self.tokens), self.raw, tuple((piece.row, piece.tokens) for piece in pieces)
+        )
+
+
 class Reporter:
     def __init__(self, entries: PinnedRing, device: torch.device) -> None:
         """`entries` holds those of a step."""
@@ -67,46 +111,29 @@ class Reporter:
         # Reading runs in parallel with the steps.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def launch(self, extend: Extend, entries: Sequence[tuple[int, Chunk]]) -> Reports | None:
+    def launch(self, extend: Extend, asked: AskedReports) -> Reports | None:
         """Report on what these entries of the pass just launched emit, and on the prompts that they
         read; None where none asks.
         """
-        asked = {e: work for e, work in entries if work.samples and work.sequence.reports}
-        values = None
-        if asked:
-            states = [work.sequence.state for work in asked.values()]
-            values = extend.report(
-                self._upload([*asked]),
-                best_of(max(state.alternatives for state in states)),
-                raw=any(state.raw for state in states),
-            )
-        prompts = self._score_prompts(extend, entries)
-        if not asked and not prompts:
+        tokens, values = asked.tokens, None
+        if tokens:
+            states = [work.sequence.state for work in tokens.values()]
+            best = best_of(max(state.alternatives for state in states))
+            values = extend.report(self._upload([*tokens]), best, raw=asked.raw)
+        prompts = {
+            entry: [
+                PromptScores(
+                    piece.first,
+                    piece.tokens,
+                    extend.score_prompt(piece.row, piece.tokens, piece.best),
+                )
+                for piece in pieces
+            ]
+            for entry, pieces in asked.prompts.items()
+        }
+        if not tokens and not prompts:
             return None
-        return Reports({entry: a for a, entry in enumerate(asked)}, values, prompts)
-
-    @staticmethod
-    def _score_prompts(
-        extend: Extend, entries: Sequence[tuple[int, Chunk]]
-    ) -> dict[int, list[PromptScores]]:
-        """Score the tokens after each row of the chunks that ask."""
-        found: dict[int, list[PromptScores]] = {}
-        row = extend.key.decode_rows
-        for entry, work in entries:
-            sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
-            if count is not None and sequence.scores_prompt and work.start < sequence.prompt_len:
-                end, best = min(work.end, sequence.prompt_len - 1), best_of(count)
-                found[entry] = [
-                    PromptScores(
-                        at + 1,
-                        min(SCORED, end - at),
-                        extend.score_prompt(row + at - work.start, min(SCORED, end - at), best),
-                    )
-                    for at in range(work.start, end, SCORED)
-                ]
-            if not work.decodes:
-                row += work.end - work.start
-        return found
+        return Reports({entry: a for a, entry in enumerate(tokens)}, values, prompts)
 
     def rehearse(self, extend: Extend) -> None:
         """Compile the kernels, so that no request waits for a compiler."""

@@ -30,7 +30,7 @@ from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import record
-from tlt_server.engine.gpu.reports import Reporter
+from tlt_server.engine.gpu.reports import AskedReports, Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.structured import StructureMasks
 from tlt_server.engine.gpu.texts import SentText, Texts
@@ -191,7 +191,11 @@ class GpuRunner:
         passes, extend = self.passes, self.passes.extend(key)
         capped = name is not None and any(limits_rows(work.sequence) for work in decoding)
         learns = self.learns and not key.plain
-        order = self.followers.run_step(name, key, capped=capped, learns=learns)
+        entries = entries_of(decoding, prompts, key.batch)
+        asked = AskedReports.of(entries, key.decode_rows)
+        order = self.followers.run_step(
+            name, key, capped=capped, learns=learns, reported=asked.reported
+        )
         drafted = passes.run_draft(name, capped=capped) if name else None
         passes.select(extend, drafted)
         trees: TreeSample | None = None
@@ -200,7 +204,6 @@ class GpuRunner:
         captured = None
         if self._capture:
             captured = self._capture.choose(batch.chunks, self.state.depth if drafted else 0)
-        entries = entries_of(decoding, prompts, key.batch)
         if key.structured:
             self._masks.copy_trees(extend)
         passes.run_extend(extend)
@@ -216,7 +219,7 @@ class GpuRunner:
         used = extend.outcome_EF.numel()
         outcome.tensor[:used].copy_(extend.outcome_EF.view(-1), non_blocking=True)
         self.followers.copy_sums(outcome)
-        reports = self._reporter.launch(extend, entries)
+        reports = self._reporter.launch(extend, asked)
         outcome.mark()
         self._flights.append(
             Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees, captured)

@@ -63,7 +63,13 @@ class DeviceState:
     depth: int  # longest draft path
     adapters: GpuAdapterSlots | None = None  # None: the server takes no adapters
     agreement: Agreement | None = None  # None: there is one rank
-    head: SharedHead | None = None  # likewise
+    head: SharedHead | None = None  # None: this rank has all of it
+
+    def logits(self, hidden_SH: Tensor, logits_SV: Tensor) -> Tensor:
+        """Compute all logits of these hidden states into `logits_SV`, on all ranks."""
+        if self.head is None:
+            return self.model.logits(hidden_SH, logits_SV)
+        return self.head.logits(self.model, hidden_SH, logits_SV)
 
     @cached_property
     def masks(self) -> Masks:

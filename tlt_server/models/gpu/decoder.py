@@ -4,7 +4,8 @@ Activations in the weights' type, the residual stream and the logits in fp32. In
 row's bits depend on its prefix only. Filled through `parameters()`; CUDA graphs hold the addresses,
 so new weights change places with the old (`models.gpu.exchange`).
 
-Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D head width.
+Legend: R rows, H hidden, F feature width, V vocabulary, W tokens of this rank, S slots, K KV heads,
+D head width.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ from tlt_server.models.gpu.sums import ATTENTION, MLP, OWN_SUMS
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import target_parameters
 from tlt_server.models.rope import RotaryTable, rotary_table
-from tlt_server.models.shards import Stored, pieces_of, rank_config
+from tlt_server.models.shards import Stored, cut, pieces_of, rank_config
 from tlt_server.models.split import Split
 
 
@@ -63,6 +65,17 @@ class GpuDecoderLayer:
         )
 
 
+class HeadRows(NamedTuple):
+    """The rows of the LM head that a rank has. A view of them would keep memory that moves."""
+
+    stored: Tensor
+    rows: slice = slice(None)
+
+    @property
+    def weight_WH(self) -> Tensor:
+        return self.stored[self.rows]
+
+
 class GpuDecoder:
     def __init__(
         self,
@@ -74,8 +87,8 @@ class GpuDecoder:
     ) -> None:
         """`feature_layers`: layers whose inputs `forward` returns (Hugging Face
         `hidden_states[i]`), 0 <= i < layers, or i = layers for the hidden state after the final
-        norm. `split`: the rank whose heads and part of the MLP this is; embedding, norms and head
-        are whole on every rank.
+        norm. `split`: the rank whose heads and parts of MLP and LM head this is; embedding and
+        norms are whole on every rank.
         """
         wrong = [layer for layer in feature_layers if not 0 <= layer <= config.layers]
         if wrong:
@@ -97,10 +110,12 @@ class GpuDecoder:
         self.eos_token_ids = config.eos_token_ids
         self.feature_width = len(feature_layers) * config.hidden_size
         self.embedding_VH = placement.empty(config.vocab_size, config.hidden_size)
-        self.head_VH = (
-            self.embedding_VH
+        own = cut("lm_head.weight", config, split)
+        first, last = (own.start, own.stop) if own else (0, config.vocab_size)
+        self.head = (
+            HeadRows(self.embedding_VH, slice(first, last))
             if config.tied_embeddings
-            else placement.empty(config.vocab_size, config.hidden_size)
+            else HeadRows(placement.empty(last - first, config.hidden_size))
         )
         self.final_norm_H = placement.empty(config.hidden_size)
         table = device_table(config, placement)
@@ -108,6 +123,10 @@ class GpuDecoder:
         self.layers = [
             GpuDecoderLayer(self.own_config, shape, table, of_rank) for _ in range(config.layers)
         ]
+
+    @property
+    def head_WH(self) -> Tensor:
+        return self.head.weight_WH
 
     def blank(self) -> GpuDecoder:
         """The same model with storage of its own, to be filled with other weights."""
@@ -168,12 +187,14 @@ class GpuDecoder:
             if wanted == index:
                 features_RF[:, at * self.hidden_size : (at + 1) * self.hidden_size].copy_(state_RH)
 
-    def logits(self, hidden_RH: Tensor, out_RV: Tensor | None = None) -> Tensor:
-        """[R, V] fp32, from `Forward.hidden_RH` or any of its rows; in `out_RV` where that is
-        given.
+    def logits(
+        self, hidden_RH: Tensor, out_RW: Tensor | None = None, tokens: slice = slice(None)
+    ) -> Tensor:
+        """[R, W] fp32, from `Forward.hidden_RH` or any of its rows; in `out_RW` where that is
+        given. `tokens`: some of this rank's.
         """
         return self.placement.matmuls.linear(
-            hidden_RH, self.head_VH, out_dtype=torch.float32, out_MN=out_RV
+            hidden_RH, self.head_WH[tokens], out_dtype=torch.float32, out_MN=out_RW
         )
 
     def parameters(self) -> Mapping[str, Stored]:
@@ -187,7 +208,7 @@ class GpuDecoder:
 
     def own_parameters(self) -> dict[str, Tensor]:
         """Return this rank's slices."""
-        return dict(target_parameters(self, self.head_VH))
+        return dict(target_parameters(self, self.head_WH))
 
     def storage(self) -> list[Tensor]:
         """Everything that makes this rank's part of a version, in a fixed order."""

@@ -14,7 +14,7 @@ from tlt_kernels.gpu.gemm_tiles import LEAF_COUNTS, LEAF_UNIT, LEAVES
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import ARCHITECTURES
-from tlt_server.models.shards import BLOCK, most_tokens, rank_config, vocabulary
+from tlt_server.models.shards import has_tokens, most_tokens, rank_config, vocabulary
 from tlt_server.models.split import Split, divides
 from tlt_server.shared_settings import DrafterParallel
 
@@ -27,18 +27,19 @@ class DrafterPart(NamedTuple):
     """A rank's part of a drafter."""
 
     split: Split
+    head_split: Split  # the target's where it drafts with the target's head
     layer: ModelConfig  # with the heads and the part of the MLP of this rank
     head: ModelConfig  # the whole drafter's, whose vocabulary is that of drafts
 
     @property
     def tokens(self) -> slice:
         """Return the draft tokens whose logits this rank computes."""
-        return slice(*vocabulary(self.head, self.split))
+        return slice(*vocabulary(self.head, self.head_split))
 
     @property
     def most_tokens(self) -> int:
         """Return how many of them a rank has at most."""
-        return most_tokens(self.head, self.split.of)
+        return min(most_tokens(self.head, self.head_split), self.head.vocab_size)
 
 
 def drafter_part(
@@ -65,14 +66,17 @@ def drafter_part(
     pays = asked == "shared" or _saved(head, target.of) * itemsize >= WORTHWHILE
     if asked == "replicated" or not fits or not pays:
         split = Split(leaves)
-    return DrafterPart(split, rank_config(config, split), head)
+    head_split = split
+    if not ARCHITECTURES[config.architecture].own_head and "lm_head" not in target.whole:
+        head_split = target
+    return DrafterPart(split, head_split, rank_config(config, split), head)
 
 
 def _divides(head: ModelConfig, ranks: int) -> bool:
     """Tell whether each of the ranks can have a KV head and a block of draft tokens."""
     kv_fits = head.kv_heads % ranks == 0 or ranks % head.kv_heads == 0
     own_head = ARCHITECTURES[head.architecture].own_head
-    return own_head and kv_fits and head.vocab_size > BLOCK * (ranks - 1)
+    return own_head and kv_fits and has_tokens(head, Split(of=ranks))
 
 
 def _saved(head: ModelConfig, ranks: int) -> int:

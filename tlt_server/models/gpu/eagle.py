@@ -76,6 +76,7 @@ class GpuEagleNetwork:
         )
         own = part.layer
         self.sums = placement.sums if part.split.of > 1 else OWN_SUMS
+        self._sharing = placement.sums.peers if part.head_split.of > 1 else None
         of_rank = replace(placement, matmuls=placement.matmuls.of_rank(part.split))
         self.draft_vocab_size, self.own_embedding = (
             described.draft_vocab_size,
@@ -201,7 +202,7 @@ class GpuEagleNetwork:
         """Return the best children of rows over the draft tokens of all ranks: target ids [R, W]
         and scores, as `tlt_kernels.gpu.children` does. logits_RC: from `forward`.
         """
-        own_ids_C, peers = self.target_ids_C[self.part.tokens], self.sums.peers
+        own_ids_C, peers = self.target_ids_C[self.part.tokens], self._sharing
         if peers is None:
             return children(logits_RC, own_ids_C, rows, batch_slots, width=width)
         most = self.part.most_tokens
@@ -278,12 +279,11 @@ class GpuEagle1(GpuEagleNetwork):
         self.joint = GpuProjection(
             2 * hidden, {"fc": hidden}, bias=described.join_bias, placement=self.placement
         )
-        assert len(target.head_VH) == target.vocab_size, "a rank that has a part of the head"
-        self.head_VH = target.head_VH
+        self.head = target.head
 
     def follow(self, target: GpuDecoder) -> None:
         super().follow(target)
-        self.head_VH = target.head_VH
+        self.head = target.head
 
     def blank(self, target: GpuDecoder, *, own_embedding: bool) -> Self:
         refuse_own_embedding(own_embedding)
@@ -303,7 +303,7 @@ class GpuEagle1(GpuEagleNetwork):
 
     @property
     def head_CH(self) -> Tensor:
-        return self.head_VH
+        return self.head.weight_WH
 
     def own_parameters(self) -> dict[str, Tensor]:
         return dict(eagle1_parameters(self))
