@@ -47,6 +47,7 @@ from tlt_server.engine.gpu.orders import (
 )
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import record
+from tlt_server.engine.gpu.reports import REHEARSED, REHEARSED_KEYS
 from tlt_server.engine.gpu.ring import PinnedRing
 from tlt_server.engine.orders import Allocate, Array, Install, RankStart
 from tlt_server.engine.rank_memory import RankMemory
@@ -229,6 +230,8 @@ class GpuRank:
 
     def rehearse(self) -> None:
         self.passes.forget([])
+        for key in REHEARSED_KEYS:
+            self.passes.extend(key).follow_reports(REHEARSED)
 
     # -- models ------------------------------------------------------------------------------------
 

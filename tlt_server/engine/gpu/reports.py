@@ -20,13 +20,16 @@ from torch import Tensor
 
 from tlt_kernels.gpu.report import TokenScores
 from tlt_server.engine.batch import Chunk, Emission
-from tlt_server.engine.gpu.extend import Extend, Report, Reported
+from tlt_server.engine.gpu.extend import Extend, ExtendKey, Report, Reported
 from tlt_server.engine.gpu.ring import PinnedRing
 from tlt_server.engine.gpu.state import SCORED
 from tlt_server.engine.sequence import Sequence as EngineSequence
 from tlt_server.records import TokenLogprobs
 
 MIN_BEST = 16  # computed where any are asked for; then powers of two
+# Reports with every kernel that a report launches, and passes of all kinds to report on.
+REHEARSED = Reported(True, True, tuple((0, 1 << power) for power in range(SCORED.bit_length())))
+REHEARSED_KEYS = (ExtendKey(1, 1), ExtendKey(1, 1, filtered=True), ExtendKey(1, 1, edited=True))
 
 
 class PromptScores(NamedTuple):
@@ -136,10 +139,10 @@ class Reporter:
         return Reports({entry: a for a, entry in enumerate(tokens)}, values, prompts)
 
     def rehearse(self, extend: Extend) -> None:
-        """Compile the kernels, so that no request waits for a compiler."""
-        extend.report(self._upload([0]), best_of(1), raw=True)
-        for power in range(SCORED.bit_length()):
-            extend.score_prompt(0, 1 << power, best_of(1))
+        """Compile the kernels, so that no request waits for a compiler. All ranks do."""
+        extend.report(self._upload([0]), best_of(1), raw=REHEARSED.raw)
+        for first, count in REHEARSED.prompts:
+            extend.score_prompt(first, count, best_of(1))
 
     def read(self, reports: Reports) -> Reports:
         """Copy to the host's memory, once the step has passed."""

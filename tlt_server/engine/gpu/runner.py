@@ -30,7 +30,7 @@ from tlt_server.engine.gpu.flight import Flight, entries_of, newest_tokens
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import record
-from tlt_server.engine.gpu.reports import AskedReports, Reporter
+from tlt_server.engine.gpu.reports import REHEARSED_KEYS, AskedReports, Reporter
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.structured import StructureMasks
 from tlt_server.engine.gpu.texts import SentText, Texts
@@ -166,8 +166,7 @@ class GpuRunner:
         the GPU.
         """
         self.passes.forget([])
-        for filtered, edited in ((False, False), (True, False), (False, True)):
-            key = ExtendKey(1, 1, filtered=filtered, edited=edited)
+        for key in REHEARSED_KEYS:
             self._reporter.rehearse(self.passes.extend(key))
 
     def _launch(self, batch: Batch, strategy: Strategy) -> None:
