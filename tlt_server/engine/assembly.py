@@ -255,6 +255,7 @@ def _made_by(settings: DecidedSettings, gpu: Gpu, device: Device, live: Live) ->
         "numerics": device.numerics,
         "reduction_leaves": str(settings.reduction_leaves),
         "tensor_parallel": str(settings.tensor_parallel),
+        "drafter_parallel": settings.drafter_parallel,
         "attention": settings.attention,
         "drafters": f"{'+'.join(settings.drafters)} {live.draft_network}".strip(),
         "max_running": str(settings.max_running),

@@ -242,6 +242,11 @@ class CudaDevice:
         )
         compiled = self._kernels.compiled if self._kernels else 0
         ahead = f", {compiled} kernels compiled ahead" if compiled else ""
+        detail = f"{taken}{ahead}" if graphs.captures else "launched kernel by kernel"
+        network = live.drafter.network if live.drafter else None
+        if self._ranks is not None and isinstance(network, GpuEagleNetwork):
+            shared = network.part.split.of > 1
+            detail += f"; the drafter is {'shared by' if shared else 'whole on'} all ranks"
         dtype, intermediate = self._maker.placement.dtype, model.own_config.intermediate_size
         return Equipped(
             runner,
@@ -251,7 +256,7 @@ class CudaDevice:
             equipment.reclaim,
             runner.forget,
             runner.tables,
-            f"{taken}{ahead}" if graphs.captures else "launched kernel by kernel",
+            detail,
             gemm.in_use(dtype, self.device, intermediate),
             self.sizes.room,
             IdleRecorder(runner, self.recordings),
