@@ -178,23 +178,37 @@ def test_ranks_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         check(SMALL, (4,), (3,))
 
 
+def check_logits(config: ModelConfig, leaves: int, ranks: int, rows: int, floats: int) -> None:
+    """`floats`: elements of a room, next to those of the ranks' sums."""
+    generator, turns = torch.Generator(DEVICE).manual_seed(2), Turns(ranks)
+    hidden_RH = torch.randn(rows, config.hidden_size, generator=generator, device=DEVICE).to(DTYPE)
+    whole = whole_of(config, leaves).model
+    expected, computing = whole.logits(hidden_RH), []
+    for windows in group(ranks, floats + SUM_FLOATS):
+        split = Split(leaves, windows.rank, ranks, token_block=BLOCK)
+        model = GpuDecoder(config, placement=PLACEMENT, split=split)
+        model.head_WH.copy_(whole.head_WH[slice(*vocabulary(config, split))])
+        out_RV = torch.full_like(expected, float("nan"))
+        head = SharedHead(LockstepPeers(windows, turns))
+        computing.append(partial(head.logits, model, hidden_RH, out_RV))
+    for found in in_lockstep(turns, computing):
+        assert_same_bits(f"logits of {rows} rows, {ranks} ranks", found, expected)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
 def test_ranks_gather_all_logits_in_pieces_that_rooms_hold() -> None:
     """The last rank has less than half a block, so nothing of its second part."""
-    config, rows, turns = replace(SMALL.config(), vocab_size=BLOCK + 300), 5, Turns(2)
-    hidden_RH = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(2))
+    config = replace(SMALL.config(), vocab_size=BLOCK + 300)
     with patched_once():
-        whole = whole_of(config, SMALL.leaves).model
-        expected, computing = whole.logits(hidden_RH), []
-        for windows in group(2, 2 * BLOCK // PARTS + SUM_FLOATS):
-            split = Split(SMALL.leaves, windows.rank, 2, token_block=BLOCK)
-            model = GpuDecoder(config, placement=PLACEMENT, split=split)
-            model.head_WH.copy_(whole.head_WH[slice(*vocabulary(config, split))])
-            out_RV = torch.full_like(expected, float("nan"))
-            head = SharedHead(LockstepPeers(windows, turns))
-            computing.append(partial(head.logits, model, hidden_RH, out_RV))
-        for found in in_lockstep(turns, computing):
-            assert_same_bits("logits", found, expected)
+        check_logits(config, SMALL.leaves, 2, 5, floats=2 * BLOCK // PARTS)
+
+
+@gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("rows", [1, 32, 300])
+def test_ranks_gather_all_logits_of_a_real_head(rows: int, ranks: int) -> None:
+    config = replace(MODELS["7b"].config(), vocab_size=152064)
+    check_logits(config, 4, ranks, rows, floats=100 * 152064 // ranks // PARTS)
 
 
 @gpu
