@@ -11,14 +11,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_fields
 
-from tests.engine.gpu_engine import bits, choose
+from tests.engine.gpu_engine import bits, choose, joined
 from tests.engine.halting import done
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
+from tlt_server.bench.padding.checkpoint import write
+from tlt_server.bench.padding.recipe import pad
+from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.exchange.gathered import GatheredPeers
@@ -27,7 +32,7 @@ from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import MIB
 from tlt_server.errors import EngineFailed
-from tlt_server.records import Strategy
+from tlt_server.records import GenerateRequest, Strategy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,16 +40,25 @@ pytestmark = [
 ]
 
 __all__ = ["one", "shared"]  # fixtures
+REPORTS = "raw_logprobs", "top_logprobs", "prompt_logprobs"
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_p": 0.9},
+    {"raw_logprobs": True, "logprobs": 3},
+    {"prompt_logprobs": 2, "repetition_penalty": 1.1, "raw_logprobs": True},
+)
 ARMS = (None, Strategy("eagle", 7, 4, 32), Strategy("history", 12, 2, 16))
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    """A pair whose heads have several blocks of tokens."""
     root = tmp_path_factory.mktemp("two gpus")
-    perturbed(TARGET, root / "new", 1)
+    write(pad(TARGET, DRAFTER, SHAPES["mid"], torch.bfloat16), root)
+    perturbed(root / "target", root / "new", 1, scale=0.002)
     return EngineSettings(
-        model=TARGET,
-        drafter=str(DRAFTER),
+        model=root / "target",
+        drafter=str(root / "drafter"),
         drafter_parallel="shared",
         policy="off",
         device="cuda",
@@ -75,9 +89,18 @@ def free_bytes() -> list[int]:
 def responses(engine: Pushable, strategy: Strategy | None) -> dict[str, tuple[object, ...]]:
     engine.said.clear()
     choose(engine, strategy)
-    requests = problems_as_requests(TARGET, 24, group=4, seed=0, max_tokens=96)
+    problems = problems_as_requests(TARGET, 24, group=4, seed=0, max_tokens=96)
+    requests = [asking(request, KINDS[i % len(KINDS)]) for i, request in enumerate(problems)]
     engine.run(*requests)
-    return bits(engine, [request.id for request in requests])
+    said = bits(engine, [request.id for request in requests])
+    return {
+        id: (*of_one, *(joined(engine.said[id], kind) for kind in REPORTS))
+        for id, of_one in said.items()
+    }
+
+
+def asking(request: GenerateRequest, kind: dict[str, Any]) -> GenerateRequest:
+    return replace_fields(request, sampling=replace_fields(request.sampling, **kind))
 
 
 def test_two_gpus_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None:
