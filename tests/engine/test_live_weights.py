@@ -22,7 +22,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.events import WeightReport
 from tlt_server.speculation.cost import CostModel, Measured, StepLoad
 from tlt_server.trainer.handed import read_handed
-from tlt_server.weights import handover
+from tlt_server.weights import arriving, handover
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
 
@@ -189,8 +189,9 @@ def test_the_time_of_steps_is_handed_over_once_it_is_measured(
 
 
 def test_weights_that_change_in_place_or_sleep_are_not_read(
-    settings: EngineSettings, root: Path, tmp_path: Path
+    settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(arriving, "TOGETHER", 1)  # each tensor is written before the next is seen
     engine, name = (
         Pushable(replace(settings, weight_staging="none", weight_root="/")),
         "model.norm.weight",

@@ -109,6 +109,16 @@ def test_different_contents_have_different_checksums(how, i, j, seed):
     assert (mix64(other) == mix64(tensor)) == same
 
 
+def test_several_tensors_are_summed_at_once():
+    tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 0, 40_000)]
+    tensors[2][7] = float("inf")
+    expected = [cpu.mixed_sum(tensor) for tensor in tensors]
+    assert cpu.mixed_sums(tensors) == expected
+    assert on_gpu.mixed_sums([tensor.to(DEVICE) for tensor in tensors]) == expected
+    assert [finite for _, finite in expected] == [True, True, False]
+    assert on_gpu.mixed_sums([]) == cpu.mixed_sums([]) == []
+
+
 def test_complex_numbers_have_no_checksum():
     with pytest.raises(TypeError, match="complex64"):
         mix64(torch.zeros(3, dtype=torch.complex64))

@@ -23,11 +23,12 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_layouts import layout_of
 from tlt_server.models.loader import check_finite, check_layout, check_names
 from tlt_server.models.shards import Stored
-from tlt_server.weights.checksums import content
+from tlt_server.weights.checksums import Content, contents
 from tlt_server.weights.declared import check_content, check_shape
 from tlt_server.weights.parts import Adapter, Drafter, Network, Target
 from tlt_server.weights.spool import Data
 
+TOGETHER = 2**29  # bytes that are checked at a time, unless one tensor has more
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Model = TypeVar("Model")
 Enter = Callable[[str], None]  # enters a phase; raises to cancel
@@ -48,6 +49,20 @@ class Steps:
     parse_calibration: Callable[[bytes, str], object]  # content, where it is from
     storage: Make
     in_place: bool = False  # the network that is filled is the live one
+
+
+def _first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the first ones, whose checksums a GPU is waited for once: up to `TOGETHER` bytes, as
+    those of another dtype are copied.
+    """
+    first: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
+        if first and size > TOGETHER:
+            break
+        first[name] = tensor
+    return first
 
 
 @dataclass
@@ -121,6 +136,25 @@ class Arriving:
 
     def take(self, batch: TensorBatch, declared: Mapping[str, TensorEntry], enter: Enter) -> None:
         """Check every tensor, copy it to its place and keep it."""
+        coming = self._announced(batch)
+        while coming:
+            enter("check")
+            checked = self._checked(_first(coming), declared, batch.where)
+            enter("fill")
+            for name, stored in checked.items():
+                tensor = coming.pop(name)
+                if name in self.parameters:
+                    self._write()
+                    self.parameters[name].copy_(stored)
+                else:
+                    # The channel may use its buffers again.
+                    self.found[name] = tensor.to("cpu", copy=True)
+        enter("spool")
+        self._keep(batch)
+
+    def _announced(self, batch: TensorBatch) -> dict[str, Tensor]:
+        """Return the tensors of a batch. `WeightsRefused` if one is not to come, or came before."""
+        coming = {}
         for name, tensor in batch.tensors.items():
             if name not in self.parameters and name not in self.others:
                 if name.endswith("rotary_emb.inv_freq"):
@@ -133,24 +167,31 @@ class Arriving:
                 raise WeightsRefused(
                     f"{batch.where}: tensor {name!r} came before; push each tensor once"
                 )
-            enter("check")
-            stored = self._checked(name, tensor, declared.get(name), batch.where)
-            enter("fill")
-            if name in self.parameters:
-                self._write()
-                self.parameters[name].copy_(stored)
-            else:
-                # The channel may use its buffers again.
-                self.found[name] = tensor.to("cpu", copy=True)
-        enter("spool")
-        self._keep(batch)
+            coming[name] = tensor
+        return coming
 
-    def _checked(self, name: str, tensor: Tensor, entry: TensorEntry | None, where: str) -> Tensor:
-        """Return the tensor as it is stored, and note its checksum."""
-        expected: Stored = self.parameters.get(name, tensor)
-        check_layout(name, tensor.shape, tensor.dtype, expected, where)
-        stored = tensor.to(self.parameters[name].dtype) if name in self.parameters else tensor
-        found = content(stored)
+    def _checked(
+        self, tensors: Mapping[str, Tensor], declared: Mapping[str, TensorEntry], where: str
+    ) -> dict[str, Tensor]:
+        """Return the tensors as they are stored, and note their checksums."""
+        stored = {}
+        for name, tensor in tensors.items():
+            expected: Stored = self.parameters.get(name, tensor)
+            check_layout(name, tensor.shape, tensor.dtype, expected, where)
+            stored[name] = tensor.to(expected.dtype) if name in self.parameters else tensor
+        for name, found in zip(stored, contents([*stored.values()]), strict=True):
+            self._check(name, tensors[name], stored[name], found, declared.get(name), where)
+        return stored
+
+    def _check(
+        self,
+        name: str,
+        tensor: Tensor,
+        stored: Tensor,
+        found: Content,
+        entry: TensorEntry | None,
+        where: str,
+    ) -> None:
         if not found.finite:
             check_finite(name, tensor, where)
             raise WeightsRefused(
@@ -159,7 +200,6 @@ class Arriving:
             )
         check_content(tensor, entry, where, found.sum if stored is tensor else None)
         self.sums[name] = found.sum
-        return stored
 
     def _write(self) -> None:
         """Note that the network is about to change."""

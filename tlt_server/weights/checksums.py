@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,18 +50,23 @@ class Content(NamedTuple):
     finite: bool
 
 
-def content(tensor: Tensor) -> Content:
-    """Read the tensor once, on its device."""
-    if tensor.device.type == "cuda":
-        from tlt_kernels.gpu.checksums import mixed_sum
-    else:
-        from tlt_kernels.cpu.checksums import mixed_sum
-    total, finite = mixed_sum(tensor.contiguous())
-    return Content(finished(total, tensor.numel()), finite)
+def contents(tensors: Sequence[Tensor]) -> list[Content]:
+    """Read each tensor once, on its device, which is waited for once for those that lie there."""
+    found: dict[int, Content] = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        if device.type == "cuda":
+            from tlt_kernels.gpu.checksums import mixed_sums
+        else:
+            from tlt_kernels.cpu.checksums import mixed_sums
+        here = [n for n, tensor in enumerate(tensors) if tensor.device == device]
+        sums = mixed_sums([tensors[n].contiguous() for n in here])
+        for n, (total, finite) in zip(here, sums, strict=True):
+            found[n] = Content(finished(total, tensors[n].numel()), finite)
+    return [found[n] for n in range(len(tensors))]
 
 
 def mix64(stored: Stored) -> str:
-    return _over_ranks(stored) if isinstance(stored, SpreadTensor) else content(stored).sum
+    return _over_ranks(stored) if isinstance(stored, SpreadTensor) else contents([stored])[0].sum
 
 
 def _over_ranks(pieces: SpreadTensor) -> str:

@@ -6,6 +6,8 @@ The same pass tells whether all elements are finite, because the content is read
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numba import njit
@@ -60,3 +62,8 @@ def mixed_sum(values: Tensor) -> tuple[int, bool]:
         word_RC, shift, exponent = row.long().numpy().view(np.uint64), 0, _NONE
     total, finite = _sum(word_RC, 0, 0, np.uint64(shift), exponent)
     return int(total), bool(finite)
+
+
+def mixed_sums(tensors: Sequence[Tensor]) -> list[tuple[int, bool]]:
+    """Return `mixed_sum` of each."""
+    return [mixed_sum(tensor) for tensor in tensors]

@@ -6,6 +6,8 @@ The same pass tells whether all elements are finite, because the content is read
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -57,7 +59,17 @@ def mixed_sum(values: Tensor) -> tuple[int, bool]:
     """Return the sum modulo 2^64, and whether all elements are finite. `values` is a contiguous
     tensor of floating point or integers on the GPU; the call waits for the GPU.
     """
-    return _summed(values, 1, 0, 0, placed=False)
+    return mixed_sums([values])[0]
+
+
+def mixed_sums(tensors: Sequence[Tensor]) -> list[tuple[int, bool]]:
+    """Return `mixed_sum` of each, after one wait for the GPU that they are on."""
+    if not tensors:
+        return []
+    found_N2 = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device)
+    for values, found in zip(tensors, found_N2, strict=True):
+        _add(values, found, 1, 0, 0, placed=False)
+    return _read(found_N2)
 
 
 def placed_sum(values_RC: Tensor, first: int, distance: int) -> tuple[int, bool]:
@@ -65,16 +77,17 @@ def placed_sum(values_RC: Tensor, first: int, distance: int) -> tuple[int, bool]
     the index `first` and its rows are `distance` elements apart. The sums of all slices add up,
     modulo 2^64, to that of the tensor.
     """
-    return _summed(values_RC, values_RC.shape[1], first, distance, placed=True)
+    found_N2 = torch.zeros(1, 2, dtype=torch.int64, device=values_RC.device)
+    _add(values_RC, found_N2[0], values_RC.shape[1], first, distance, placed=True)
+    return _read(found_N2)[0]
 
 
-def _summed(
-    values: Tensor, columns: int, first: int, distance: int, *, placed: bool
-) -> tuple[int, bool]:
+def _add(
+    values: Tensor, found: Tensor, columns: int, first: int, distance: int, *, placed: bool
+) -> None:
     assert values.is_contiguous() and not values.is_complex()
-    found = torch.zeros(2, dtype=torch.int64, device=values.device)
-    with torch.cuda.device_of(values):  # it may be another GPU than the engine's
-        if values.numel():
+    if values.numel():
+        with torch.cuda.device_of(values):  # it may be another GPU than the engine's
             _sum[(triton.cdiv(values.numel(), _BLOCK * _BLOCKS),)](
                 values,
                 found,
@@ -87,5 +100,8 @@ def _summed(
                 BLOCK=_BLOCK,
                 BLOCKS=_BLOCKS,
             )
-        total, strange = found.tolist()
-        return total % 2**64, not strange
+
+
+def _read(found_N2: Tensor) -> list[tuple[int, bool]]:
+    with torch.cuda.device_of(found_N2):
+        return [(total % 2**64, not strange) for total, strange in found_N2.tolist()]
