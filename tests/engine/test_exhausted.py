@@ -80,7 +80,7 @@ def test_memory_that_ends_while_a_tensor_is_checked_breaks_no_group(
     said: str, server: Server, sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(arriving, "content", Once(arriving.content, SAID[said], 5))
+        patched.setattr(arriving, "contents", Once(arriving.contents, SAID[said], 2))
         error = refused(server, sender)
     assert (error.code, error.status, error.retryable) == ("channel_broken", 424, False)
     for word in (
@@ -147,7 +147,7 @@ def test_memory_that_ends_in_a_push_by_ipc_may_be_asked_for_again(
 ) -> None:
     sender = IpcSender(server, bucket_bytes=bucket_bytes(server))  # type: ignore[arg-type]
     with monkeypatch.context() as patched:
-        patched.setattr(arriving, "content", Once(arriving.content, SAID["gpu"], 5))
+        patched.setattr(arriving, "contents", Once(arriving.contents, SAID["gpu"], 2))
         error = refused(server, sender)
     assert error.code == "push_failed" and "bucket_bytes" in error.message
     works(server, sender)
