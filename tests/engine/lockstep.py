@@ -48,20 +48,30 @@ class Turns:
 
 
 class LockstepPeers:
-    """Implements `tlt_kernels.gpu.exchange.RankPeers`."""
+    """Implements `tlt_kernels.gpu.exchange.RankPeers`. Real ranks are up to one exchange apart, so
+    no two that follow one another may use the same memory.
+    """
 
     def __init__(self, windows: PeerWindows, turns: Turns) -> None:
         self.rank, self.ranks, self.device = windows.rank, windows.ranks, windows.device
         self.room, self.parts = windows.room, windows.parts
         self.turns, self._windows = turns, windows
+        self._read = range(0)  # addresses of the newest exchange
 
-    def add_rms_norm(self, *sums: Any, **more: Any) -> Tensor:
-        self.turns.meet()
-        return self._windows.add_rms_norm(*sums, **more, way=Way.PULL)
+    def add_rms_norm(self, part_PRH: Tensor, *sums: Any, **more: Any) -> Tensor:
+        self._meet(part_PRH)
+        return self._windows.add_rms_norm(part_PRH, *sums, **more, way=Way.PULL)
 
     def gather(self, mine_X: Tensor, out_TX: Tensor) -> Tensor:
-        self.turns.meet()
+        self._meet(mine_X)
         return self._windows.gather(mine_X, out_TX)
+
+    def _meet(self, mine: Tensor) -> None:
+        before, first = self._read, mine.data_ptr()
+        self._read = range(first, first + mine.nbytes)
+        apart = self._read.stop <= before.start or before.stop <= first
+        assert apart, "peers may still read this memory"
+        self.turns.meet()
 
     def failure(self) -> str:
         return self._windows.failure()

@@ -16,11 +16,11 @@ from torch import Tensor
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.lockstep import LockstepPeers, Turns, group, in_lockstep, turns_of
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
+from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.exchange import PeerWindows
 from tlt_kernels.gpu.sampling import BLOCK
 from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
-from tlt_server.engine.gpu.agreement import SUM_FLOATS
 from tlt_server.engine.gpu.head import PARTS, SharedHead
 from tlt_server.engine.gpu.kv import make_cache
 from tlt_server.models import Forward

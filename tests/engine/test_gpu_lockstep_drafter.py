@@ -16,21 +16,24 @@ from tests.engine.fast_interpreter import patched_once
 from tests.engine.lockstep import LockstepPeers, Turns, group, in_lockstep, turns_of
 from tests.engine.test_gpu_lockstep import DTYPE, MODELS, PLACEMENT, SMALL, Model
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
+from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.children import candidate_words
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, RowTable
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.engine.gpu.kv import make_cache
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.draft_checkpoint import Described
-from tlt_server.models.draft_layouts import EAGLE3
+from tlt_server.models.draft_layouts import EAGLE1, EAGLE3
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.eagle import GpuEagle3
+from tlt_server.models.gpu.eagle import GpuEagle1, GpuEagle3, GpuEagleNetwork
 from tlt_server.models.gpu.layers import Placement, RowTensors
 from tlt_server.models.gpu.sums import RankSums, room_floats
 from tlt_server.models.shards import cut
 from tlt_server.models.split import Split
+from tlt_server.shared_settings import DrafterParallel
 
 WIDTH, LEVELS = 3, 2
+NETWORKS: dict[str, type[GpuEagleNetwork]] = {EAGLE3: GpuEagle3, EAGLE1: GpuEagle1}
 
 
 class Drafted(NamedTuple):
@@ -43,9 +46,11 @@ class Rank:
     def __init__(
         self, config: ModelConfig, drafted: int, placement: Placement, split: Split, rows: int
     ) -> None:
-        target = GpuDecoder(config, placement=placement, feature_layers=(0, 1, 1), split=split)
-        described = Described(replace(config, architecture=EAGLE3, layers=1), drafted)
-        self.network = GpuEagle3(described, target)
+        """`config`: the target's, with the drafter's architecture."""
+        of_target = replace(config, architecture="Qwen2ForCausalLM")
+        target = GpuDecoder(of_target, placement=placement, feature_layers=(0, 1, 1), split=split)
+        described = Described(replace(config, layers=1), drafted)
+        self.network = NETWORKS[config.architecture](described, target)
         self.rows, own = rows, self.network.part.layer
         self.pages = -(-LEVELS * rows // PAGE_SIZE)
         self.cache = make_cache(own, self.pages, 1, placement, 1)
@@ -76,7 +81,7 @@ class Rank:
             attend.plan(rows, page_table)
             tensors = RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R)
             logits_RC = self.network.forward(tensors, hint_RH, self.cache, attend)
-            children = self.network.children(logits_RC, rows, self.slots, width=WIDTH)
+            children = self.network.children(logits_RC, rows, self.slots, width=WIDTH, level=level)
             found.append(Drafted(hint_RH.clone(), *children))
         return found
 
@@ -84,7 +89,8 @@ class Rank:
 def whole_of(config: ModelConfig, drafted: int, leaves: int, rows: int) -> Rank:
     rank = Rank(config, drafted, PLACEMENT, Split(leaves), rows)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    for each in [*rank.network.own_parameters().values(), rank.network.embedding_VH]:
+    network = rank.network
+    for each in [*network.own_parameters().values(), network.embedding_VH, network.head_CH]:
         each.copy_(0.05 * torch.randn(each.shape, generator=generator, device=DEVICE))
     return rank
 
@@ -92,17 +98,19 @@ def whole_of(config: ModelConfig, drafted: int, leaves: int, rows: int) -> Rank:
 def ranks_of(whole: Rank, config: ModelConfig, leaves: int, count: int) -> list[Rank]:
     network, made, turns = whole.network, list[Rank](), Turns(count)
     floats = room_floats(leaves // count, whole.rows, network.config.hidden_size)
-    floats += candidate_words(whole.rows, network.draft_vocab_size, WIDTH)
+    floats += candidate_words(whole.rows, network.draft_vocab_size, WIDTH) + SUM_FLOATS
+    how: DrafterParallel = "shared" if network.config.architecture == EAGLE3 else "auto"
     for peers in group(count, floats):
         sums = RankSums(LockstepPeers(peers, turns))
-        placement = replace(PLACEMENT, sums=sums, drafter_parallel="shared")
+        placement = replace(PLACEMENT, sums=sums, drafter_parallel=how)
         split = Split(leaves, peers.rank, count)
         rank = Rank(config, network.draft_vocab_size, placement, split, whole.rows)
-        assert rank.network.part.split.of == count
+        assert rank.network.part.head_split.of == count
         rank.network.embedding_VH.copy_(network.embedding_VH)
+        rank.network.head_CH.copy_(network.head_CH[rank.network.part.tokens])
         values = network.own_parameters()
         for name, own in rank.network.own_parameters().items():
-            part, of = cut(name, rank.network.part.head, split), values[name]
+            part, of = cut(name, rank.network.part.head, rank.network.part.split), values[name]
             if part is not None:
                 of = of.narrow(part.dim, part.start, part.stop - part.start)
             own.copy_(of)
@@ -110,8 +118,10 @@ def ranks_of(whole: Rank, config: ModelConfig, leaves: int, count: int) -> list[
     return made
 
 
-def check(model: Model, drafted: int, widths: tuple[int, ...], rows: int) -> None:
-    config = model.config()
+def check(
+    model: Model, drafted: int, widths: tuple[int, ...], rows: int, architecture: str = EAGLE3
+) -> None:
+    config = replace(model.config(), architecture=architecture)
     whole = whole_of(config, drafted, model.leaves, rows)
     generator = torch.Generator().manual_seed(1)
     token_R = torch.randint(512, (rows,), generator=generator).to(DEVICE)
@@ -120,10 +130,10 @@ def check(model: Model, drafted: int, widths: tuple[int, ...], rows: int) -> Non
         expected = whole.draft(token_R, hint_RH)
     for width in widths:
         ranks = ranks_of(whole, config, model.leaves, width)
-        [turns] = {turns_of(rank.network.sums) for rank in ranks}
+        [turns] = {turns_of(rank.network.placement.sums) for rank in ranks}
         found = in_lockstep(turns, [partial(rank.draft, token_R, hint_RH) for rank in ranks])
         for rank, levels in zip(ranks, found, strict=True):
-            name = f"{rows} rows, {width} ranks, rank {rank.network.part.split.rank}"
+            name = f"{rows} rows, {width} ranks, rank {rank.network.part.head_split.rank}"
             for mine, of_one in zip(levels, expected, strict=True):
                 assert torch.equal(mine.token_RW, of_one.token_RW), name
                 assert_same_bits(f"{name}, scores", mine.score_RW, of_one.score_RW)
@@ -135,6 +145,13 @@ def test_drafters_in_lockstep_have_the_bits_of_one() -> None:
     """The last rank has fewer draft tokens. Four ranks share two KV heads."""
     with patched_once():
         check(SMALL, 60, (2, 4), 3)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
+def test_ranks_that_share_the_head_only_draft_as_one() -> None:
+    """An EAGLE-1 drafts with the target's head, and exchanges nothing else."""
+    with patched_once():
+        check(SMALL, 512, (2,), 3, EAGLE1)
 
 
 @gpu

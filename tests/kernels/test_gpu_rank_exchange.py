@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels import reference
+from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.children import candidate_words, children, children_shared
 from tlt_kernels.gpu.exchange import (
     PeerWindows,
@@ -268,14 +269,14 @@ def test_ranks_rank_children_of_their_draft_tokens_as_one_that_has_all(
     assert token[0, :2].tolist() == [2 * borders[1] - 2, 2 * borders[1]]
     assert (token[-1] == -1).all() and (token[:-1] >= 0).all()
     most = max(end - start for start, end in pairwise(borders))
-    floats = ROWS * HIDDEN + candidate_words(count, most, width)
+    floats = ROWS * HIDDEN + candidate_words(count, most, width) + SUM_FLOATS
     peers = group(ranks, floats=floats)
     kept = [each.room(1)[: ROWS * HIDDEN].fill_(3.0) for each in peers]
     for turn in range(2):  # in the first one, later ranks have no results yet
         for each in peers:
             part = slice(*borders[each.rank : each.rank + 2])
             mine = logits[:, part].contiguous()
-            found = children_shared(each, mine, ids[part], most, rows, slots, width=width)
+            found = children_shared(each, mine, ids[part], most, rows, slots, width=width, turn=1)
             if turn:
                 assert torch.equal(found[0], token)
                 assert_same_bits(f"rank {each.rank}", found[1], z)

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.noise import gumbel_of_tokens
 from tlt_kernels.gpu.ordering import key_of, value_of
@@ -149,14 +150,16 @@ def children_shared(
     batch_slots: BatchSlots,
     *,
     width: int,
+    turn: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `children` returns from the logits of all ranks, the first of which has the first
-    draft tokens, and each `most` at most. The best of blocks are exchanged through the end of room
-    1, which no partial sum may reach (`candidate_words`).
+    draft tokens, and each `most` at most. The best of blocks are exchanged through the end of a
+    room, before the sum of `agreement.py`, which no partial sum may reach (`candidate_words`).
+    Levels take turns with the rooms: between two of them there may be no other exchange.
     """
     M, W = len(logits_MC), max(width, 2)
     B, words = _blocks(M, most), _words(M, most, W)
-    mine = peers.room(1)[-2 * words :].view(torch.int32)
+    mine = peers.room(turn)[:-SUM_FLOATS][-2 * words :].view(torch.int32)
     _find(logits_MC, target_ids_C, rows, batch_slots, mine, mine[words:], B, W)
     found = mine.new_empty(peers.ranks, 2, words)
     peers.gather(mine, found)

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.agreement import add_states
+from tlt_kernels.gpu.agreement import SUM_FLOATS, add_states
 from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.tensors import RowTable
-
-# Elements of a room after the partial sums: the sum is alone in its kilobyte.
-SUM_FLOATS = 256
 
 
 class Agreement:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.sampling import BLOCK, blocks_of_rank, sample_shared
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable, Samples
-from tlt_server.engine.gpu.agreement import SUM_FLOATS
 from tlt_server.models.gpu.decoder import GpuDecoder
 
 # A rank's tokens are gathered in parts, one through each room: like a pass, an even number.

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.children import candidate_words
 from tlt_kernels.gpu.exchange import RankPeers, WindowSizes, landing_floats
 from tlt_kernels.gpu.sampling import block_words, blocks_of_rank
@@ -20,7 +21,7 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import OnProgress
 from tlt_server.engine.devices.choice import gpu_split
-from tlt_server.engine.gpu.agreement import SUM_FLOATS, Agreement
+from tlt_server.engine.gpu.agreement import Agreement
 from tlt_server.engine.gpu.buckets import (
     MAX_DRAFTED,
     MAX_VERIFIED,

@@ -77,7 +77,9 @@ class DraftTrees:
             logits_MC = network.forward(
                 RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R), hint_MH, cache, attend
             )
-            token_ML, z_ML = network.children(logits_MC, rows, batch_slots, width=width)
+            token_ML, z_ML = network.children(
+                logits_MC, rows, batch_slots, width=width, level=level
+            )
             grow(
                 level,
                 token_ML,

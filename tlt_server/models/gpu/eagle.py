@@ -197,16 +197,19 @@ class GpuEagleNetwork:
         return self.placement.matmuls.linear(hidden_RH, self.head_CH, out_dtype=torch.float32)
 
     def children(
-        self, logits_RC: Tensor, rows: RowTable, batch_slots: BatchSlots, *, width: int
+        self, logits_RC: Tensor, rows: RowTable, batch_slots: BatchSlots, *, width: int, level: int
     ) -> tuple[Tensor, Tensor]:
         """Return the best children of rows over the draft tokens of all ranks: target ids [R, W]
-        and scores, as `tlt_kernels.gpu.children` does. logits_RC: from `forward`.
+        and scores, as `tlt_kernels.gpu.children` does. logits_RC: from `forward`. `level`: of the
+        tree, from 0 on.
         """
         own_ids_C, peers = self.target_ids_C[self.part.tokens], self._sharing
         if peers is None:
             return children(logits_RC, own_ids_C, rows, batch_slots, width=width)
         most = self.part.most_tokens
-        return children_shared(peers, logits_RC, own_ids_C, most, rows, batch_slots, width=width)
+        return children_shared(
+            peers, logits_RC, own_ids_C, most, rows, batch_slots, width=width, turn=level
+        )
 
     def store(self, rows: RowTensors, g_RH: Tensor, cache: KVCache) -> None:
         """Write the rows' KV and compute nothing else."""
