@@ -39,13 +39,27 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
     )
 
 
+def asked_of_ranks(args: argparse.Namespace) -> dict[str, str]:
+    """Return the flags of `tlt serve` for the ranks that a bench's own flags ask for, and their
+    values; none for what is the default.
+    """
+    defaults = {
+        "tensor_parallel": 1,
+        "reduction_leaves": None,
+        "exchange": "auto",
+        "drafter_parallel": "auto",
+    }
+    asked = {name: getattr(args, name) for name in defaults}
+    return {
+        f"--{name.replace('_', '-')}": str(value)
+        for name, value in asked.items()
+        if value != defaults[name]
+    }
+
+
 def rank_flags(args: argparse.Namespace) -> list[str]:
-    """Return the flags of `tlt serve` for the ranks that a bench's own flags ask for."""
-    leaves = args.reduction_leaves
-    return [
-        *("--tensor-parallel", str(args.tensor_parallel), "--exchange", args.exchange),
-        *(("--reduction-leaves", str(leaves)) if leaves else ()),
-    ]
+    """Return these flags as a command line's words."""
+    return [word for pair in asked_of_ranks(args).items() for word in pair]
 
 
 def at_most_what_it_takes(model: Path, tokens: int) -> int:

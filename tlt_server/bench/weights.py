@@ -37,6 +37,7 @@ from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.wire import Token
 from tlt_server.bench.record import finish
+from tlt_server.bench.settings import asked_of_ranks
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
@@ -225,8 +226,9 @@ def run(args: argparse.Namespace) -> int:
             "--state-dir is for --device cuda; "
             "on a CPU every push is spooled next to the checkpoints"
         )
-    if args.device == "cpu" and args.tensor_parallel > 1:
-        raise StartupError("--tensor-parallel is for --device cuda: leave it out")
+    if args.device == "cpu":
+        for flag in asked_of_ranks(args):
+            raise StartupError(f"{flag} is for --device cuda: leave it out")
     if args.device == "cuda":
         from tlt_server.bench.weights_gpu import measure as measured
 
