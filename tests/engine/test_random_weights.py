@@ -13,9 +13,11 @@ import torch
 from tests.engine.pushing import Pushable
 from tests.engine.two_ranks import one, shared
 from tlt_server.__main__ import main
+from tlt_server.bench import decode
 from tlt_server.bench.padding.shapes import SHAPES, Shape, write_config
 from tlt_server.bench.steps import random_requests
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.machine import HostMemory
 from tlt_server.models.loader import empty_target, fill_target
 from tlt_server.models.numerics import Numerics
 
@@ -58,6 +60,14 @@ def test_random_weights_are_the_same_over_two_ranks(one: Pushable, shared: Pusha
         found.append([(engine.tokens(each.id), engine.logprobs(each.id)) for each in requests])
     assert found[0] == found[1] and len(set(found[0][0][0])) > 10, "it does not say one token only"
     assert one.checksums() == shared.checksums()
+
+
+def test_a_shape_that_memory_does_not_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decode, "host_memory", lambda: HostMemory(2**30, 2**30))
+    assert main(["bench", "decode", "--shape", "qwen2.5-7b"]) == 2
+    assert "qwen2.5-7b has 28.4 GiB of float32 weights, and" in capsys.readouterr().err
 
 
 def test_no_tensor_of_random_weights_is_like_another(settings: EngineSettings) -> None:

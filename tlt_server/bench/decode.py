@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +31,11 @@ from tlt_server.bench.steps import random_requests, time_prefill, time_steps
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.machine import host_memory
+from tlt_server.models.loader import empty_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.models.shards import values_of
+from tlt_server.models.split import WHOLE
 
 PROMPT, NEW = 128, 512  # tokens
 QUICK_NEW = 96
@@ -66,7 +72,23 @@ def target_of(args: argparse.Namespace, folder: Path) -> EngineSettings:
             "leave one of the two out"
         )
     write_config(folder, SHAPES[args.shape], str(settings.dtype))
+    if args.device == "cpu":
+        _check_memory(args.shape, folder)
     return replace(settings, model=folder, drafter=args.drafter or "none", random_weights=True)
+
+
+def _check_memory(shape: str, folder: Path) -> None:
+    """`StartupError` where a CPU's memory does not hold the weights; a GPU's is checked as a
+    server's.
+    """
+    with torch.device("meta"):
+        model = empty_target(folder, numerics=Numerics("strict"))
+    need, total = 4 * values_of(model.parameters(), model.config, WHOLE), host_memory().total
+    if need > total:
+        raise StartupError(
+            f"--shape {shape} has {need / 2**30:.1f} GiB of float32 weights, and this machine "
+            f"{total / 2**30:.1f} GiB of memory; use a smaller shape, or --device cuda"
+        )
 
 
 def _run(args: argparse.Namespace, settings: EngineSettings) -> int:
