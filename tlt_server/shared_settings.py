@@ -136,8 +136,8 @@ class SharedSettings:
         Doc(
             "leaves",
             "Slices of each long sum, added as a fixed tree: 1, 2, 4 or 8, and tensor_parallel at "
-            "least. Tokens depend on it; auto is tensor_parallel, on a GPU at least 4 where that "
-            "cuts no head, else 2.",
+            "least. Tokens depend on it; auto is tensor_parallel, on a GPU at least 4 where these "
+            "divide the heads, else 2, as with max_loras or numerics fast.",
             1,
             8,
             auto=True,

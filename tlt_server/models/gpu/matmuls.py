@@ -20,7 +20,7 @@ from tlt_server.models.split import Split
 
 # Up to here matmuls wait for weights, which our kernels read sooner than the library does.
 FEW_ROWS = 64
-WHOLE = Split(LEAVES)  # the split of a target on one GPU, unless settings name other leaves
+WHOLE = Split(LEAVES)  # on one GPU, in the fewest leaves
 
 
 class Room(NamedTuple):
