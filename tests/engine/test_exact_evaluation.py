@@ -356,7 +356,12 @@ def test_networks_that_read_other_layers_share_a_record(
     assert said["self_check"]["different"] == 0 and said["self_check"]["cycles"] > 50
     accept_lengths = [row["accept_length"] for row in said["rows"]]
     assert accept_lengths[0] > 1.2 * accept_lengths[1] > 1.1
+    fingerprint: Any = made.header.described["fingerprint"]
+    fingerprint["leaves"] = 2
+    made.save(tmp_path / "record.safetensors")
     assert main([*command[:-4], "--drafter", str(third), "--self-check"]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "recorded with 2 reduction leaves, which round otherwise than this replay with 1" in told
 
 
 def test_what_a_server_has_kept_is_replayed(

@@ -20,6 +20,7 @@ from tlt_server.drafter.records import PAGE_SIZE, EvaluatedRecord, load_record
 from tlt_server.drafter.table import show
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.records import Strategy
 from tlt_server.shared_settings import available_processors
 from tlt_server.speculation.drafters.loading import find_loader
@@ -82,10 +83,20 @@ def run(args: argparse.Namespace) -> int:
         console.print(
             f"recorded on {record.device}, which rounds otherwise than this replay on {args.device}"
         )
+    recorded, own = record.described.get("fingerprint", {}).get("leaves"), _leaves(args)
+    if record.device == args.device and recorded not in (None, own):
+        console.print(
+            f"recorded with {recorded} reduction leaves, which round otherwise than this replay "
+            f"with {own}, the default"
+        )
     for refused in record.refused:
         console.print(refused, highlight=False, markup=False)
     finish(args, report, on_gpu=args.device == "cuda", recorded_on=record.machine)
     return int(check is not None and (check.different > 0 or not check.compared))
+
+
+def _leaves(args: argparse.Namespace) -> int:
+    return auto_gpu_leaves(ModelConfig.read(args.target)) if args.device == "cuda" else 1
 
 
 def _version(args: argparse.Namespace, record: EvaluatedRecord) -> str:
