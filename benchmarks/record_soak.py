@@ -2,7 +2,7 @@
 the long tests, and record what came of them, red ones included.
 
 Without names of tests these are all that are marked `soak`, and the record is
-benchmarks/results/soak.json. `make soak` runs this. A few tests get a record of their own by
+benchmarks/results/soak.json. `make soak` runs this. A few tests need a record of their own, by
 `--json`.
 """
 
@@ -36,12 +36,15 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("-n", metavar="WORKERS", default="2", help="of pytest [default: 2]")
     parser.add_argument(
-        "--json", type=Path, default=RECORD, metavar="FILE", help=f"[default {RECORD.name}]"
+        "--json", type=Path, metavar="FILE", help=f"[default: {RECORD.name}, of all tests]"
     )
     parser.add_argument(
         "tests", nargs="*", metavar="TEST", help="files, or tests of them [default: all]"
     )
     asked = parser.parse_args(arguments)
+    if asked.tests and asked.json is None:
+        parser.error(f"{RECORD.name} is the record of all long tests; name another by --json")
+    record: Path = asked.json or RECORD
     command = f"python -m benchmarks.record_soak -n {asked.n} {' '.join(asked.tests)}".strip()
     entry = entry_of({}, command, on_gpu=False, commit=asked.commit)
     with tempfile.TemporaryDirectory() as folder:
@@ -50,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         how += ("-o", "junit_family=xunit1")  # the form with properties of tests
         status = subprocess.run([sys.executable, "-m", "pytest", *how, *asked.tests]).returncode
         if report.exists():
-            write_entry(asked.json, entry | {"figures": figures(report)})
-            print(f"{asked.json.name}: {'green' if status == 0 else 'red'}")
+            write_entry(record, entry | {"figures": figures(report)})
+            print(f"{record.name}: {'green' if status == 0 else 'red'}")
     return status
 
 

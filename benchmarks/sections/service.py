@@ -77,11 +77,11 @@ def soak(figures: Figures) -> Iterator[str]:
         )
     if kills := storms.get("kill under load"):
         ends = {what[4:]: count for what, count in storms.items() if what.startswith("end ")}
-        errors = ", ".join(f"{n} with `{how}`" for how, n in ends.items() if how != "completed")
+        total, completed = sum(ends.values()), ends.pop("completed", 0)
+        errors = "".join(f", {count} with `{how}`" for how, count in ends.items())
         yield (
-            f"{kills} kills of the engine or one of its ranks under load: {sum(ends.values())} "
-            f"requests, each with one end, {ends['completed']} with the tokens of an undisturbed "
-            f"run, {errors}."
+            f"{kills} kills of the engine or one of its ranks under load: {total} requests, "
+            f"each with one end, {completed} with the tokens of an undisturbed run{errors}."
         )
     yield f"Tests that failed: {sum(came.get('failed', 0) for came in figures['files'].values())}."
 

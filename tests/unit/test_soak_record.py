@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.record_soak import figures
+import pytest
+
+from benchmarks.record_soak import figures, main
 from benchmarks.sections.service import soak
 
 REPORT = """<testsuites><testsuite>
@@ -40,3 +42,15 @@ def test_kills_under_load_are_told_by_how_their_requests_ended() -> None:
         "900 with the tokens of an undisturbed run, 70 with `engine_failed`."
     )
     assert failed == "Tests that failed: 0."
+    told, _ = soak(found | {"storms": {"kill under load": 1, "end completed": 9}})
+    assert told.endswith(
+        ": 9 requests, each with one end, 9 with the tokens of an undisturbed run."
+    )
+
+
+def test_some_tests_do_not_take_the_place_of_the_record_of_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["tests/unit/test_soak_record.py"])
+    assert "the record of all long tests; name another by --json" in capsys.readouterr().err
