@@ -44,7 +44,7 @@ class Way(Enum):
     PULL = "pull"  # every rank reads the others': (T - 1) P R H elements, after one signal
     PUSH = "push"  # every rank writes its sums to the others: (T - 1) R H, and then signals
     # The owner of a row adds it, and writes the total to the others: 2 (T - 1) / T R H elements,
-    # two signals. Two ranks would write as much as by PUSH.
+    # two signals. Two ranks write as much as by PUSH, and add each row once.
     TWO_STEPS = "two steps"
 
     def landed(self, ranks: int) -> int:
