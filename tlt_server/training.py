@@ -128,6 +128,7 @@ class HandedOver(Struct, frozen=True, kw_only=True, tag="handed_over"):
     drafter: str = ""
     device: str = "cpu"  # to train on: cpu, cuda (the engine's GPU), or another one by its number
     leaves: int = 1  # slices of the engine's long sums
+    longest: int = 0  # tokens of the longest sequence that it computes
     error: str = ""
 
 

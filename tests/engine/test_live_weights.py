@@ -174,7 +174,9 @@ def test_the_time_of_steps_is_handed_over_once_it_is_measured(
     def handed(name: str) -> CostModel | None:
         engine.engine.send(HandOver(name, str(tmp_path / name), str(root / "drafter")))
         assert engine.report(name).result == "looked"
-        return read_handed(tmp_path / name, root / "base", "initial", "initial").cost
+        return read_handed(
+            tmp_path / name, root / "base", "initial", "initial", "cpu", leaves=1
+        ).cost
 
     assert handed("before") is None
     with_drafts = Measured(StepLoad("eagle", 3, 2, 1, 7, 0, 10.0), 0.01)

@@ -62,7 +62,7 @@ class Recorded:
         held = [s for s in self.samples if key_of(_text(s)) in self.states]
         assert len(held) > 0.9 * len(self.samples)
         self.samples = held
-        self.vocab_size = engine.info.vocab_size
+        self.vocab_size, self.leaves = engine.info.vocab_size, engine.info.fingerprint.leaves
         self.device = "cuda" if settings.device == "cuda" else "cpu"
         self.target, self.drafter = Path(settings.model), Path(settings.drafter)
 
@@ -71,7 +71,7 @@ class Recorded:
         tensors = load_file(self.target / "model.safetensors")
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         embedding_VH = tensors["model.embed_tokens.weight"].to(self.device, dtype)
-        frame = gpu_frame(self.target, self.drafter, embedding_VH, embedding_VH)
+        frame = gpu_frame(self.target, self.drafter, embedding_VH, embedding_VH, self.leaves)
         return ReplayedDrafter.load(self.drafter, frame, device="cuda")
 
     def source(self) -> CapturedFeatures:

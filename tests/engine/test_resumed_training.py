@@ -36,7 +36,9 @@ def install(work: DrafterWork, engine: Pushable, place: Path) -> Handed:
     assert drafter is not None
     engine.engine.send(HandOver(id, str(place), drafter))
     state = engine.report(id).state
-    work.install(HandedOver(directory=str(place), target=state.target, drafter=state.drafter))
+    work.install(
+        HandedOver(directory=str(place), target=state.target, drafter=state.drafter, longest=2**20)
+    )
     assert work._handed is not None
     return work._handed
 

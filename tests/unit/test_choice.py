@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def unread() -> str:
 def chosen(
     gpu: Gpu = CARD, own: Callable[[], str] = lambda: "bfloat16", **settings: object
 ) -> DeviceChoice:
-    return choose(EngineSettings(model="m", **settings), gpu, own)  # type: ignore[arg-type]
+    files = SimpleNamespace(dtype=own, auto_gpu_leaves=lambda ranks: 2)
+    return choose(EngineSettings(model="m", **settings), gpu, files)  # type: ignore[arg-type]
 
 
 def test_auto_takes_the_gpu_and_says_why() -> None:

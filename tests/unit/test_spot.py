@@ -457,8 +457,11 @@ def test_features_are_computed_before_a_round_as_long_as_they_come() -> None:
     rig.now += LITTLE_PATIENCE_S - 1
     rig.run(1)
     assert len(rig.sent) == 2 and rig.spot.state == S.IDLE
+    rig.run(1)  # it does not come: ask once more
+    assert len(rig.sent) == 3 and rig.spot.state == S.IDLE
+    rig.now += LITTLE_PATIENCE_S
     rig.run(1)  # the engine has work: begin with what there is
-    assert len(rig.sent) == 2 and rig.spot.state == S.TRAINING
+    assert len(rig.sent) == 3 and rig.spot.state == S.TRAINING
 
 
 @pytest.mark.parametrize("captured", [True, False])

@@ -51,15 +51,15 @@ class FeatureGathering:
         if self._asked is not None and now_s < self._look_s:
             return False
         self._look_s = now_s + LOOK_S
-        lacking, asked = work.lacking(), 0
-        if self._asked is not None:
-            asked = len(self._asked.command.texts)
-            came = self._asked.sequences - lacking.sequences
+        lacking, before = work.lacking(), self._asked
+        if before is not None:
+            came = before.sequences - lacking.sequences
             if came > self._came:
                 self._came, self._came_s = came, now_s
+            asked = len(before.command.texts)
             if self._came < asked and self._waits(now_s - self._came_s, work):
                 return False
-        if not lacking.command.texts or self._came < asked:
+        if not lacking.command.texts or (before is not None and not self._came):
             self._asked = None
             return True
         self._asked, self._came, self._came_s = lacking, 0, now_s

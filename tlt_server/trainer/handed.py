@@ -89,8 +89,8 @@ def read_handed(
     model: Path,
     target_version: str,
     drafter_version: str,
-    device: str = "cpu",
-    leaves: int = 1,
+    device: str,
+    leaves: int,
 ) -> Handed:
     """Read what the engine has handed over, to be replayed on a device of `FRAMES`. `model`: the
     directory that is served; `leaves`: of its long sums. `ModelError` where the drafter does not

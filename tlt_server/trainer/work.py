@@ -95,6 +95,7 @@ class DrafterWork:
         self._saved = SavedRun(settings.checkpoints, settings.model)
         self._numbers = CandidateNumbers(settings.directory.with_name(NUMBER))
         self._wanted: list[Recorded] | None = None  # what the next round reads, for its features
+        self._longest = 0  # tokens of a sequence that the engine can compute again
         self._candidates = self._numbers.last  # number of the last one that was written
         self._rounds = 0
         self._spacing = TrialSpacing()
@@ -109,6 +110,7 @@ class DrafterWork:
     def install(self, handed: HandedOver) -> None:
         given, place = self._settings, Path(handed.directory)
         self._handed = self._wanted = None
+        self._longest = handed.longest
         self._spacing.renewed()
         # The last candidate stays for clients, until the next one is written.
         self._clear("*", place, self._candidate_directory)
@@ -155,7 +157,8 @@ class DrafterWork:
             entries = [*self._buffer]
             held = sampling.judging(sampling.evaluated(entries, version), JUDGED_GROUPS)
             wanted = [entry for group in held for entry in group][:JUDGED_GROUPS]
-            self._wanted = wanted + self._draw(sampling.strata_of(entries, version))
+            wanted += self._draw(sampling.strata_of(entries, version))
+            self._wanted = [e for e in wanted if len(e.sample.tokens) <= 4 * self._longest]
         self._wanted = self._states.missing(version, self._wanted)
         command = recompute_of(self._wanted)
         self._states.expect(command)

@@ -46,6 +46,7 @@ class Adoption:
             drafter=state.drafter,
             device=info.training_device,
             leaves=info.fingerprint.leaves,
+            longest=info.max_model_len,
         )
 
     async def write(self, directory: Path) -> WeightReport:
