@@ -87,6 +87,7 @@ bench-gpu: $(STAMP) $(if $(filter 1,$(GPUS)),bench-one-gpu,bench-gpus) ## on a G
 	"$(BIN)/python" -m benchmarks.plot
 
 padded: $(STAMP)
+	@$(if $(filter 1 2 4 8,$(GPUS)),,$(error GPUS is "$(GPUS)"; use 1, 2, 4 or 8))
 	test -f "$(PAIR)/drafter/config.json" || "$(BIN)/tlt" bench pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
 
 bench-one-gpu: padded
@@ -112,17 +113,17 @@ bench-one-gpu: padded
 	"$(BIN)/tlt" bench record $(ON_PAIR) --out "$(HARD)/rollout.safetensors"
 	"$(BIN)/tlt" bench replay "$(HARD)/rollout.safetensors" --json "$(RESULTS)/replay-gpu.json"
 	for part in gemm norms attention sampling trees; do "$(BIN)/tlt" bench "$$part" --json "$(RESULTS)/$$part-gpu.json"; done
-	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
+	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc $(ARGS) --json "$(RESULTS)/weights-ipc-gpu.json"
 
 bench-gpus: padded
 	"$(BIN)/tlt" bench exact $(ON_PAIR) $(OVER) --json "$(RESULTS)/exact$(WIDE)"
-	"$(BIN)/tlt" bench exchange --json "$(RESULTS)/exchange-gpu.json"
+	"$(BIN)/tlt" bench exchange $(ARGS) --json "$(RESULTS)/exchange-gpu.json"
 	"$(BIN)/tlt" bench decode $(ON_PAIR) $(OVER) --prefill --json "$(RESULTS)/decode$(WIDE)"
 	"$(BIN)/tlt" bench decode --device cuda --shape llama-3.1-70b --batch 1 $(OVER) $(ARGS) --json "$(RESULTS)/decode-llama-3.1-70b-tp$(GPUS)-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(OVER) --json "$(RESULTS)/cycle$(WIDE)"
 	"$(BIN)/python" -m benchmarks.record_starts --json "$(RESULTS)/starts$(WIDE)" -- $(ON_PAIR) $(OVER)
 	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) $(OVER) --json "$(RESULTS)/rollout-http$(WIDE)"
-	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc $(OVER) --json "$(RESULTS)/weights-ipc$(WIDE)"
+	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc $(OVER) $(ARGS) --json "$(RESULTS)/weights-ipc$(WIDE)"
 
 docs: $(STAMP) ## build the documentation site into build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict

@@ -6,7 +6,7 @@ Random prompts of 128 tokens and 512 tokens more. `--context` adds one request a
 compared. The price of strict is its time over the time of fast, less one. The drafter that is
 loaded keeps its KV in every plain step, as in a server; `--drafter none` leaves it out. `--shape`
 times a target of a large model's sizes without a checkpoint and, unless one is named, without a
-drafter: weights are random, and no file is read or written.
+drafter: weights are random, and none are read or written.
 """
 
 from __future__ import annotations
