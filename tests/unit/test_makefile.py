@@ -5,6 +5,7 @@ that they take, and records named by the width.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -18,13 +19,18 @@ from tlt_server.bench.arguments import BENCHES
 ROOT = Path(__file__).parents[2]
 OVER_TWO = ("exact", "decode", "cycle", "starts", "rollout-http", "weights-ipc")
 
+HANDED_DOWN = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "PYTEST_ARGS", "GPUS")
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
 def told(target: str, *variables: str) -> list[list[str]]:
     """Return the commands of a target, each as words."""
     make = ("make", "--dry-run", "--no-print-directory", target, *variables)
-    said = subprocess.run(make, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    # Without what the `make` that runs the tests was given.
+    plain = {name: value for name, value in os.environ.items() if name not in HANDED_DOWN}
+    said = subprocess.run(
+        make, cwd=ROOT, check=True, capture_output=True, text=True, env=plain
+    ).stdout
     return [shlex.split(line, comments=True) for line in said.splitlines() if ".venv/bin/" in line]
 
 
