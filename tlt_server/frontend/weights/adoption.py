@@ -13,7 +13,7 @@ import structlog
 
 from tlt_client.channels import TRAINED
 from tlt_server.commands import HandOver, Manifest, RollbackWeights
-from tlt_server.errors import Conflict, TltError
+from tlt_server.errors import Conflict, TltError, Unavailable
 from tlt_server.events import WeightReport
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.weights.session import WeightSession
@@ -33,17 +33,15 @@ class Adoption:
         place = directory / f"handed-{next(self._numbers)}"
         try:
             report = await self.write(place)
+            if (info := self._engine.info) is None:
+                raise Unavailable("the engine has ended")
         except TltError as error:
             await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
             return HandedOver(error=error.message)
-        state, info = report.state, self._engine.info
-        if info is None:
-            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
-            return HandedOver(error="the engine has ended")
         return HandedOver(
             directory=str(place),
-            target=state.target,
-            drafter=state.drafter,
+            target=report.state.target,
+            drafter=report.state.drafter,
             device=info.training_device,
             leaves=info.fingerprint.leaves,
             longest=info.max_model_len,
