@@ -37,6 +37,7 @@ class LoadedOnce:
 
     def __init__(self, strategies: Sequence[Strategy] = ()) -> None:
         self.live: Live | None = None
+        self.loader: Device | None = None  # its self-test chose how all of them multiply
         self.strategies = strategies
 
     def device(self, settings: DecidedSettings) -> Device:
@@ -87,9 +88,17 @@ class _Shared(ReadyFor):
         super().__init__(device, source.strategies)
         self._source = source
 
+    @property
+    def numerics(self) -> str:
+        return (self._source.loader or self._device).numerics
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return (self._source.loader or self._device).fingerprint
+
     def load(self, config: ModelConfig) -> Live:
         if self._source.live is None:
-            self._source.live = self._device.load(config)
+            self._source.live, self._source.loader = self._device.load(config), self._device
         return self._source.live
 
     def equip(

@@ -9,8 +9,8 @@ Many requests have penalties, biases, min_tokens, prompt log-probs or one of two
 `--plant-fault` moves logits
 by one ulp in thirty steps of one run, to show that the check can fail. With `--numerics fast`,
 which promises no such thing, the rate of differing tokens is reported and nothing fails. With
-`--tensor-parallel` the reference has one rank, all other runs have several, and every second run
-has a pushed version.
+`--tensor-parallel` the reference has one rank, all other runs have several, and every second three
+of them have a pushed version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ from tlt_server.engine.loop import Engine
 from tlt_server.engine.phases import OnPhase
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.fingerprint import Fingerprint
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.records import GenerateRequest
+
+
+IN_A_ROW = 3  # runs of one version, since a large one takes long to push
 
 
 class Bits(NamedTuple):
@@ -79,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     size = plan.quick if args.quick else plan.full
     base = settings_of(args)
     if base.tensor_parallel > 1 and base.reduction_leaves is None:
-        base = replace(base, reduction_leaves=base.tensor_parallel)
+        base = replace(base, reduction_leaves=leaves_of(base))
     if plan.max_model_len:
         base = replace(base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len))
     requests = [
@@ -109,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
             )
             chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
             began = time.perf_counter()
-            version = engines.versions[i % len(engines.versions)]
+            version = engines.versions[i // IN_A_ROW % len(engines.versions)]
             fault = args.plant_fault and i == 0
             found, counts = rollout(
                 engines, configuration, chosen, size, fault=fault, version=version
@@ -118,6 +123,13 @@ def run(args: argparse.Namespace) -> int:
             results.append(compare(configuration, references[version], found, counts, seconds))
             progress.update(task, advance=1)
     return report(console, results, described(base, engines.fingerprint), args)
+
+
+def leaves_of(settings: EngineSettings) -> int:
+    """Return the leaves that these ranks have by default, which the one of the reference has, too."""
+    if settings.device == "cpu":
+        return settings.tensor_parallel
+    return auto_gpu_leaves(ModelConfig.read(settings.model), settings.tensor_parallel)
 
 
 class ExactEngines:
@@ -132,8 +144,10 @@ class ExactEngines:
         self._root = TemporaryDirectory(prefix="tlt-exact-")
         self.shared = base.tensor_parallel > 1
         self.versions = (STARTED, PUSHED) if self.shared else (STARTED,)
-        write = write_pushed if self.shared else write_adapters
-        write(Path(base.model), Path(self._root.name))
+        if self.shared:
+            write_pushed(Path(base.model), Path(self._root.name), on_gpu=base.device == "cuda")
+        else:
+            write_adapters(Path(base.model), Path(self._root.name))
         self._of: tuple[int, bool, bool] | None = None
         self.fingerprint: Fingerprint | None = None  # the last engine's
 

@@ -4,18 +4,45 @@ pushes and rollbacks of one engine.
 
 from __future__ import annotations
 
+import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from tlt_server.commands import Manifest, PushWeights, RollbackWeights
-from tlt_server.demo.push import perturbed_copy
 from tlt_server.engine.loop import Engine
 
 STARTED, PUSHED = "initial", "pushed"  # the engine's own name for what it was started with
+SCALE = 0.01  # relative standard deviation of the change
+AT_ONCE = 4  # files
 
 
-def write_pushed(model: Path, root: Path) -> None:
-    perturbed_copy(model, root / PUSHED)
+def write_pushed(model: Path, root: Path, *, on_gpu: bool) -> None:
+    """Write the target's files with every weight a little off."""
+    directory = root / PUSHED
+    directory.mkdir()
+    files = sorted(model.glob("*.safetensors"))
+
+    def write(number: int) -> None:
+        device = "cuda" if on_gpu else "cpu"
+        generator = torch.Generator(device).manual_seed(number)
+        changed = load_file(files[number], device=device)
+        for tensor in changed.values():
+            noise = torch.randn(
+                tensor.shape, generator=generator, device=device, dtype=tensor.dtype
+            )
+            tensor.mul_(noise.mul_(SCALE).add_(1))
+        held = {name: tensor.cpu() for name, tensor in changed.items()}
+        save_file(held, directory / files[number].name, metadata={"format": "pt"})
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(write, range(len(files))))
+    for name in ("config.json", "model.safetensors.index.json"):
+        if (model / name).exists():
+            shutil.copy(model / name, directory)
 
 
 def bring(engine: Engine, version: str) -> None:

@@ -1,14 +1,17 @@
 """A padded pair on disk, in the layouts every engine loads: a sharded Hugging Face target and an
 EAGLE-3 drafter next to it.
 
-One shard is in memory at a time. config.json comes last: a directory that has one is complete.
+Up to five shards are in memory at a time: one is made while four are written. config.json comes
+last: a directory that has one is complete.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -18,6 +21,7 @@ from tlt_server.bench.padding.recipe import Checkpoint, Pair
 from tlt_server.errors import ModelError
 
 SHARD_BYTES = 2 * 10**9
+WRITERS = 4  # shards written at once
 INDEX = "model.safetensors.index.json"
 OnTensor = Callable[[str, int], None]
 
@@ -50,20 +54,27 @@ def _write_tensors(
     """
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
+    writing = deque[Future[None]]()
     total = 0
 
     def flush() -> None:
-        save_file(held, folder / f"part-{len(shards)}", metadata={"format": "pt"})
+        if len(writing) == WRITERS:
+            writing.popleft().result()
+        path = folder / f"part-{len(shards)}"
+        writing.append(pool.submit(_save, list(held.items()), path))
         shards.append(list(held))
         held.clear()
 
-    for name, tensor in checkpoint.tensors():
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > shard_bytes:
-            flush()
-        held[name] = tensor.cpu()
-        total += tensor.nbytes
-        on_tensor(name, tensor.nbytes)
-    flush()
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for name, tensor in checkpoint.tensors():
+            if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > shard_bytes:
+                flush()
+            held[name] = tensor
+            total += tensor.nbytes
+            on_tensor(name, tensor.nbytes)
+        flush()
+        for each in writing:
+            each.result()
     if len(shards) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
         return
@@ -75,6 +86,10 @@ def _write_tensors(
     (folder / INDEX).write_text(
         json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n"
     )
+
+
+def _save(tensors: list[tuple[str, Tensor]], path: Path) -> None:
+    save_file({name: tensor.cpu() for name, tensor in tensors}, path, metadata={"format": "pt"})
 
 
 def _write_rest(checkpoint: Checkpoint, folder: Path) -> None:

@@ -179,10 +179,10 @@ class CpuDevice:
         settings, network = self._settings, live.target.network
         if not settings.max_loras:
             return None
-        slots = AdapterSlots(
-            network.config, settings.max_loras, settings.max_lora_rank, self._numerics
-        )
         assert isinstance(network, Decoder)
+        slots = AdapterSlots(
+            network.config, settings.max_loras, settings.max_lora_rank, network.numerics
+        )
         network.self_test(slots.samples())
         for adapter in live.adapters.values():
             slots.fill(adapter.slot, adapter.network)

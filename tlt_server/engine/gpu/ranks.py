@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SLEEP_S = 20e-6  # while a step is awaited; a newer one keeps the GPU busy
 LOOK_S = 0.1  # between two looks whether the ranks live meanwhile
 # For a step, at most: longer than kernels that signal wait, because a library's gather has no end.
-STEP_S = 20.0
+STEP_S = 14.0
 
 
 class GpuRanks(Ranks):

@@ -16,7 +16,7 @@ from tlt_kernels.gpu.exchange import PeerWindows, WindowSizes, peer_windows, win
 from tlt_server.errors import StartupError
 
 # A kernel waits this long for another rank, which may compile a kernel meanwhile.
-WAIT_S = 15.0
+WAIT_S = 10.0
 
 
 class GroupWindows:
