@@ -46,7 +46,6 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.records import GenerateRequest
 
-
 IN_A_ROW = 3  # runs of one version, since a large one takes long to push
 
 
@@ -126,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def leaves_of(settings: EngineSettings) -> int:
-    """Return the leaves that these ranks have by default, which the one of the reference has, too."""
+    """Return the default leaves of these ranks; the reference has as many."""
     if settings.device == "cpu":
         return settings.tensor_parallel
     return auto_gpu_leaves(ModelConfig.read(settings.model), settings.tensor_parallel)
