@@ -82,7 +82,7 @@ bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)
 
-bench-gpu: $(STAMP) $(if $(filter 1,$(GPUS)),bench-one-gpu,bench-gpus) ## on a GPU: exactness first, then graphs, decode, prefill, cycle, rollout, kernels alone, pushes by ipc, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md. GPUS=2: exactness, exchange, decode, prefill, cycle, starts, rollout and pushes over both
+bench-gpu: $(STAMP) $(if $(filter 1,$(GPUS)),bench-one-gpu,bench-gpus) ## on a GPU: exactness first, then graphs, decode, prefill, cycle, rollout, kernels alone, pushes by ipc, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md. GPUS=2: exactness, exchange, decode, prefill, cycle, starts, faults, rollout and pushes over both
 	"$(BIN)/python" -m benchmarks.report
 	"$(BIN)/python" -m benchmarks.plot
 
@@ -122,6 +122,7 @@ bench-gpus: padded
 	"$(BIN)/tlt" bench decode --device cuda --shape llama-3.1-70b --batch 1 $(OVER) $(ARGS) --json "$(RESULTS)/decode-llama-3.1-70b-tp$(GPUS)-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) $(OVER) --json "$(RESULTS)/cycle$(WIDE)"
 	"$(BIN)/python" -m benchmarks.record_starts --json "$(RESULTS)/starts$(WIDE)" -- $(ON_PAIR) $(OVER)
+	"$(BIN)/python" -m benchmarks.record_faults --json "$(RESULTS)/faults$(WIDE)" -- $(ON_PAIR) $(OVER)
 	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) $(OVER) --json "$(RESULTS)/rollout-http$(WIDE)"
 	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc $(OVER) $(ARGS) --json "$(RESULTS)/weights-ipc$(WIDE)"
 

@@ -1,5 +1,5 @@
-"""Sections about the server under load: overload, hostile clients, long tests, and the tests on a
-GPU.
+"""Sections about the server under load: overload, hostile clients, ranks that die, long tests, and
+the tests on a GPU.
 """
 
 from __future__ import annotations
@@ -84,6 +84,20 @@ def soak(figures: Figures) -> Iterator[str]:
             f"each with one end, {completed} with the tokens of an undisturbed run{errors}."
         )
     yield f"Tests that failed: {sum(came.get('failed', 0) for came in figures['files'].values())}."
+
+
+def faults(figures: Figures) -> Iterator[str]:
+    yield (
+        "Seconds from the signal until a stream ended with its error, and until the same request "
+        "was answered again, with the same tokens."
+    )
+    yield table(
+        ("rank", "fault", "noticed", "back"),
+        (
+            (row["rank"], row["fault"], f"{row['noticed_s']:.2f}", f"{row['back_s']:.1f}")
+            for row in figures["rows"]
+        ),
+    )
 
 
 def tests(figures: Figures) -> Iterator[str]:

@@ -28,6 +28,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "interrupt": ("Interrupting the drafter's training", training.interrupt),
     "overload": ("Overload", service.overload),
     "hostile": ("Hostile clients", service.hostile),
+    "faults": ("Ranks that die or stop", service.faults),
     "soak": ("Long tests", service.soak),
     "weights": ("Weight pushes on a CPU", weights.weights),
     "weights-gpu": ("Weight pushes from GPU to GPU", weights.weights_gpu),

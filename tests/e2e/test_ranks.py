@@ -4,17 +4,21 @@ tokens after one of them was killed.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
+import pytest
+
+from benchmarks import record_faults
 from tests.e2e.conftest import DRAFTING
 from tests.e2e.test_lifecycle import until
 from tests.processes import engine, ranks
 from tlt_client import Client, Reply
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
-from tlt_server.demo.workload import TARGET
+from tlt_server.demo.workload import DRAFTER, TARGET
 
 ASKED = [{"prompt": f"Compute {i}*4+5.", "seed": i} for i in range(4)]
 SAMPLING = {"max_tokens": 120, "ignore_eos": True, "temperature": 1.0}
@@ -52,3 +56,17 @@ def test_a_shared_target_takes_a_push_and_goes_on_with_its_tokens_after_a_kill(
         [rank] = ranks(last)
         os.kill(last, signal.SIGKILL)
         until(lambda: not Path(f"/proc/{rank}").exists(), 5)
+
+
+@pytest.mark.long
+def test_faults_of_ranks_are_recorded_with_one_error_and_the_same_tokens(tmp_path: Path) -> None:
+    record, pair = tmp_path / "faults.json", ("--model", str(TARGET), "--drafter", str(DRAFTER))
+    flags = ("--device", "cpu", "--tensor-parallel", "2", *pair)
+    assert record_faults.main(["--json", str(record), "--", *flags]) == 0
+    rows = json.loads(record.read_text())["figures"]["rows"]
+    assert [(row["fault"], row["rank"]) for row in rows] == [
+        ("killed", 1),
+        ("killed", 0),
+        ("stopped", 1),
+    ]
+    assert all(row["noticed_s"] < (3 if row["fault"] == "killed" else 15) for row in rows)

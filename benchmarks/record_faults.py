@@ -1,0 +1,148 @@
+"""`python -m benchmarks.record_faults [--commit NAME] [--json FILE] -- FLAGS OF tlt serve`: kill and
+stop ranks of a server's engine, and measure how soon clients hear of it and are served again.
+
+One stream runs at each fault. The fault is noticed when that stream ends with its error. The server
+is back when it has answered the same request, with the tokens that the stream began with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.processes import engine, ranks
+from tlt_client import Client, ServerError
+from tlt_client.wire import ItemResult, Token
+from tlt_server.bench.record import entry_of, without_folder, write_entry
+from tlt_server.bench.settings import shape_of
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+from tlt_server.errors import StartupError
+
+RECORD = Path(__file__).with_name("results") / "faults-tp2-gpu.json"
+BEFORE, LONG = 64, 4000  # tokens before a fault, and those asked for
+REQUEST = {"id": "one", "token_ids": list(range(1, 17)), "seed": 1}
+BACK_S = 300.0  # for the next engine to be ready
+LOOK_S = 0.02
+
+
+class Fault(NamedTuple):
+    what: str
+    rank: int
+    signal: int
+
+
+FAULTS = (
+    Fault("killed", 1, signal.SIGKILL),
+    Fault("killed", 0, signal.SIGKILL),
+    Fault("stopped", 1, signal.SIGSTOP),
+)
+
+
+class Unexpected(Exception):
+    """Something other than one typed error and the same tokens again."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return 0; 1 where a client was told anything else than it should be, 2 without a server."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--commit", metavar="NAME", help="of the code [default: what git says]")
+    parser.add_argument(
+        "--json", type=Path, default=RECORD, metavar="FILE", help=f"[default {RECORD.name}]"
+    )
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of tlt serve, after --")
+    asked = parser.parse_args(arguments)
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.add_argument("--model", default=str(TARGET))
+    named.add_argument("--tensor-parallel", type=int, default=1)
+    named.add_argument("--device", default="auto")
+    started = named.parse_known_args(asked.flags)[0]
+    try:
+        rows = faults(asked.flags, started.tensor_parallel)
+    except StartupError as error:
+        print(f"benchmarks.record_faults: {error}", file=sys.stderr)
+        return 2
+    except Unexpected as error:
+        print(f"benchmarks.record_faults: {error}", file=sys.stderr)
+        return 1
+    flags = " ".join(without_folder(flag) for flag in asked.flags)
+    figures = {
+        "bench": "faults",
+        "shape": shape_of(Path(started.model)),
+        "tensor_parallel": started.tensor_parallel,
+        "rows": rows,
+    }
+    command, on_gpu = f"python -m benchmarks.record_faults -- {flags}", started.device != "cpu"
+    write_entry(asked.json, entry_of(figures, command, on_gpu=on_gpu, commit=asked.commit))
+    return 0
+
+
+def faults(flags: Sequence[str], width: int) -> list[dict[str, Any]]:
+    """Start one server and let each fault happen to it in turn."""
+    rows = []
+    with (
+        ServerProcess(*flags, "--max-restarts", str(len(FAULTS))) as server,
+        Client(server.url, timeout_s=BACK_S) as client,
+    ):
+        for fault in (each for each in FAULTS if each.rank < width):
+            rows.append(happen(fault, server, client))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def happen(fault: Fault, server: ServerProcess, client: Client) -> dict[str, Any]:
+    """Return seconds from the signal until the stream's error, and until a new answer."""
+    first = engine(server.process.pid)
+    victim = [first, *ranks(first)][fault.rank]
+    sampling = {"max_tokens": LONG, "ignore_eos": True}
+    tokens: list[int] = []
+    signalled_s = 0.0
+    for event in client.stream([REQUEST], sampling=sampling):
+        if isinstance(event, Token):
+            tokens += event.token_ids
+            if len(tokens) >= BEFORE and not signalled_s:
+                os.kill(victim, fault.signal)
+                signalled_s = time.monotonic()
+        elif isinstance(event, ItemResult) and (
+            not event.error or event.error.code != "engine_failed"
+        ):
+            raise Unexpected(f"after {fault.what} rank {fault.rank} the stream ended with {event}")
+    noticed_s = time.monotonic() - signalled_s
+    again = _answer(client, signalled_s + BACK_S)
+    if again != tokens[:BEFORE]:
+        raise Unexpected(f"after {fault.what} rank {fault.rank} the tokens were others")
+    back_s = time.monotonic() - signalled_s
+    return {
+        "fault": fault.what,
+        "rank": fault.rank,
+        "noticed_s": round(noticed_s, 3),
+        "back_s": round(back_s, 2),
+    }
+
+
+def _answer(client: Client, until_s: float) -> list[int]:
+    while True:
+        try:
+            [result] = client.generate(
+                [REQUEST], sampling={"max_tokens": BEFORE, "ignore_eos": True}
+            ).results
+            if result.choices:
+                return result.choices[0].token_ids
+        except ServerError as error:
+            if error.code != "unavailable" or time.monotonic() > until_s:
+                raise Unexpected(f"the server did not come back: {error}") from None
+        time.sleep(LOOK_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
