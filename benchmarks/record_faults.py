@@ -1,5 +1,5 @@
-"""`python -m benchmarks.record_faults [--commit NAME] [--json FILE] -- FLAGS OF tlt serve`: kill and
-stop ranks of a server's engine, and measure how soon clients hear of it and are served again.
+"""`python -m benchmarks.record_faults [--commit NAME] [--json FILE] -- FLAGS OF tlt serve`: kill
+and stop ranks of a server's engine; measure how soon clients hear of it and are served again.
 
 One stream runs at each fault. The fault is noticed when that stream ends with its error. The server
 is back when it has answered the same request, with the tokens that the stream began with.

@@ -17,7 +17,7 @@ import pytest
 from tlt_server.bench.arguments import BENCHES
 
 ROOT = Path(__file__).parents[2]
-OVER_TWO = ("exact", "decode", "cycle", "starts", "rollout-http", "weights-ipc")
+OVER_TWO = ("exact", "decode", "cycle", "starts", "faults", "rollout-http", "weights-ipc")
 
 HANDED_DOWN = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "PYTEST_ARGS", "GPUS")
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -179,6 +179,11 @@ EXAMPLES = [
         rows=[{"start": "imported", "ready_s": 14.8, "phases_s": {"load model": 3.2}}],
     ),
     result(
+        "faults-h200.json",
+        bench="faults",
+        rows=[{"fault": "killed", "rank": 1, "noticed_s": 0.2, "back_s": 12.5}],
+    ),
+    result(
         "exact-h200.json",
         bench="exact",
         configurations=18,
