@@ -9,8 +9,8 @@ Many requests have penalties, biases, min_tokens, prompt log-probs or one of two
 `--plant-fault` moves logits
 by one ulp in thirty steps of one run, to show that the check can fail. With `--numerics fast`,
 which promises no such thing, the rate of differing tokens is reported and nothing fails. With
-`--tensor-parallel` the reference has one rank, all other runs have several, and every second three
-of them have a pushed version.
+`--tensor-parallel` all runs have several ranks and take two versions in turns, by pushes and
+rollbacks; the reference of each is an engine of one rank that starts with it.
 """
 
 from __future__ import annotations
@@ -147,26 +147,29 @@ class ExactEngines:
             write_pushed(Path(base.model), Path(self._root.name), on_gpu=base.device == "cuda")
         else:
             write_adapters(Path(base.model), Path(self._root.name))
-        self._of: tuple[int, bool, bool] | None = None
+        self._of: tuple[int, bool, str] | None = None
         self.fingerprint: Fingerprint | None = None  # the last engine's
 
     def _ready(self, settings: DecidedSettings) -> Device:
         return ReadyFor(make_device(settings), self.plan.strategies)
 
-    def engine(self, batch: int, *, fault: bool, reference: bool) -> Engine:
+    def engine(self, batch: int, *, fault: bool, reference: str = "") -> Engine:
         """Return the engine that runs up to `batch` requests at once. One that is to err captures
-        nothing; the reference has an engine to itself, which starts without speculation.
+        nothing; the reference of a version has an engine to itself, which starts with it and
+        without speculation.
         """
         if self._engine is None or self._of != (batch, fault, reference):
             self._engine = None
             release()
+            root = Path(self._root.name)
             settings = replace(
                 self.base,
                 policy="off" if reference else self.plan.starts,
                 max_running=batch,
                 max_rows=self.plan.max_rows,
                 graphs=self.base.graphs and not fault,
-                weight_root=Path(self._root.name),
+                model=root / PUSHED if reference == PUSHED else self.base.model,
+                weight_root=None if reference and self.shared else root,
                 max_loras=0 if self.shared else len(ADAPTERS) - 1,
                 max_lora_rank=RANK,
                 tensor_parallel=1 if reference else self.base.tensor_parallel,
@@ -194,9 +197,10 @@ def rollout(
     target; return each output and the run's counts.
     """
     batch, reference = int(str(configuration["batch"])), configuration is engines.plan.reference
-    engine = engines.engine(batch, fault=fault, reference=reference)
+    engine = engines.engine(batch, fault=fault, reference=version if reference else "")
     policy, strategy = engines.plan.arms[str(configuration["arm"])]
-    bring(engine, version)
+    if not reference:
+        bring(engine, version)
     pool, before = engine.scheduler.pool, engine.scheduler.preemptions
     engine.send(SetPolicy(policy, strategy))
     engine.send(ClearCache("exact"))

@@ -21,7 +21,7 @@ AT_ONCE = 4  # files
 
 
 def write_pushed(model: Path, root: Path, *, on_gpu: bool) -> None:
-    """Write the target's files with every weight a little off."""
+    """Write a target with every weight a little off."""
     directory = root / PUSHED
     directory.mkdir()
     files = sorted(model.glob("*.safetensors"))
@@ -40,9 +40,9 @@ def write_pushed(model: Path, root: Path, *, on_gpu: bool) -> None:
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(write, range(len(files))))
-    for name in ("config.json", "model.safetensors.index.json"):
-        if (model / name).exists():
-            shutil.copy(model / name, directory)
+    for path in model.iterdir():
+        if path.is_file() and path not in files:
+            shutil.copy(path, directory)
 
 
 def bring(engine: Engine, version: str) -> None:
