@@ -15,15 +15,7 @@ from torch import Tensor
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels import reference
 from tlt_kernels.gpu.gemm import gated, linear, partials
-from tlt_kernels.gpu.gemm_tiles import (
-    _STREAM,
-    PARTS,
-    Kind,
-    leaf_size,
-    parts_in_one_round,
-    portable_tile,
-    stream_tile,
-)
+from tlt_kernels.gpu.gemm_tiles import _STREAM, PARTS, Kind, leaf_size, portable_tile
 from tlt_kernels.gpu.norm import add, add_rms_norm
 
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -101,16 +93,6 @@ def test_up_to_four_leaves_every_tile_writes_two_partial_sums() -> None:
         tiles = [tile for _, tile in _STREAM[kind]]
         tiles += [portable_tile(rows, DTYPE) for rows in (1, 64, 256, 2048)]
         assert all(leaves // tile.fold(leaves, PARTS) == PARTS for tile in tiles)
-
-
-def test_few_rows_have_one_partial_sum_where_two_would_take_a_second_round() -> None:
-    for outputs, parts in ((3584, 2), (4096, 2), (5120, 1), (8192, 1)):
-        assert parts_in_one_round(1, outputs, 2, 132) == parts_in_one_round(64, outputs, 2, 132)
-        assert parts_in_one_round(64, outputs, 2, 132) == parts
-        assert parts_in_one_round(65, outputs, 2, 132) == 2, "many rows wait for tensor cores"
-    for kind in (Kind.PARTIALS, Kind.FOLDED):
-        for rows in (1, 16, 32, 64):
-            assert stream_tile(kind, rows).columns == 64, "the rule counts tiles of 64 columns"
 
 
 def test_sums_that_a_program_holds_fit_its_registers() -> None:

@@ -24,7 +24,8 @@ from tlt_server.weights.parts import Changed, Live
 
 def release() -> None:
     """Take down engines that nothing refers to any more."""
-    gc.collect()
+    while gc.collect():  # the ranks of an engine are garbage only after its models
+        pass
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

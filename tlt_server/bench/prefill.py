@@ -65,9 +65,7 @@ class Library(FastMatmuls):
     ) -> Tensor:
         return functional.linear(x_MK, weight_NK, bias_N)
 
-    def partials(
-        self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None, parts: int | None = None
-    ) -> Tensor:
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
         return functional.linear(x_MK, weight_NK)[None]
 
     @staticmethod

@@ -32,7 +32,6 @@ from tlt_kernels.gpu.gemm_tiles import (
     kind_of_linear,
     kind_of_partials,
     leaf_size,
-    parts_in_one_round,
     portable_tile,
     stream_tile,
 )
@@ -132,19 +131,6 @@ def partials(
     if m:
         multiply(tile, x_MK, weight_NK, None, out_PMN, leaf, fold, False)
     return out_PMN
-
-
-def quickest_parts(x_MK: Tensor, weight_NK: Tensor, parts: int = PARTS) -> int:
-    """Return what to ask `partials` for: `parts`, or one where one is made sooner."""
-    if x_MK.device.type != "cuda":
-        return parts
-    return parts_in_one_round(len(x_MK), len(weight_NK), parts, _programs(x_MK.device))
-
-
-@cache
-def _programs(device: torch.device) -> int:
-    """Return the programs of a matmul that run at once."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:

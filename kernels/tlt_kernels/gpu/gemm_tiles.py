@@ -52,7 +52,6 @@ class Tile:
 
 
 _MANY = 1 << 30
-_FEW, _FEW_COLUMNS = 64, 64  # rows of a matmul that waits for its weights, columns of its tiles
 _WIDE = (_MANY, Tile(256, 128, 64, 8, 4, group=8, most=1))
 _PARTIALS = (
     (16, Tile(16, 64, 128, 4, 10)),
@@ -105,18 +104,6 @@ _PORTABLE_FLOAT32 = Tile(16, 32, 32, 4, 2)
 def leaf_size(inputs: int, leaves: int) -> int:
     """Return the elements of K in a leaf. The last leaf may be shorter, and a short K has fewer."""
     return -(-inputs // (LEAF_UNIT * leaves)) * LEAF_UNIT
-
-
-def parts_in_one_round(rows: int, outputs: int, parts: int, programs: int) -> int:
-    """Return the partial sums, `parts` or one, that a GPU makes sooner, on which that many programs
-    run at once.
-
-    Few rows wait for weights, which 60 programs read nearly as fast as all 132 of an H200, and the
-    few programs of a second round more slowly.
-    """
-    if rows > _FEW or parts * -(-outputs // _FEW_COLUMNS) <= programs:
-        return parts
-    return 1
 
 
 def kind_of_partials(leaves: int, parts: int) -> Kind:

@@ -199,7 +199,7 @@ def _partials(
     if adapted is None:
         return matmuls.partials(x_RK, projection.weight_XK, room=room)
     low_PRX = adapted.shrink(x_RK)
-    part_PRH = matmuls.partials(x_RK, projection.weight_XK, parts=PARTS)
+    part_PRH = matmuls.partials(x_RK, projection.weight_XK)
     assert len(part_PRH) <= PARTS, "more leaves of K than adapters can be added to"
     adapted.expand(low_PRX, part_PRH[0])
     return part_PRH

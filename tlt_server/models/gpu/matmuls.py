@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tlt_kernels.gpu import gemm
-from tlt_kernels.gpu.gemm_tiles import LEAVES, PARTS
+from tlt_kernels.gpu.gemm_tiles import LEAVES
 from tlt_server.models.numerics import Mode
 from tlt_server.models.split import Split
 
@@ -42,12 +42,9 @@ class Matmuls(Protocol):
     ) -> Tensor:
         """x @ weight.T (+ bias): [M, N], in `out_MN` where that is given."""
 
-    def partials(
-        self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None, parts: int | None = None
-    ) -> Tensor:
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
         """Sums whose total over the first axis, as a binary tree, is x @ weight.T: [P, M, N], in
-        `room` where that is given. `parts`: P at least, if there are as many leaves; by default
-        the rows choose.
+        `room` where that is given.
         """
 
     def gated(self, x_MK: Tensor, weight_XK: Tensor) -> Tensor:
@@ -65,13 +62,11 @@ class StrictMatmuls:
         """Return the matmuls of a target's shard, which has the leaves of one rank."""
         return replace(self, leaves=split.leaves // split.of)
 
-    def partials(
-        self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None, parts: int | None = None
-    ) -> Tensor:
-        if parts is None:
-            parts = gemm.quickest_parts(x_MK, weight_NK, room.parts if room else PARTS)
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
+        if room is None:
+            return gemm.partials(x_MK, weight_NK, leaves=self.leaves)
         return gemm.partials(
-            x_MK, weight_NK, leaves=self.leaves, parts=parts, room=room.floats if room else None
+            x_MK, weight_NK, leaves=self.leaves, parts=room.parts, room=room.floats
         )
 
 
@@ -97,12 +92,10 @@ class FastMatmuls(StrictMatmuls):
         found_MN = functional.linear(x_MK, weight_NK, bias_N)
         return found_MN if out_MN is None else out_MN.copy_(found_MN)
 
-    def partials(
-        self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None, parts: int | None = None
-    ) -> Tensor:
+    def partials(self, x_MK: Tensor, weight_NK: Tensor, *, room: Room | None = None) -> Tensor:
         assert room is None, "the library's sums are not exchanged"
         return (
-            super().partials(x_MK, weight_NK, parts=parts)
+            super().partials(x_MK, weight_NK)
             if len(x_MK) <= FEW_ROWS
             else functional.linear(x_MK, weight_NK)[None]
         )
