@@ -1,6 +1,6 @@
 """Exchange of contents between pairs of GPU tensors, each of which is read and written once.
 
-One launch moves all pairs. Their addresses stand in a table, and programs that stay on the GPU take
+One launch moves all pairs. Their places stand in a table, and programs that stay on the GPU take
 the blocks of all pairs in turn, so that small tensors cost no launch and large ones leave no
 program without work. A second launch moves the bytes that are no whole words, if there are any.
 """
@@ -25,9 +25,10 @@ Row = tuple[int, int, int]  # two addresses and a number of elements
 
 @triton.jit(do_not_specialize=["blocks"])
 def _swap(row_T4, blocks, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """A row: two addresses, elements, and the first block of the next row. Integers are moved, so a
-    NaN keeps its payload.
+    """A row: where two tensors begin, in elements from the table; their elements; the first block of
+    the next row. Integers are moved, so a NaN keeps its payload.
     """
+    table = row_T4 if WORDS else row_T4.to(tl.pointer_type(tl.uint8))
     i_E = tl.arange(0, BLOCK)
     t = 0
     begin = tl.zeros((), tl.int64)
@@ -38,15 +39,11 @@ def _swap(row_T4, blocks, WORDS: tl.constexpr, BLOCK: tl.constexpr):
             t += 1
             end = tl.load(row_T4 + 4 * t + 3)
         one, other = tl.load(row_T4 + 4 * t), tl.load(row_T4 + 4 * t + 1)
-        if WORDS:
-            one = tl.multiple_of(one.to(tl.pointer_type(tl.int64)), 16)
-            other = tl.multiple_of(other.to(tl.pointer_type(tl.int64)), 16)
-        else:
-            one = one.to(tl.pointer_type(tl.uint8))
-            other = other.to(tl.pointer_type(tl.uint8))
+        if WORDS:  # what follows from an address itself, the compiler does not see
+            one, other = tl.multiple_of(one, 2), tl.multiple_of(other, 2)
         left = tl.load(row_T4 + 4 * t + 2) - (block - begin) * BLOCK
-        one_E = one + (block - begin) * BLOCK + i_E
-        other_E = other + (block - begin) * BLOCK + i_E
+        one_E = table + one + (block - begin) * BLOCK + i_E
+        other_E = table + other + (block - begin) * BLOCK + i_E
         if left >= BLOCK:  # no mask, because a mask would have to cover whole vectors
             mine_E, theirs_E = tl.load(one_E), tl.load(other_E)
             tl.store(one_E, theirs_E)
@@ -80,11 +77,13 @@ def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _launch(rows: list[Row], device: torch.device, *, words: bool) -> None:
-    table, blocks = list[list[int]](), 0
-    for row in rows:
-        blocks += triton.cdiv(row[2], _BLOCK)
-        table.append([*row, blocks])
-    row_T4 = torch.tensor(table, dtype=torch.int64, device=device)
+    row_T4 = torch.empty(len(rows), 4, dtype=torch.int64, device=device)
+    table, width, blocks = list[list[int]](), WORD_BYTES if words else 1, 0
+    for *addresses, count in rows:
+        blocks += triton.cdiv(count, _BLOCK)
+        places = [(address - row_T4.data_ptr()) // width for address in addresses]
+        table.append([*places, count, blocks])
+    row_T4.copy_(torch.tensor(table))
     _swap[(min(blocks, _programs(device)),)](row_T4, blocks, WORDS=words, BLOCK=_BLOCK)
 
 
