@@ -25,8 +25,8 @@ Row = tuple[int, int, int]  # two addresses and a number of elements
 
 @triton.jit(do_not_specialize=["blocks"])
 def _swap(row_T4, blocks, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """A row: where two tensors begin, in elements from the table; their elements; the first block of
-    the next row. Integers are moved, so a NaN keeps its payload.
+    """A row: where two tensors begin, in elements from the table; their elements; the first block
+    of the next row. Integers are moved, so a NaN keeps its payload.
     """
     table = row_T4 if WORDS else row_T4.to(tl.pointer_type(tl.uint8))
     i_E = tl.arange(0, BLOCK)
