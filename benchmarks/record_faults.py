@@ -27,7 +27,7 @@ from tlt_server.errors import StartupError
 
 RECORD = Path(__file__).with_name("results") / "faults-tp2-gpu.json"
 BEFORE, LONG = 64, 4000  # tokens before a fault, and those asked for
-REQUEST = {"id": "one", "token_ids": list(range(1, 17)), "seed": 1}
+PROMPT = list(range(1, 17))
 BACK_S = 300.0  # for the next engine to be ready
 LOOK_S = 0.02
 
@@ -94,20 +94,24 @@ def faults(flags: Sequence[str], width: int) -> list[dict[str, Any]]:
         ServerProcess(*flags, "--max-restarts", str(len(FAULTS))) as server,
         Client(server.url, timeout_s=BACK_S) as client,
     ):
-        for fault in (each for each in FAULTS if each.rank < width):
-            rows.append(happen(fault, server, client))
+        for seed, fault in enumerate(each for each in FAULTS if each.rank < width):
+            # Each fault has a request of its own: one that runs at two is taken for their cause.
+            request = {"id": "one", "token_ids": PROMPT, "seed": seed}
+            rows.append(happen(fault, request, server, client))
             print(rows[-1], flush=True)
     return rows
 
 
-def happen(fault: Fault, server: ServerProcess, client: Client) -> dict[str, Any]:
+def happen(
+    fault: Fault, request: dict[str, Any], server: ServerProcess, client: Client
+) -> dict[str, Any]:
     """Return seconds from the signal until the stream's error, and until a new answer."""
     first = engine(server.process.pid)
     victim = [first, *ranks(first)][fault.rank]
     sampling = {"max_tokens": LONG, "ignore_eos": True}
     tokens: list[int] = []
     signalled_s = 0.0
-    for event in client.stream([REQUEST], sampling=sampling):
+    for event in client.stream([request], sampling=sampling):
         if isinstance(event, Token):
             tokens += event.token_ids
             if len(tokens) >= BEFORE and not signalled_s:
@@ -118,7 +122,7 @@ def happen(fault: Fault, server: ServerProcess, client: Client) -> dict[str, Any
         ):
             raise Unexpected(f"after {fault.what} rank {fault.rank} the stream ended with {event}")
     noticed_s = time.monotonic() - signalled_s
-    again = _answer(client, signalled_s + BACK_S)
+    again = _answer(client, request, signalled_s + BACK_S)
     if again != tokens[:BEFORE]:
         raise Unexpected(f"after {fault.what} rank {fault.rank} the tokens were others")
     back_s = time.monotonic() - signalled_s
@@ -130,11 +134,11 @@ def happen(fault: Fault, server: ServerProcess, client: Client) -> dict[str, Any
     }
 
 
-def _answer(client: Client, until_s: float) -> list[int]:
+def _answer(client: Client, request: dict[str, Any], until_s: float) -> list[int]:
     while True:
         try:
             [result] = client.generate(
-                [REQUEST], sampling={"max_tokens": BEFORE, "ignore_eos": True}
+                [request], sampling={"max_tokens": BEFORE, "ignore_eos": True}
             ).results
             if result.choices:
                 return result.choices[0].token_ids

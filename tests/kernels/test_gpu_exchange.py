@@ -13,7 +13,7 @@ from triton import knobs
 
 from tlt_kernels.gpu import swap as kernels
 from tlt_server.models.gpu import exchange as module
-from tlt_server.models.gpu.exchange import compile_exchange, exchange
+from tlt_server.models.gpu.exchange import compile_exchange, exchange, neighbours_joined
 
 
 class Network:
@@ -92,11 +92,42 @@ def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(
     )
 
 
-def test_words_and_other_bytes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[bool] = []
-    monkeypatch.setattr(kernels, "_launch", lambda *_, words: launched.append(words))
-    compile_exchange(torch.device(DEVICE))
-    assert launched == [True, False]
+def test_every_pair_that_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare by what tells kernels apart."""
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        module, "swap", lambda pairs: asked.extend(kernels.variant(*pair) for pair in pairs)
+    )
+    compile_exchange(Network(1))
+    compiled = set(asked)
+    assert compiled == {(4, True), (4, False), (2, True), (8, True)} and len(asked) == len(
+        compiled
+    ), "each once"
+    asked.clear()
+    exchange(Network(1), Network(2))
+    assert asked and set(asked) <= compiled
+
+
+def laid(seed: int, *gaps: int) -> list[Tensor]:
+    """Return tensors of 8 elements in one allocation, with so many elements before each."""
+    whole = torch.arange(8 * len(gaps) + sum(gaps), device=DEVICE) + seed
+    starts = [8 * i + sum(gaps[: i + 1]) for i in range(len(gaps))]
+    return [whole[start : start + 8].view(2, 4) for start in starts]
+
+
+def test_neighbours_in_both_networks_are_exchanged_as_one() -> None:
+    far = module.GAP_BYTES // 8 + 1
+    mine = [*laid(0, 0, 0, 2, far), torch.zeros(3, device=DEVICE)]
+    theirs = [*laid(100, 5, 0, 2, far), torch.zeros(3, device=DEVICE)]
+    joined = neighbours_joined([*zip(mine, theirs, strict=True)][::-1])
+    sizes = sorted((len(one), one.shape == other.shape) for one, other in joined)
+    assert sizes == [(2, True), (3, True), (26, True)]
+    first, second = next(pair for pair in joined if len(pair[0]) == 26)
+    assert (first[0].item(), second[0].item()) == (0, 105)
+    apart = neighbours_joined([*zip(laid(0, 0, 1), laid(100, 0, 2), strict=True)])
+    assert len(apart) == 2, "with another gap they are no neighbours"
+    short = [tensor.to(torch.int32) for tensor in laid(0, 0, 0)]
+    assert len(neighbours_joined([*zip(short, short, strict=True)])) == 2, "two allocations"
 
 
 @gpu
@@ -106,9 +137,19 @@ def test_an_exchange_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]) and None
     )
-    kernels._swap.device_caches.clear()
-    compile_exchange(torch.device("cuda"))
-    assert len(compiled) == 2
+    for kernel in kernels._KERNELS.values():
+        kernel.device_caches.clear()
+    compile_exchange(Network(1))
+    assert len(compiled) == 4
     exchange(Network(1), Network(2))
     torch.cuda.synchronize()
-    assert len(compiled) == 2, compiled[2:]
+    assert len(compiled) == 4, compiled[4:]
+
+
+def test_compiling_changes_nothing() -> None:
+    network = Network(1)
+    before = [tensor.clone() for tensor in network.storage()]
+    compile_exchange(network)
+    assert all(
+        torch.equal(tensor, was) for tensor, was in zip(network.storage(), before, strict=True)
+    )

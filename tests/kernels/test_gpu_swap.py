@@ -8,6 +8,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE, gpu
 
 # isort: split
+from tlt_kernels.gpu import swap as module
 from tlt_kernels.gpu.swap import swap
 from tlt_server.bench.graph_time import microseconds
 
@@ -45,7 +46,7 @@ def test_what_does_not_match_is_refused() -> None:
 
 
 def test_several_pairs_are_exchanged() -> None:
-    counts = (1 << 20, 0, 33, 1 << 22, 7) if DEVICE == "cuda" else (5000, 0, 33, 1 << 14, 7)
+    counts = (1 << 20, 0, 33, 1 << 22, 7)
     pairs = [
         (torch.arange(count, device=DEVICE) + i, torch.arange(count, device=DEVICE) * 3 - i)
         for i, count in enumerate(counts)
@@ -56,6 +57,29 @@ def test_several_pairs_are_exchanged() -> None:
         k = torch.arange(counts[i], device=DEVICE)
         first, second = (k * 3 - i, k + i) if i == 0 else (k + i, k * 3 - i)
         assert torch.equal(one, first) and torch.equal(other, second)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="what a kernel does in turn is seen by the interpreter"
+)
+def test_a_chain_of_kernels_overlaps_neither_earlier_nor_later_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check the order: the first kernel lets the second start only after its own wait, the last
+    lets nothing start early, and each ends after the one before.
+    """
+    did: list[str] = []
+    monkeypatch.setattr(module, "pdl_launch", lambda: did.append("launch"))
+    monkeypatch.setattr(module, "pdl_wait", lambda: did.append("wait"))
+    pairs = [
+        (torch.arange(count, device=DEVICE), torch.zeros(count, dtype=torch.int64, device=DEVICE))
+        for count in (0, 3, 4, 0, 5, 0)
+    ]
+    swap(pairs)
+    assert did == ["wait", "launch", "wait"] + ["launch", "wait"] + ["wait"]
+    did.clear()
+    swap(pairs[:2])
+    assert did == ["wait", "wait"], "one alone"
 
 
 @gpu

@@ -1,64 +1,75 @@
 """Exchange of contents between pairs of GPU tensors, each of which is read and written once.
 
-One launch moves all pairs. Their places stand in a table, and programs that stay on the GPU take
-the blocks of all pairs in turn, so that small tensors cost no launch and large ones leave no
-program without work. A second launch moves the bytes that are no whole words, if there are any.
+There is one kernel per element width, and one for addresses that vector accesses cannot take. No
+pair of tensors needs another kernel, however large it is, so `variant` names what has to be
+compiled before the first commit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-WORD_BYTES = 8
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+
+# Bytes of each tensor per program, by alignment: without it, an access moves a single element.
+_BLOCK_BYTES = {True: 16384, False: 2048}
+# Types by width: the kernels move bits, so a NaN keeps its payload.
+_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 _ALIGNED = 16  # bytes of a vector access
-_BLOCK = 1024  # elements of each tensor per block
-_RESIDENT = 8  # programs per multiprocessor
-
-Row = tuple[int, int, int]  # two addresses and a number of elements
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def _swap(row_T4, blocks, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """A row: where two tensors begin, in elements from the table; their elements; the first block
-    of the next row. Integers are moved, so a NaN keeps its payload.
+@triton.jit
+def _swap(one, other, count, first, last, BLOCK: tl.constexpr):
+    if first != 0:
+        pdl_wait()
+    if last == 0:
+        pdl_launch()
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i_E = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= count:  # no mask, because a mask would have to cover whole vectors
+        one_E, other_E = tl.load(one + i_E), tl.load(other + i_E)
+        tl.store(one + i_E, other_E)
+        tl.store(other + i_E, one_E)
+    else:
+        one_E, other_E = tl.load(one + i_E, i_E < count), tl.load(other + i_E, i_E < count)
+        tl.store(one + i_E, other_E, i_E < count)
+        tl.store(other + i_E, one_E, i_E < count)
+    pdl_wait()
+
+
+@triton.jit(do_not_specialize=["count", "first", "last"])
+def _swap_vectors(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
+    _swap(one, other, count, first, last, BLOCK)
+
+
+@triton.jit(
+    do_not_specialize=["count", "first", "last"], do_not_specialize_on_alignment=["one", "other"]
+)
+def _swap_elements(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
+    _swap(one, other, count, first, last, BLOCK)
+
+
+_KERNELS = {True: _swap_vectors, False: _swap_elements}  # by whether both tensors are aligned
+
+
+def variant(one: Tensor, other: Tensor) -> tuple[int, bool]:
+    """Return which kernel serves the pair: bytes of an element, and whether both tensors begin
+    where vectors may.
     """
-    table = row_T4 if WORDS else row_T4.to(tl.pointer_type(tl.uint8))
-    i_E = tl.arange(0, BLOCK)
-    t = 0
-    begin = tl.zeros((), tl.int64)
-    end = tl.load(row_T4 + 3)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        while block >= end:
-            begin = end
-            t += 1
-            end = tl.load(row_T4 + 4 * t + 3)
-        one, other = tl.load(row_T4 + 4 * t), tl.load(row_T4 + 4 * t + 1)
-        if WORDS:  # what follows from an address itself, the compiler does not see
-            one, other = tl.multiple_of(one, 2), tl.multiple_of(other, 2)
-        left = tl.load(row_T4 + 4 * t + 2) - (block - begin) * BLOCK
-        one_E = table + one + (block - begin) * BLOCK + i_E
-        other_E = table + other + (block - begin) * BLOCK + i_E
-        if left >= BLOCK:  # no mask, because a mask would have to cover whole vectors
-            mine_E, theirs_E = tl.load(one_E), tl.load(other_E)
-            tl.store(one_E, theirs_E)
-            tl.store(other_E, mine_E)
-        else:
-            mine_E, theirs_E = tl.load(one_E, i_E < left), tl.load(other_E, i_E < left)
-            tl.store(one_E, theirs_E, i_E < left)
-            tl.store(other_E, mine_E, i_E < left)
+    return one.element_size(), not (one.data_ptr() | other.data_ptr()) % _ALIGNED
 
 
 def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Exchange the contents of each pair, on the current stream. The tensors of a pair are
-    contiguous, of one shape and type; all are on one device, and no two share memory.
+    """Exchange the contents of each pair. The tensors of a pair are contiguous, of one shape and
+    type; no two tensors share memory.
+
+    The launches run on the current stream: the first pair waits for earlier work, the other pairs
+    run together with it, and later work starts when all pairs are done.
     """
-    words, rest = list[Row](), list[Row]()
     for one, other in pairs:
         assert (
             one.shape == other.shape
@@ -66,29 +77,12 @@ def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             and one.is_contiguous()
             and other.is_contiguous()
         )
-        mine, theirs = one.data_ptr(), other.data_ptr()
-        whole = 0 if (mine | theirs) % _ALIGNED else one.nbytes // WORD_BYTES
-        words.append((mine, theirs, whole))
-        moved = whole * WORD_BYTES
-        rest.append((mine + moved, theirs + moved, one.nbytes - moved))
-    for rows, are_words in ((words, True), (rest, False)):
-        if filled := [row for row in rows if row[2]]:
-            _launch(filled, pairs[0][0].device, words=are_words)
-
-
-def _launch(rows: list[Row], device: torch.device, *, words: bool) -> None:
-    row_T4 = torch.empty(len(rows), 4, dtype=torch.int64, device=device)
-    table, width, blocks = list[list[int]](), WORD_BYTES if words else 1, 0
-    for *addresses, count in rows:
-        blocks += triton.cdiv(count, _BLOCK)
-        places = [(address - row_T4.data_ptr()) // width for address in addresses]
-        table.append([*places, count, blocks])
-    row_T4.copy_(torch.tensor(table))
-    _swap[(min(blocks, _programs(device)),)](row_T4, blocks, WORDS=words, BLOCK=_BLOCK)
-
-
-@cache
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 3
-    return _RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+    filled = [pair for pair in pairs if pair[0].numel()]
+    for i, (one, other) in enumerate(filled):
+        width, aligned = variant(one, other)
+        block, count = _BLOCK_BYTES[aligned] // width, one.numel()
+        one_E, other_E = (triton.reinterpret(tensor, _BITS[width]) for tensor in (one, other))
+        ends = int(i == 0), int(i == len(filled) - 1)
+        _KERNELS[aligned][(triton.cdiv(count, block),)](
+            one_E, other_E, count, *ends, BLOCK=block, **PDL
+        )

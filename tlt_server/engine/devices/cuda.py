@@ -232,7 +232,7 @@ class CudaDevice:
             # What the runner's stream will read was written on another.
             self._maker.synchronize()
             keys = self.sizes.at_start(settings.max_rows, reach)
-            self._prepare(runner, keys, pages_per_sequence, on_progress)
+            self._prepare(runner, live, keys, pages_per_sequence, on_progress)
         graphs = runner.graphs
         self.recordings.follow(graphs)
         equipment = GpuEquipment(runner, self._orders, Lent(passes, kv), self._maker.synchronize)
@@ -266,6 +266,7 @@ class CudaDevice:
     def _prepare(
         self,
         runner: GpuRunner,
+        live: Live,
         keys: list[DraftKey | ExtendKey],
         pages_per_sequence: int,
         on_progress: OnProgress,
@@ -277,7 +278,8 @@ class CudaDevice:
             if ranks is not None:
                 ranks.equip(pages_per_sequence, keys)
 
-        self._maker.prepare(runner, self._kernels, keys, on_progress, on_compiled=equip)
+        networks = [part.network for part in live.by_role.values()]
+        self._maker.prepare(runner, self._kernels, networks, keys, on_progress, on_compiled=equip)
         if ranks is not None:
             ranks.begin()
 

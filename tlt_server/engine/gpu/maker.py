@@ -4,7 +4,7 @@ ranks use the same one, so their passes have the same shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,7 +40,7 @@ from tlt_server.engine.gpu.kv import DraftKV, GpuKV, make_cache
 from tlt_server.engine.gpu.memory import MemoryPlan
 from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.passes import Passes
-from tlt_server.engine.gpu.preparing import Keys, StepRunner, prepare
+from tlt_server.engine.gpu.preparing import Keys, StepRunner, load_exchange, prepare
 from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
 from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
@@ -48,7 +48,6 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
-from tlt_server.models.gpu.exchange import compile_exchange
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import MATMULS
 from tlt_server.models.gpu.sums import RankSums, room_floats
@@ -222,6 +221,7 @@ class GpuMaker:
         self,
         runner: StepRunner,
         kernels: KernelStart | None,
+        networks: Iterable[object],
         keys: Keys,
         on_progress: OnProgress = lambda name, done, of: None,
         *,
@@ -231,10 +231,10 @@ class GpuMaker:
         `on_compiled`: called before they are captured.
         """
         if kernels is not None:
-            prepare(runner, kernels, self.device, keys, on_progress, on_compiled=on_compiled)
+            prepare(runner, kernels, networks, keys, on_progress, on_compiled=on_compiled)
             return
         if self.stream is not None:
-            compile_exchange(self.device)
+            load_exchange(networks)
         on_compiled()
 
     def synchronize(self) -> None:

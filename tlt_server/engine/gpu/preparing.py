@@ -5,12 +5,10 @@ failure of one leaves no other waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
-
-import torch
 
 from tlt_kernels.gpu.variants import Unloaded, Variant, listed, load, only_loaded
 from tlt_server.engine.devices import OnProgress
@@ -19,7 +17,7 @@ from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.refusals import BUSY
-from tlt_server.models.gpu.exchange import compile_exchange
+from tlt_server.models.gpu.exchange import Stored, compile_exchange
 from tlt_server.weights.storage import ran_out
 
 Keys = list[DraftKey | ExtendKey]
@@ -41,27 +39,35 @@ class StepRunner(Protocol):
 def prepare(
     runner: StepRunner,
     kernels: KernelStart,
-    device: torch.device,
+    networks: Iterable[object],
     keys: Keys,
     on_progress: OnProgress,
     *,
     on_compiled: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load the kernels of these steps and of pushes, and capture the steps. `on_compiled`: called
-    between the two.
+    """Load the kernels of these steps and of pushes to these networks, and capture the steps.
+    `on_compiled`: called between the two.
     """
+    networks = [*networks]
 
     def list_kernels() -> list[Variant]:
         with listed() as found:
             rehearse(runner, keys)
-            compile_exchange(device)
+            load_exchange(networks)
         return [*found]
 
     with kernels.recorded():
         kernels.load(list_kernels, partial(on_progress, "compile kernels"))
         on_compiled()
         capture(runner, keys, partial(on_progress, "prepare runner"))
-        compile_exchange(device)
+        load_exchange(networks)
+
+
+def load_exchange(networks: Iterable[object]) -> None:
+    """Load the kernels of pushes to these networks."""
+    for network in networks:
+        assert isinstance(network, Stored)
+        compile_exchange(network)
 
 
 def rehearse(runner: StepRunner, keys: Keys) -> None:

@@ -215,7 +215,7 @@ class GpuRank:
         if passes.graphs.captures:
             kernels = KernelStart(engine_digest(self._settings, self._config))
         keys: list[DraftKey | ExtendKey] = [*order.drafts, *order.extends]
-        self._maker.prepare(self, kernels, keys)
+        self._maker.prepare(self, kernels, [*self._live.values()], keys)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
