@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
-from tlt_server.bench.exact import ExactEngines, compare, rollout
+from tlt_server.bench.exact import ExactEngines, compare, rollout, versions_in_turn
 from tlt_server.bench.exact_plan import KINDS, PLANS, ExactSize, pages_for, varied
 from tlt_server.bench.exact_versions import PUSHED, STARTED
 from tlt_server.engine.settings import EngineSettings
@@ -60,6 +60,15 @@ def test_every_pair_of_levels_meets(seed: int, device: str) -> None:
     }
     assert met == wanted
     assert len(array) <= 24 and covering_array(factors, seed) == array
+
+
+def test_the_engine_of_a_batch_takes_the_other_version_and_comes_back() -> None:
+    configurations = [
+        {"arm": arm, "batch": batch} for batch in (64, 1) for arm in ("off", "beg", "history")
+    ]
+    found = versions_in_turn(configurations, (STARTED, PUSHED))
+    assert found == [STARTED, PUSHED, STARTED] * 2
+    assert versions_in_turn(configurations, (STARTED,)) == [STARTED] * 6
 
 
 def test_green_on_a_sound_engine_and_red_on_one_ulp(

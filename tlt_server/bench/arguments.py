@@ -81,6 +81,12 @@ def _exact(parser: argparse.ArgumentParser) -> None:
     _engine(parser)
     _ranks(parser, "ranks of every run but the reference, which has one [default 1]")
     parser.add_argument(
+        "--batch",
+        type=int,
+        choices=(1, 7, 64),
+        help="requests at once in all runs, for a model that takes long to load [default each]",
+    )
+    parser.add_argument(
         "--plant-fault",
         action="store_true",
         help="move logits by one ulp, to see the check turn red",

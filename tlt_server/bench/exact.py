@@ -16,7 +16,9 @@ rollbacks; the reference of each is an engine of one rank that starts with it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +48,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.records import GenerateRequest
 
-IN_A_ROW = 3  # runs of one version, since a large one takes long to push
+PARTS = 3  # of the runs of an engine, each with one version
 
 
 class Bits(NamedTuple):
@@ -92,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
             problems_as_requests(base.model, size.requests, group=8, seed=args.seed)
         )
     ]
-    configurations = plan.in_order(covering_array(plan.factors, args.seed))
+    factors = {**plan.factors, "batch": (args.batch,)} if args.batch else plan.factors
+    configurations = plan.in_order(covering_array(factors, args.seed))
     console = wide_console()
     with progress_bar(console) as progress:
         task = progress.add_task("reference", total=len(configurations) + 1)
@@ -106,22 +109,35 @@ def run(args: argparse.Namespace) -> int:
             for version in engines.versions
         }
         progress.update(task, advance=1)
-        results = []
-        for i, configuration in enumerate(configurations):
-            progress.update(
-                task, description=" ".join(str(level) for level in configuration.values())
-            )
+        results: list[Result] = []
+        versions = versions_in_turn(configurations, engines.versions)
+        for configuration, version in zip(configurations, versions, strict=True):
+            described_as = " ".join(str(level) for level in configuration.values())
+            progress.update(task, description=described_as)
             chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
             began = time.perf_counter()
-            version = engines.versions[i // IN_A_ROW % len(engines.versions)]
-            fault = args.plant_fault and i == 0
+            fault = args.plant_fault and not results
             found, counts = rollout(
                 engines, configuration, chosen, size, fault=fault, version=version
             )
             seconds = time.perf_counter() - began
             results.append(compare(configuration, references[version], found, counts, seconds))
-            progress.update(task, advance=1)
+            differing = results[-1].differing_tokens + results[-1].differing_logprobs
+            progress.update(task, advance=1, description=f"{described_as}: {differing} differ")
     return report(console, results, described(base, engines.fingerprint), args)
+
+
+def versions_in_turn(
+    configurations: Sequence[Configuration], versions: tuple[str, ...]
+) -> list[str]:
+    """Return the version of each run. The engine of a batch changes it twice, since a large one
+    takes long to push: to the other one, and back.
+    """
+    in_turn = []
+    for _, several in itertools.groupby(configurations, key=lambda each: each["batch"]):
+        count = len(list(several))
+        in_turn += [versions[PARTS * i // count % len(versions)] for i in range(count)]
+    return in_turn
 
 
 def leaves_of(settings: EngineSettings) -> int:
