@@ -109,7 +109,7 @@ def test_every_pair_that_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPat
 
 
 def laid(seed: int, *gaps: int) -> list[Tensor]:
-    """Return tensors of 8 elements in one allocation, with so many elements before each."""
+    """Return tensors of 8 elements in one allocation, with a gap of these elements before each."""
     whole = torch.arange(8 * len(gaps) + sum(gaps), device=DEVICE) + seed
     starts = [8 * i + sum(gaps[: i + 1]) for i in range(len(gaps))]
     return [whole[start : start + 8].view(2, 4) for start in starts]

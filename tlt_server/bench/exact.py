@@ -48,7 +48,8 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.records import GenerateRequest
 
-PARTS = 3  # of the runs of an engine, each with one version
+# Parts of an engine's runs; the version changes between them.
+PARTS = 3
 
 
 class Bits(NamedTuple):
