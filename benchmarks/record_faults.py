@@ -1,5 +1,5 @@
 """`python -m benchmarks.record_faults [--commit NAME] [--json FILE] -- FLAGS OF tlt serve`: kill
-and stop ranks of a server's engine; measure how soon clients hear of it and are served again.
+and stop ranks of a server's engine; measure when clients see the error and are served again.
 
 One stream runs at each fault. The fault is noticed when that stream ends with its error. The server
 is back when it has answered the same request, with the tokens that the stream began with.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.processes import engine, ranks
-from tlt_client import Client, ServerError
+from tlt_client import Client, TltClientError
 from tlt_client.wire import ItemResult, Token
 from tlt_server.bench.record import entry_of, without_folder, write_entry
 from tlt_server.bench.settings import shape_of
@@ -26,7 +26,7 @@ from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
 
 RECORD = Path(__file__).with_name("results") / "faults-tp2-gpu.json"
-BEFORE, LONG = 64, 4000  # tokens before a fault, and those asked for
+BEFORE, LONG = 64, 4000  # tokens: before a fault, asked for
 PROMPT = list(range(1, 17))
 BACK_S = 300.0  # for the next engine to be ready
 LOOK_S = 0.02
@@ -95,7 +95,7 @@ def faults(flags: Sequence[str], width: int) -> list[dict[str, Any]]:
         Client(server.url, timeout_s=BACK_S) as client,
     ):
         for seed, fault in enumerate(each for each in FAULTS if each.rank < width):
-            # Each fault has a request of its own: one that runs at two is taken for their cause.
+            # A request that runs at two faults is refused as their cause, so each has its own.
             request = {"id": "one", "token_ids": PROMPT, "seed": seed}
             rows.append(happen(fault, request, server, client))
             print(rows[-1], flush=True)
@@ -120,11 +120,13 @@ def happen(
         elif isinstance(event, ItemResult) and (
             not event.error or event.error.code != "engine_failed"
         ):
-            raise Unexpected(f"after {fault.what} rank {fault.rank} the stream ended with {event}")
+            raise Unexpected(f"the stream of {fault.what} rank {fault.rank} ended with {event}")
+    if not signalled_s:
+        raise Unexpected(f"the stream ended after {len(tokens)} tokens, before any fault")
     noticed_s = time.monotonic() - signalled_s
     again = _answer(client, request, signalled_s + BACK_S)
     if again != tokens[:BEFORE]:
-        raise Unexpected(f"after {fault.what} rank {fault.rank} the tokens were others")
+        raise Unexpected(f"the tokens differ after {fault.what} rank {fault.rank}")
     back_s = time.monotonic() - signalled_s
     return {
         "fault": fault.what,
@@ -135,17 +137,19 @@ def happen(
 
 
 def _answer(client: Client, request: dict[str, Any], until_s: float) -> list[int]:
-    while True:
+    said: object = "nothing"
+    while time.monotonic() < until_s:
         try:
             [result] = client.generate(
                 [request], sampling={"max_tokens": BEFORE, "ignore_eos": True}
             ).results
             if result.choices:
                 return result.choices[0].token_ids
-        except ServerError as error:
-            if error.code != "unavailable" or time.monotonic() > until_s:
-                raise Unexpected(f"the server did not come back: {error}") from None
+            said = result.error
+        except TltClientError as error:
+            said = error
         time.sleep(LOOK_S)
+    raise Unexpected(f"the server did not answer again in {BACK_S:g} s; it said: {said}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import itertools
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,11 +26,13 @@ from torch import Tensor
 
 from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import sums
+from tests.e2e.test_lifecycle import until
 from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.wire import Choice, Done, ItemResult, Token
+from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.task import problem
 from tlt_server.demo.workload import TARGET
@@ -261,7 +262,7 @@ def test_pushes_land_while_batches_run(pushes: int, tmp_path: Path) -> None:
         for push, sender, in_flight in zip(
             range(pushes), itertools.cycle(senders), itertools.cycle(IN_FLIGHT), strict=False
         ):
-            time.sleep(0.2)
+            until(lambda: look(trainer).running >= 2 * ITEMS * N)  # two clients' batches, or more
             versions.append(f"step-{push}")
             modes.append(in_flight)
             sent = perturbed(base, push)

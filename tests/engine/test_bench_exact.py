@@ -4,17 +4,28 @@ red on one moved ulp.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import os
 from dataclasses import replace
 
 import msgspec
 import pytest
 
+from tests import processes
 from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
-from tlt_server.bench.exact import ExactEngines, compare, rollout, versions_in_turn
-from tlt_server.bench.exact_plan import KINDS, PLANS, ExactSize, pages_for, varied
-from tlt_server.bench.exact_versions import PUSHED, STARTED
+from tlt_server.bench.exact import ExactEngines, compare, factors_of, rollout
+from tlt_server.bench.exact_plan import (
+    KINDS,
+    PLANS,
+    PUSHED,
+    STARTED,
+    VERSIONS,
+    ExactSize,
+    pages_for,
+    varied,
+)
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
@@ -62,13 +73,20 @@ def test_every_pair_of_levels_meets(seed: int, device: str) -> None:
     assert len(array) <= 24 and covering_array(factors, seed) == array
 
 
-def test_the_engine_of_a_batch_takes_the_other_version_and_comes_back() -> None:
-    configurations = [
-        {"arm": arm, "batch": batch} for batch in (64, 1) for arm in ("off", "beg", "history")
-    ]
-    found = versions_in_turn(configurations, (STARTED, PUSHED))
-    assert found == [STARTED, PUSHED, STARTED] * 2
-    assert versions_in_turn(configurations, (STARTED,)) == [STARTED] * 6
+def test_the_engine_of_a_batch_takes_one_push_and_every_arm_both_versions() -> None:
+    asked = argparse.Namespace(tensor_parallel=2, batch=None)
+    for plan in (PLANS["cpu"], PLANS["cuda"]):
+        ordered = plan.in_order(covering_array(factors_of(asked, plan.factors), 0))
+        assert {(c["arm"], c["version"]) for c in ordered} == {
+            *itertools.product(plan.arms, VERSIONS)
+        }
+        for batch, several in itertools.groupby(ordered, key=lambda c: c["batch"]):
+            taken = [version for version, _ in itertools.groupby(c["version"] for c in several)]
+            first = batch == plan.reference["batch"]
+            assert taken == ([STARTED, PUSHED] if first else [PUSHED, STARTED])
+    asked = argparse.Namespace(tensor_parallel=1, batch=7)
+    found = covering_array(factors_of(asked, PLANS["cuda"].factors), 0)
+    assert {c["batch"] for c in found} == {7} and "version" not in found[0]
 
 
 def test_green_on_a_sound_engine_and_red_on_one_ulp(
@@ -107,6 +125,8 @@ def test_two_ranks_are_green_with_a_pushed_version(
         found, counts = rollout(engines, configuration, plain, SIZE, version=version)
         seen = compare(configuration, bits, found, counts, 0.0)
         assert (seen.differing_tokens, seen.differing_logprobs) == (0, 0) and seen.tokens > 100
+    rollout(engines, reference, plain[:1], SIZE)
+    assert processes.ranks(os.getpid()) == [], "those of the engine before have ended"
 
 
 def test_scarce_pages_hold_the_longest_request_and_preempt(

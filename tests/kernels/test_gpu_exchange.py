@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +14,12 @@ from tests.kernels.triton_tests import DEVICE, gpu
 from triton import knobs
 
 from tlt_kernels.gpu import swap as kernels
+from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu import exchange as module
-from tlt_server.models.gpu.exchange import compile_exchange, exchange, neighbours_joined
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.exchange import compile_exchange, exchange
+from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.matmuls import StrictMatmuls
 
 
 class Network:
@@ -105,29 +111,7 @@ def test_every_pair_that_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPat
     ), "each once"
     asked.clear()
     exchange(Network(1), Network(2))
-    assert asked and set(asked) <= compiled
-
-
-def laid(seed: int, *gaps: int) -> list[Tensor]:
-    """Return tensors of 8 elements in one allocation, with a gap of these elements before each."""
-    whole = torch.arange(8 * len(gaps) + sum(gaps), device=DEVICE) + seed
-    starts = [8 * i + sum(gaps[: i + 1]) for i in range(len(gaps))]
-    return [whole[start : start + 8].view(2, 4) for start in starts]
-
-
-def test_neighbours_in_both_networks_are_exchanged_as_one() -> None:
-    far = module.GAP_BYTES // 8 + 1
-    mine = [*laid(0, 0, 0, 2, far), torch.zeros(3, device=DEVICE)]
-    theirs = [*laid(100, 5, 0, 2, far), torch.zeros(3, device=DEVICE)]
-    joined = neighbours_joined([*zip(mine, theirs, strict=True)][::-1])
-    sizes = sorted((len(one), one.shape == other.shape) for one, other in joined)
-    assert sizes == [(2, True), (3, True), (26, True)]
-    first, second = next(pair for pair in joined if len(pair[0]) == 26)
-    assert (first[0].item(), second[0].item()) == (0, 105)
-    apart = neighbours_joined([*zip(laid(0, 0, 1), laid(100, 0, 2), strict=True)])
-    assert len(apart) == 2, "with another gap they are no neighbours"
-    short = [tensor.to(torch.int32) for tensor in laid(0, 0, 0)]
-    assert len(neighbours_joined([*zip(short, short, strict=True)])) == 2, "two allocations"
+    assert set(asked) == compiled
 
 
 @gpu
@@ -153,3 +137,22 @@ def test_compiling_changes_nothing() -> None:
     assert all(
         torch.equal(tensor, was) for tensor, was in zip(network.storage(), before, strict=True)
     )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_the_storage_of_a_target_is_each_parameter_once(family: str, tied: bool) -> None:
+    raw = {"architectures": [family], "vocab_size": 64, "hidden_size": 32, "head_dim": 16}
+    raw |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    raw |= {"intermediate_size": 48, "rms_norm_eps": 1e-6, "max_position_embeddings": 8}
+    config = ModelConfig.parse(raw | {"tie_word_embeddings": tied}, family)
+    placement = Placement(torch.device(DEVICE), torch.float32, StrictMatmuls())
+    model = GpuDecoder(config, placement=placement)
+    stored, parameters = model.storage(), model.own_parameters().values()
+    places = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in stored)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+    for each in parameters:
+        start, end = each.data_ptr(), each.data_ptr() + each.nbytes
+        assert any(first <= start and end <= last for first, last in places)
+    assert sum(each.nbytes for each in stored) == sum(each.nbytes for each in parameters)
+    assert len(stored) < len(parameters), "fused maps are whole"

@@ -84,7 +84,7 @@ def _exact(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=int,
         choices=(1, 7, 64),
-        help="requests at once in all runs, for a model that takes long to load [default each]",
+        help="requests at once in all compared runs: fewer engines to load [default each in turn]",
     )
     parser.add_argument(
         "--plant-fault",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,8 +25,8 @@ from tlt_server.weights.parts import Changed, Live
 
 def release() -> None:
     """Take down engines that nothing refers to any more."""
-    while gc.collect():  # the ranks of an engine are garbage only after its models
-        pass
+    for _ in range(3):  # ranks are garbage only once models are, and what they held after that
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -38,7 +39,8 @@ class LoadedOnce:
 
     def __init__(self, strategies: Sequence[Strategy] = ()) -> None:
         self.live: Live | None = None
-        self.loader: Device | None = None  # its self-test chose how all of them multiply
+        # The self-test of the device that loaded the weights has chosen how all of them multiply.
+        self.loader: Device | None = None
         self.strategies = strategies
 
     def device(self, settings: DecidedSettings) -> Device:
@@ -95,7 +97,10 @@ class _Shared(ReadyFor):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        return (self._source.loader or self._device).fingerprint
+        loader = self._source.loader or self._device
+        return msgspec.structs.replace(
+            self._device.fingerprint, numerics=loader.fingerprint.numerics
+        )
 
     def load(self, config: ModelConfig) -> Live:
         if self._source.live is None:

@@ -16,9 +16,7 @@ rollbacks; the reference of each is an engine of one rank that starts with it.
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +30,19 @@ from rich.table import Table
 from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
 from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.bench.engines import LoadedOnce, ReadyFor, release
-from tlt_server.bench.exact_plan import ADAPTERS, PLANS, ExactSize, pages_for, varied, with_length
-from tlt_server.bench.exact_versions import PUSHED, STARTED, bring, write_pushed
+from tlt_server.bench.exact_plan import (
+    ADAPTERS,
+    PLANS,
+    PUSHED,
+    STARTED,
+    VERSIONS,
+    ExactSize,
+    Factors,
+    pages_for,
+    varied,
+    with_length,
+)
+from tlt_server.bench.exact_versions import bring, write_pushed
 from tlt_server.bench.faults import planted
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
@@ -47,9 +56,6 @@ from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.records import GenerateRequest
-
-# Parts of an engine's runs; the version changes between them.
-PARTS = 3
 
 
 class Bits(NamedTuple):
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             problems_as_requests(base.model, size.requests, group=8, seed=args.seed)
         )
     ]
-    factors = {**plan.factors, "batch": (args.batch,)} if args.batch else plan.factors
+    factors = factors_of(args, plan.factors)
     configurations = plan.in_order(covering_array(factors, args.seed))
     console = wide_console()
     with progress_bar(console) as progress:
@@ -109,10 +115,12 @@ def run(args: argparse.Namespace) -> int:
             version: rollout(engines, plan.reference, requests, size, version=version)[0]
             for version in engines.versions
         }
+        first, *others = references.values()
+        assert all(bits != first for bits in others), "a version that changes nothing"
         progress.update(task, advance=1)
         results: list[Result] = []
-        versions = versions_in_turn(configurations, engines.versions)
-        for configuration, version in zip(configurations, versions, strict=True):
+        for configuration in configurations:
+            version = str(configuration.get("version", STARTED))
             described_as = " ".join(str(level) for level in configuration.values())
             progress.update(task, description=described_as)
             chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
@@ -128,17 +136,11 @@ def run(args: argparse.Namespace) -> int:
     return report(console, results, described(base, engines.fingerprint), args)
 
 
-def versions_in_turn(
-    configurations: Sequence[Configuration], versions: tuple[str, ...]
-) -> list[str]:
-    """Return the version of each run. The engine of a batch changes it twice, since a large one
-    takes long to push: to the other one, and back.
-    """
-    in_turn = []
-    for _, several in itertools.groupby(configurations, key=lambda each: each["batch"]):
-        count = len(list(several))
-        in_turn += [versions[PARTS * i // count % len(versions)] for i in range(count)]
-    return in_turn
+def factors_of(args: argparse.Namespace, factors: Factors) -> Factors:
+    """Return the factors of a device's runs, as changed by the flags."""
+    if args.tensor_parallel > 1:
+        factors = {**factors, "version": VERSIONS}
+    return {**factors, "batch": (args.batch,)} if args.batch else factors
 
 
 def leaves_of(settings: EngineSettings) -> int:
@@ -159,7 +161,7 @@ class ExactEngines:
         self._engine: Engine | None = None
         self._root = TemporaryDirectory(prefix="tlt-exact-")
         self.shared = base.tensor_parallel > 1
-        self.versions = (STARTED, PUSHED) if self.shared else (STARTED,)
+        self.versions = VERSIONS if self.shared else (STARTED,)
         if self.shared:
             write_pushed(Path(base.model), Path(self._root.name), on_gpu=base.device == "cuda")
         else:
@@ -287,6 +289,7 @@ def report(
         "batch",
         "pages",
         "chunk",
+        *(["version"] if "version" in results[0].configuration else []),
         "requests",
         "tokens",
         "passes",
@@ -295,7 +298,9 @@ def report(
         "tokens differ",
         "log-prob bits differ",
     ):
-        table.add_column(heading, justify="left" if heading in ("strategy", "pages") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("strategy", "pages", "version") else "right"
+        )
     for r in results:
         red = (
             "bold red"

@@ -13,6 +13,9 @@ from tlt_server.bench.covering import Configuration
 from tlt_server.records import GenerateRequest, Grammar, Strategy
 from tlt_server.shared_settings import PolicyName
 
+STARTED, PUSHED = "initial", "pushed"  # the engine's own name for what it was started with
+VERSIONS = (STARTED, PUSHED)
+
 Arms = Mapping[str, tuple[PolicyName, Strategy | None]]  # name -> policy, its one strategy
 Factors = Mapping[str, tuple[object, ...]]
 
@@ -48,12 +51,17 @@ class Plan(NamedTuple):
 
     def in_order(self, configurations: list[Configuration]) -> list[Configuration]:
         """Return the configurations by batch, those of the reference's batch first, so that one
-        engine runs all of a batch; `goodput` is last, when most is known of steps and drafts.
+        engine runs all of a batch. It takes one push: after the runs of the version that it starts
+        with, or at other batches before them, which then need a rollback. `goodput` is the last of
+        a version, when most is known of steps and drafts.
         """
         first = self.reference["batch"]
-        return sorted(
-            configurations, key=lambda c: (c["batch"] != first, c["batch"], c["arm"] == "goodput")
-        )
+
+        def place(c: Configuration) -> tuple[bool, object, bool, bool]:
+            later = (c.get("version") == PUSHED) == (c["batch"] == first)
+            return c["batch"] != first, c["batch"], later, c["arm"] == "goodput"
+
+        return sorted(configurations, key=place)
 
 
 ON_CPU: Arms = {

@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from tlt_server.bench.exact_plan import PUSHED, STARTED
 from tlt_server.commands import Manifest, PushWeights, RollbackWeights
 from tlt_server.engine.loop import Engine
 
-STARTED, PUSHED = "initial", "pushed"  # the engine's own name for what it was started with
 SCALE = 0.01  # relative standard deviation of the change
 AT_ONCE = 4  # files
 
 
 def write_pushed(model: Path, root: Path, *, on_gpu: bool) -> None:
-    """Write a target with every weight a little off."""
+    """Write a target whose weights are a little off."""
     directory = root / PUSHED
     directory.mkdir()
     files = sorted(model.glob("*.safetensors"))
@@ -31,10 +31,9 @@ def write_pushed(model: Path, root: Path, *, on_gpu: bool) -> None:
         generator = torch.Generator(device).manual_seed(number)
         changed = load_file(files[number], device=device)
         for tensor in changed.values():
-            noise = torch.randn(
-                tensor.shape, generator=generator, device=device, dtype=tensor.dtype
-            )
-            tensor.mul_(noise.mul_(SCALE).add_(1))
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator, device=device)
+                tensor.copy_(tensor.float().mul_(noise.mul_(SCALE).add_(1)))
         held = {name: tensor.cpu() for name, tensor in changed.items()}
         save_file(held, directory / files[number].name, metadata={"format": "pt"})
 

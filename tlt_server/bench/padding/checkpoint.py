@@ -1,8 +1,8 @@
 """A padded pair on disk, in the layouts every engine loads: a sharded Hugging Face target and an
 EAGLE-3 drafter next to it.
 
-Up to five shards are in memory at a time: one is made while four are written. config.json comes
-last: a directory that has one is complete.
+Up to five shards are on the device at a time: one is made while four are written. config.json
+comes last: a directory that has one is complete.
 """
 
 from __future__ import annotations

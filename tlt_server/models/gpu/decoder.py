@@ -64,6 +64,10 @@ class GpuDecoderLayer:
             config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, placement=placement
         )
 
+    def storage(self) -> list[Tensor]:
+        norms = [self.input_norm_H, self.post_attention_norm_H]
+        return [*norms, *self.self_attention.storage(), *self.mlp.storage()]
+
 
 class HeadRows(NamedTuple):
     """The rows of the LM head that a rank has. A view of them would keep memory that moves."""
@@ -211,8 +215,12 @@ class GpuDecoder:
         return dict(target_parameters(self, self.head_WH))
 
     def storage(self) -> list[Tensor]:
-        """Everything that makes this rank's part of a version, in a fixed order."""
-        return list(self.own_parameters().values())
+        """Everything that makes this rank's part of a version, in a fixed order. Fused maps are
+        whole, as a commit launches a kernel for each of these.
+        """
+        head = [] if self.config.tied_embeddings else [self.head.stored]
+        layers = [tensor for layer in self.layers for tensor in layer.storage()]
+        return [self.embedding_VH, *layers, self.final_norm_H, *head]
 
 
 def device_table(config: ModelConfig, placement: Placement) -> RotaryTable:

@@ -77,6 +77,13 @@ class GpuProjection:
                 yield f"{prefix}{part}.bias", self.bias_X[start : start + width]
             start += width
 
+    def storage(self) -> list[Tensor]:
+        return present(self.weight_XK, self.bias_X)
+
+
+def present(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
 
 class GpuSelfAttention:
     def __init__(
@@ -158,6 +165,10 @@ class GpuSelfAttention:
             eps=self.norm_eps,
         )
 
+    def storage(self) -> list[Tensor]:
+        norms = present(self.q_weight_D, self.k_weight_D)
+        return [*self.qkv.storage(), *self.output.storage(), *norms]
+
 
 class GpuGatedMlp:
     def __init__(self, hidden: int, intermediate: int, *, bias: bool, placement: Placement) -> None:
@@ -184,6 +195,9 @@ class GpuGatedMlp:
             both_RX = self.matmuls.linear(x_RH, self.gate_up.weight_XK, out_dtype=torch.float32)
             gated_RI = adapted.gate_up.expand_silu(low_PRX, both_RX, x_RH.dtype)
         return _partials(self.matmuls, self.down, gated_RI, adapted and adapted.down, room)
+
+    def storage(self) -> list[Tensor]:
+        return [*self.gate_up.storage(), *self.down.storage()]
 
 
 def _partials(
