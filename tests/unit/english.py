@@ -31,7 +31,7 @@ INSIDE_QUOTES = re.compile(r"`[^`]*`")
 def offenders(path: Path) -> Iterator[str]:
     """Yield `line: reason` for each sentence of a Python file that breaks a rule."""
     source = path.read_text()
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text and FRAGMENT.match(text):
@@ -49,6 +49,17 @@ def offenders(path: Path) -> Iterator[str]:
         for number, text in enumerate(token.string.split("\n")):
             for word in FILLER.findall(INSIDE_QUOTES.sub("", text)):
                 yield f"{line + number}: the filler {word!r}"
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the node and the statements in it, at any depth. Expressions are left out: they hold no
+    docstring, and most nodes are expressions.
+    """
+    yield node
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        children = getattr(node, block, ())
+        for child in children if isinstance(children, list) else ():
+            yield from statements(child)
 
 
 if __name__ == "__main__":
