@@ -7,7 +7,6 @@ is back when it has answered the same request, with the tokens that the stream b
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -16,13 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from benchmarks.served import asked
 from tests.processes import engine, ranks
 from tlt_client import Client, TltClientError
 from tlt_client.wire import ItemResult, Token
-from tlt_server.bench.record import entry_of, without_folder, write_entry
-from tlt_server.bench.settings import shape_of
+from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.demo.server import ServerProcess
-from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
 
 RECORD = Path(__file__).with_name("results") / "faults-tp2-gpu.json"
@@ -51,39 +51,19 @@ class Unexpected(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0; 1 where a client was told anything else than it should be, 2 without a server."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--commit", metavar="NAME", help="of the code [default: what git says]")
-    parser.add_argument(
-        "--json", type=Path, default=RECORD, metavar="FILE", help=f"[default {RECORD.name}]"
-    )
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of tlt serve, after --")
-    asked = parser.parse_args(arguments)
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named.add_argument("--model", default=str(TARGET))
-    named.add_argument("--tensor-parallel", type=int, default=1)
-    named.add_argument("--device", default="auto")
-    started = named.parse_known_args(asked.flags)[0]
+    served = asked(arguments, str(__doc__), RECORD)
     try:
-        rows = faults(asked.flags, started.tensor_parallel)
+        rows = faults(served.flags, served.width)
     except StartupError as error:
         print(f"benchmarks.record_faults: {error}", file=sys.stderr)
         return 2
     except Unexpected as error:
         print(f"benchmarks.record_faults: {error}", file=sys.stderr)
         return 1
-    flags = " ".join(without_folder(flag) for flag in asked.flags)
-    figures = {
-        "bench": "faults",
-        "shape": shape_of(Path(started.model)),
-        "tensor_parallel": started.tensor_parallel,
-        "rows": rows,
-    }
-    command, on_gpu = f"python -m benchmarks.record_faults -- {flags}", started.device != "cpu"
-    write_entry(asked.json, entry_of(figures, command, on_gpu=on_gpu, commit=asked.commit))
+    on_gpu = served.device != "cpu" and torch.cuda.is_available()
+    figures = served.figures("faults", rows)
+    command = served.command("benchmarks.record_faults")
+    write_entry(served.record, entry_of(figures, command, on_gpu=on_gpu, commit=served.commit))
     return 0
 
 

@@ -6,7 +6,6 @@ Each start has the phases that the server names, and the rest, which is imports 
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -17,11 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.served import asked
 from tlt_server.bench.graph_time import require_gpu
-from tlt_server.bench.record import entry_of, without_folder, write_entry
-from tlt_server.bench.settings import shape_of
+from tlt_server.bench.record import entry_of, write_entry
 from tlt_server.demo.server import ServerProcess
-from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
 
 RECORD = Path(__file__).with_name("results") / "starts-gpu.json"
@@ -31,37 +29,17 @@ CACHE = "TRITON_CACHE_DIR"
 
 def main(arguments: Sequence[str]) -> int:
     """Return 0, or 2 where a server does not start or the cache cannot be moved."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--commit", metavar="NAME", help="of the code [default: what git says]")
-    parser.add_argument(
-        "--json", type=Path, default=RECORD, metavar="FILE", help=f"[default {RECORD.name}]"
-    )
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of tlt serve, after --")
-    asked = parser.parse_args(arguments)
+    served = asked(arguments, str(__doc__), RECORD)
     try:
         require_gpu()
         with tempfile.TemporaryDirectory() as folder:
-            rows = starts(Path(folder), asked.flags)
+            rows = starts(Path(folder), served.flags)
     except (StartupError, subprocess.CalledProcessError) as error:
         print(f"benchmarks.record_starts: {error}", file=sys.stderr)
         return 2
-    flags = " ".join(without_folder(flag) for flag in asked.flags)
-    command = f"python -m benchmarks.record_starts -- {flags}"
-    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named.add_argument("--model", default=str(TARGET))
-    named.add_argument("--tensor-parallel", type=int, default=1)
-    started = named.parse_known_args(asked.flags)[0]
-    figures = {
-        "bench": "starts",
-        "shape": shape_of(Path(started.model)),
-        "tensor_parallel": started.tensor_parallel,
-        "rows": rows,
-    }
-    write_entry(asked.json, entry_of(figures, command, on_gpu=True, commit=asked.commit))
+    figures = served.figures("starts", rows)
+    command = served.command("benchmarks.record_starts")
+    write_entry(served.record, entry_of(figures, command, on_gpu=True, commit=served.commit))
     return 0
 
 
