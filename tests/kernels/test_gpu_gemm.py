@@ -24,6 +24,7 @@ from tlt_kernels.gpu.gemm_tiles import (
     leaf_size,
     portable_tile,
     split_last_round,
+    stream_tile,
 )
 from tlt_kernels.reference import tree
 
@@ -143,6 +144,9 @@ class TestWhichKernel:
         monkeypatch.setattr(
             "tlt_kernels.gpu.gemm_stream", sys.modules["tlt_kernels.gpu.gemm_stream"], raising=False
         )
+        monkeypatch.setattr(
+            "tlt_kernels.gpu.gemm_stream.multiprocessors", lambda device: 132, raising=False
+        )
         monkeypatch.setattr(gemm_portable, "multiply", lambda *_: ran.append("portable"))
         monkeypatch.setattr(gemm, "_hindrance", lambda dtype, device: "")
         gemm._multiply(
@@ -151,7 +155,9 @@ class TestWhichKernel:
         assert ran == ["streaming" if streams else "portable"]
 
 
-TILES = list(dict.fromkeys((kind, tile) for kind in Kind for _, tile in _STREAM[kind]))
+TILES = list(
+    dict.fromkeys((kind, tile) for kind in Kind for _, each in _STREAM[kind] for tile in each)
+)
 
 
 def shared_bytes(tile: Tile) -> int:
@@ -197,6 +203,34 @@ def test_a_last_round_is_cut_where_that_ends_sooner(
     assert split_last_round(tiles, 132, pieces) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns", "width"),
+    [
+        (Kind.GATED, 64, 27648, 128),  # 216 wide tiles: two rounds, 82 % full
+        (Kind.GATED, 64, 14336, 128),  # 112 tiles: one round, 85 %
+        (Kind.GATED, 64, 37888, 64),  # 296 tiles: three rounds, 75 %
+        (Kind.GATED, 128, 27648, 256),
+        (Kind.GATED, 128, 37888, 128),
+        (Kind.FOLDED, 128, 2 * 8192, 128),
+        (Kind.FOLDED, 128, 2 * 5120, 64),
+        (Kind.GATED, 32, 27648, 64),  # few rows have no wide tiles
+    ],
+)
+def test_wide_tiles_run_where_they_fill_their_rounds(
+    kind: Kind, rows: int, columns: int, width: int
+) -> None:
+    assert stream_tile(kind, rows, columns, 132).columns == width
+
+
+def test_tiles_for_the_same_rows_differ_in_columns_alone() -> None:
+    """So the width of a matmul cannot decide whether rows fill a tile."""
+    for kind in Kind:
+        for most, tiles in _STREAM[kind]:
+            assert len({tile.rows for tile in tiles}) == 1, (kind, most)
+            widths = [tile.columns for tile in tiles]
+            assert widths == sorted(set(widths), reverse=True), (kind, most)
+
+
 def gated_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `gated` before it is rounded to the type of x."""
     out = torch.full((len(x), len(weight) // 2), float("nan"), device=DEVICE)
@@ -220,6 +254,7 @@ def test_gated_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
         (3584, 3584),
         (3584, 18944),
         (37888, 3584),
+        (18944, 1024),
         (152064, 3584),
         (1008, 18944),
         (200, 168),

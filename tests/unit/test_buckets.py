@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_kernels.gpu.branches import columns
-from tlt_kernels.gpu.gemm_tiles import Kind, stream_tile
+from tlt_kernels.gpu.gemm_tiles import Kind, Tile, stream_tile
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.engine.gpu.buckets import (
     BATCHES,
@@ -242,18 +242,22 @@ def test_a_full_step_is_as_large_as_asked_for_padding_included(
 MULTIPROCESSORS, GATE_UP = 132, 2 * 18944
 
 
+def streamed(kind: Kind, rows: int) -> Tile:
+    return stream_tile(kind, rows, GATE_UP, MULTIPROCESSORS)
+
+
 def past_a_tile(rows: int) -> bool:
     """Return whether the rows leave a tile of the streaming kernel partly empty.
 
     The head does not count, since it computes samples only. The portable kernel pays for 512 rows
     where there are 384.
     """
-    return any(rows % stream_tile(kind, rows).rows for kind in Kind if kind is not Kind.HEAD)
+    return any(rows % streamed(kind, rows).rows for kind in Kind if kind is not Kind.HEAD)
 
 
 def rounds(rows: int) -> int:
     """Return the rounds of gate-up's tiles over the multiprocessors."""
-    tile = stream_tile(Kind.GATED, rows)
+    tile = streamed(Kind.GATED, rows)
     return -(-(-(-rows // tile.rows) * -(-GATE_UP // tile.columns)) // MULTIPROCESSORS)
 
 

@@ -7,7 +7,7 @@ are added as a fixed binary tree, ((l0 + l1) + (l2 + l3)) + ... One leaf is all 
 the same wherever it is cut, so a slice of K of neighbouring leaves gives the partial sums of that
 slice. The other rows of the call, the tiling, the kernel and the depth of the copies change
 nothing, because tensor cores add in the same order in every tile. The models call this file;
-`gemm_tiles.py` chooses tiles by the number of rows.
+`gemm_tiles.py` chooses the tiles.
 
 Legend: M rows, N outputs, K inputs, I intermediate, X = 2I, P partial sums. Weights are [N, K] as
 in checkpoints.
@@ -71,12 +71,16 @@ def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
     return f"portable: {why}" if why else "streaming"
 
 
-def _chosen(kind: Kind, x_MK: Tensor, width: int) -> tuple[Callable[..., None], Tile]:
-    """Return the function that multiplies, and its tile. width: the outputs, if gated, else 0."""
-    if in_use(x_MK.dtype, x_MK.device, width) == "streaming":
+def _chosen(
+    kind: Kind, x_MK: Tensor, weight_NK: Tensor, parts: int = 1
+) -> tuple[Callable[..., None], Tile]:
+    """Return the function that multiplies, and its tile."""
+    n = len(weight_NK)
+    if in_use(x_MK.dtype, x_MK.device, n // 2 if kind is Kind.GATED else 0) == "streaming":
         from tlt_kernels.gpu import gemm_stream
 
-        return gemm_stream.multiply, stream_tile(kind, len(x_MK))
+        programs = gemm_stream.multiprocessors(x_MK.device)
+        return gemm_stream.multiply, stream_tile(kind, len(x_MK), n * parts, programs)
     return gemm_portable.multiply, portable_tile(len(x_MK), x_MK.dtype)
 
 
@@ -85,9 +89,8 @@ def _multiply(
 ) -> None:
     """Multiply with all of K as one leaf."""
     if len(x_MK):
-        gated = kind is Kind.GATED
-        multiply, tile = _chosen(kind, x_MK, out_MN.shape[-1] if gated else 0)
-        multiply(tile, x_MK, weight_NK, bias_N, out_MN, x_MK.shape[1], 1, gated)
+        multiply, tile = _chosen(kind, x_MK, weight_NK)
+        multiply(tile, x_MK, weight_NK, bias_N, out_MN, x_MK.shape[1], 1, kind is Kind.GATED)
 
 
 def linear(
@@ -121,7 +124,7 @@ def partials(
     if leaves not in LEAF_COUNTS:
         raise ValueError(f"K cannot be cut into {leaves} leaves; take one of {LEAF_COUNTS}")
     (m, k), n = x_MK.shape, len(weight_NK)
-    multiply, tile = _chosen(kind_of_partials(leaves, parts), x_MK, 0)
+    multiply, tile = _chosen(kind_of_partials(leaves, parts), x_MK, weight_NK, min(leaves, parts))
     leaf, fold = leaf_size(k, leaves), tile.fold(leaves, parts)
     shape = triton.cdiv(k, leaf * fold), m, n
     if room is None:

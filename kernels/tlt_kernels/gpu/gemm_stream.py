@@ -294,7 +294,7 @@ def _stream(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -311,7 +311,7 @@ def multiply(
     (m, k), n = x_MK.shape, out_PMN.shape[-1]
     width = tile.columns // 2 if gated else tile.columns
     m_tiles, n_tiles = triton.cdiv(m, tile.rows), triton.cdiv(n, width)
-    programs = _multiprocessors(x_MK.device)
+    programs = multiprocessors(x_MK.device)
     items, whole = split_last_round(
         m_tiles * n_tiles * (out_PMN.numel() // (m * n)), programs, tile.pieces
     )

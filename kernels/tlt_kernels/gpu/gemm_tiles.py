@@ -1,4 +1,4 @@
-"""The tile that a matmul runs with at each number of rows, and the leaves that K is cut into. The
+"""The tile that a matmul runs with at its number of rows, and the leaves that K is cut into. The
 figures were measured on one H200.
 
 Tiles change no bits (see `gemm.py`). Leaves do, so their number depends on no row.
@@ -13,6 +13,8 @@ import torch
 
 # Cost of a piece relative to its share of a tile: it reads as many weights for fewer products.
 PIECE_COST = 1.5
+# Part of the programs, over all rounds, that wide tiles must keep busy.
+FULL = 0.8
 # Leaves of K in an o or down projection, unless a model asks for more.
 LEAVES = 2
 LEAF_COUNTS = (1, 2, 4, 8)
@@ -52,44 +54,46 @@ class Tile:
 
 
 _MANY = 1 << 30
-_WIDE = (_MANY, Tile(256, 128, 64, 8, 4, group=8, most=1))
-_PARTIALS = (
-    (16, Tile(16, 64, 128, 4, 10)),
-    (32, Tile(32, 64, 128, 4, 8)),
-    (64, Tile(64, 64, 128, 4, 5)),
-    (128, Tile(128, 64, 64, 4, 6, most=2)),
-    (256, Tile(128, 128, 64, 8, 6, group=4, most=2)),
-    (384, Tile(128, 128, 64, 8, 6, group=2, pieces=2, most=2)),
-    (512, Tile(128, 128, 64, 8, 6, group=4, pieces=4, most=2)),
+# (rows at most, tiles from wide to narrow): `stream_tile` takes the first that fits.
+_Table = tuple[tuple[int, tuple[Tile, ...]], ...]
+_WIDE = (_MANY, (Tile(256, 128, 64, 8, 4, group=8, most=1),))
+_PARTIALS: _Table = (
+    (16, (Tile(16, 64, 128, 4, 10),)),
+    (32, (Tile(32, 64, 128, 4, 8),)),
+    (64, (Tile(64, 64, 128, 4, 5),)),
+    (128, (Tile(128, 128, 64, 8, 6, most=2), Tile(128, 64, 64, 4, 8, pieces=2, most=2))),
+    (256, (Tile(128, 128, 64, 8, 6, group=4, pieces=4, most=2),)),
+    (384, (Tile(128, 128, 64, 8, 6, group=2, pieces=2, most=2),)),
+    (512, (Tile(128, 128, 64, 8, 6, group=4, pieces=4, most=2),)),
 )
-_STREAM: dict[Kind, tuple[tuple[int, Tile], ...]] = {  # (rows at most, tile)
+_STREAM: dict[Kind, _Table] = {
     Kind.LINEAR: (
-        (16, Tile(16, 64, 128, 4, 10)),
-        (32, Tile(32, 64, 128, 4, 8)),
-        (64, Tile(64, 64, 64, 4, 12)),
-        (128, Tile(128, 64, 64, 4, 8)),
-        (256, Tile(128, 128, 64, 8, 6, group=4)),
-        (512, Tile(128, 128, 64, 8, 6, group=4, pieces=4)),
+        (16, (Tile(16, 64, 128, 4, 10),)),
+        (32, (Tile(32, 64, 128, 4, 8),)),
+        (64, (Tile(64, 64, 64, 4, 12),)),
+        (128, (Tile(128, 64, 64, 4, 8, pieces=2),)),
+        (256, (Tile(128, 128, 64, 8, 6, group=4, pieces=2),)),
+        (512, (Tile(128, 128, 64, 8, 6, group=4, pieces=4),)),
         _WIDE,
     ),
     Kind.HEAD: (
-        (16, Tile(16, 64, 128, 4, 10)),
-        (32, Tile(32, 64, 128, 4, 8)),
-        (64, Tile(64, 64, 64, 4, 12)),
-        (128, Tile(128, 128, 64, 8, 6)),
+        (16, (Tile(16, 64, 128, 4, 10),)),
+        (32, (Tile(32, 64, 128, 4, 8),)),
+        (64, (Tile(64, 64, 64, 4, 12),)),
+        (128, (Tile(128, 128, 64, 8, 6, pieces=2),)),
         _WIDE,
     ),
     Kind.PARTIALS: (*_PARTIALS, _WIDE),
     # A program of wide tiles has no registers for two sums.
-    Kind.FOLDED: (*_PARTIALS, (_MANY, Tile(128, 128, 64, 8, 6, group=16, most=2))),
+    Kind.FOLDED: (*_PARTIALS, (_MANY, (Tile(128, 128, 64, 8, 6, group=16, most=2),))),
     Kind.GATED: (
-        (16, Tile(16, 64, 128, 4, 6)),
-        (32, Tile(32, 64, 128, 4, 6)),
-        (64, Tile(64, 64, 64, 4, 8)),
-        (128, Tile(128, 128, 64, 8, 6, pieces=4)),
-        (384, Tile(128, 128, 64, 8, 6, group=4, pieces=2)),
-        (512, Tile(256, 128, 64, 8, 4, group=2, pieces=2)),
-        (_MANY, Tile(256, 128, 64, 8, 4, group=16, pieces=4)),
+        (16, (Tile(16, 64, 128, 4, 6),)),
+        (32, (Tile(32, 64, 128, 4, 6, pieces=2),)),
+        (64, (Tile(64, 128, 64, 8, 6), Tile(64, 64, 64, 4, 12))),
+        (128, (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 6, pieces=4))),
+        (384, (Tile(128, 128, 64, 8, 6, group=4, pieces=2),)),
+        (512, (Tile(256, 128, 64, 8, 4, group=2, pieces=2),)),
+        (_MANY, (Tile(256, 128, 64, 8, 4, group=16, pieces=4),)),
     ),
 }
 _PORTABLE = (
@@ -114,8 +118,18 @@ def kind_of_linear(n: int) -> Kind:
     return Kind.HEAD if n >= 16384 else Kind.LINEAR
 
 
-def stream_tile(kind: Kind, rows: int) -> Tile:
-    return next(tile for most, tile in _STREAM[kind] if rows <= most)
+def stream_tile(kind: Kind, rows: int, columns: int, programs: int) -> Tile:
+    """Return the tile for a product of this many rows of the weight, times partial sums.
+
+    Wide tiles read x less often. They are worth it where their last round leaves few programs idle;
+    else narrow ones spread better.
+    """
+    *wide, narrow = next(tiles for most, tiles in _STREAM[kind] if rows <= most)
+    for tile in wide:
+        count = -(-columns // tile.columns)
+        if count >= FULL * programs * -(-count // programs):
+            return tile
+    return narrow
 
 
 def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
