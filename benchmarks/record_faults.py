@@ -74,9 +74,9 @@ def faults(flags: Sequence[str], width: int) -> list[dict[str, Any]]:
         ServerProcess(*flags, "--max-restarts", str(len(FAULTS))) as server,
         Client(server.url, timeout_s=BACK_S) as client,
     ):
-        for seed, fault in enumerate(each for each in FAULTS if each.rank < width):
-            # A request that runs at two faults is refused as their cause, so each has its own.
-            request = {"id": "one", "token_ids": PROMPT, "seed": seed}
+        for number, fault in enumerate(each for each in FAULTS if each.rank < width):
+            # A prompt that runs at two faults is refused as their cause, so each has its own.
+            request = {"id": "one", "token_ids": [*PROMPT, 1 + number], "seed": 0}
             rows.append(happen(fault, request, server, client))
             print(rows[-1], flush=True)
     return rows

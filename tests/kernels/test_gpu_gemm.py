@@ -223,7 +223,7 @@ def test_wide_tiles_run_where_they_fill_their_rounds(
 
 
 def test_tiles_for_the_same_rows_differ_in_columns_alone() -> None:
-    """So the width of a matmul cannot decide whether rows fill a tile."""
+    """Then rows fill the tiles of every matmul, or of none."""
     for kind in Kind:
         for most, tiles in _STREAM[kind]:
             assert len({tile.rows for tile in tiles}) == 1, (kind, most)
