@@ -88,7 +88,7 @@ def test_the_places_with_room_are_tried_in_order_or_the_one_asked_for(
     "device, buffers, place",
     [
         ("cuda", Buffers(), "device"),
-        ("cuda", Buffers(host=9), "device"),
+        ("cuda", Buffers(host=9), "host"),
         ("cuda", Buffers(device=1), "host"),
         ("cuda", Buffers(host=11, device=1), "disk"),
         ("cpu", Buffers(), "device"),

@@ -173,12 +173,15 @@ class Arriving:
     def _checked(
         self, tensors: Mapping[str, Tensor], declared: Mapping[str, TensorEntry], where: str
     ) -> dict[str, Tensor]:
-        """Return the tensors as they are stored, and note their checksums."""
+        """Return the tensors as they are stored, and note their checksums. What comes in the host's
+        memory goes to its device first: a GPU reads and cuts it many times faster.
+        """
         stored = {}
         for name, tensor in tensors.items():
             expected: Stored = self.parameters.get(name, tensor)
             check_layout(name, tensor.shape, tensor.dtype, expected, where)
-            stored[name] = tensor.to(expected.dtype) if name in self.parameters else tensor
+            device = expected.device if tensor.device.type == "cpu" else tensor.device
+            stored[name] = tensor.to(device, expected.dtype)
         for name, found in zip(stored, contents([*stored.values()]), strict=True):
             self._check(name, tensors[name], stored[name], found, declared.get(name), where)
         return stored
@@ -198,7 +201,7 @@ class Arriving:
                 f"{where}: tensor {name!r} holds values beyond the range of {stored.dtype}, in "
                 "which this server keeps it; push values that fit, or serve with another --dtype"
             )
-        check_content(tensor, entry, where, found.sum if stored is tensor else None)
+        check_content(tensor, entry, where, found.sum if stored.dtype == tensor.dtype else None)
         self.sums[name] = found.sum
 
     def _write(self) -> None:

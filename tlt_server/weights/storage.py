@@ -116,10 +116,12 @@ class Storage:
         )
 
     def _beside(self, buffers: Buffers) -> Free:
-        """Return what is free in addition to the buffers."""
-        free = self._free()
-        taken = Buffers(max(buffers), max(buffers)) if self._device.type == "cpu" else buffers
-        return Free(max(0, free.device - taken.device), max(0, free.host - taken.host), free.disk)
+        """Return what is free in addition to the buffers. A GPU checks what comes by the host, too,
+        in its own memory.
+        """
+        free, most = self._free(), max(buffers)
+        host = most if self._device.type == "cpu" else buffers.host
+        return Free(max(0, free.device - most), max(0, free.host - host), free.disk)
 
     def _mode(self, place: Place) -> Any:
         if place == "disk":
