@@ -16,6 +16,7 @@ class Fingerprint(Struct, frozen=True):
     dtype: Annotated[str, Meta(description="of weights and KV")]
     architecture: Annotated[str, Meta(description="of the processor")]
     numerics: Annotated[str, Meta(description="the mode, the kernels' version and the library")]
+    attention: Annotated[str, Meta(description="the backend that computes it")] = ""
 
     def difference(self, other: Fingerprint) -> str:
         """Return the first field that differs, with both values; empty if none does."""

@@ -1,5 +1,6 @@
 """Versions of the kernels' numerics, raised when a change moves a bit of what they compute, and
-only then. `tests/engine/test_leaves.py` holds hashes that notice it.
+only then. `tests/engine/test_leaves.py` and `tests/kernels/test_gpu_leaves.py` hold hashes that
+notice it.
 """
 
 CPU = 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from tests.engine.test_strict_numerics import CONFIG, TOKENS
 from tests.rows_of_one import Sequence
 from tlt_kernels import versions
 from tlt_server.engine.devices.choice import Gpu, ModelFacts, choose
+from tlt_server.engine.devices.fingerprints import of_cpu, of_gpu
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
@@ -164,9 +166,19 @@ def test_auto_leaves_are_the_ranks_of_a_cpu() -> None:
         assert choose(settings, Gpu(), files()).settings.reduction_leaves == ranks
 
 
-def test_a_difference_of_fingerprints_names_the_field_and_both_values() -> None:
-    mine = Fingerprint(2, "float32", "x", "strict 1")
+@pytest.mark.parametrize("name", Fingerprint.__struct_fields__)
+def test_a_difference_of_fingerprints_names_the_field_and_both_values(name: str) -> None:
+    mine = Fingerprint(2, "float32", "x", "strict 1", "cpu")
     assert mine.difference(mine) == ""
-    assert mine.difference(Fingerprint(1, "float32", "x", "strict 1")) == (
-        "leaves is 2 here and 1 there"
-    )
+    other = msgspec.structs.replace(mine, **{name: 1})
+    assert mine.difference(other) == f"{name} is {getattr(mine, name)!r} here and 1 there"
+
+
+def test_the_fingerprint_names_the_attention_of_each_device() -> None:
+    for device, attention in (("cpu", "cpu"), ("cpu", "torch"), ("cuda", "torch")):
+        settings = EngineSettings(model="m", device=device, attention=attention)  # type: ignore[arg-type]
+        decided = choose(settings, CARD, files(lambda ranks: 4)).settings
+        found = (
+            of_cpu(decided, Numerics()) if device == "cpu" else of_gpu(decided, torch.device("cpu"))
+        )
+        assert found.attention == attention

@@ -23,7 +23,9 @@ def of_cpu(settings: DecidedSettings, numerics: Numerics) -> Fingerprint:
     """Return the fingerprint after the self-test, which chooses the library."""
     architecture = f"{platform.machine()}, MKL_CBWR {os.environ.get('MKL_CBWR', 'unset')}"
     how = f"{numerics.mode} {versions.CPU}: {numerics.method.name}"
-    return Fingerprint(settings.reduction_leaves, settings.dtype, architecture, how)
+    return Fingerprint(
+        settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
+    )
 
 
 def of_gpu(settings: DecidedSettings, device: torch.device) -> Fingerprint:
@@ -32,4 +34,6 @@ def of_gpu(settings: DecidedSettings, device: torch.device) -> Fingerprint:
     if device.type == "cuda":
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     how = f"{settings.numerics} {versions.GPU}"
-    return Fingerprint(settings.reduction_leaves, settings.dtype, architecture, how)
+    return Fingerprint(
+        settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
+    )
