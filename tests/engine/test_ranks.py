@@ -229,6 +229,21 @@ def test_a_rank_that_dies_after_the_commit_leaves_the_new_version_to_the_next_li
     ranks_of(next_life).close()
 
 
+def test_a_rank_that_falls_silent_before_the_commit_leaves_the_old_version(
+    settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "answer_s", 1.0)
+    lasting = replace(settings, state_dir=tmp_path)
+    with two_ranks(lasting) as engine:
+        before = engine.info.weight_version
+        assert engine.push(root / "new", "v1", commit=False).result == "staged"
+        [process] = ranks_of(engine)._processes
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineFailed, match="rank 1 did not answer"):
+            engine.commit("v1")
+    assert Pushable(lasting).info.weight_version == before
+
+
 def test_a_rank_that_cannot_start_is_one_error(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

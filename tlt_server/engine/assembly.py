@@ -218,7 +218,9 @@ def _connect(
     in_flight = partial(settle, scheduler, equipped.runner)
     activity = ActivityReader(settings.activity) if settings.activity else None
     transaction = Transaction(live, options, parse_calibration)
-    pushes = WeightPushes(gate, transaction, scheduler, install, in_flight, knowledge.costs)
+    pushes = WeightPushes(
+        gate, transaction, scheduler, install, in_flight, equipped.confirm, knowledge.costs
+    )
     dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     return Engine(
         gate,

@@ -61,13 +61,15 @@ class WeightPushes:
         scheduler: Scheduler,
         install: Callable[[Live, Changed], None],
         settle: Callable[[], list[StepOutput]],
+        confirm: Callable[[], None] = lambda: None,
         costs: Callable[[], CostRecord | None] = lambda: None,
     ) -> None:
         """`install(live, changed)` makes runner and drafters use `live`, in which the roles of
-        `changed` are new. `settle` commits the steps in flight. `costs` returns the time of steps.
+        `changed` are new. `settle` commits the steps in flight. `confirm` waits for all ranks.
+        `costs` returns the time of steps.
         """
         self._gate, self.transaction, self._scheduler = gate, transaction, scheduler
-        self._install, self._settle = install, settle
+        self._install, self._settle, self._confirm = install, settle, confirm
         self._reports = WeightReports(transaction)
         self._reads = WeightReads(transaction.versions, self._reports, costs)
         self._joins = GroupJoins(transaction, self._reports)
@@ -228,10 +230,8 @@ class WeightPushes:
         if anything and self._rollback is not None and self.transaction.push is None:
             waiting, self._rollback = self._rollback, None
             self._release()
-            aborted = Conflict(
-                "the rollback was aborted before its moment came; nothing has changed"
-            )
-            self._reports.refuse(waiting.id, aborted)
+            why = "the rollback was aborted before its moment came; nothing has changed"
+            self._reports.refuse(waiting.id, Conflict(why))
             self._reports.report(command.id, "aborted")
             return
         push = self.transaction.abort(command.version, command.session)
@@ -279,15 +279,13 @@ class WeightPushes:
         self._gate.release(Reason.SETTLING)
         self.transaction.cleanup.run()  # the last call's garbage, which no frame holds any more
         self.unloads.advance()
-        if self._rollback is not None and self._may_change(
-            self._rollback.in_flight, self._rollback.parts
-        ):
-            self._roll_back(*self._rollback)
+        asked = self._rollback
+        if asked is not None and self._may_change(asked.in_flight, asked.parts):
+            self._roll_back(*asked)
         waiting = self.transaction.push
         if waiting is not None and isinstance(waiting.state, Waiting):
             self._start(waiting)
-        push = self.transaction.poll()
-        if push is not None:
+        if (push := self.transaction.poll()) is not None:
             self._advance(push)
         if not self._changing:
             self._reads.advance()
@@ -336,6 +334,8 @@ class WeightPushes:
         self._ended += ended
         if ended:
             self._gate.hold(Reason.SETTLING)
+        else:
+            self._confirm()  # a rank that is gone ends this life before the change is recorded
         return not ended
 
     def _commit(self, push: Push, staged: Staged) -> None:

@@ -58,6 +58,9 @@ class RankOrders(Protocol):
         `torch.OutOfMemoryError` where it had no room.
         """
 
+    def confirm(self) -> None:
+        """Wait until all have followed every order so far, with the errors of `order`."""
+
     def check(self) -> None:
         """`EngineFailed` where a rank has ended, or is silent."""
 
@@ -73,6 +76,8 @@ class RankOrders(Protocol):
 
 class NoRanks:
     def order(self, order: msgspec.Struct, *, wait: bool = False) -> None: ...
+
+    def confirm(self) -> None: ...
 
     def check(self) -> None: ...
 
@@ -195,6 +200,9 @@ class Ranks:
 
     def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
         self.ask(order) if wait else self._send(order, asks=False)
+
+    def confirm(self) -> None:
+        self.ask(orders.Beat())
 
     def free_dropped(self) -> None:
         """Free the memory of all models that have been dropped."""

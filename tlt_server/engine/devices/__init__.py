@@ -69,6 +69,8 @@ class Equipped(NamedTuple):
     record: Callable[[Reach], bool] = lambda reach: False
     # The engine has warmed up: a rank that falls silent from now on compiles nothing.
     ready: Callable[[], None] = lambda: None
+    # All ranks have what was staged; `EngineFailed` where one is gone or silent.
+    confirm: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

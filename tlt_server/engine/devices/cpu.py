@@ -173,6 +173,7 @@ class CpuDevice:
             equipment.forget,
             runner.tables,
             ready=self._ranks.ready,
+            confirm=self._ranks.confirm,
         )
 
     def _adapter_slots(self, live: Live) -> AdapterSlots | None:

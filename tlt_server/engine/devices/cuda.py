@@ -261,6 +261,7 @@ class CudaDevice:
             self.sizes.room,
             IdleRecorder(runner, self.recordings),
             self._orders.ready,
+            self._orders.confirm,
         )
 
     def _prepare(
