@@ -19,6 +19,7 @@ from tlt_kernels.gpu.gemm_tiles import (
     _STREAM,
     LEAF_UNIT,
     LEAVES,
+    PARTS,
     Kind,
     Tile,
     leaf_size,
@@ -204,22 +205,24 @@ def test_a_last_round_is_cut_where_that_ends_sooner(
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "columns", "width"),
+    ("kind", "rows", "columns", "leaves", "width"),
     [
-        (Kind.GATED, 64, 27648, 128),  # 216 wide tiles: two rounds, 82 % full
-        (Kind.GATED, 64, 14336, 128),  # 112 tiles: one round, 85 %
-        (Kind.GATED, 64, 37888, 64),  # 296 tiles: three rounds, 75 %
-        (Kind.GATED, 128, 27648, 256),
-        (Kind.GATED, 128, 37888, 128),
-        (Kind.FOLDED, 128, 2 * 8192, 128),
-        (Kind.FOLDED, 128, 2 * 5120, 64),
-        (Kind.GATED, 32, 27648, 64),  # few rows have no wide tiles
+        (Kind.GATED, 64, 27648, 1, 128),  # 216 wide tiles: two rounds, 82 % full
+        (Kind.GATED, 64, 14336, 1, 128),  # 112 tiles: one round, 85 %
+        (Kind.GATED, 64, 37888, 1, 64),  # 296 tiles: three rounds, 75 %
+        (Kind.GATED, 128, 27648, 1, 256),
+        (Kind.GATED, 128, 37888, 1, 128),
+        (Kind.FOLDED, 128, 8192, 4, 128),  # two sums: 128 tiles
+        (Kind.FOLDED, 128, 5120, 4, 64),  # two sums: 80 tiles
+        (Kind.FOLDED, 128, 3584, 8, 128),  # a program adds no more than two, so four: 112 tiles
+        (Kind.GATED, 32, 27648, 1, 64),  # few rows have no wide tiles
     ],
 )
 def test_wide_tiles_run_where_they_fill_their_rounds(
-    kind: Kind, rows: int, columns: int, width: int
+    kind: Kind, rows: int, columns: int, leaves: int, width: int
 ) -> None:
-    assert stream_tile(kind, rows, columns, 132).columns == width
+    parts = min(PARTS, leaves)
+    assert stream_tile(kind, rows, columns, 132, leaves, parts).columns == width
 
 
 def test_tiles_for_the_same_rows_differ_in_columns_alone() -> None:

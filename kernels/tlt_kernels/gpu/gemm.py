@@ -72,7 +72,7 @@ def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
 
 
 def _chosen(
-    kind: Kind, x_MK: Tensor, weight_NK: Tensor, parts: int = 1
+    kind: Kind, x_MK: Tensor, weight_NK: Tensor, leaves: int = 1, parts: int = 1
 ) -> tuple[Callable[..., None], Tile]:
     """Return the function that multiplies, and its tile."""
     n = len(weight_NK)
@@ -80,7 +80,7 @@ def _chosen(
         from tlt_kernels.gpu import gemm_stream
 
         programs = gemm_stream.multiprocessors(x_MK.device)
-        return gemm_stream.multiply, stream_tile(kind, len(x_MK), n * parts, programs)
+        return gemm_stream.multiply, stream_tile(kind, len(x_MK), n, programs, leaves, parts)
     return gemm_portable.multiply, portable_tile(len(x_MK), x_MK.dtype)
 
 
@@ -124,7 +124,7 @@ def partials(
     if leaves not in LEAF_COUNTS:
         raise ValueError(f"K cannot be cut into {leaves} leaves; take one of {LEAF_COUNTS}")
     (m, k), n = x_MK.shape, len(weight_NK)
-    multiply, tile = _chosen(kind_of_partials(leaves, parts), x_MK, weight_NK, min(leaves, parts))
+    multiply, tile = _chosen(kind_of_partials(leaves, parts), x_MK, weight_NK, leaves, parts)
     leaf, fold = leaf_size(k, leaves), tile.fold(leaves, parts)
     shape = triton.cdiv(k, leaf * fold), m, n
     if room is None:

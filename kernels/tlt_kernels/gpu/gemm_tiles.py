@@ -118,15 +118,17 @@ def kind_of_linear(n: int) -> Kind:
     return Kind.HEAD if n >= 16384 else Kind.LINEAR
 
 
-def stream_tile(kind: Kind, rows: int, columns: int, programs: int) -> Tile:
-    """Return the tile for a product of this many rows of the weight, times partial sums.
+def stream_tile(
+    kind: Kind, rows: int, columns: int, programs: int, leaves: int = 1, parts: int = 1
+) -> Tile:
+    """Return the tile for a matmul with this many rows of the weight.
 
     Wide tiles read x less often. They are worth it where their last round leaves few programs idle;
     else narrow ones spread better.
     """
     *wide, narrow = next(tiles for most, tiles in _STREAM[kind] if rows <= most)
     for tile in wide:
-        count = -(-columns // tile.columns)
+        count = -(-columns // tile.columns) * (leaves // tile.fold(leaves, parts))
         if count >= FULL * programs * -(-count // programs):
             return tile
     return narrow
