@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.test_gpu_memory import CONFIG
 from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose
 from tlt_server.engine.devices.training import OtherGpu
@@ -30,7 +31,7 @@ def unread() -> str:
 def chosen(
     gpu: Gpu = CARD, own: Callable[[], str] = lambda: "bfloat16", **settings: object
 ) -> DeviceChoice:
-    files = SimpleNamespace(dtype=own, auto_gpu_leaves=lambda ranks: 2)
+    files = SimpleNamespace(dtype=own, config=lambda: CONFIG)
     return choose(EngineSettings(model="m", **settings), gpu, files)  # type: ignore[arg-type]
 
 

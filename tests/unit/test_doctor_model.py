@@ -36,6 +36,10 @@ def test_ranks(pair: Path) -> None:
     assert "on each of 2 ranks" in found(model.memory, broken(pair, tensor_parallel=2)).found
     refused = found(model.device, broken(pair, tensor_parallel=4))
     expect(refused, "fail", "tensor_parallel is 4", "use 1 or 2")
+    for numbers in ({"tensor_parallel": 3}, {"tensor_parallel": 8}):
+        assert found(model.device, broken(pair, **numbers)).remedy == "use 1 or 2"
+    few = found(model.device, broken(pair, tensor_parallel=2, reduction_leaves=1))
+    assert few.remedy == "use 2", "four and eight would cut a head"
 
 
 def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

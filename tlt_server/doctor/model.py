@@ -17,12 +17,12 @@ from tlt_server.engine.devices.choice import (
     DeviceChoice,
     Gpu,
     ModelFiles,
+    check_cpu_split,
     check_gpu_split,
     choose,
     gpu_split,
     look,
 )
-from tlt_server.engine.devices.cpu import check_split
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.sizing import kv_pages, served_length, training_share
@@ -71,7 +71,7 @@ def device(config: Config) -> Finding:
         )
     else:
         BACKENDS.resolve(choice.settings.attention)
-        check_split(choice.settings, ModelConfig.read(config.model))
+        check_cpu_split(choice.settings, ModelConfig.read(config.model))
     return ok(choice.describe())
 
 
