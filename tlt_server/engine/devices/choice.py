@@ -8,6 +8,7 @@ doctor`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.machine import named_twice
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import gpu_dtype, own_dtype
 from tlt_server.models.shards import check_ranks, has_tokens, widths
@@ -46,6 +48,7 @@ class Gpu(NamedTuple):
     free_bytes: int = 0
     total_bytes: int = 0
     unusable: str = ""  # why; empty: it can be used
+    twice: str = ""  # the GPU that CUDA_VISIBLE_DEVICES names twice
     mps: bool = False  # whether this process is a client of MPS there
     others: tuple[OtherGpu, ...] = ()  # further GPUs that this process sees
 
@@ -98,6 +101,8 @@ def look() -> Gpu:
 
     if torch.version.cuda is None:
         return Gpu(unusable="this torch is built without CUDA")
+    if twice := named_twice(os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+        return Gpu(unusable=f"CUDA_VISIBLE_DEVICES names GPU {twice} twice", twice=twice)
     try:
         if not torch.cuda.is_available():
             return Gpu(unusable="torch finds no GPU")
@@ -146,6 +151,8 @@ def _computing(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceC
         return for_cpu(settings, model)
     if device == "interpreter":
         return for_interpreter(settings)
+    if gpu.twice:  # some versions of CUDA see none then, others all before it
+        raise StartupError(f"{gpu.unusable}; name each GPU once, or start with --device cpu")
     if device == "cuda":
         if gpu.unusable:
             raise StartupError(
