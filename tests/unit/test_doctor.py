@@ -25,7 +25,7 @@ from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import Gpu
 
 ROOT = Path(__file__).parents[2]
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 CARD = Gpu("Card 9000", (9, 0), 70 * GIB, 80 * GIB)
 
 

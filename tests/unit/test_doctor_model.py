@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.test_doctor import CARD, configured, expect, found
+from tests.unit.test_doctor import CARD, MIB, configured, expect, found
 from tlt_server import machine
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
+from tlt_server.doctor.finding import Finding
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.models.numerics import BLOCKS
 
@@ -56,6 +58,26 @@ def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(model.device, broken(pair, tensor_parallel=2)).status == "ok"
     uneven = broken(pair, tensor_parallel=2, reduction_leaves=8)
     expect(found(model.device, uneven), "fail", "reduction_leaves is 8", "use 2")
+
+
+def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory(free: int, ranks: int) -> Finding:
+        twin = OtherGpu(1, CARD.name, CARD.total_bytes)
+        card = CARD._replace(free_bytes=free, others=(twin,))
+        monkeypatch.setattr(model, "look", lambda: card)
+        return found(model.memory, broken(pair, weight_root=pair, tensor_parallel=ranks))
+
+    sizes = range(0, CARD.free_bytes, MIB)
+    fits_two = bisect_left(sizes, True, key=lambda free: memory(free, 2).status == "ok") * MIB
+    assert memory(fits_two, 2).status == "ok"
+    short = memory(fits_two, 1)
+    expect(short, "fail", "for pushed weights", "set tensor_parallel to 2, on 2 GPUs")
+    shorter = memory(fits_two - MIB, 2)
+    expect(shorter, "fail", "max_model_len")
+    assert "weight_staging" not in shorter.remedy and "tensor_parallel" not in shorter.remedy
+    expect(memory(11 * MIB, 1), "fail", "the weights take", "set tensor_parallel to 2, on 2 GPUs")
 
 
 def test_tokenizer(pair: Path) -> None:

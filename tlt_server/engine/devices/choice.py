@@ -310,6 +310,20 @@ def gpu_split(settings: DecidedSettings, config: ModelConfig, rank: int = 0) -> 
     return split if has_tokens(config, split) else replace(split, whole=("lm_head",))
 
 
+def wider_settings(settings: DecidedSettings, config: ModelConfig) -> list[DecidedSettings]:
+    """Return the settings with each larger width that GPUs can share this model by."""
+    alone = settings.numerics == "fast" or settings.max_loras
+    elsewhere = settings.weight_staging in ("host", "disk")
+    if alone or elsewhere or settings.drafter_parallel == "shared":  # not every width can
+        return []
+    works, leaves = widths(config, GPU_LEAF_UNIT), settings.reduction_leaves
+    return [
+        replace(settings, tensor_parallel=ranks, reduction_leaves=max(ranks, leaves))
+        for ranks in works
+        if ranks > settings.tensor_parallel
+    ]
+
+
 def check_cpu_split(settings: DecidedSettings, config: ModelConfig) -> None:
     """`StartupError` where processes of a CPU cannot split this model so."""
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
