@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_doctor import CARD, MIB, configured, expect, found
+from tests.unit.test_doctor import CARD, MIB, ROOT, configured, expect, found
 from tlt_server import machine
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
@@ -52,6 +52,11 @@ def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for ranks in (1, 2)
     )
     assert "on each of 2 GPUs" in shared and "GPUs" not in one
+    cost = "each GPU has 0.78 of that throughput at batch 1 and 0.76 at 256"
+    assert cost in shared and "throughput" not in one
+    page = (ROOT / "docs" / "several_gpus.md").read_text().replace("\n", " ")
+    assert "0.64 of its time on two H200s at batch 1, 0.66 at 256" in page
+    assert model.STEP_ON_TWO == {1: 0.64, 256: 0.66}
     weights = re.compile(r"(\d+) MiB of weights")
     alone, part = (int(weights.match(said)[1]) for said in (one, shared))  # type: ignore[index]
     assert part < 0.7 * alone
@@ -74,6 +79,7 @@ def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
     assert memory(fits_two, 2).status == "ok"
     short = memory(fits_two, 1)
     expect(short, "fail", "for pushed weights", "set tensor_parallel to 2, on 2 GPUs")
+    assert "throughput" not in memory(fits_two, 2).found, "one GPU is too small"
     shorter = memory(fits_two - MIB, 2)
     expect(shorter, "fail", "max_model_len")
     assert "weight_staging" not in shorter.remedy and "tensor_parallel" not in shorter.remedy
