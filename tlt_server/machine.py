@@ -39,6 +39,22 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGESIZE")
 
 
+def named_twice(visible: str) -> str:
+    """Return the GPU that a value of CUDA_VISIBLE_DEVICES names twice, by number or by UUID, which
+    may be cut short; empty: none. CUDA ignores all after an entry that names no GPU.
+    """
+    seen: list[str] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        number = re.match(r"\+?\d+", entry)
+        name = f"{int(number[0])}," if number else entry.lower()
+        if number is None and not name.startswith(("gpu-", "mig-")):
+            break
+        if any(name.startswith(other) or other.startswith(name) for other in seen):
+            return entry
+        seen.append(name)
+    return ""
+
+
 def host_memory() -> HostMemory:
     """Return the lesser of what the machine has and what its control group may still take."""
     lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())

@@ -16,6 +16,7 @@ AUTO = "auto"
 PolicyName = Literal["off", "fixed", "beg", "goodput"]
 ExchangeName = Literal["auto", "nvlink", "nccl"]
 DrafterParallel = Literal["auto", "shared", "replicated"]
+SPLITS = (1, 2, 4, 8)  # numbers of ranks, and of leaves
 
 
 @dataclass(frozen=True)

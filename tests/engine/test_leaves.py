@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -21,9 +19,10 @@ from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.fingerprint import Fingerprint
+from tlt_server.models.config import ModelConfig
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.qwen2 import Qwen2
-from tlt_server.models.split import Split, auto_gpu_leaves, check_leaves, folded
+from tlt_server.models.split import Split, check_leaves, folded
 
 # Each eighth of K has weights of this order of magnitude.
 EXPONENTS = (0, 17, 5, 11, 22, 19, 2, 14)
@@ -85,35 +84,51 @@ def test_the_tree_adds_neighbours() -> None:
     assert folded(parts[:1]) is parts[0]
 
 
+WIDE = replace(CONFIG, heads=28, kv_heads=4, head_dim=128, intermediate_size=18944)  # as 7B
+PAIR = replace(CONFIG, heads=2, kv_heads=1, head_dim=128, intermediate_size=512)  # as the demo's
+
+
 def test_leaves_that_would_cut_a_head_are_refused_with_those_that_work() -> None:
-    config = replace(CONFIG, heads=28, intermediate_size=18944)
-    check_leaves(config, 4, 128, "m")
-    with pytest.raises(
-        StartupError, match=r"reduction_leaves is 8, and m has 28 heads .* 1 or 2 or 4"
-    ):
-        check_leaves(config, 8, 128, "m")
+    check_leaves(WIDE, 4, 128, "m")
+    with pytest.raises(StartupError, match="reduction_leaves is 8 .*28 heads .* use 1 or 2 or 4$"):
+        check_leaves(WIDE, 8, 128, "m")
     with pytest.raises(StartupError, match="use 2 or 4$"):
-        check_leaves(config, 8, 128, "m", ranks=2)
-    with pytest.raises(StartupError, match="use tensor_parallel 1 or tensor_parallel 2 or "):
-        check_leaves(config, 8, 128, "m", ranks=8)
+        check_leaves(WIDE, 8, 128, "m", ranks=2)
 
 
 @pytest.mark.parametrize(
-    ("flags", "why"),
+    ("config", "flags", "why"),
     [
-        ({"tensor_parallel": 3}, "use 1, 2, 4, 8"),
-        ({"tensor_parallel": 4, "reduction_leaves": 2}, "use 4 or 8"),
-        ({"reduction_leaves": 3}, "use 1 or 2 or 4 or 8"),
+        (WIDE, {"tensor_parallel": 3}, "use 1 or 2 or 4$"),
+        (WIDE, {"tensor_parallel": 8}, "use 1 or 2 or 4$"),
+        (replace(WIDE, intermediate_size=18960), {"tensor_parallel": 8}, "use 1 or 2$"),
+        (WIDE, {"tensor_parallel": 4, "reduction_leaves": 2}, "use 4$"),
+        (WIDE, {"reduction_leaves": 3}, "use 1 or 2 or 4$"),
+        (PAIR, {"tensor_parallel": 2, "reduction_leaves": 1}, "use 2$"),
+        (PAIR, {"tensor_parallel": 8}, "use 1 or 2$"),
     ],
 )
-def test_numbers_that_no_model_has_are_refused(flags: dict[str, int], why: str) -> None:
-    settings = EngineSettings(model="m", device="cpu", **flags)  # type: ignore[arg-type]
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_numbers_that_a_model_does_not_have_are_refused_at_once(
+    config: ModelConfig, flags: dict[str, int], why: str, device: str
+) -> None:
+    """Each number that is named works: no second refusal follows."""
+    settings = EngineSettings(model="m", device=device, **flags)  # type: ignore[arg-type]
+    gpus = CARD._replace(others=tuple(TWIN._replace(number=n) for n in range(1, 8)))
+    if device == "cuda" and config.intermediate_size % 128:
+        why = "use 1$"
     with pytest.raises(StartupError, match=why):
-        choose(settings, Gpu(), files())
+        choose(settings, gpus, files(config))
 
 
-def files(leaves: Callable[[int], int] = lambda ranks: 2) -> ModelFacts:
-    return SimpleNamespace(dtype=lambda: "bfloat16", auto_gpu_leaves=leaves)
+def test_too_few_gpus_are_refused_with_the_widths_that_work_on_them() -> None:
+    settings = EngineSettings(model="m", device="cuda", tensor_parallel=4)  # type: ignore[arg-type]
+    with pytest.raises(StartupError, match="sees 2 GPUs; .*: use 1 or 2, or name more in CUDA_"):
+        choose(settings, CARD._replace(others=(TWIN,)), files(WIDE))
+
+
+def files(config: ModelConfig = WIDE) -> ModelFacts:
+    return SimpleNamespace(dtype=lambda: "bfloat16", config=lambda: config)
 
 
 CARD = Gpu("Card 9000", (9, 0), 70 * 2**30, 80 * 2**30)
@@ -143,7 +158,6 @@ def test_ranks_and_leaves_that_gpus_cannot_have_are_refused(
         (28, {"tensor_parallel": 2}, 4),
         (28, {"tensor_parallel": 4}, 4),
         (14, {}, 2),  # four would cut a head
-        (14, {"tensor_parallel": 4}, 4),  # refused when the model is read
         (28, {"max_loras": 1}, 2),
         (28, {"numerics": "fast"}, 2),
         (28, {"reduction_leaves": 2}, 2),
@@ -152,8 +166,7 @@ def test_ranks_and_leaves_that_gpus_cannot_have_are_refused(
 def test_auto_leaves_of_gpus_are_four_where_no_head_is_cut(
     heads: int, flags: dict[str, object], leaves: int
 ) -> None:
-    config = replace(CONFIG, heads=heads, head_dim=128, intermediate_size=18944)
-    model = files(partial(auto_gpu_leaves, config))
+    model = files(replace(WIDE, heads=heads, kv_heads=2))
     settings = EngineSettings(model="m", device="cuda", **flags)  # type: ignore[arg-type]
     others = tuple(TWIN._replace(number=number) for number in (1, 2, 3))
     found = choose(settings, CARD._replace(others=others), model).settings

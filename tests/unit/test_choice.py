@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.test_gpu_memory import CONFIG
 from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, choose
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.machine import named_twice
 from tlt_server.models.loader import own_dtype
 
 CARD = Gpu("Card 9000", (9, 0), 70 * 2**30, 80 * 2**30)
@@ -30,7 +32,7 @@ def unread() -> str:
 def chosen(
     gpu: Gpu = CARD, own: Callable[[], str] = lambda: "bfloat16", **settings: object
 ) -> DeviceChoice:
-    files = SimpleNamespace(dtype=own, auto_gpu_leaves=lambda ranks: 2)
+    files = SimpleNamespace(dtype=own, config=lambda: CONFIG)
     return choose(EngineSettings(model="m", **settings), gpu, files)  # type: ignore[arg-type]
 
 
@@ -162,6 +164,7 @@ def test_one_line_says_it_all() -> None:
 class TestWhatTorchSees:
     @pytest.fixture(autouse=True)
     def card(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 9000")
@@ -219,9 +222,41 @@ class TestWhatTorchSees:
         remedy = "start with --device cpu, or check the machine with tlt doctor"
         assert caught.value.message == f"device is cuda, but {old}; {remedy}"
 
+    @pytest.mark.parametrize("asked", [None, "cuda"])
+    def test_a_gpu_that_is_named_twice(
+        self, asked: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Torch sees no GPU at all then, and auto must not mean the CPU."""
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(StartupError) as caught:
+            chosen(choice.look(), unread, device=asked, tensor_parallel=2)
+        assert caught.value.message == (
+            "CUDA_VISIBLE_DEVICES names GPU 0 twice; name each GPU once, or start with --device cpu"
+        )
+        assert chosen(choice.look(), unread, device="cpu").settings.device == "cpu"
+
     def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choice, "find_spec", lambda name: None)
         assert "Triton" in choice.look().unusable
+
+
+@pytest.mark.parametrize(
+    ("visible", "twice"),
+    [
+        ("", ""),
+        ("0", ""),
+        ("1,10,0", ""),
+        ("0,1, 0", "0"),
+        ("2,02", "02"),
+        ("0,-1,0", ""),  # only the first is visible
+        ("GPU-8932f937,GPU-a1", ""),
+        ("GPU-8932f937-d72c,GPU-a1,GPU-8932F937", "GPU-8932F937"),
+        ("MIG-1,GPU-1,MIG-1", "MIG-1"),
+    ],
+)
+def test_visible_gpus_that_are_named_twice(visible: str, twice: str) -> None:
+    assert named_twice(visible) == twice
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -25,7 +25,7 @@ from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import Gpu
 
 ROOT = Path(__file__).parents[2]
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 CARD = Gpu("Card 9000", (9, 0), 70 * GIB, 80 * GIB)
 
 
@@ -252,6 +252,9 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         choice, "look", lambda: CARD._replace(unusable="Card 9000 has compute capability 7.5")
     )
     expect(found(compute.gpu), "warn", "7.5", "--device cpu")
+    twice = Gpu(unusable="CUDA_VISIBLE_DEVICES names GPU 0 twice", twice="0")
+    monkeypatch.setattr(choice, "look", lambda: twice)
+    expect(found(compute.gpu), "warn", "GPU 0 twice: only --device cpu starts", "each GPU once")
     monkeypatch.setattr(choice, "look", lambda: CARD)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CC", "cc")

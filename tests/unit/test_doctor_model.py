@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.test_doctor import CARD, configured, expect, found
+from tests.unit.test_doctor import CARD, MIB, ROOT, configured, expect, found
 from tlt_server import machine
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
+from tlt_server.doctor.finding import Finding
 from tlt_server.engine.devices.training import OtherGpu
 from tlt_server.models.numerics import BLOCKS
 
@@ -36,6 +38,10 @@ def test_ranks(pair: Path) -> None:
     assert "on each of 2 ranks" in found(model.memory, broken(pair, tensor_parallel=2)).found
     refused = found(model.device, broken(pair, tensor_parallel=4))
     expect(refused, "fail", "tensor_parallel is 4", "use 1 or 2")
+    for numbers in ({"tensor_parallel": 3}, {"tensor_parallel": 8}):
+        assert found(model.device, broken(pair, **numbers)).remedy == "use 1 or 2"
+    few = found(model.device, broken(pair, tensor_parallel=2, reduction_leaves=1))
+    assert few.remedy == "use 2", "four and eight would cut a head"
 
 
 def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,12 +52,38 @@ def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for ranks in (1, 2)
     )
     assert "on each of 2 GPUs" in shared and "GPUs" not in one
+    cost = "each GPU has 0.78 of that throughput at batch 1 and 0.76 at 256"
+    assert cost in shared and "throughput" not in one
+    page = (ROOT / "docs" / "several_gpus.md").read_text().replace("\n", " ")
+    assert "0.64 of its time on two H200s at batch 1, 0.66 at 256" in page
+    assert model.STEP_ON_TWO == {1: 0.64, 256: 0.66}
     weights = re.compile(r"(\d+) MiB of weights")
     alone, part = (int(weights.match(said)[1]) for said in (one, shared))  # type: ignore[index]
     assert part < 0.7 * alone
     assert found(model.device, broken(pair, tensor_parallel=2)).status == "ok"
     uneven = broken(pair, tensor_parallel=2, reduction_leaves=8)
     expect(found(model.device, uneven), "fail", "reduction_leaves is 8", "use 2")
+
+
+def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory(free: int, ranks: int) -> Finding:
+        twin = OtherGpu(1, CARD.name, CARD.total_bytes)
+        card = CARD._replace(free_bytes=free, others=(twin,))
+        monkeypatch.setattr(model, "look", lambda: card)
+        return found(model.memory, broken(pair, weight_root=pair, tensor_parallel=ranks))
+
+    sizes = range(0, CARD.free_bytes, MIB)
+    fits_two = bisect_left(sizes, True, key=lambda free: memory(free, 2).status == "ok") * MIB
+    assert memory(fits_two, 2).status == "ok"
+    short = memory(fits_two, 1)
+    expect(short, "fail", "for pushed weights", "set tensor_parallel to 2, on 2 GPUs")
+    assert "throughput" not in memory(fits_two, 2).found, "one GPU is too small"
+    shorter = memory(fits_two - MIB, 2)
+    expect(shorter, "fail", "max_model_len")
+    assert "weight_staging" not in shorter.remedy and "tensor_parallel" not in shorter.remedy
+    expect(memory(11 * MIB, 1), "fail", "the weights take", "set tensor_parallel to 2, on 2 GPUs")
 
 
 def test_tokenizer(pair: Path) -> None:

@@ -16,7 +16,8 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from tlt_server.attention.gpu import TREE_ROWS, TritonPaged
-from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs
+from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.refusals import (
     BUSY,
     CONTEXT,
@@ -26,6 +27,7 @@ from tlt_server.engine.gpu.refusals import (
     check_plan,
     check_weights,
     exhausted,
+    widen,
 )
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import MIB
@@ -185,6 +187,42 @@ def test_fewer_rows_and_no_pushes_are_named_where_they_would_do() -> None:
         "set weight_staging to host" in open_only
         and pages(settings(weight_channels="ipc", weight_staging="host"), 40 * GIB) >= 2048
     )
+
+
+def wider(given: EngineSettings, *widths: int) -> list[Wider]:
+    """The widths with what each of their ranks needs; the model's leaves are 4."""
+    own = needs(given)
+    return [
+        Wider(
+            replace(given, tensor_parallel=width, reduction_leaves=max(4, width)),
+            own._replace(weights=own.weights // width, per_page=own.per_page // width),
+        )
+        for width in widths
+    ]
+
+
+def test_a_larger_width_is_named_where_it_fits() -> None:
+    given = settings(weight_root="/w", reduction_leaves=4)
+    short = plan(given, 30 * GIB)
+    with pytest.raises(StartupError, match="; .*set tensor_parallel to 2, on 2 GPUs$"):
+        check_plan(short, lambda: wider(given, 2, 4))
+    check_plan(short.widened(wider(given, 2)[0]))
+    shorter = plan(given, 20 * GIB)
+    with pytest.raises(StartupError, match="set tensor_parallel to 4, on 4 GPUs$"):
+        check_plan(shorter, lambda: wider(given, 2, 4, 8))
+    assert not shorter.widened(wider(given, 2)[0]).fits
+    with pytest.raises(StartupError, match="set tensor_parallel and reduction_leaves to 8, on 8"):
+        check_plan(shorter, lambda: wider(given, 8))
+    many = settings(weight_root="/w", reduction_leaves=4, max_running=65536)
+    little = plan(many, GIB, total=16 * GIB)
+    with pytest.raises(StartupError, match=f"several of .*, tensor_parallel, or {SMALLER}$"):
+        check_plan(little, lambda: wider(many, 2, 4))
+
+
+def test_several_ranks_are_offered_no_staging_that_they_refuse() -> None:
+    shared = settings(weight_root="/w", tensor_parallel=2)
+    message = refusal(shared, 40 * GIB)
+    assert "28.4 GiB for pushed weights" in message and "weight_staging" not in message
 
 
 def test_nothing_fits_at_all() -> None:
@@ -365,6 +403,11 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
         check_weights(given, needs(given), 10 * GIB, TOTAL)
     with pytest.raises(StartupError, match=r"dtype bfloat16 \(halves them\)"):
         check_weights(settings(dtype="float32"), needs(settings(dtype="float32")), 20 * GIB, TOTAL)
+    given = settings(reduction_leaves=4)
+    for free, width in ((10 * GIB, 2), (4 * GIB, 4)):
+        remedy = f"; set tensor_parallel to {width}, on {width} GPUs, or end what"
+        with pytest.raises(StartupError, match=remedy):
+            check_weights(given, needs(given), free, TOTAL, lambda: wider(given, 2, 4))
 
 
 SAID = (
@@ -381,6 +424,9 @@ def test_memory_that_runs_out_in_spite_of_the_plan() -> None:
         "its 140.0 GiB are free" in message
     )
     assert "; lower memory_fraction (0.9), or lower max_running (256), or end what" in message
+    next_width = widen(*(settings(tensor_parallel=ranks, reduction_leaves=4) for ranks in (1, 2)))
+    message = exhausted(made, "graphs", SAID, free=GIB, total=TOTAL, wider=next_width)
+    assert message.endswith(f"max_running (256), or set tensor_parallel to 2, on 2 GPUs, or {BUSY}")
     named = plan(settings(kv_memory_mb=40 * 1024), TOTAL - 2 * VALUES)
     assert "1024 MiB of its 140.0 GiB are free; lower kv_memory_mb (40960)" in exhausted(
         named, "graphs", "out of memory", free=GIB, total=TOTAL
@@ -408,6 +454,26 @@ def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.Mon
             raise torch.OutOfMemoryError(SAID)
     with pytest.raises(ZeroDivisionError), device._memory("77 KV pages"):
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("drafter", ["none", str(DRAFTER)])
+def test_the_device_names_a_width_for_weights_that_do_not_fit(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    from tlt_server.engine.devices.interpreter import Interpreted
+
+    given = settings(device="interpreter", attention="triton", model=TARGET, drafter=drafter)
+    device = Interpreted(replace(given, reduction_leaves=2))
+    monkeypatch.setattr(device, "_free", lambda: (8 * MIB, TOTAL))
+    with pytest.raises(StartupError, match="the weights take .*; set tensor_parallel to 2, on 2 G"):
+        device.load(ModelConfig.read(TARGET))
+    monkeypatch.setattr(device, "_free", lambda: (MIB, TOTAL))
+    with pytest.raises(StartupError, match="too few; end what else"):
+        device.load(ModelConfig.read(TARGET))
+    with pytest.raises(StartupError, match=f"; {SMALLER}, or set tensor_parallel to 2, on 2 GPUs"):
+        with device._memory("the weights"):
+            raise torch.OutOfMemoryError(SAID)
 
 
 @pytest.mark.parametrize(

@@ -103,4 +103,8 @@ def test_a_full_disk_is_called_a_disk(code: int) -> None:
     failed = _exhausted(error)
     assert isinstance(failed, PushFailed) and failed.message.startswith("a disk is full: ")
     assert "--state-dir" in failed.message and "memory" not in failed.message
-    assert _exhausted(OSError(errno.ENOMEM, "no")).message.startswith("memory ran out")
+    ran_dry = _exhausted(OSError(errno.ENOMEM, "no")).message
+    assert ran_dry.startswith("memory ran out")
+    assert ran_dry.endswith("or, on one rank, with --weight-staging host or disk"), (
+        "several ranks refuse these"
+    )

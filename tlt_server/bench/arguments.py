@@ -13,6 +13,7 @@ from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.bench.replaying.arguments import add_record, add_replay
 from tlt_server.bench.rollout_arguments import add_rollout
 from tlt_server.bench.serve_arguments import add_serve
+from tlt_server.shared_settings import SPLITS
 
 MAX_BATCH = 4096  # requests at once
 
@@ -96,11 +97,11 @@ def _exact(parser: argparse.ArgumentParser) -> None:
 def _ranks(
     parser: argparse.ArgumentParser, tells: str = "ranks that share the target [default 1]"
 ) -> None:
-    parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), default=1, help=tells)
+    parser.add_argument("--tensor-parallel", type=int, choices=SPLITS, default=1, help=tells)
     parser.add_argument(
         "--reduction-leaves",
         type=int,
-        choices=(1, 2, 4, 8),
+        choices=SPLITS,
         help="slices of each long sum [default the device's, for those ranks]",
     )
     parser.add_argument(
@@ -328,7 +329,7 @@ def _row_counts(text: str) -> tuple[int, ...]:
 
 def _leaf_counts(text: str) -> tuple[int, ...]:
     counts = _row_counts(text)
-    if unknown := [leaves for leaves in counts if leaves not in (1, 2, 4, 8)]:
+    if unknown := [leaves for leaves in counts if leaves not in SPLITS]:
         raise argparse.ArgumentTypeError(f"{unknown[0]} is no number of leaves: 1, 2, 4 or 8 are")
     return counts
 

@@ -36,6 +36,11 @@ def gpu() -> Finding:
     from tlt_server.engine.devices import choice  # imports torch, which may be what is wrong
 
     found, driver = choice.look(), _driver()
+    if found.twice:
+        return warn(
+            f"{found.unusable}: only --device cpu starts",
+            "name each GPU once in CUDA_VISIBLE_DEVICES",
+        )
     if not (found.name or driver):
         return ok("none")
     if found.unusable:

@@ -17,14 +17,16 @@ from tlt_server.engine.devices.choice import (
     DeviceChoice,
     Gpu,
     ModelFiles,
+    check_cpu_split,
     check_gpu_split,
     choose,
     gpu_split,
     look,
+    wider_settings,
 )
-from tlt_server.engine.devices.cpu import check_split
-from tlt_server.engine.gpu.memory import MemoryPlan, Needs
+from tlt_server.engine.gpu.memory import MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
+from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import kv_pages, served_length, training_share
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
@@ -43,6 +45,14 @@ from tlt_server.weights.spool import Spool
 
 GIB = 2**30
 WIDEST = 8192  # outputs of a product that the self-test looks at
+# Time of a 7B step on two H200s, as a share of its time on one, at two batch sizes: see
+# docs/several_gpus.md.
+STEP_ON_TWO = {1: 0.64, 256: 0.66}
+COST = (
+    "it fits one GPU, too, and a server on each gives more tokens in all: at a width of 2, each "
+    f"GPU has {0.5 / STEP_ON_TWO[1]:.2f} of that throughput at batch 1 and "
+    f"{0.5 / STEP_ON_TWO[256]:.2f} at 256 (7B on H200s, docs/several_gpus.md)"
+)
 UNDECIDED = fail(
     "not checked, as nothing is chosen that would compute", "follow the remedy of the check device"
 )
@@ -71,7 +81,7 @@ def device(config: Config) -> Finding:
         )
     else:
         BACKENDS.resolve(choice.settings.attention)
-        check_split(choice.settings, ModelConfig.read(config.model))
+        check_cpu_split(choice.settings, ModelConfig.read(config.model))
     return ok(choice.describe())
 
 
@@ -177,6 +187,36 @@ def memory(config: Config) -> Finding:
 def _gpu_memory(config: Config, model: Decoder) -> Finding:
     (chosen, gpu), directory = _choice(config), weights_directory(config.drafter)
     settings, network = chosen.settings, _network(config, directory) if directory else None
+    free, total = gpu.free_bytes, gpu.total_bytes
+
+    def planned(settings: DecidedSettings) -> MemoryPlan:
+        needs = _gpu_needs(settings, model, network)
+        return MemoryPlan(settings, needs, model.max_position, free - needs.weights, total)
+
+    def wider() -> list[Wider]:
+        return [
+            Wider(wide, _gpu_needs(wide, model, network))
+            for wide in wider_settings(settings, model.config)
+        ]
+
+    plan = planned(settings)
+    check_weights(settings, plan.needs, free, total, wider)
+    check_plan(plan, wider)
+    ranks, found = settings.tensor_parallel, plan.describe()
+    if ranks > 1:
+        found += f" on each of {ranks} GPUs"
+        if planned(replace(settings, tensor_parallel=1)).fits:
+            found += f"; {COST}"
+    if network is None or not plan.needs.per_state:
+        return ok(found)
+    rooms = {other.device: other.total_bytes for other in gpu.others}
+    device = settings.drafter_training_device
+    share = training_share(settings, network, rooms.get(device))
+    return ok(found + share.describe(device))
+
+
+def _gpu_needs(settings: DecidedSettings, model: Decoder, network: DrafterNetwork | None) -> Needs:
+    """Return what a rank needs of its GPU."""
     split, part = gpu_split(settings, model.config), None
     values = values_of(model.parameters(), model.config, split)
     if network is not None:
@@ -185,19 +225,7 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
         part = drafter_part(network.config, drafted, split, how, itemsize)
         values += values_of(network.parameters(), part.head, part.split)
     own = rank_config(model.config, split)
-    needs = Needs.of(settings, own, network, values, model.feature_width, part)
-    check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
-    plan = MemoryPlan(
-        settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes
-    )
-    check_plan(plan)
-    each = f" on each of {split.of} GPUs" * (split.of > 1)
-    if network is None or not needs.per_state:
-        return ok(plan.describe() + each)
-    rooms = {other.device: other.total_bytes for other in gpu.others}
-    device = settings.drafter_training_device
-    share = training_share(settings, network, rooms.get(device))
-    return ok(plan.describe() + each + share.describe(device))
+    return Needs.of(settings, own, network, values, model.feature_width, part)
 
 
 def _network(config: Config, directory: Path) -> DrafterNetwork:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.split import Split
+from tlt_server.models.split import Split, divides
+from tlt_server.shared_settings import SPLITS
 
 
 class ShardCut(NamedTuple):
@@ -111,19 +112,26 @@ def has_tokens(config: ModelConfig, split: Split) -> bool:
     return config.vocab_size > most_tokens(config, split) * (split.of - 1)
 
 
-def check_ranks(config: ModelConfig, ranks: int, where: str) -> None:
-    """`StartupError` with the widths that work, where heads do not divide."""
-    works = [
+def widths(config: ModelConfig, unit: int) -> list[int]:
+    """Return the numbers of ranks that can share this model; `unit`: see `check_leaves`."""
+    return [
         width
-        for width in (1, 2, 4, 8)
-        if config.heads % width == 0
+        for width in SPLITS
+        if (width == 1 or divides(config, width, unit))
         and (config.kv_heads % width == 0 or width % config.kv_heads == 0)
         and has_tokens(config, Split(of=width))
     ]
+
+
+def check_ranks(config: ModelConfig, ranks: int, unit: int, where: str) -> None:
+    """`StartupError` with the widths that work, where this is none of them."""
+    works = widths(config, unit)
     if ranks not in works:
         raise StartupError(
             f"tensor_parallel is {ranks}, and {where} has {config.heads} heads, {config.kv_heads} "
-            f"KV heads and {config.vocab_size} tokens; use {' or '.join(map(str, works))}"
+            f"KV heads, an MLP of {config.intermediate_size} and {config.vocab_size} tokens: every "
+            f"rank has as many, heads whole and inputs a multiple of {unit}; use "
+            f"{' or '.join(map(str, works))}"
         )
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
+from tlt_server.shared_settings import SPLITS
 
-LEAVES = (1, 2, 4, 8)
 GPU_LEAVES = 2
 # One GPU is as fast with these (see `tlt bench gemm`), and two are faster.
 AUTO_GPU_LEAVES = 4
-GPU_LEAF_UNIT = 128  # inputs of a leaf are a multiple
+CPU_LEAF_UNIT, GPU_LEAF_UNIT = 8, 128  # inputs of a leaf are a multiple
 
 
 def folded(parts: Sequence[Tensor]) -> Tensor:
@@ -94,21 +94,16 @@ WHOLE = Split()
 
 
 def check_leaves(config: ModelConfig, leaves: int, unit: int, where: str, ranks: int = 1) -> None:
-    """Refuse leaves that would cut a head, or whose inputs are no multiple of `unit`.
-    `StartupError` with the numbers that work on these ranks, or the widths that have some.
+    """Refuse leaves that would cut a head, whose inputs are no multiple of `unit`, or of which some
+    rank would have more than others. `StartupError` with the numbers that work on these ranks.
     """
-    works = [count for count in LEAVES if divides(config, count, unit)]
+    works = [count for count in SPLITS if count >= ranks and divides(config, count, unit)]
     if leaves not in works:
-        found = [str(count) for count in works if count >= ranks]
-        if not found:
-            found = [
-                f"tensor_parallel {width}" for width in LEAVES if width <= max(works, default=0)
-            ]
         raise StartupError(
-            f"reduction_leaves is {leaves}, and {where} has {config.heads} heads of "
-            f"{config.head_dim} and an MLP of {config.intermediate_size}, of which a leaf has a "
-            f"whole number of heads and a multiple of {unit}; use "
-            f"{' or '.join(found) or 'tensor_parallel 1 and reduction_leaves auto'}"
+            f"reduction_leaves is {leaves} and tensor_parallel {ranks}, and {where} has "
+            f"{config.heads} heads of {config.head_dim} and an MLP of {config.intermediate_size}: "
+            f"every rank has as many leaves, each of whole heads and a multiple of {unit}; use "
+            f"{' or '.join(map(str, works)) or 'reduction_leaves auto'}"
         )
 
 
@@ -122,5 +117,5 @@ def divides(config: ModelConfig, leaves: int, unit: int) -> bool:
 def auto_gpu_leaves(config: ModelConfig, ranks: int = 1) -> int:
     """Return the leaves of a target on GPUs where settings name none."""
     least = max(GPU_LEAVES, ranks)
-    counts = [n for n in LEAVES if least <= n <= AUTO_GPU_LEAVES]
+    counts = [n for n in SPLITS if least <= n <= AUTO_GPU_LEAVES]
     return max((n for n in counts if divides(config, n, GPU_LEAF_UNIT)), default=least)

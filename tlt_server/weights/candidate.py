@@ -239,6 +239,6 @@ def _exhausted(error: Exception) -> PushFailed:
         )
     return PushFailed(
         f"memory ran out while weights were received ({said}); push smaller buckets "
-        "(bucket_bytes), or serve with --weight-staging host or disk, or with less "
-        "--memory-fraction"
+        "(bucket_bytes), or serve with less --memory-fraction, or, on one rank, with "
+        "--weight-staging host or disk"
     )

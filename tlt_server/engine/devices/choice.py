@@ -8,6 +8,8 @@ doctor`.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,13 +19,14 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.engine.devices.training import OtherGpu, Place, training_device
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.machine import named_twice
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import gpu_dtype, own_dtype
-from tlt_server.models.shards import check_ranks, has_tokens
+from tlt_server.models.shards import check_ranks, has_tokens, widths
 from tlt_server.models.split import (
+    CPU_LEAF_UNIT,
     GPU_LEAF_UNIT,
     GPU_LEAVES,
-    LEAVES,
     Split,
     auto_gpu_leaves,
     check_leaves,
@@ -35,7 +38,6 @@ MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
 CPU_KV_MB = 1024
 SAMPLED_BLOCK = 1024  # tokens; `tlt_kernels.gpu.sampling`, which needs Triton, has the same
-WIDTHS = (1, 2, 4, 8)
 
 
 class Gpu(NamedTuple):
@@ -46,6 +48,7 @@ class Gpu(NamedTuple):
     free_bytes: int = 0
     total_bytes: int = 0
     unusable: str = ""  # why; empty: it can be used
+    twice: str = ""  # the GPU that CUDA_VISIBLE_DEVICES names twice
     mps: bool = False  # whether this process is a client of MPS there
     others: tuple[OtherGpu, ...] = ()  # further GPUs that this process sees
 
@@ -65,7 +68,7 @@ class ModelFacts(Protocol):
 
     def dtype(self) -> str: ...
 
-    def auto_gpu_leaves(self, ranks: int) -> int: ...
+    def config(self) -> ModelConfig: ...
 
 
 class ModelFiles(NamedTuple):
@@ -74,8 +77,8 @@ class ModelFiles(NamedTuple):
     def dtype(self) -> str:
         return own_dtype(self.directory)
 
-    def auto_gpu_leaves(self, ranks: int) -> int:
-        return auto_gpu_leaves(ModelConfig.read(self.directory), ranks)
+    def config(self) -> ModelConfig:
+        return ModelConfig.read(self.directory)
 
 
 class DeviceChoice(NamedTuple):
@@ -98,6 +101,8 @@ def look() -> Gpu:
 
     if torch.version.cuda is None:
         return Gpu(unusable="this torch is built without CUDA")
+    if twice := named_twice(os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+        return Gpu(unusable=f"CUDA_VISIBLE_DEVICES names GPU {twice} twice", twice=twice)
     try:
         if not torch.cuda.is_available():
             return Gpu(unusable="torch finds no GPU")
@@ -143,9 +148,11 @@ def _computing(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceC
     """Choose all that concerns the engine."""
     device: str | None = settings.device  # tests name another, the interpreter
     if device == "cpu":
-        return for_cpu(settings)
+        return for_cpu(settings, model)
     if device == "interpreter":
         return for_interpreter(settings)
+    if gpu.twice:  # some versions of CUDA see none then, others all before it
+        raise StartupError(f"{gpu.unusable}; name each GPU once, or start with --device cpu")
     if device == "cuda":
         if gpu.unusable:
             raise StartupError(
@@ -155,12 +162,12 @@ def _computing(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceC
         return for_cuda(settings, gpu, model)
     if device is not None:
         raise StartupError(f"device is {device!r}; it must be auto, cpu or cuda")
-    chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, gpu, model)
+    chosen = for_cpu(settings, model) if gpu.unusable else for_cuda(settings, gpu, model)
     because = f"{chosen.settings.device}: {gpu.unusable or f'torch sees {gpu.description}'}"
     return DeviceChoice(chosen.settings, {"device": because, **chosen.reasons})
 
 
-def for_cpu(settings: EngineSettings) -> DeviceChoice:
+def for_cpu(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
     _check_width(settings)
     if settings.exchange != "auto":
         raise StartupError(
@@ -189,13 +196,18 @@ def for_cpu(settings: EngineSettings) -> DeviceChoice:
         max_running=64,
         max_rows=512,
     )
+    if settings.tensor_parallel > 1 or settings.reduction_leaves:
+        check_cpu_split(suited, model.config())
     return DeviceChoice(replace(suited, graphs=False), {})
 
 
 def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
     check_attention(settings.attention, "cuda")
     _check_sums(settings)
-    _check_gpus(settings.tensor_parallel, gpu)
+    if settings.tensor_parallel > 1:
+        config = model.config()
+        check_ranks(config, settings.tensor_parallel, GPU_LEAF_UNIT, str(settings.model))
+        _check_gpus(settings.tensor_parallel, gpu, widths(config, GPU_LEAF_UNIT))
     reasons, dtype = {}, str(settings.dtype)
     if settings.dtype is None:
         own = model.dtype()
@@ -211,6 +223,8 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceCho
         max_running=256,
         max_rows=4096,
     )
+    if settings.reduction_leaves:
+        check_gpu_split(suited, model.config())
     if suited.attention == "torch" and suited.graphs:
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
         suited = replace(suited, graphs=False)
@@ -219,7 +233,7 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceCho
 
 def _auto_leaves(settings: EngineSettings, model: ModelFacts) -> int:
     plain = settings.numerics == "strict" and not settings.max_loras  # see `_check_sums`
-    return model.auto_gpu_leaves(settings.tensor_parallel) if plain else GPU_LEAVES
+    return auto_gpu_leaves(model.config(), settings.tensor_parallel) if plain else GPU_LEAVES
 
 
 def for_interpreter(settings: EngineSettings) -> DeviceChoice:
@@ -238,13 +252,8 @@ def for_interpreter(settings: EngineSettings) -> DeviceChoice:
 
 
 def _check_width(settings: EngineSettings) -> None:
-    """`StartupError` for ranks and leaves that no model could have."""
-    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
-    if ranks not in WIDTHS:
-        raise StartupError(
-            f"tensor_parallel is {ranks}; the width is a power of two: use "
-            f"{', '.join(map(str, WIDTHS))}"
-        )
+    """`StartupError` for settings that only one rank has."""
+    ranks = settings.tensor_parallel
     if ranks > 1 and settings.max_loras:
         raise StartupError(
             f"tensor_parallel is {ranks} and max_loras {settings.max_loras}: LoRA adapters are "
@@ -254,14 +263,6 @@ def _check_width(settings: EngineSettings) -> None:
         raise StartupError(
             f"weight_staging is {settings.weight_staging}, and every rank keeps its slice on its "
             "own device: use auto, device or none"
-        )
-    if leaves is None:
-        return
-    works = [count for count in LEAVES if count >= ranks]
-    if leaves not in works:
-        raise StartupError(
-            f"reduction_leaves is {leaves} and tensor_parallel is {ranks}; every rank has the same "
-            f"number of leaves, a power of two: use {' or '.join(map(str, works))}"
         )
 
 
@@ -281,13 +282,15 @@ def _check_sums(settings: EngineSettings) -> None:
         )
 
 
-def _check_gpus(ranks: int, gpu: Gpu) -> None:
-    """`StartupError` unless there are as many GPUs, of one kind."""
+def _check_gpus(ranks: int, gpu: Gpu, works: Sequence[int]) -> None:
+    """`StartupError` unless there are as many GPUs, of one kind; `works`: the model's widths."""
     others = gpu.others[: ranks - 1]
-    if len(others) < ranks - 1:
+    seen = 1 + len(others)
+    if seen < ranks:
+        fewer = " or ".join(str(width) for width in works if width <= seen)
         raise StartupError(
-            f"tensor_parallel is {ranks}, and torch sees {1 + len(others)} GPU; every rank has "
-            "one: use a smaller width, or name more in CUDA_VISIBLE_DEVICES"
+            f"tensor_parallel is {ranks}, and torch sees {seen} GPU{'s' * (seen > 1)}; every rank "
+            f"has one: use {fewer}, or name more in CUDA_VISIBLE_DEVICES"
         )
     for other in others:
         if (other.name, other.total_bytes) != (gpu.name, gpu.total_bytes):
@@ -307,10 +310,31 @@ def gpu_split(settings: DecidedSettings, config: ModelConfig, rank: int = 0) -> 
     return split if has_tokens(config, split) else replace(split, whole=("lm_head",))
 
 
+def wider_settings(settings: DecidedSettings, config: ModelConfig) -> list[DecidedSettings]:
+    """Return the settings with each larger width that GPUs can share this model by."""
+    alone = settings.numerics == "fast" or settings.max_loras
+    elsewhere = settings.weight_staging in ("host", "disk")
+    if alone or elsewhere or settings.drafter_parallel == "shared":  # not every width can
+        return []
+    works, leaves = widths(config, GPU_LEAF_UNIT), settings.reduction_leaves
+    return [
+        replace(settings, tensor_parallel=ranks, reduction_leaves=max(ranks, leaves))
+        for ranks in works
+        if ranks > settings.tensor_parallel
+    ]
+
+
+def check_cpu_split(settings: DecidedSettings, config: ModelConfig) -> None:
+    """`StartupError` where processes of a CPU cannot split this model so."""
+    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
+    check_ranks(config, ranks, CPU_LEAF_UNIT, str(settings.model))
+    check_leaves(config, leaves, CPU_LEAF_UNIT, str(settings.model), ranks)
+
+
 def check_gpu_split(settings: DecidedSettings, config: ModelConfig) -> None:
     """`StartupError` where GPUs cannot split this model so."""
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
-    check_ranks(config, ranks, str(settings.model))
+    check_ranks(config, ranks, GPU_LEAF_UNIT, str(settings.model))
     if ranks > 1 or leaves != GPU_LEAVES:  # two leaves of one rank may have any lengths
         check_leaves(config, leaves, GPU_LEAF_UNIT, str(settings.model), ranks)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.capture import CachedStates, describe_states
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
+from tlt_server.engine.devices.choice import check_cpu_split
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.orders import Allocate, FreePages, Install
 from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on, threads_of
@@ -32,8 +33,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import empty_target, load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.models.shards import check_ranks
-from tlt_server.models.split import Split, check_leaves
+from tlt_server.models.split import Split
 from tlt_server.registry import load_object
 from tlt_server.samples.captured import FLOAT32, state_bytes
 from tlt_server.speculation.drafters import DRAFTERS
@@ -48,8 +48,6 @@ from tlt_server.speculation.drafters.loading import Loader, find_loader
 from tlt_server.speculation.sizes import AnySize, Reach
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
-
-LEAF_UNIT = 8  # inputs of an MLP's leaf are a multiple
 
 
 class CpuDevice:
@@ -76,7 +74,7 @@ class CpuDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, self._settings.drafter_directory
-        check_split(settings, config)
+        check_cpu_split(settings, config)
         split = Split(settings.reduction_leaves)
         loader = find_loader(directory, self.name) if directory else None
         make = partial(
@@ -192,13 +190,6 @@ class CpuDevice:
     def free(self) -> Free:
         available = host_memory().available
         return Free(available, available, disk_free(self._settings.state_dir))
-
-
-def check_split(settings: DecidedSettings, config: ModelConfig) -> None:
-    """`StartupError` where this model cannot be split so."""
-    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
-    check_ranks(config, ranks, str(settings.model))
-    check_leaves(config, leaves, LEAF_UNIT, str(settings.model), ranks)
 
 
 def _check_own_head(loader: Loader, directory: Path, make_target: Callable[[], Decoder]) -> None:

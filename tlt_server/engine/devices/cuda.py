@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
-from tlt_server.engine.devices.choice import check_gpu_split, gpu_split
+from tlt_server.engine.devices.choice import check_gpu_split, gpu_split, wider_settings
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.buckets import CAPTURED
@@ -32,10 +33,10 @@ from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import GpuKV
 from tlt_server.engine.gpu.maker import GpuMaker, Lent
-from tlt_server.engine.gpu.memory import MemoryPlan, Needs
+from tlt_server.engine.gpu.memory import MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.gpu.recordings import GraphRecordings
-from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
+from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted, widen
 from tlt_server.engine.gpu.runner import RING, GpuRunner
 from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.orders import Allocate, Install
@@ -51,6 +52,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder, shards
 from tlt_server.models.gpu.eagle import GpuEagleNetwork, beside
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import WHOLE
+from tlt_server.models.gpu.sums import OWN_SUMS
 from tlt_server.models.loader import eos_token_ids, fill_target
 from tlt_server.models.shards import rank_config, tensors_of
 from tlt_server.models.split import Split
@@ -79,6 +81,7 @@ class CudaDevice:
         self._kernels: KernelStart | None = None  # where launches are captured at start
         self._ranks: GpuRanks | None = None
         self._split: Split = WHOLE
+        self._wider: list[DecidedSettings] = []  # with larger widths that work for the model
         self._adapters: GpuAdapterSlots | None = None
         self.recordings = GraphRecordings(self.sizes)
 
@@ -101,14 +104,15 @@ class CudaDevice:
         # Refuses before anything is read.
         attention = self._maker.backend(rank_config(config, self._split))
         config = eos_token_ids(config, directory)
-        nowhere = replace(self._maker.placement, device=torch.device("meta"))
-        check_weights(settings, self._needs(*self._empty(config, nowhere)), *self._free())
+        self._wider = wider_settings(settings, config)
+        needs, wider = self._needs_at(settings, config), partial(self._needs_wider, config)
+        check_weights(settings, needs, *self._free(), wider)
         if self._maker.captures(attention):
             self._kernels = KernelStart(engine_digest(settings, config))
         if settings.tensor_parallel > 1:
             self._share(config)
         with self._memory("the weights"):
-            target, network = self._empty(config, self._maker.placement)
+            target, network = self._empty(config, self._maker.placement, self._split)
             fill_target(target.parameters(), config, settings.checkpoint)
             live = Live(Target.loaded(settings.weight_version, target, settings.checkpoint))
             if network is None or (drafter := settings.drafter_directory) is None:
@@ -127,15 +131,15 @@ class CudaDevice:
         self._split = ranks.split(self._split)
 
     def _empty(
-        self, config: ModelConfig, placement: Placement
+        self, config: ModelConfig, placement: Placement, split: Split
     ) -> tuple[GpuDecoder, DrafterNetwork | None]:
         """Return target and drafter, not filled."""
         directory = self._settings.drafter_directory
         if directory is None:
-            return shards(config, placement, (), self._split), None
+            return shards(config, placement, (), split), None
         loader = find_loader(directory, self.name)
         layers = loader.feature_layers(directory, config)
-        target = shards(config, placement, layers, self._split)
+        target = shards(config, placement, layers, split)
         return target, beside(target, lambda of: loader.empty(directory, of))
 
     def _needs(self, target: GpuDecoder, drafter: DrafterNetwork | None) -> Needs:
@@ -146,6 +150,14 @@ class CudaDevice:
         part = drafter.part if isinstance(drafter, GpuEagleNetwork) else None
         width = target.feature_width
         return Needs.of(self._settings, target.own_config, drafter, values, width, part)
+
+    def _needs_at(self, settings: DecidedSettings, config: ModelConfig) -> Needs:
+        """Return what a rank would need with these settings, whose width may be another."""
+        nowhere = replace(self._maker.placement, device=torch.device("meta"), sums=OWN_SUMS)
+        return self._needs(*self._empty(config, nowhere, gpu_split(settings, config)))
+
+    def _needs_wider(self, config: ModelConfig) -> list[Wider]:
+        return [Wider(wide, self._needs_at(wide, config)) for wide in self._wider]
 
     def free(self) -> Free:
         """Count what the allocator has cached as free. Each rank has as much for its slice."""
@@ -175,7 +187,7 @@ class CudaDevice:
         if self._ranks is not None:
             room = min(room, self._ranks.free())
         plan = MemoryPlan(settings, self._needs(model, network), max_model_len, *room)
-        check_plan(plan)
+        check_plan(plan, partial(self._needs_wider, model.config))
         pages = plan.pages
         with self._memory(f"{pages} KV pages", plan):
             streams = self._maker.stream is not None
@@ -297,4 +309,7 @@ class CudaDevice:
             yield
         except torch.OutOfMemoryError as error:
             free, total = self._free()
-            raise StartupError(exhausted(plan, what, str(error), free=free, total=total)) from error
+            wider = widen(self._settings, self._wider[0]) if self._wider else ""
+            raise StartupError(
+                exhausted(plan, what, str(error), free=free, total=total, wider=wider)
+            ) from error

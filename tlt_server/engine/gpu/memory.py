@@ -73,6 +73,13 @@ class Needs(NamedTuple):
         )
 
 
+class Wider(NamedTuple):
+    """A larger width that works for the model, and what each rank then needs."""
+
+    settings: DecidedSettings
+    needs: Needs
+
+
 def kv_slot_values(config: ModelConfig, layers: int) -> int:
     """Keys and values of one position."""
     return 2 * layers * config.kv_heads * config.head_dim
@@ -204,6 +211,11 @@ class MemoryPlan(NamedTuple):
         if name in self._fields:
             return self._replace(**{name: value})
         return self._replace(settings=replace(self.settings, **{name: value}))
+
+    def widened(self, wider: Wider) -> MemoryPlan:
+        """Return the plan of a rank at a larger width, on GPUs with as much free memory."""
+        free = self.free + self.needs.weights - wider.needs.weights
+        return self._replace(settings=wider.settings, needs=wider.needs, free=free)
 
     def describe(self) -> str:
         staging = f"{size(self.staging)} for pushed weights, " if self.staging else ""

@@ -1,5 +1,5 @@
 """The messages for too little GPU memory: a budget whose rows add up to more than there is, and the
-settings that make a row smaller.
+settings that make a row smaller, or a width that gives each GPU a smaller part.
 
 A setting's value is offered only if the plan fits with it alone. Called by the device before it
 allocates and when the allocator fails, and by `tlt doctor`.
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tlt_server.engine.gpu.buckets import MAX_VERIFIED
-from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs, size
+from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs, Wider, size
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import MIB
 from tlt_server.errors import StartupError
@@ -49,7 +49,7 @@ def budget(plan: MemoryPlan) -> list[Row]:
     fractions = [] if plan.named else [percent / 100 for percent in percents]
     used, idle = plan.total - needs.weights - plan.free, plan.total - needs.weights - CONTEXT
     beyond = f"beyond memory_fraction {settings.memory_fraction:g}"
-    staged = ["host"] if plan.staging else []
+    staged = ["host"] if plan.staging and settings.tensor_parallel == 1 else []
     shape = plan.needs.training
     trained_mb = -(-shape.device_bytes(LEAST_SLOTS) // MIB) if shape else 0
     training_mb = (plan.training - TRAINER) // MIB if shape else 0
@@ -77,8 +77,10 @@ def budget(plan: MemoryPlan) -> list[Row]:
     ]
 
 
-def check_plan(plan: MemoryPlan) -> None:
-    """Raise `StartupError` when not even one sequence would fit, or not what was asked for."""
+def check_plan(plan: MemoryPlan, wider: Callable[[], Sequence[Wider]] = tuple) -> None:
+    """Raise `StartupError` when not even one sequence would fit, or not what was asked for.
+    `wider`: asked for larger widths then.
+    """
     if plan.fits:
         return
     rows = budget(plan)
@@ -94,12 +96,14 @@ def check_plan(plan: MemoryPlan) -> None:
             f"drafter_training_mb {plan.settings.drafter_training_mb} is too little to train this "
             "drafter"
         )
-    raise StartupError(f"{found}; {', or '.join(_remedies(plan, rows))}")
+    raise StartupError(f"{found}; {', or '.join(_remedies(plan, rows, wider()))}")
 
 
-def _remedies(plan: MemoryPlan, rows: Sequence[Row]) -> list[str]:
-    """Return each row's mildest value with which all fits; else what makes room together."""
-    found, names, smallest = list[str](), list[str](), plan
+def _remedies(plan: MemoryPlan, rows: Sequence[Row], wider: Sequence[Wider]) -> list[str]:
+    """Return each row's mildest value with which all fits, and the smallest such width; else what
+    makes room together.
+    """
+    found, names = list[str](), list[str]()
     for row in (row for row in rows if row.values):
 
         def lacks(value: Any, setting: str = row.setting) -> bool:
@@ -107,19 +111,46 @@ def _remedies(plan: MemoryPlan, rows: Sequence[Row]) -> list[str]:
 
         if fitting := bisect_left(row.values, True, key=lacks):
             found.append(row.remedy.format(row.setting, row.values[fitting - 1]))
-        smallest = smallest.changed(row.setting, row.values[0])
         names.append(NAMES.get(row.remedy, row.setting))
-    several = [f"change several of {', '.join(names)}"] if smallest.fits else []
-    return found or [*several, SMALLER]
+    widened = [plan.widened(each) for each in wider]
+    fit = [widen(plan.settings, each.settings) for each in widened if each.fits]
+    names += ["tensor_parallel"] * bool(widened)
+    makes_room = any(_smallest(each).fits for each in (plan, *widened))
+    several = [f"change several of {', '.join(names)}"] if makes_room else []
+    return [*found, *fit[:1]] or [*several, SMALLER]
 
 
-def check_weights(settings: DecidedSettings, needs: Needs, free: int, total: int) -> None:
-    """Raise `StartupError` where weights do not fit, before they are loaded."""
+def _smallest(plan: MemoryPlan) -> MemoryPlan:
+    """Return the plan with every row's value that frees most."""
+    for row in budget(plan):
+        plan = plan.changed(row.setting, row.values[0]) if row.values else plan
+    return plan
+
+
+def widen(now: DecidedSettings, wider: DecidedSettings) -> str:
+    """Name a larger width. Leaves change only where there would be fewer than ranks."""
+    leaves = " and reduction_leaves" if now.reduction_leaves != wider.reduction_leaves else ""
+    ranks = wider.tensor_parallel
+    return f"set tensor_parallel{leaves} to {ranks}, on {ranks} GPUs"
+
+
+def check_weights(
+    settings: DecidedSettings,
+    needs: Needs,
+    free: int,
+    total: int,
+    wider: Callable[[], Sequence[Wider]] = tuple,
+) -> None:
+    """Raise `StartupError` where weights do not fit, before they are loaded. `wider`: as of
+    `check_plan`.
+    """
     short = needs.weights - free
     if short <= 0:
         return
     halved = settings.dtype == "float32" and needs.weights // 2 <= free
+    widths = [widen(settings, each.settings) for each in wider() if each.needs.weights <= free]
     remedies = [
+        *widths[:1],
         *(["serve dtype bfloat16 (halves them)"] if halved else []),
         *([BUSY] if needs.weights <= total - CONTEXT else []),
         SMALLER,
@@ -130,9 +161,11 @@ def check_weights(settings: DecidedSettings, needs: Needs, free: int, total: int
     )
 
 
-def exhausted(plan: MemoryPlan | None, what: str, message: str, *, free: int, total: int) -> str:
+def exhausted(
+    plan: MemoryPlan | None, what: str, message: str, *, free: int, total: int, wider: str = ""
+) -> str:
     """Describe memory that ran out where it was planned to suffice; `plan`: of KV, if it was made;
-    `message`: the allocator's.
+    `message`: the allocator's; `wider`: the next width as `widen` names it, if there is one.
     """
     remedies = [SMALLER]
     if plan:
@@ -142,7 +175,7 @@ def exhausted(plan: MemoryPlan | None, what: str, message: str, *, free: int, to
         remedies = [f"lower {name} ({value})" for name, value in used.items() if value != 1]
     return (
         f"the GPU has no room for {what}: {shortage(message, free=free, total=total)}; "
-        f"{', or '.join([*remedies, BUSY])}"
+        f"{', or '.join([*remedies, *([wider] if wider else []), BUSY])}"
     )
 
 
