@@ -173,6 +173,12 @@ def test_auto_leaves_of_gpus_are_four_where_no_head_is_cut(
     assert found.reduction_leaves == leaves
 
 
+def test_auto_staging_of_several_ranks_is_on_their_devices() -> None:
+    for ranks, staging in ((1, None), (2, "device")):
+        settings = EngineSettings(model="m", device="cpu", tensor_parallel=ranks)  # type: ignore[arg-type]
+        assert choose(settings, Gpu(), files()).settings.weight_staging == staging
+
+
 def test_auto_leaves_are_the_ranks_of_a_cpu() -> None:
     for ranks in (1, 2):
         settings = EngineSettings(model="m", device="cpu", tensor_parallel=ranks)  # type: ignore[arg-type]
@@ -190,7 +196,7 @@ def test_a_difference_of_fingerprints_names_the_field_and_both_values(name: str)
 def test_the_fingerprint_names_the_attention_of_each_device() -> None:
     for device, attention in (("cpu", "cpu"), ("cpu", "torch"), ("cuda", "torch")):
         settings = EngineSettings(model="m", device=device, attention=attention)  # type: ignore[arg-type]
-        decided = choose(settings, CARD, files(lambda ranks: 4)).settings
+        decided = choose(settings, CARD, files()).settings
         found = (
             of_cpu(decided, Numerics()) if device == "cpu" else of_gpu(decided, torch.device("cpu"))
         )

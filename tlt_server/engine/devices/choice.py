@@ -141,7 +141,11 @@ def choose(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoic
     reasons = chosen.reasons
     if settings.trains_apart and asked is None:
         reasons = {**reasons, "drafter_training_device": f"{device}: of the engine's kind"}
-    return DeviceChoice(replace(chosen.settings, drafter_training_device=device), reasons)
+    # A push for which ranks have no room fails, see `_check_width`.
+    own = settings.tensor_parallel > 1 and settings.weight_staging is None
+    staging = "device" if own else settings.weight_staging
+    decided = replace(chosen.settings, drafter_training_device=device, weight_staging=staging)
+    return DeviceChoice(decided, reasons)
 
 
 def _computing(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
