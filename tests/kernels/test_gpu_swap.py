@@ -1,4 +1,4 @@
-"""Exchange of contents, bit for bit: nothing around the tensors is touched."""
+"""Swap of contents, bit for bit: nothing around the tensors is touched."""
 
 from __future__ import annotations
 

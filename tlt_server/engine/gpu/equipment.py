@@ -15,7 +15,7 @@ from tlt_server.engine.orders import FreePages
 from tlt_server.engine.ranks import RankOrders, reclaim_on
 from tlt_server.engine.shared_models import key_of
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.exchange import exchange
+from tlt_server.models.gpu.swapping import swap_networks
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.parts import Changed, Drafter, Live
 
@@ -39,7 +39,7 @@ class GpuEquipment:
         if changed.target is not None:
             assert isinstance(changed.target.network, GpuDecoder)
             self._swap(state.model, changed.target.network)
-            exchange(state.model, changed.target.network)
+            swap_networks(state.model, changed.target.network)
             state.model = changed.target.network
         if changed.drafter is not None:
             self._install_drafter(changed.drafter)

@@ -17,7 +17,7 @@ from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.refusals import BUSY
-from tlt_server.models.gpu.exchange import Stored, compile_exchange
+from tlt_server.models.gpu.swapping import Stored, compile_swaps
 from tlt_server.weights.storage import ran_out
 
 Keys = list[DraftKey | ExtendKey]
@@ -67,7 +67,7 @@ def load_exchange(networks: Iterable[object]) -> None:
     """Load the kernels of pushes to these networks."""
     for network in networks:
         assert isinstance(network, Stored)
-        compile_exchange(network)
+        compile_swaps(network)
 
 
 def rehearse(runner: StepRunner, keys: Keys) -> None:

@@ -54,7 +54,7 @@ from tlt_server.engine.rank_memory import RankMemory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
-from tlt_server.models.gpu.exchange import exchange
+from tlt_server.models.gpu.swapping import swap_networks
 from tlt_server.models.loader import eos_token_ids
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.weights.parts import Drafter
@@ -265,7 +265,7 @@ class GpuRank:
         models = self._memory.models
         self._maker.synchronize()
         with torch.cuda.stream(self._stream):
-            exchange(models[resident], models[other])
+            swap_networks(models[resident], models[other])
         self._maker.synchronize()
         models[resident], models[other] = models[other], models[resident]
         new = models[resident]

@@ -48,7 +48,7 @@ class KVSlots:
 @dataclass
 class DeviceState:
     """The tensors that passes read and write. Only `model` ever changes: to the object that holds
-    the resident storage, see `models.gpu.exchange`.
+    the resident storage, see `models.gpu.swapping`.
     """
 
     model: GpuDecoder

@@ -2,7 +2,7 @@
 
 Activations in the weights' type, the residual stream and the logits in fp32. In strict numerics a
 row's bits depend on its prefix only. Filled through `parameters()`; CUDA graphs hold the addresses,
-so new weights change places with the old (`models.gpu.exchange`).
+so new weights change places with the old (`models.gpu.swapping`).
 
 Legend: R rows, H hidden, F feature width, V vocabulary, W tokens of this rank, S slots, K KV heads,
 D head width.

@@ -27,8 +27,8 @@ from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.models.gpu.draft_tree import DraftTrees
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
-from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.gpu.layers import RowTensors
+from tlt_server.models.gpu.swapping import swap_networks
 from tlt_server.speculation.branches import branches_of
 from tlt_server.speculation.survival import Calibration as OnlineTable
 from tlt_server.weights.parts import Drafter
@@ -69,7 +69,7 @@ class EagleDrafts:
     def install(self, changed: Drafter) -> None:
         """Exchange the values with those in use. The table has buckets of its own."""
         network, table = _of(changed)
-        exchange(self.network, network)
+        swap_networks(self.network, network)
         self.network = network
         self.begin_again(table.gap_edges, table.survival_K)
 

@@ -22,7 +22,7 @@ class Stored(Protocol):
         """Everything that makes a version, in a fixed order; contiguous."""
 
 
-def exchange(resident: Stored, other: Stored) -> None:
+def swap_networks(resident: Stored, other: Stored) -> None:
     """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps
     its values in the other storage.
     """
@@ -44,9 +44,9 @@ def _through_tiles(mine: Tensor, theirs: Tensor) -> None:
         their_tile.copy_(kept)
 
 
-def compile_exchange(network: Stored) -> None:
+def compile_swaps(network: Stored) -> None:
     """Compile before the first commit: run each kernel for its tensors once, with equal values.
-    What is exchanged has the same layout.
+    What is swapped has the same layout.
     """
     smallest = {
         variant(tensor, tensor): tensor

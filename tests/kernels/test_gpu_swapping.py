@@ -1,4 +1,4 @@
-"""Exchange of two networks: addresses stay with the resident network, values go with theirs."""
+"""Swap of two networks: addresses stay with the resident network, values go with theirs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from triton import knobs
 
 from tlt_kernels.gpu import swap as kernels
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.gpu import exchange as module
+from tlt_server.models.gpu import swapping as module
 from tlt_server.models.gpu.decoder import GpuDecoder
-from tlt_server.models.gpu.exchange import compile_exchange, exchange
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.swapping import compile_swaps, swap_networks
 
 
 class Network:
@@ -48,7 +48,7 @@ def check(resident: Network, other: Network) -> None:
     addresses = [
         [tensor.data_ptr() for tensor in network.storage()] for network in (resident, other)
     ]
-    exchange(resident, other)
+    swap_networks(resident, other)
     for network, said, lies in (
         (resident, values[0], addresses[1]),
         (other, values[1], addresses[0]),
@@ -58,7 +58,7 @@ def check(resident: Network, other: Network) -> None:
             torch.equal(tensor.cpu(), was.cpu())
             for tensor, was in zip(network.storage(), said, strict=True)
         )
-    exchange(other, other)
+    swap_networks(other, other)
     assert all(
         torch.equal(tensor.cpu(), was.cpu())
         for tensor, was in zip(other.storage(), values[1], strict=True)
@@ -98,24 +98,24 @@ def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(
     )
 
 
-def test_every_pair_that_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_pair_that_is_swapped_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare by what tells kernels apart."""
     asked: list[tuple[int, bool]] = []
     monkeypatch.setattr(
         module, "swap", lambda pairs: asked.extend(kernels.variant(*pair) for pair in pairs)
     )
-    compile_exchange(Network(1))
+    compile_swaps(Network(1))
     compiled = set(asked)
     assert compiled == {(4, True), (4, False), (2, True), (8, True)} and len(asked) == len(
         compiled
     ), "each once"
     asked.clear()
-    exchange(Network(1), Network(2))
+    swap_networks(Network(1), Network(2))
     assert set(asked) == compiled
 
 
 @gpu
-def test_an_exchange_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare by what Triton compiles."""
     compiled: list[str] = []
     monkeypatch.setattr(
@@ -123,9 +123,9 @@ def test_an_exchange_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch
     )
     for kernel in kernels._KERNELS.values():
         kernel.device_caches.clear()
-    compile_exchange(Network(1))
+    compile_swaps(Network(1))
     assert len(compiled) == 4
-    exchange(Network(1), Network(2))
+    swap_networks(Network(1), Network(2))
     torch.cuda.synchronize()
     assert len(compiled) == 4, compiled[4:]
 
@@ -133,7 +133,7 @@ def test_an_exchange_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch
 def test_compiling_changes_nothing() -> None:
     network = Network(1)
     before = [tensor.clone() for tensor in network.storage()]
-    compile_exchange(network)
+    compile_swaps(network)
     assert all(
         torch.equal(tensor, was) for tensor, was in zip(network.storage(), before, strict=True)
     )
