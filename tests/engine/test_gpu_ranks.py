@@ -136,6 +136,7 @@ def test_two_ranks_have_the_bits_of_one(
     # Idle time may find no memory for a graph, on any rank.
     monkeypatch.setattr(preparing, "_capture_later", out_of_memory)
     runner: Any = shared.engine.runner
+    assert runner.graphs._drain == runner.followers.drain
     runner.record(ExtendKey(1, 1))
     looked: list[Tensor] = []  # buffers that were waited for with a bound
 

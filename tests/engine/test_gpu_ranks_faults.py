@@ -24,6 +24,7 @@ from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu import ranks
 from tlt_server.engine.gpu.flight import Flight, newest_tokens
+from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.orders import ReportMemory
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.gpu.ring import PinnedBuffer
@@ -38,29 +39,6 @@ from tlt_server.models.split import Split
 from tlt_server.weights.storage import ran_out
 
 WAIT_S = 0.5
-
-
-def test_a_step_is_awaited_while_another_thread_works() -> None:
-    """The thread that stages a push needs the interpreter's lock often, for a short time each."""
-    waiting: Any = SimpleNamespace(check_ended=lambda: None, _step=1)
-    end_s, turns = time.monotonic() + WAIT_S, 0
-
-    class Outcome:
-        @property
-        def arrived(self) -> bool:
-            return time.monotonic() > end_s
-
-    def work() -> None:
-        nonlocal turns
-        while time.monotonic() < end_s:
-            time.sleep(0)
-            turns += 1
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    GpuRanks.wait(waiting, Outcome())  # type: ignore[arg-type]
-    thread.join()
-    assert turns > 5 * WAIT_S / 0.005, "one turn per interval of the interpreter's lock"
 
 
 class Stepping(GpuRanks):
@@ -88,6 +66,29 @@ class NeverPassed:
         pytest.fail("a wait without an end")
 
 
+def test_a_step_is_awaited_while_another_thread_works() -> None:
+    """The thread that stages a push needs the interpreter's lock often, for a short time each."""
+    waiting = Stepping("")
+    end_s, turns = time.monotonic() + WAIT_S, 0
+
+    class Outcome:
+        @property
+        def arrived(self) -> bool:
+            return time.monotonic() > end_s
+
+    def work() -> None:
+        nonlocal turns
+        while time.monotonic() < end_s:
+            time.sleep(0)
+            turns += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    waiting.wait(Outcome())  # type: ignore[arg-type]
+    thread.join()
+    assert turns > 5 * WAIT_S / 0.005, "one turn per interval of the interpreter's lock"
+
+
 def newest_of(group: Stepping, event: Any) -> dict[Any, list[int]]:
     """Wait for a step in flight as the next step of a structured output does."""
     buffer = PinnedBuffer(torch.zeros(8, dtype=torch.int32), event, group.wait)
@@ -111,6 +112,16 @@ def test_structured_outputs_wait_for_a_step_no_longer_than_a_rank_lives(
 def test_structured_outputs_read_no_token_of_ranks_that_differ() -> None:
     with pytest.raises(EngineFailed, match="ranks differ after order 7: the states of rank 1 "):
         newest_of(Stepping(""), None)
+
+
+def test_graphs_wait_for_steps_no_longer_than_a_rank_lives() -> None:
+    group, stream = Stepping("rank 1 ended"), NeverPassed()
+    pool = GraphPool(None, drain=group.drain)
+    pool._stream, pool._pool = stream, None  # type: ignore[assignment]
+    for wait in (lambda: pool.run("key", lambda: None, keep=True), pool.clear):
+        with pytest.raises(EngineFailed, match="rank 1 ended"):
+            wait()
+    assert "key" not in pool
 
 
 def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:

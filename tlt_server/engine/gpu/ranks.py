@@ -139,15 +139,25 @@ class GpuRanks(Ranks):
 
     def wait(self, buffer: PinnedBuffer, step: int = 0) -> None:
         """Wait for a copy from this GPU. `step`: the order that makes it, if not the newest."""
+        self._poll(lambda: buffer.arrived, step or self._step)
+
+    def drain(self, stream: torch.cuda.Stream) -> None:
+        """Wait for all that a stream of this GPU does. Errors as of `wait`."""
+        if self._step:
+            self._poll(stream.query, self._step)
+        else:
+            stream.synchronize()  # before the first step no kernel waits for a rank
+
+    def _poll(self, ended: Callable[[], bool], step: int) -> None:
         began_s = looked_s = time.monotonic()
-        while not buffer.arrived:
+        while not ended():
             time.sleep(SLEEP_S)  # a stage of a push needs the interpreter, too
             if time.monotonic() > looked_s + LOOK_S:
                 self.check_ended()
                 looked_s = time.monotonic()
             if looked_s > began_s + STEP_S:
                 raise EngineFailed(
-                    f"rank 0 waited {STEP_S:g} s for the GPUs to end order {step or self._step}; a "
+                    f"rank 0 waited {STEP_S:g} s for the GPUs to end order {step}; a "
                     "rank is stopped, or takes as long to compile a kernel"
                 )
 
