@@ -25,7 +25,7 @@ from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu import ranks
 from tlt_server.engine.gpu.flight import Flight, newest_tokens
 from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.orders import ReportMemory
+from tlt_server.engine.gpu.orders import Begin, ReportMemory, Settle
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.gpu.ring import PinnedBuffer
 from tlt_server.engine.orders import Drop
@@ -122,6 +122,28 @@ def test_graphs_wait_for_steps_no_longer_than_a_rank_lives() -> None:
         with pytest.raises(EngineFailed, match="rank 1 ended"):
             wait()
     assert "key" not in pool
+
+
+def test_ranks_begin_once_no_signal_of_any_is_on_its_way() -> None:
+    """A late signal of a rehearsal would satisfy a wait of the first steps."""
+    told: list[object] = []
+
+    class Beginning(GpuRanks):
+        def __init__(self) -> None:
+            self._equipping = 3
+            self.peers = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
+            self.agreement = SimpleNamespace(begin=lambda: told.append("rank 0"))  # type: ignore[assignment]
+
+        def answered(self, number: int) -> list[str]:
+            told.append(number)
+            return []
+
+        def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
+            assert wait, "each rank follows before the next order"
+            told.append(type(order))
+
+    Beginning().begin()
+    assert told == [3, Settle, Begin, "rank 0"]
 
 
 def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:

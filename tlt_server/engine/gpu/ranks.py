@@ -82,6 +82,8 @@ class GpuRanks(Ranks):
         self.answered(self._equipping)
         if self.peers.device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        # Muted exchanges signal, too: none may be queued anywhere when the first rank resets.
+        self.order(told.Settle(), wait=True)
         self.order(told.Begin(), wait=True)
         self.agreement.begin()
 
