@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tlt_kernels.cpu.checksums import mixed_sum
 from tlt_server.attention.rows import Rows
-from tlt_server.engine import orders
+from tlt_server.engine import orders, rank_processes
 from tlt_server.engine.arena import Arena, arena_bytes, layout
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.orders import Envelope, RankStart
@@ -380,10 +380,7 @@ def _ended(
     closers: list[Callable[[], None]],
 ) -> None:
     """Leave no process: a rank has nothing to save. Then nothing reads what this one shared."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
+    rank_processes.end(processes)
     for each in sockets:  # a context that ends waits for all of its sockets
         each.close()
     context.term()
