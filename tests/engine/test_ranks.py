@@ -25,6 +25,7 @@ from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import mix64
 from tlt_server.commands import ClearCache, SetPolicy, Sleep, WakeUp
 from tlt_server.engine.exchange import gloo
+from tlt_server.engine.rank_answers import START_S
 from tlt_server.engine.ranks import Ranks, _ended
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
@@ -190,6 +191,19 @@ def test_an_idle_engine_notices_that_a_rank_is_stopped(doomed: Pushable) -> None
             time.sleep(0.1)
             doomed.step()
     assert beaten, "nothing was asked"
+
+
+def test_an_idle_engine_asks_where_an_answer_may_take_as_long_as_a_start(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "answer_s", START_S)
+    monkeypatch.setattr("tlt_server.engine.ranks.BEAT_S", 0.1)
+    with two_ranks(settings) as engine:
+        began_s = time.monotonic()
+        while not ranks_of(engine)._beaten:
+            assert time.monotonic() < began_s + 2, "nothing was asked"
+            time.sleep(0.05)
+            engine.step()
 
 
 class Deaf(subprocess.Popen[bytes]):
