@@ -34,6 +34,8 @@ from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.ranks import GpuRanks
+from tlt_server.engine.gpu.ring import PinnedBuffer
+from tlt_server.engine.gpu.structured import StructureMasks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.gpu.sums import RankSums
@@ -133,8 +135,19 @@ def test_two_ranks_have_the_bits_of_one(
     expected = responses(one, None, structured=True)
     # Idle time may find no memory for a graph, on any rank.
     monkeypatch.setattr(preparing, "_capture_later", out_of_memory)
-    shared.engine.runner.record(ExtendKey(1, 1))  # type: ignore[attr-defined]
-    assert responses(shared, None, structured=True) == expected
+    runner: Any = shared.engine.runner
+    assert runner.graphs._drain == runner.followers.drain
+    runner.record(ExtendKey(1, 1))
+    looked: list[Tensor] = []  # buffers that were waited for with a bound
+
+    def arrived(buffer: PinnedBuffer) -> bool:
+        looked.append(buffer.tensor)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PinnedBuffer, "arrived", property(arrived))
+        assert responses(shared, None, structured=True) == expected
+    assert any(each is runner._masks._selected.tensor for each in looked), "trees, for masks"
     assert responses(shared, TREE, structured=True) == expected
     extends = passes_of(shared).extends.values()
     assert {extend._head is None for extend in extends} == {False, True}, "both ways of the head"
@@ -142,7 +155,22 @@ def test_two_ranks_have_the_bits_of_one(
     assert sum(output.accepted for output in drafts) > 0
 
 
-def test_ranks_that_gather_have_the_bits_of_one(one: Pushable, settings: EngineSettings) -> None:
+def tokens_of_masks(patch: pytest.MonkeyPatch) -> list[dict[Any, list[int]]]:
+    """Return the newest tokens that masks are filled after, one mapping for each step."""
+    found: list[dict[Any, list[int]]] = []
+    upload = StructureMasks.upload
+
+    def seen(masks: StructureMasks, extend: Extend, entries: Any, newest: Any) -> Any:
+        found.append(dict(newest))
+        return upload(masks, extend, entries, newest)
+
+    patch.setattr(StructureMasks, "upload", seen)
+    return found
+
+
+def test_ranks_that_gather_have_the_bits_of_one(
+    one: Pushable, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gloo stands for NCCL."""
     expected = responses(one, None)
     engine = Pushable(replace(settings, tensor_parallel=2, exchange="nccl"))
@@ -152,8 +180,10 @@ def test_ranks_that_gather_have_the_bits_of_one(one: Pushable, settings: EngineS
     assert responses(engine, TREE) == expected
     target = engine.engine.pushes.transaction.versions.live.target.network
     target.peers[0].final_norm_H[3] += 2**-10  # type: ignore[union-attr]
+    known = tokens_of_masks(monkeypatch)
     with pytest.raises(EngineFailed, match=r"ranks differ after order \d+: the states of rank 1 "):
-        responses(engine, None)
+        engine.run(msgspec.structs.replace(request(0, 3, 4), sampling=WORDS))
+    assert known == [{}], "masks were filled after tokens of ranks that differ"
     ranks.close()
 
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -23,8 +22,12 @@ from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import SharedGpuMemory
 from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.meeting import Meeting
-from tlt_server.engine.gpu.orders import ReportMemory
+from tlt_server.engine.gpu import ranks
+from tlt_server.engine.gpu.flight import Flight, newest_tokens
+from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.orders import Begin, ReportMemory, Settle
 from tlt_server.engine.gpu.ranks import GpuRanks
+from tlt_server.engine.gpu.ring import PinnedBuffer
 from tlt_server.engine.orders import Drop
 from tlt_server.engine.shared_models import SharedSplit
 from tlt_server.errors import EngineFailed
@@ -38,14 +41,37 @@ from tlt_server.weights.storage import ran_out
 WAIT_S = 0.5
 
 
+class Stepping(GpuRanks):
+    """Ranks of which rank 1 has died, or differs, while a step is in flight."""
+
+    words = 4
+
+    def __init__(self, died: str) -> None:
+        self._died, self._step = died, 7
+        found_TW, failure = torch.tensor([[1, 2], [1, 3]], dtype=torch.int32), lambda: ""
+        self.agreement = SimpleNamespace(found_TW=found_TW, failure=failure)  # type: ignore[assignment]
+
+    def check_ended(self) -> None:
+        if self._died:
+            raise EngineFailed(self._died)
+
+
+class NeverPassed:
+    """Stands for the event of a copy for which the GPU never has time."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pytest.fail("a wait without an end")
+
+
 def test_a_step_is_awaited_while_another_thread_works() -> None:
     """The thread that stages a push needs the interpreter's lock often, for a short time each."""
-    ranks = SimpleNamespace(check_ended=lambda: None, words=4, _steps=deque([1]))
+    waiting = Stepping("")
     end_s, turns = time.monotonic() + WAIT_S, 0
 
     class Outcome:
-        array = np.zeros(4, np.int32)
-
         @property
         def arrived(self) -> bool:
             return time.monotonic() > end_s
@@ -58,9 +84,66 @@ def test_a_step_is_awaited_while_another_thread_works() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    GpuRanks.wait(ranks, Outcome())  # type: ignore[arg-type]
+    waiting.wait(Outcome())  # type: ignore[arg-type]
     thread.join()
     assert turns > 5 * WAIT_S / 0.005, "one turn per interval of the interpreter's lock"
+
+
+def newest_of(group: Stepping, event: Any) -> dict[Any, list[int]]:
+    """Wait for a step in flight as the next step of a structured output does."""
+    buffer = PinnedBuffer(torch.zeros(8, dtype=torch.int32), event, group.wait)
+    outcome = group.copy_sums(buffer)
+    flight = Flight(*[None] * 5, outcome, *[None] * 3)  # type: ignore[arg-type]
+    return newest_tokens([flight], 0)
+
+
+def test_structured_outputs_wait_for_a_step_no_longer_than_a_rank_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(EngineFailed, match="rank 1 ended"):
+        newest_of(Stepping("rank 1 ended"), NeverPassed())
+    assert time.monotonic() - began_s < 1
+    monkeypatch.setattr(ranks, "STEP_S", 0.3)
+    with pytest.raises(EngineFailed, match=r"waited 0.3 s for the GPUs to end order 7"):
+        newest_of(Stepping(""), NeverPassed())
+
+
+def test_structured_outputs_read_no_token_of_ranks_that_differ() -> None:
+    with pytest.raises(EngineFailed, match="ranks differ after order 7: the states of rank 1 "):
+        newest_of(Stepping(""), None)
+
+
+def test_graphs_wait_for_steps_no_longer_than_a_rank_lives() -> None:
+    group, stream = Stepping("rank 1 ended"), NeverPassed()
+    pool = GraphPool(None, drain=group.drain)
+    pool._stream, pool._pool = stream, None  # type: ignore[assignment]
+    for wait in (lambda: pool.run("key", lambda: None, keep=True), pool.clear):
+        with pytest.raises(EngineFailed, match="rank 1 ended"):
+            wait()
+    assert "key" not in pool
+
+
+def test_ranks_begin_once_no_signal_of_any_is_on_its_way() -> None:
+    """A late signal of a rehearsal would satisfy a wait of the first steps."""
+    told: list[object] = []
+
+    class Beginning(GpuRanks):
+        def __init__(self) -> None:
+            self._equipping = 3
+            self.peers = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
+            self.agreement = SimpleNamespace(begin=lambda: told.append("rank 0"))  # type: ignore[assignment]
+
+        def answered(self, number: int) -> list[str]:
+            told.append(number)
+            return []
+
+        def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
+            assert wait, "each rank follows before the next order"
+            told.append(type(order))
+
+    Beginning().begin()
+    assert told == [3, Settle, Begin, "rank 0"]
 
 
 def test_free_memory_is_counted_once_dropped_models_are_freed() -> None:
@@ -152,13 +235,13 @@ def test_shards_that_were_made_are_freed_where_a_rank_has_no_room(
 ) -> None:
     """Memory that was handed over is freed once the ranks have dropped the model."""
     monkeypatch.setattr(Made, "freed", [])
-    for ranks in (Sharing(3, False), Sharing(9, True)):
-        split = SharedSplit(leaves=4, of=4, ranks=ranks)
+    for group in (Sharing(3, False), Sharing(9, True)):
+        split = SharedSplit(leaves=4, of=4, ranks=group)
         with pytest.raises(torch.OutOfMemoryError):
             split.build(lambda each: SimpleNamespace(rank=each.rank))
         gc.collect()
-        [*dropped] = ranks._models
-        assert [key for key, _ in dropped] == ([1] if ranks._mute else [])
+        [*dropped] = group._models
+        assert [key for key, _ in dropped] == ([1] if group._mute else [])
         for _, free in dropped:
             free()
     assert Made.freed == [1, 2, 1, 2, 3]

@@ -32,7 +32,7 @@ from tlt_server.engine.ranks import Ranks
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import MIB
 from tlt_server.errors import EngineFailed
-from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.records import GenerateRequest, Grammar, Strategy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +47,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"raw_logprobs": True, "logprobs": 3},
     {"prompt_logprobs": 2, "repetition_penalty": 1.1, "raw_logprobs": True},
 )
+WORDS = Grammar(kind="regex", text="([a-z]{2,8}[ ,.]){60}")
 ARMS = (None, Strategy("eagle", 7, 4, 32), Strategy("history", 12, 2, 16))
 
 
@@ -153,12 +154,15 @@ def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
         (signal.SIGKILL, r"rank 1 \(process \d+\) ended"),
     ],
 )
+@pytest.mark.parametrize("kind", [{}, {"structured_outputs": WORDS}])
 def test_a_rank_that_stops_or_dies_is_one_error(
-    sent: signal.Signals, why: str, doomed: tuple[Pushable, Ranks]
+    sent: signal.Signals, why: str, kind: dict[str, Any], doomed: tuple[Pushable, Ranks]
 ) -> None:
     engine, group = doomed
     [process] = group._processes
-    engine.submit(*problems_as_requests(TARGET, 8, group=1, seed=0, max_tokens=200))
+    problems = problems_as_requests(TARGET, 8, group=1, seed=0, max_tokens=200)
+    engine.submit(*(asking(request, kind) for request in problems))
+    engine.until(lambda: engine.engine.runner.in_flight > 0, "step: grammars are compiled first")
     engine.step(5)
     os.kill(process.pid, sent)
     began_s = time.monotonic()

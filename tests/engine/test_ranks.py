@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 from safetensors.torch import load_file
 
 from tests.engine.halting import EAGLE, done
@@ -23,7 +25,8 @@ from tlt_client.channels.checkpoint import SINGLE
 from tlt_client.channels.checksums import mix64
 from tlt_server.commands import ClearCache, SetPolicy, Sleep, WakeUp
 from tlt_server.engine.exchange import gloo
-from tlt_server.engine.ranks import Ranks
+from tlt_server.engine.rank_answers import START_S
+from tlt_server.engine.ranks import Ranks, _ended
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.models.decoder import Decoder
@@ -188,6 +191,40 @@ def test_an_idle_engine_notices_that_a_rank_is_stopped(doomed: Pushable) -> None
             time.sleep(0.1)
             doomed.step()
     assert beaten, "nothing was asked"
+
+
+def test_an_idle_engine_asks_where_an_answer_may_take_as_long_as_a_start(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "answer_s", START_S)
+    monkeypatch.setattr("tlt_server.engine.ranks.BEAT_S", 0.1)
+    with two_ranks(settings) as engine:
+        began_s = time.monotonic()
+        while not ranks_of(engine)._beaten:
+            assert time.monotonic() < began_s + 2, "nothing was asked"
+            time.sleep(0.05)
+            engine.step()
+
+
+class Deaf(subprocess.Popen[bytes]):
+    """A process that a signal does not end, as one that waits for a driver."""
+
+    def kill(self) -> None: ...
+
+
+def test_a_killed_rank_that_does_not_end_is_named_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tlt_server.engine.rank_processes.END_S", 0.2)
+    closed: list[str] = []
+    began_s = time.monotonic()
+    with Deaf(["sleep", "5"]) as deaf, subprocess.Popen(["sleep", "5"]) as ordinary:
+        _ended([deaf, ordinary], [], zmq.Context(), [lambda: closed.append("memory")])
+        waited_s = time.monotonic() - began_s
+        deaf.terminate()
+    assert ordinary.returncode == -signal.SIGKILL and closed == ["memory"]
+    assert waited_s < 2, "the process was waited for"
+    assert capsys.readouterr().err.startswith(f"tlt: rank 1 (process {deaf.pid}) was killed and is")
 
 
 def test_a_rank_that_is_stopped_in_a_sleep_is_one_error_within_its_bound(doomed: Pushable) -> None:

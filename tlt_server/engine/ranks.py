@@ -29,11 +29,11 @@ from torch import Tensor
 
 from tlt_kernels.cpu.checksums import mixed_sum
 from tlt_server.attention.rows import Rows
-from tlt_server.engine import orders
+from tlt_server.engine import orders, rank_processes
 from tlt_server.engine.arena import Arena, arena_bytes, layout
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.orders import Envelope, RankStart
-from tlt_server.engine.rank_answers import POLL_S, START_S, RankAnswers
+from tlt_server.engine.rank_answers import POLL_S, RankAnswers
 from tlt_server.engine.settings import DecidedSettings, encode_settings
 from tlt_server.engine.shared_models import SharedSplit, key_of
 from tlt_server.errors import EngineFailed, StartupError
@@ -121,7 +121,7 @@ class Ranks:
         self._models: deque[tuple[int, Callable[[], None]]] = deque()
         self._freed: list[tuple[int, Callable[[], None]]] = []  # once this order is followed
         self._saved: deque[int] = deque()
-        self._keys = 0
+        self._keys, self._starting = 0, True
         self._beaten, self._quiet_s, self._looked_s = 0, 0.0, 0.0  # an order that awaits answers
         self._context = zmq.Context()
         self._sockets: list[socket.socket | zmq.Socket[bytes]] = []
@@ -249,13 +249,13 @@ class Ranks:
             return texts
 
     def ready(self) -> None:
-        self._answers.patience_s, self._looked_s = self.answer_s, time.monotonic()
+        self._starting, self._looked_s = False, time.monotonic()
+        self._answers.patience_s = self.answer_s
         self._on_ready()
 
     def check(self) -> None:
         self.check_ended()
-        starting = self._answers.patience_s == START_S
-        if starting or not self._lock.acquire(blocking=False):
+        if self._starting or not self._lock.acquire(blocking=False):
             return  # another thread waits for an answer
         try:
             self._beat()
@@ -388,10 +388,7 @@ def _ended(
     closers: list[Callable[[], None]],
 ) -> None:
     """Leave no process: a rank has nothing to save. Then nothing reads what this one shared."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
+    rank_processes.end(processes)
     for each in sockets:  # a context that ends waits for all of its sockets
         each.close()
     context.term()

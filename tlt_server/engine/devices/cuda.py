@@ -29,6 +29,7 @@ from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.equipment import GpuEquipment
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.followed import NO_FOLLOWERS, Followers
+from tlt_server.engine.gpu.graphs import synchronize
 from tlt_server.engine.gpu.idle import IdleRecorder
 from tlt_server.engine.gpu.kernel_start import KernelStart, engine_digest
 from tlt_server.engine.gpu.kv import GpuKV
@@ -236,7 +237,12 @@ class CudaDevice:
                 pinned = state.upload_U.device.type == "cuda"
                 capture = StateCapture(kv.states, steps=RING, pinned=pinned)
             passes = self._maker.passes(
-                state, kv, live.drafter, quiet=quiet, followers=[capture] if capture else []
+                state,
+                kv,
+                live.drafter,
+                quiet=quiet,
+                drain=self._ranks.drain if self._ranks is not None else synchronize,
+                followers=[capture] if capture else [],
             )
             texts = Texts.of(state.batch_slots, kept=bool(passes.drafters))
             followers: Followers = NO_FOLLOWERS if self._ranks is None else self._ranks

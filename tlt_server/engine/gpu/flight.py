@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
 from tlt_server.engine.batch import Batch, Chunk
 from tlt_server.engine.gpu.capture import CapturedStep
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.engine.gpu.reports import Reports
-from tlt_server.engine.gpu.ring import PinnedBuffer
 from tlt_server.engine.gpu.tree_samples import TreeSample
 from tlt_server.engine.sequence import Sequence as EngineSequence
 from tlt_server.records import Strategy
@@ -23,13 +25,23 @@ def entries_of(
     return [*enumerate(decoding), *((size + w, work) for w, work in enumerate(prompts))]
 
 
+class AwaitedOutcome(Protocol):
+    """Everything that a step gives, in the host's memory once it is waited for."""
+
+    @property
+    def array(self) -> NDArray[np.int32]: ...
+
+    def wait(self) -> None:
+        """Wait until it is there; no more once it was."""
+
+
 class Flight(NamedTuple):
     batch: Batch
     strategy: Strategy
     key: ExtendKey
     decoding: list[Chunk]
     prompts: list[Chunk]
-    outcome: PinnedBuffer
+    outcome: AwaitedOutcome
     reports: Reports | None
     trees: TreeSample | None
     captured: CapturedStep | None

@@ -7,6 +7,7 @@ launches of the runner, in the order of its stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey, Reported
+from tlt_server.engine.gpu.flight import AwaitedOutcome
 from tlt_server.engine.gpu.orders import RunStep
 from tlt_server.engine.gpu.ring import PinnedBuffer
 
@@ -49,18 +51,24 @@ class Followers(Protocol):
     def table(self, name: str, table: DeviceTable) -> DeviceTable:
         """Return the table, which tells them what it is told."""
 
-    def copy_sums(self, outcome: PinnedBuffer) -> None:
-        """Queue a copy of the sums of all ranks to the end of a step's outcome."""
+    def copy_sums(self, outcome: PinnedBuffer) -> AwaitedOutcome:
+        """Queue a copy of the sums of all ranks to the end of the outcome of the newest step.
+        Return what waits for it: `EngineFailed` where a rank has ended, is stopped, or differs.
+        """
 
     def check(self) -> None:
         """`EngineFailed` where a rank has ended."""
 
-    def wait(self, outcome: PinnedBuffer) -> None:
-        """Wait for an outcome. `EngineFailed` where a rank has ended, or differs."""
+    @property
+    def wait(self) -> Callable[[PinnedBuffer], None] | None:
+        """Return the `wait` of rings: `EngineFailed` where a rank has ended, or is stopped. None
+        where this rank waits for no other.
+        """
 
 
 class NoFollowers:
     words = 0
+    wait = None
 
     def upload(self, word_U: Words) -> None: ...
 
@@ -86,11 +94,10 @@ class NoFollowers:
     def table(self, name: str, table: DeviceTable) -> DeviceTable:
         return table
 
-    def copy_sums(self, outcome: PinnedBuffer) -> None: ...
+    def copy_sums(self, outcome: PinnedBuffer) -> AwaitedOutcome:
+        return outcome
 
     def check(self) -> None: ...
-
-    def wait(self, outcome: PinnedBuffer) -> None: ...
 
 
 NO_FOLLOWERS = NoFollowers()

@@ -28,17 +28,23 @@ DRIVER_BYTES = 4 << 20
 RECORD_S = 0.05  # seconds that recording a graph takes, until one was recorded
 
 
+def synchronize(stream: torch.cuda.Stream) -> None:
+    stream.synchronize()
+
+
 class GraphPool:
     def __init__(
         self,
         stream: torch.cuda.Stream | None,
         most_bytes: int = RESERVE,
         quiet: Callable[[], bool] = lambda: True,
+        drain: Callable[[torch.cuda.Stream], None] = synchronize,
     ) -> None:
         """Capture nothing without a stream, nor while it is not `quiet`: recording waits for all
-        that the GPU does.
+        that the GPU does. `drain`: waits for the stream, or raises where that would have no end.
         """
         self._stream, self._most_bytes, self._quiet = stream, most_bytes, quiet
+        self._drain = drain
         self._full = False  # until `clear`: what is not recorded yet runs launch by launch
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if stream is not None else None
@@ -78,7 +84,7 @@ class GraphPool:
     def _record(self, key: Hashable, work: Callable[[], None], started_s: float) -> None:
         """Record the key, which executes nothing."""
         assert self._stream is not None
-        self._stream.synchronize()
+        self._drain(self._stream)
         torch.cuda.empty_cache()  # memory that runs have left is no part of the graph
         reserved = torch.cuda.memory_reserved()
         free, _ = torch.cuda.mem_get_info()
@@ -125,7 +131,7 @@ class GraphPool:
     def clear(self) -> None:
         """Forget every graph and give its memory back, because addresses are about to change."""
         if self._stream is not None:
-            self._stream.synchronize()
+            self._drain(self._stream)
             self._pool = torch.cuda.graph_pool_handle()
         self._full = False
         self.cleared += 1

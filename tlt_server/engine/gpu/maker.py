@@ -33,7 +33,7 @@ from tlt_server.engine.gpu.buckets import (
     sampled_rows,
 )
 from tlt_server.engine.gpu.drafts import Follower, GpuDrafter, NetworkStorage
-from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.graphs import GraphPool, synchronize
 from tlt_server.engine.gpu.head import SharedHead
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.kv import DraftKV, GpuKV, make_cache
@@ -190,6 +190,7 @@ class GpuMaker:
         drafter: Drafter | None,
         *,
         quiet: Callable[[], bool] = lambda: True,
+        drain: Callable[[torch.cuda.Stream], None] = synchronize,
         followers: Sequence[Follower] = (),
     ) -> Passes:
         attention = self.backend(state.model.own_config)
@@ -203,7 +204,7 @@ class GpuMaker:
             state,
             attention,
             drafters,
-            GraphPool(self.stream if captures else None, quiet=quiet),
+            GraphPool(self.stream if captures else None, quiet=quiet, drain=drain),
             shapes=self.sizes,
             stream=self.stream,
             page_hint_PH=kv.page_hint_PH,

@@ -28,7 +28,7 @@ class Equip(Struct, frozen=True, tag="equip"):
 
 
 class Begin(Struct, frozen=True, tag="begin"):
-    """Exchange from here on: every rank is ready."""
+    """Exchange from here on: every rank is ready, and has settled."""
 
 
 class UploadWords(Struct, frozen=True, tag="upload"):

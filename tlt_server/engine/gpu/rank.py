@@ -126,8 +126,6 @@ class GpuRank:
             case Equip():
                 self._equip(order)
             case Begin():
-                if self._stream is not None:
-                    torch.cuda.synchronize()
                 self._agreement.begin()
             case _:
                 self._memory.follow(order)

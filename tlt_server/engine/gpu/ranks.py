@@ -5,8 +5,7 @@ the runner tells them.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,7 @@ class GpuRanks(Ranks):
         """`EngineFailed` or `StartupError` where one cannot start."""
         self._device, self._sizes, self._by = device, sizes, settings.exchange
         self._equipping = 0
-        self._steps: deque[int] = deque()  # the orders of those in flight
+        self._step = 0  # the order of the newest one
         self.words = 2 * settings.tensor_parallel
         super().__init__(settings, config)
 
@@ -83,6 +82,8 @@ class GpuRanks(Ranks):
         self.answered(self._equipping)
         if self.peers.device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        # Muted exchanges signal, too: none may be queued anywhere when the first rank resets.
+        self.order(told.Settle(), wait=True)
         self.order(told.Begin(), wait=True)
         self.agreement.begin()
 
@@ -111,7 +112,7 @@ class GpuRanks(Ranks):
         reported: Reported,
     ) -> RunStep:
         step = RunStep(draft, capped, extend, learns, reported)
-        self._steps.append(self._send(step, asks=False))
+        self._step = self._send(step, asks=False)
         return step
 
     def finish_step(self, step: RunStep, word_M: NDArray[np.int32]) -> None:
@@ -133,29 +134,65 @@ class GpuRanks(Ranks):
         table.on_renew = lambda: self.order(told.RenewTable(name))
         return table
 
-    def copy_sums(self, outcome: PinnedBuffer) -> None:
+    def copy_sums(self, outcome: PinnedBuffer) -> SharedOutcome:
         found = self.agreement.found_TW.view(-1)
         outcome.tensor[-self.words :].copy_(found, non_blocking=True)
+        return SharedOutcome(outcome, self._step, self)
 
-    def wait(self, outcome: PinnedBuffer) -> None:
+    def wait(self, buffer: PinnedBuffer, step: int = 0) -> None:
+        """Wait for a copy from this GPU. `step`: the order that makes it, if not the newest."""
+        self._poll(lambda: buffer.arrived, step or self._step)
+
+    def drain(self, stream: torch.cuda.Stream) -> None:
+        """Wait for all that a stream of this GPU does. Errors as of `wait`."""
+        if self._step:
+            self._poll(stream.query, self._step)
+        else:
+            stream.synchronize()  # before the first step no kernel waits for a rank
+
+    def _poll(self, ended: Callable[[], bool], step: int) -> None:
         began_s = looked_s = time.monotonic()
-        while not outcome.arrived:
+        while not ended():
             time.sleep(SLEEP_S)  # a stage of a push needs the interpreter, too
             if time.monotonic() > looked_s + LOOK_S:
                 self.check_ended()
                 looked_s = time.monotonic()
             if looked_s > began_s + STEP_S:
                 raise EngineFailed(
-                    f"rank 0 waited {STEP_S:g} s for the GPUs to end order {self._steps[0]}; a "
+                    f"rank 0 waited {STEP_S:g} s for the GPUs to end order {step}; a "
                     "rank is stopped, or takes as long to compile a kernel"
                 )
-        step = self._steps.popleft()
-        others = differing(outcome.array[-self.words :].tolist())
-        if others:
-            self.check_ended()
-            if waited := self.agreement.failure():
-                raise EngineFailed(f"{waited}, in order {step} or before")
-            raise EngineFailed(
-                f"ranks differ after order {step}: the states of rank "
-                f"{', '.join(map(str, others))} are not those of rank 0"
-            )
+
+    def compare(self, words: Sequence[int], step: int) -> None:
+        """`EngineFailed` where the sums of a step are not those of rank 0."""
+        others = differing(words)
+        if not others:
+            return
+        self.check_ended()
+        if waited := self.agreement.failure():
+            raise EngineFailed(f"{waited}, in order {step} or before")
+        raise EngineFailed(
+            f"ranks differ after order {step}: the states of rank "
+            f"{', '.join(map(str, others))} are not those of rank 0"
+        )
+
+
+class SharedOutcome:
+    """The outcome of a step of several ranks: no reader has it before their sums are compared."""
+
+    def __init__(self, buffer: PinnedBuffer, step: int, ranks: GpuRanks) -> None:
+        """`step`: its order."""
+        self._buffer, self._step, self._ranks = buffer, step, ranks
+        self._compared = False
+
+    @property
+    def array(self) -> NDArray[np.int32]:
+        assert self._compared, "read before it was waited for"
+        return self._buffer.array
+
+    def wait(self) -> None:
+        if self._compared:
+            return
+        self._ranks.wait(self._buffer, self._step)
+        self._ranks.compare(self._buffer.array[-self._ranks.words :].tolist(), self._step)
+        self._compared = True

@@ -4,6 +4,8 @@ its copy has passed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,7 +13,16 @@ from torch import Tensor
 
 
 class PinnedRing:
-    def __init__(self, count: int, ints: int, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        ints: int,
+        *,
+        pinned: bool,
+        wait: Callable[[PinnedBuffer], None] | None = None,
+    ) -> None:
+        """`wait`: waits until a buffer has arrived, or raises; None: the device is waited for."""
+        self._wait = wait
         self._tensors = [
             torch.zeros(ints, dtype=torch.int32, pin_memory=pinned) for _ in range(count)
         ]
@@ -23,14 +34,19 @@ class PinnedRing:
     def take(self) -> PinnedBuffer:
         """The next buffer, after the copy that used it last."""
         at, self._next = self._next, (self._next + 1) % len(self._tensors)
-        buffer = PinnedBuffer(self._tensors[at], self._events[at])
+        buffer = PinnedBuffer(self._tensors[at], self._events[at], self._wait)
         buffer.wait()
         return buffer
 
 
 class PinnedBuffer:
-    def __init__(self, tensor: Tensor, event: torch.cuda.Event | None) -> None:
-        self.tensor, self._event = tensor, event
+    def __init__(
+        self,
+        tensor: Tensor,
+        event: torch.cuda.Event | None,
+        wait: Callable[[PinnedBuffer], None] | None = None,
+    ) -> None:
+        self.tensor, self._event, self._wait = tensor, event, wait
 
     @property
     def array(self) -> NDArray[np.int32]:
@@ -47,6 +63,8 @@ class PinnedBuffer:
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Wait until that copy is done."""
-        if self._event is not None:
+        """Wait until that copy is done. Errors as of the ring's `wait`."""
+        if self._wait is not None:
+            self._wait(self)
+        elif self._event is not None:
             self._event.synchronize()

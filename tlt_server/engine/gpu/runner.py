@@ -74,12 +74,13 @@ class GpuRunner:
         self.shapes, self.stream, self.followers = passes.shapes, passes.stream, followers
         self.learns = True
         state, pinned = self.state, passes.pinned
-        self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
+        wait = followers.wait
+        self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned, wait=wait)
         entries = self.shapes.max_running + state.layout.chunks
         words = entries * fields(state.depth) + followers.words
-        self._outcomes = PinnedRing(RING, words, pinned=pinned)
+        self._outcomes = PinnedRing(RING, words, pinned=pinned, wait=wait)
         self._trees = TreeSampler(RING, pinned=pinned)
-        self._masks = StructureMasks(state, pinned=pinned)
+        self._masks = StructureMasks(state, pinned=pinned, wait=wait)
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self.texts = texts
         self._capture = capture
@@ -127,7 +128,6 @@ class GpuRunner:
         if len(self._flights) <= int(busy):
             return None
         flight = self._flights.popleft()
-        self.followers.wait(flight.outcome)
         outcome = flight.outcomes(self.state.depth)
         if self._capture and flight.captured:
             self._capture.collected(flight.captured)
@@ -214,12 +214,12 @@ class GpuRunner:
             self._capture.launched(captured)
         if drafted and learns:
             passes.learn(extend, drafted)
-        outcome = self._outcomes.take()
+        buffer = self._outcomes.take()
         used = extend.outcome_EF.numel()
-        outcome.tensor[:used].copy_(extend.outcome_EF.view(-1), non_blocking=True)
-        self.followers.copy_sums(outcome)
+        buffer.tensor[:used].copy_(extend.outcome_EF.view(-1), non_blocking=True)
+        outcome = self.followers.copy_sums(buffer)
         reports = self._reporter.launch(extend, asked)
-        outcome.mark()
+        buffer.mark()
         self._flights.append(
             Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees, captured)
         )

@@ -9,7 +9,8 @@ sampler, which asks row by row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,15 @@ STEPS = 2  # steps whose buffers may be in use
 
 
 class StructureMasks:
-    def __init__(self, state: DeviceState, *, pinned: bool) -> None:
-        """The buffers are made by the first step that needs them."""
-        self._state, self._pinned = state, pinned
+    def __init__(
+        self,
+        state: DeviceState,
+        *,
+        pinned: bool,
+        wait: Callable[[PinnedBuffer], None] | None = None,
+    ) -> None:
+        """The buffers are made by the first step that needs them. `wait`: as of `PinnedRing`."""
+        self._state, self._ring = state, partial(PinnedRing, STEPS, pinned=pinned, wait=wait)
         self._trees: PinnedRing | None = None
         self._selected: PinnedBuffer | None = None
         self._masks: PinnedRing | None = None
@@ -36,7 +43,7 @@ class StructureMasks:
         key, trees, rows = extend.key, extend.trees, extend.rows
         if self._trees is None:
             most = 4 * len(self._state.logits_SV)
-            self._trees = PinnedRing(STEPS, most, pinned=self._pinned)
+            self._trees = self._ring(most)
         self._selected, at = self._trees.take(), 0
         for values, count in (
             (trees.root_E, key.batch),
@@ -61,7 +68,7 @@ class StructureMasks:
         device = self._state.masks
         samples, words = len(device.mask_S), device.mask_MW.shape[1]
         if self._masks is None:
-            self._masks = PinnedRing(STEPS, len(device.whole), pinned=self._pinned)
+            self._masks = self._ring(len(device.whole))
         buffer = self._masks.take()
         mask_S = buffer.array[:samples]
         mask_MW = buffer.array[samples:].reshape(samples, words)
