@@ -43,7 +43,7 @@ class Run:
         given = {"min_idle": 0, "quiet_s": 5.0, "interval_s": 2.0, "gather_mb": 1}
         given |= {"hold_s": 60.0, **options}
         clients = {server.url: Client(server.url, timeout_s=5.0) for server in servers}
-        self.peers = Peers(clients, self.lines.append, look_s=0.2)
+        self.peers = Peers(clients, self.lines.append, look_s=0.5)
         self.coordinator = Coordinator(
             self.peers,
             argparse.Namespace(**given),
@@ -135,12 +135,12 @@ def test_pauses_are_renewed_and_an_operators_is_left_alone(fleet: list[FakeServe
 def test_a_server_that_answers_slowly_or_forbids_blocks_no_other(fleet: list[FakeServer]) -> None:
     coordinated = Run(fleet)
     fleet[0].refusal = {"code": "forbidden", "message": "operate is needed", "retryable": False}
-    fleet[1].delay_s = 1.0
+    fleet[1].delay_s = 1.5
     fleet[3].junk = True
     for coordinated.now_s in (0.0, 6.0):
         coordinated.coordinator.step()
     assert fleet[2].state == "training" and fleet[1].state == "idle"
-    for server, why in ((0, "operate is needed"), (1, "no answer within 0.2 s"), (3, "KeyError")):
+    for server, why in ((0, "operate is needed"), (1, "no answer within 0.5 s"), (3, "KeyError")):
         [line] = [line for line in coordinated.lines if fleet[server].url in line]
         assert "left out" in line and why in line
     coordinated.coordinator.end()
