@@ -303,9 +303,13 @@ class Ranks:
     def hand_over(self, arenas: Sequence[Arena], order: orders.LoadShard | orders.MapShard) -> None:
         """Send each rank its memory, and the order for which it is."""
         with self._lock:
-            for side, arena in zip(self._sides, arenas, strict=True):
+            for rank, (side, arena) in enumerate(zip(self._sides, arenas, strict=True), 1):
                 data = order.key.to_bytes(8, "little") + arena.grant
-                socket.send_fds(side, [data], arena.descriptors)
+                try:
+                    socket.send_fds(side, [data], arena.descriptors)
+                except ConnectionError:
+                    self.check_ended()
+                    raise EngineFailed(f"rank {rank} has ended: it takes no memory") from None
                 arena.close()
             self.order(order, wait=order.waits)
 
