@@ -150,6 +150,10 @@ class Ranks:
         self._answers.expect(0, what)
         self._answers.of(0)
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def close(self) -> None:
         """End the other ranks; so does the end of this process."""
         self._end()
