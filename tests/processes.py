@@ -27,7 +27,7 @@ def trainer(server: int) -> int:
 
 def _children(server: int) -> dict[int, bytes]:
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return {int(child): _command(child) for child in children}  # empty: it has ended
+    return {int(child): command(child) for child in children}  # empty: it has ended
 
 
 def engine(server: int) -> int:
@@ -36,7 +36,8 @@ def engine(server: int) -> int:
     return pid
 
 
-def _command(pid: str) -> bytes:
+def command(pid: str) -> bytes:
+    """Return a process's command line, empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:  # it has just ended

@@ -1,5 +1,5 @@
 """A further rank of the interpreter's engine, at the speed of the tests: `python -m
-tests.engine.interpreted_rank DESCRIPTOR`. It has no memory to record a graph.
+tests.engine.interpreted_rank DESCRIPTOR PARENT`. It has no memory to record a graph.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A further rank of a CPU that has no room to take its pages again, the first time: `python -m
-tests.engine.short_rank DESCRIPTOR`.
+tests.engine.short_rank DESCRIPTOR PARENT`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from tests import processes
 from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
-from tlt_server.bench.exact import ExactEngines, compare, factors_of, rollout
+from tlt_server.bench.exact import ExactEngines, compare, factors_of, killed_run, rollout
 from tlt_server.bench.exact_plan import (
     KINDS,
     PLANS,
@@ -109,7 +109,7 @@ def test_green_on_a_sound_engine_and_red_on_one_ulp(
 
 
 @pytest.mark.long
-def test_two_ranks_are_green_with_a_pushed_version(
+def test_two_ranks_are_green_with_a_pushed_version_and_a_kill(
     base: EngineSettings, requests: list[GenerateRequest]
 ) -> None:
     engines = ExactEngines(replace(base, tensor_parallel=2, reduction_leaves=2))
@@ -125,6 +125,9 @@ def test_two_ranks_are_green_with_a_pushed_version(
         found, counts = rollout(engines, configuration, plain, SIZE, version=version)
         seen = compare(configuration, bits, found, counts, 0.0)
         assert (seen.differing_tokens, seen.differing_logprobs) == (0, 0) and seen.tokens > 100
+    killed = killed_run(engines, {**configuration, "version": PUSHED}, plain, SIZE, expected)
+    assert killed.killed and killed.configuration["version"] == "pushed, killed"
+    assert (killed.differing_tokens, killed.differing_logprobs) == (0, 0) and killed.tokens > 100
     rollout(engines, reference, plain[:1], SIZE)
     assert processes.ranks(os.getpid()) == [], "those of the engine before have ended"
 

@@ -73,7 +73,7 @@ class OneRank(Ranks):
         self._context, self._sockets = zmq.Context(), []
         for limit in (zmq.SNDHWM, zmq.RCVHWM):
             self._context.setsockopt(limit, 2)
-        self._orders = [self._bound(zmq.PUSH, f"{path}/orders")]
+        self._orders = [self._bound(zmq.PUSH, path / "orders")]
         self.taken = self._context.socket(zmq.PULL)
         self.taken.connect(f"ipc://{path}/orders")
 
@@ -173,7 +173,7 @@ def test_ranks_that_are_collected_as_part_of_a_cycle_end_without_a_wait(tmp_path
             self._context, self._sockets, self.itself = zmq.Context(), list[Any](), self
 
     made = Made()
-    Ranks._bound(made, zmq.PUSH, f"{tmp_path}/orders")  # type: ignore[arg-type]
+    Ranks._bound(made, zmq.PUSH, tmp_path / "orders")  # type: ignore[arg-type]
     end = weakref.finalize(made, _ended, [], made._sockets, made._context, [])
     del made
     collecting = threading.Thread(target=gc.collect, daemon=True)

@@ -214,7 +214,7 @@ def test_an_idle_engine_reads_the_tokenizer_before_a_request_waits_for_it(
 
 
 def test_an_engine_that_only_waits_for_a_grammar_looks_now_and_then(
-    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     go, compiler = threading.Event(), engine.engine._structures._compiler
     original = compiler._compile
@@ -238,9 +238,8 @@ def test_an_engine_that_only_waits_for_a_grammar_looks_now_and_then(
 
     monkeypatch.setattr(assembly, "assemble", lambda *_, **__: (engine.engine, engine.info))
     monkeypatch.setattr(Engine, "finished", property(lambda it: len(patience_ms) > 9 and it.idle))
-    process.serve(
-        replace(engine.settings, parent=os.getppid()), Commands(), lambda _: None, Path("/")
-    )
+    started = replace(engine.settings, parent=os.getppid(), directory=tmp_path)
+    process.serve(started, Commands(), lambda _: None)
     assert patience_ms[1:9] == [process.BUSY_POLL_MS] * 8
     assert patience_ms.count(0) > 2, "steps follow each other"
 

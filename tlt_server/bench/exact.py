@@ -10,7 +10,8 @@ Many requests have penalties, biases, min_tokens, prompt log-probs or one of two
 by one ulp in thirty steps of one run, to show that the check can fail. With `--numerics fast`,
 which promises no such thing, the rate of differing tokens is reported and nothing fails. With
 `--tensor-parallel` all runs have several ranks and take two versions in turns, by pushes and
-rollbacks; the reference of each is an engine of one rank that starts with it.
+rollbacks; the reference of each is an engine of one rank that starts with it. On a CPU the last
+run is repeated with a rank that is killed halfway; the engine's next life resumes the requests.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rich.table import Table
 from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
 from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.bench.engines import LoadedOnce, ReadyFor, release
+from tlt_server.bench.exact_kill import Bits, SaidBits, run_until_killed
 from tlt_server.bench.exact_plan import (
     ADAPTERS,
     PLANS,
@@ -58,13 +60,6 @@ from tlt_server.models.split import auto_gpu_leaves
 from tlt_server.records import GenerateRequest
 
 
-class Bits(NamedTuple):
-    """The output of one request in one run."""
-
-    tokens: list[int]
-    logprobs: bytes  # float32; those of the prompt come first
-
-
 class Result(NamedTuple):
     configuration: Configuration
     requests: int
@@ -75,6 +70,7 @@ class Result(NamedTuple):
     differing_tokens: int
     differing_logprobs: int
     differing_responses: int
+    killed: bool = False  # with its engine halfway
 
     @property
     def scarce(self) -> bool:
@@ -105,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     configurations = plan.in_order(covering_array(factors, args.seed))
     console = wide_console()
     with progress_bar(console) as progress:
-        task = progress.add_task("reference", total=len(configurations) + 1)
+        kills = base.tensor_parallel > 1 and args.device == "cpu"
+        task = progress.add_task("reference", total=len(configurations) + 1 + kills)
 
         def started(name: str, seconds: float, detail: str) -> None:
             progress.update(task, description=f"start: {name} took {seconds:.1f} s")
@@ -133,7 +130,32 @@ def run(args: argparse.Namespace) -> int:
             results.append(compare(configuration, references[version], found, counts, seconds))
             differing = results[-1].differing_tokens + results[-1].differing_logprobs
             progress.update(task, advance=1, description=f"{described_as}: {differing} differ")
+        if kills:
+            progress.update(task, description="a rank is killed")
+            results.append(killed_run(engines, configurations[-1], requests, size, references))
+            progress.update(task, advance=1)
     return report(console, results, described(base, engines.fingerprint), args)
+
+
+def killed_run(
+    engines: ExactEngines,
+    like: Configuration,
+    requests: list[GenerateRequest],
+    size: ExactSize,
+    references: dict[str, dict[str, Bits]],
+) -> Result:
+    """Repeat a run over two lives of an engine, with ample pages."""
+    version, configuration = str(like["version"]), {**like, "pages": "ample"}
+    expected = references[version]
+    chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
+    half = sum(len(expected[request.id].tokens) for request in chosen) // 2
+    began = time.perf_counter()
+    found, counts = rollout(
+        engines, configuration, chosen, size, version=version, killed_after=half
+    )
+    seconds = time.perf_counter() - began
+    shown = {**configuration, "version": f"{version}, killed"}
+    return compare(shown, expected, found, counts, seconds)._replace(killed=True)
 
 
 def factors_of(args: argparse.Namespace, factors: Factors) -> Factors:
@@ -178,8 +200,7 @@ class ExactEngines:
         without speculation.
         """
         if self._engine is None or self._of != (batch, fault, reference):
-            self._engine = None
-            release()
+            self.end()
             root = Path(self._root.name)
             settings = replace(
                 self.base,
@@ -202,6 +223,11 @@ class ExactEngines:
             self._of = batch, fault, reference
         return self._engine
 
+    def end(self) -> None:
+        """End the engine that there is; its weights go with it, where it has its own."""
+        self._engine = self._of = None
+        release()
+
 
 def rollout(
     engines: ExactEngines,
@@ -211,40 +237,61 @@ def rollout(
     *,
     fault: bool = False,
     version: str = STARTED,
+    killed_after: int = 0,
 ) -> tuple[dict[str, Bits], dict[str, float]]:
     """Run all requests on an engine that has forgotten what it ran before, with a version of the
-    target; return each output and the run's counts.
+    target; return each output and the run's counts. `killed_after`: tokens before a rank is killed
+    and the requests are resumed by another engine; 0: none is.
     """
     batch, reference = int(str(configuration["batch"])), configuration is engines.plan.reference
+    said, preemptions = SaidBits(requests), 0
+    if killed_after:
+        engine = engines.engine(batch, fault=False)
+        prepare(engines, engine, configuration, requests, size, version)
+        before = engine.scheduler.preemptions
+        engine.send(Submit(requests))
+        run_until_killed(engine, said, killed_after)
+        preemptions += engine.scheduler.preemptions - before
+        del engine
+        engines.end()
     engine = engines.engine(batch, fault=fault, reference=version if reference else "")
-    policy, strategy = engines.plan.arms[str(configuration["arm"])]
-    if not reference:
+    kept_back = prepare(
+        engines, engine, configuration, requests, size, "" if reference else version
+    )
+    before = engine.scheduler.preemptions
+    engine.send(Submit(said.rest()))
+    with planted(engine) if fault else nullcontext():
+        said.run(engine)
+    engine.scheduler.pool.release(kept_back)
+    engine.scheduler.check()
+    preemptions += engine.scheduler.preemptions - before
+    return said.bits(), {"passes": said.passes, "preemptions": preemptions}
+
+
+def prepare(
+    engines: ExactEngines,
+    engine: Engine,
+    configuration: Configuration,
+    requests: list[GenerateRequest],
+    size: ExactSize,
+    version: str,
+) -> list[int]:
+    """Let an idle engine forget what it ran, and take the settings of a run and a version; empty:
+    the one that it has. Return the pages that it is to do without.
+    """
+    if version:
         bring(engine, version)
-    pool, before = engine.scheduler.pool, engine.scheduler.preemptions
+    policy, strategy = engines.plan.arms[str(configuration["arm"])]
     engine.send(SetPolicy(policy, strategy))
     engine.send(ClearCache("exact"))
     engine.step()
     assert [report.error for report in engine.control_reports()] == [None]
     engine.scheduler.max_rows = int(str(configuration["chunk"]))
+    pool = engine.scheduler.pool
     pages = pages_for(configuration, requests, size, pool.page_size)
     kept_back = pool.allocate(max(0, pool.pages - pages)) if pages is not None else []
     assert kept_back is not None, "an idle engine holds no pages"
-    engine.send(Submit(requests))
-    tokens: dict[str, list[int]] = {r.id: [] for r in requests}
-    logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
-    passes = 0
-    with planted(engine) if fault else nullcontext():
-        while not engine.idle:
-            for output in engine.step():
-                assert output.error is None, f"{output.id}: {output.error}"
-                scored = [each for each in output.prompt_logprobs or [] if each is not None]
-                tokens[output.id] += output.token_ids
-                logprobs[output.id] += [*(each.logprobs[0] for each in scored), *output.logprobs]
-            passes += engine.last_cycle is not None
-    pool.release(kept_back)
-    engine.scheduler.check()
-    found = {i: Bits(tokens[i], np.array(logprobs[i], np.float32).tobytes()) for i in tokens}
-    return found, {"passes": passes, "preemptions": engine.scheduler.preemptions - before}
+    return kept_back
 
 
 def compare(
@@ -334,6 +381,7 @@ def report(
         "differing_tokens": differing,
         "differing_logprob_bits": sum(r.differing_logprobs for r in results),
         "differing_responses": sum(r.differing_responses for r in results),
+        "kills": sum(r.killed for r in results),
         "differing_token_rate": round(differing / max(1, tokens), 6),
     }
     finish(args, summary, on_gpu=args.device == "cuda")

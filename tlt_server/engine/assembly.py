@@ -64,13 +64,12 @@ def assemble(
     on_start: Callable[[list[str]], None] = lambda ids: None,
     on_progress: OnProgress = lambda name, done, of: None,
     make_device: Callable[[DecidedSettings], Device] = make_device,
-    directory: Path | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Return a ready engine and its description. `StartupError` names what cannot be used and the
     remedy.
 
     `on_start`: see `Scheduler`. `on_progress`: gets the name of a long phase, the steps done and
-    their number. `directory`: where the engine may make one of its own; the caller removes it.
+    their number.
     """
     phase = Phases(on_phase)
     with phase("choose device") as detail:
@@ -114,7 +113,7 @@ def assemble(
         max_pages_per_sequence=-(-max_model_len // settings.page_size),
     )
     with phase("prepare runner") as detail:
-        options = _options(settings, device, spool, directory)
+        options = _options(settings, device, spool)
         equipped = device.equip(
             live,
             memory,
@@ -309,15 +308,13 @@ def _describe(
     )
 
 
-def _options(
-    settings: EngineSettings, device: Device, spool: Spool | None, directory: Path | None
-) -> Options:
+def _options(settings: EngineSettings, device: Device, spool: Spool | None) -> Options:
     state = Path(settings.state_dir) if settings.state_dir else None
     intake = Intake(
         Path(settings.weight_root) if settings.weight_root else None,
         settings.weight_marker,
         state and state / "uploads",
-        made_directory(directory) if "ipc" in settings.channels else None,
+        made_directory(settings.directory) if "ipc" in settings.channels else None,
         trained=settings.trained,
         groups=Groups(settings.weight_timeout_s),
     )

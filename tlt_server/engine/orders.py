@@ -160,7 +160,6 @@ class RankStart(Struct, frozen=True):
     settings: str  # JSON of the engine's, but for the device
     max_position: int
     threads: int
-    parent: int
 
     @property
     def decided(self) -> DecidedSettings:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -35,12 +36,10 @@ BUSY_POLL_MS = 5  # an idle engine looks this often whether a push is staged, a 
 
 
 def serve(
-    settings: EngineSettings,
-    commands: zmq.Socket[bytes],
-    send: Callable[[Event], None],
-    directory: Path,
+    settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[[Event], None]
 ) -> None:
     """Build the engine, then step until a `Stop` has ended it or its parent is gone."""
+    assert settings.directory is not None
     started = time.perf_counter()
     # Imported here, as this takes a while and may fail: a phase like the others.
     with loading():
@@ -50,9 +49,8 @@ def serve(
     engine, info = assemble(
         settings,
         lambda name, seconds, detail: send(Phase(name, seconds, detail)),
-        StartedFile(directory).note,
+        StartedFile(settings.directory).note,
         lambda name, done, of: send(PhaseProgress(name, done, of)),
-        directory=directory,
     )
     gc.collect()
     gc.freeze()  # what was loaded stays; a collection of it would stop the loop for 0.25 s
@@ -107,7 +105,7 @@ def main() -> int:
 
     try:
         settings = decode_settings(sys.stdin.buffer.readline())
-        serve(settings, commands, send, Path(directory))
+        serve(replace(settings, directory=Path(directory)), commands, send)
         return 0
     except TltError as error:
         send(Failed(error.code, error.message))

@@ -12,7 +12,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -32,6 +31,7 @@ from tlt_server.attention.rows import Rows
 from tlt_server.engine import orders, rank_processes
 from tlt_server.engine.arena import Arena, arena_bytes, layout
 from tlt_server.engine.exchange.gloo import GlooExchange
+from tlt_server.engine.exchange.meeting import meeting_folder
 from tlt_server.engine.orders import Envelope, RankStart
 from tlt_server.engine.rank_answers import POLL_S, RankAnswers
 from tlt_server.engine.settings import DecidedSettings, encode_settings
@@ -133,15 +133,15 @@ class Ranks:
         self._end = weakref.finalize(
             self, _ended, self._processes, self._sockets, self._context, self._closers
         )
-        with tempfile.TemporaryDirectory(prefix="tlt-") as directory:
+        with meeting_folder(settings.directory) as directory:
             others = range(1, self._count)
-            self._orders = [self._bound(zmq.PUSH, f"{directory}/orders-{rank}") for rank in others]
-            inbox = self._bound(zmq.PULL, f"{directory}/answers")
+            self._orders = [self._bound(zmq.PUSH, directory / str(rank)) for rank in others]
+            inbox = self._bound(zmq.PULL, directory / "0")
             self._answers = RankAnswers(inbox, self._count - 1, self.check_ended)
             for rank in others:
                 self._launch(settings, config, directory, rank)
             self._met("begin")  # so the exchange waits for none that cannot
-            self.join(Path(directory))
+            self.join(directory)
             self._met("join")  # so none reads the directory any more
 
     def join(self, directory: Path) -> None:
@@ -155,11 +155,15 @@ class Ranks:
         self._answers.expect(0, what)
         self._answers.of(0)
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def close(self) -> None:
         """End the other ranks; so does the end of this process."""
         self._end()
 
-    def _bound(self, kind: int, path: str) -> zmq.Socket[bytes]:
+    def _bound(self, kind: int, path: Path) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
         self._sockets.append(made)
         made.setsockopt(zmq.LINGER, 0)
@@ -167,24 +171,23 @@ class Ranks:
         return made
 
     def _launch(
-        self, settings: DecidedSettings, config: ModelConfig, directory: str, rank: int
+        self, settings: DecidedSettings, config: ModelConfig, directory: Path, rank: int
     ) -> None:
         start = RankStart(
             life=self._life,
             rank=rank,
             ranks=self._count,
             device=settings.device,
-            directory=directory,
+            directory=str(directory),
             # No settings may name the device of tests, so it is told apart.
             settings=encode_settings(replace(settings, device="cpu")).decode(),
             max_position=config.max_position,
             threads=self._threads,
-            parent=os.getpid(),
         )
         mine, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", RANK, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", RANK, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **NO_MULTICAST},
@@ -312,9 +315,13 @@ class Ranks:
     def hand_over(self, arenas: Sequence[Arena], order: orders.LoadShard | orders.MapShard) -> None:
         """Send each rank its memory, and the order for which it is."""
         with self._lock:
-            for side, arena in zip(self._sides, arenas, strict=True):
+            for rank, (side, arena) in enumerate(zip(self._sides, arenas, strict=True), 1):
                 data = order.key.to_bytes(8, "little") + arena.grant
-                socket.send_fds(side, [data], arena.descriptors)
+                try:
+                    socket.send_fds(side, [data], arena.descriptors)
+                except ConnectionError:
+                    self.check_ended()
+                    raise EngineFailed(f"rank {rank} has ended: it takes no memory") from None
                 arena.close()
             self.order(order, wait=order.waits)
 

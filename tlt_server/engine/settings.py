@@ -31,6 +31,7 @@ class EngineSettings(SharedSettings):
     ring_bytes: int = 0  # size of `feature_ring`
     activity: Path | None = None  # says when the trainer runs, see `samples.activity`
     parent: int = 0  # process that started this one; the engine ends with it
+    directory: Path | None = None  # for what the engine makes; removed after its end
 
     @property
     def strategy(self) -> Strategy | None:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_server.private import private_directory
+
 POLL_S = 0.001
+FOLDER = "ranks"  # short: sockets in it have paths of 107 bytes at most
+
+
+@contextmanager
+def meeting_folder(within: Path | None) -> Iterator[Path]:
+    """Yield a new private folder, removed at the end. If the process is killed before that, the
+    owner of `within` removes it. None: it lies in the system's temporary directory.
+    """
+    if within is None:
+        with tempfile.TemporaryDirectory(prefix="tlt-") as name:
+            yield Path(name)
+        return
+    folder = private_directory(within / FOLDER)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Meeting(NamedTuple):

@@ -1,0 +1,171 @@
+"""A rank that is killed or stopped while an engine loads, or during a push: one error within its
+bound, no process is left, and the next life has the version that was committed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.engine.pushing import Pushable
+from tests.engine.test_ranks import root, settings
+from tests.engine.two_ranks import ranks_of
+from tests.mostly_long import mostly_long
+from tlt_client.channels.checkpoint import SINGLE
+from tlt_client.channels.checksums import mix64
+from tlt_server.engine import ranks
+from tlt_server.engine.exchange import gloo
+from tlt_server.engine.ranks import Ranks
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import EngineFailed
+
+__all__ = ["root", "settings"]  # fixtures
+
+QUICK = (("once it is staged", "stopped"),)
+
+
+class RankFault(NamedTuple):
+    signal: int
+    error: str
+
+
+FAULTS = {
+    "killed": RankFault(signal.SIGKILL, "rank 1 .*ended"),
+    "stopped": RankFault(
+        signal.SIGSTOP, r"rank 1 did not answer order \d+ \(\w+\) in |could not connect to rank 1"
+    ),
+}
+
+
+def hit(engine: Ranks, number: int) -> None:
+    """Send a signal to rank 1, and return once it has ended or is stopped."""
+    [process] = engine._processes
+    os.kill(process.pid, number)
+    if number == signal.SIGKILL:
+        process.wait(5)
+    while number == signal.SIGSTOP and state_of(process.pid) != "T":
+        time.sleep(0.001)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def hit_before(patch: pytest.MonkeyPatch, holder: Any, name: str, hit: Callable[[], None]) -> None:
+    """Let the fault happen just before the next call of this method."""
+    call = getattr(holder, name)
+
+    def called(*given: Any, **named: Any) -> Any:
+        patch.setattr(holder, name, call)
+        hit()
+        return call(*given, **named)
+
+    patch.setattr(holder, name, called)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
+    """Give a silent rank up after a second, while it starts too; yield the ranks of all engines.
+    At the end none may be left.
+    """
+    for name, bound_s in (("JOIN_S", 5.0), ("FIRST_S", 1.0), ("WAIT_S", 1.0)):
+        monkeypatch.setattr(gloo, name, bound_s)
+    monkeypatch.setattr(Ranks, "answer_s", 1.0)
+    monkeypatch.setattr(ranks, "BEAT_S", 0.3)
+    found: list[Ranks] = []
+    launch = Ranks._launch
+
+    def noted(self: Ranks, *given: Any) -> None:
+        found.append(self)
+        launch(self, *given)
+
+    monkeypatch.setattr(Ranks, "_launch", noted)
+    yield found
+    for each in found:
+        each.close()
+        assert all(process.returncode == -signal.SIGKILL for process in each._processes)
+
+
+@pytest.mark.parametrize("moment", mostly_long(["join", "hand_over", "test"], "hand_over"))
+@pytest.mark.parametrize("fault", mostly_long(FAULTS, "killed"))
+def test_a_rank_lost_while_an_engine_loads_is_one_error(
+    settings: EngineSettings,
+    launched: list[Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    fault: str,
+) -> None:
+    signalled_s: list[float] = []
+
+    def lost() -> None:
+        hit(launched[0], FAULTS[fault].signal)
+        launched[0]._answers.patience_s = 1.0
+        signalled_s.append(time.monotonic())
+
+    hit_before(monkeypatch, Ranks, moment, lost)
+    with pytest.raises(EngineFailed, match=FAULTS[fault].error):
+        Pushable(replace(settings, tensor_parallel=2))
+    assert time.monotonic() - signalled_s[0] < 8
+
+
+PUSH_MOMENTS = ("while it is staged", "once it is staged", "at install")
+
+
+@pytest.mark.parametrize(
+    ("moment", "fault"),
+    [
+        pytest.param(
+            moment,
+            fault,
+            id=f"{fault} {moment}",
+            marks=() if (moment, fault) in QUICK else pytest.mark.long,
+        )
+        for moment, fault in itertools.product(PUSH_MOMENTS, FAULTS)
+    ],
+)
+def test_a_rank_lost_in_a_push_leaves_one_version_to_the_next_life(
+    settings: EngineSettings,
+    launched: list[Ranks],
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    fault: str,
+) -> None:
+    """The new version once the commit has renamed its file, which comes before the install."""
+    lasting = replace(settings, tensor_parallel=2, state_dir=tmp_path)
+    engine = Pushable(lasting)
+    before = engine.checksums()
+    lost = partial(hit, ranks_of(engine), FAULTS[fault].signal)
+    if moment == "while it is staged":
+        hit_before(monkeypatch, ranks_of(engine), "hand_over", lost)
+    elif moment == "at install":
+        hit_before(monkeypatch, engine.engine.pushes, "_install", lost)
+    began_s = time.monotonic()
+    with pytest.raises(EngineFailed, match=FAULTS[fault].error):
+        report = engine.push(root / "new", "v1", commit=moment == "at install")
+        assert report.result == "staged", "it ends the life, not the push"
+        if moment == "once it is staged":
+            lost()
+        while time.monotonic() < began_s + 10:
+            engine.step()
+            time.sleep(0.01)
+    assert time.monotonic() - began_s < 8
+    engine.engine.pushes.transaction.close()
+    ranks_of(engine).close()
+    next_life = Pushable(replace(lasting, tensor_parallel=1))
+    assert not next_life.info.lost
+    pushed = {name: mix64(tensor) for name, tensor in load_file(root / "new" / SINGLE).items()}
+    committed = moment == "at install"
+    assert next_life.info.weight_version == ("v1" if committed else "initial")
+    assert next_life.checksums() == (before | pushed if committed else before)
