@@ -114,7 +114,7 @@ class Ranks:
 
     def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
         """Start the other ranks. `EngineFailed` if one cannot start, or not in time."""
-        self._count, self._threads = settings.tensor_parallel, threads_of(settings)
+        self._count, self._threads = settings.tensor_parallel, settings.rank_threads
         self._life, self._sent = secrets.token_hex(8), 0
         self._lock = threading.RLock()  # the staging thread sends, too
         # Keys of models to be dropped, each with what frees its memory; garbage of any thread.
@@ -377,11 +377,6 @@ def reclaim_on(ranks: RankOrders, free_own: Callable[[], None]) -> None:
         ranks.order(orders.FreePages(), wait=True)
         free_own()
         raise
-
-
-def threads_of(settings: DecidedSettings) -> int:
-    """Return the compute threads of each rank."""
-    return max(1, settings.threads // settings.tensor_parallel)
 
 
 def _taken(keys: deque[Taken]) -> list[Taken]:

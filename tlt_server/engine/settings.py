@@ -93,6 +93,11 @@ class DecidedSettings(EngineSettings):
     max_running: int
     max_rows: int
 
+    @property
+    def rank_threads(self) -> int:
+        """Return the compute threads of each rank."""
+        return max(1, self.threads // self.tensor_parallel)
+
 
 def encode_settings(settings: EngineSettings) -> bytes:
     """Return the line that an engine process reads from its standard input."""

@@ -18,7 +18,7 @@ from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.devices.choice import check_cpu_split
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.orders import Allocate, FreePages, Install
-from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on, threads_of
+from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
@@ -58,7 +58,7 @@ class CpuDevice:
     device = torch.device("cpu")
 
     def __init__(self, settings: DecidedSettings) -> None:
-        threads = threads_of(settings)
+        threads = settings.rank_threads
         torch.set_num_threads(threads)
         self._settings = settings
         self._ranks: RankOrders = NO_RANKS
