@@ -51,7 +51,7 @@ def test_a_shared_target_takes_a_push_and_goes_on_with_its_tokens_after_a_kill(
         until(lambda: rollout.fetch().progress.tokens > 20, 60)
         os.kill(rank, signal.SIGKILL)
         assert outputs(rollout.result(120)) == expected
-        assert engine(server.process.pid) != killed_engine, "the life went on without a rank"
+        assert engine(server.process.pid) != killed_engine, "the epoch went on without a rank"
         last = engine(server.process.pid)
         [rank] = ranks(last)
         os.kill(last, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The next life of a GPU engine over two ranks, in Triton's interpreter: every rank serves the
+"""The next epoch of a GPU engine over two ranks, in Triton's interpreter: every rank serves the
 versions that were committed last. The drafter is an EAGLE-1, which reads the target's head.
 """
 

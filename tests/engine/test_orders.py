@@ -43,17 +43,17 @@ def test_arrays_arrive_as_they_were_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("life", "number", "why"),
+    ("epoch", "number", "why"),
     [
-        ("b", 5, "an order of the life 'b' came in the life 'a'"),
+        ("b", 5, "an order of the epoch 'b' came in the epoch 'a'"),
         ("a", 6, "order 6 came where order 5 was due: one was lost"),
         ("a", 4, "order 4 came where order 5 was due: one came again"),
     ],
 )
 def test_orders_lost_repeated_or_of_another_life_are_refused(
-    life: str, number: int, why: str
+    epoch: str, number: int, why: str
 ) -> None:
-    data = encoded(Envelope(life, number, False, KEEP))
+    data = encoded(Envelope(epoch, number, False, KEEP))
     with pytest.raises(EngineFailed, match=why):
         decoded(data, "a", 5)
 
@@ -68,7 +68,7 @@ class OneRank(Ranks):
     """Rank 0 with a socket to a rank that is to be read by hand."""
 
     def __init__(self, path: Path) -> None:
-        self._life, self._sent, self._processes, self._lock = "a", 0, [], threading.RLock()
+        self._epoch, self._sent, self._processes, self._lock = "a", 0, [], threading.RLock()
         self._models, self._saved = deque(), deque()
         self._context, self._sockets = zmq.Context(), []
         for limit in (zmq.SNDHWM, zmq.RCVHWM):

@@ -1,5 +1,5 @@
 """A rank that is killed or stopped while an engine loads, or during a push: one error within its
-bound, no process is left, and the next life has the version that was committed.
+bound, no process is left, and the next epoch has the version that was committed.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def test_a_rank_lost_in_a_push_leaves_one_version_to_the_next_life(
     began_s = time.monotonic()
     with pytest.raises(EngineFailed, match=FAULTS[fault].error):
         report = engine.push(root / "new", "v1", commit=moment == "at install")
-        assert report.result == "staged", "it ends the life, not the push"
+        assert report.result == "staged", "it ends the epoch, not the push"
         if moment == "once it is staged":
             lost()
         while time.monotonic() < began_s + 10:

@@ -1,4 +1,4 @@
-"""Sleeps over two ranks when one of them fails: nothing has changed, or the engine's life ends."""
+"""Sleeps over two ranks when one of them fails: nothing has changed, or the engine's epoch ends."""
 
 from __future__ import annotations
 

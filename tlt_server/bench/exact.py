@@ -11,7 +11,7 @@ by one ulp in thirty steps of one run, to show that the check can fail. With `--
 which promises no such thing, the rate of differing tokens is reported and nothing fails. With
 `--tensor-parallel` all runs have several ranks and take two versions in turns, by pushes and
 rollbacks; the reference of each is an engine of one rank that starts with it. On a CPU the last
-run is repeated with a rank that is killed halfway; the engine's next life resumes the requests.
+run is repeated with a rank that is killed halfway; the engine's next epoch resumes the requests.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def killed_run(
     size: ExactSize,
     references: dict[str, dict[str, Bits]],
 ) -> Result:
-    """Repeat a run over two lives of an engine, with ample pages."""
+    """Repeat a run over two epochs of an engine, with ample pages."""
     version, configuration = str(like["version"]), {**like, "pages": "ample"}
     expected = references[version]
     chosen = requests[: size.alone] if configuration["batch"] == 1 else requests

@@ -1,5 +1,5 @@
-"""The outputs of `tlt bench exact` over more than one life of an engine: a rank is killed while
-requests run, and the next life resumes them.
+"""The outputs of `tlt bench exact` over more than one epoch of an engine: a rank is killed while
+requests run, and the next epoch resumes them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SaidBits:
 
 
 def run_until_killed(engine: Engine, said: SaidBits, tokens: int) -> None:
-    """Run until there are as many tokens; then kill a rank, which must end the engine's life."""
+    """Run until there are as many tokens; then kill a rank, which must end the engine's epoch."""
     runner = engine.runner
     assert isinstance(runner, CpuRunner) and isinstance(runner.ranks, Ranks)
     said.run(engine, tokens)

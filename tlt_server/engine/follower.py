@@ -172,7 +172,7 @@ def serve(
         while not inbox.poll(POLL_MS):
             check()
         number += 1
-        envelope = orders.decoded(inbox.recv(), start.life, number, rank.orders)
+        envelope = orders.decoded(inbox.recv(), start.epoch, number, rank.orders)
         answer = RankAnswer(start.rank, number)
         try:
             answer = structs.replace(answer, text=rank.follow(envelope.order))

@@ -97,7 +97,7 @@ class Halt:
             self._do(command)
             self._report(command.id)
         except EngineFailed:
-            raise  # something has changed, so the next life begins
+            raise  # something has changed, so the next epoch begins
         except TltError as error:
             self._report(command.id, error)
 

@@ -1,7 +1,7 @@
 """Orders of rank 0 to the other ranks of its target: everything that a rank does not decide.
 
-An order travels in an envelope with its number and the life that it belongs to, so one that is
-lost, repeated or of another life is refused. Arrays travel as their bytes.
+An order travels in an envelope with its number and the epoch that it belongs to, so one that is
+lost, repeated or of another epoch is refused. Arrays travel as their bytes.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ Order = ExtendRows | Keep | CheckNumerics | Install | Allocate | MemoryOrder
 
 
 class Envelope(Struct, Generic[AnyOrder], frozen=True):
-    life: str
+    epoch: str
     number: int  # counts from 1
     asks: bool  # whether an answer is awaited
     order: AnyOrder
@@ -152,7 +152,7 @@ class RankAnswer(Struct, frozen=True):
 class RankStart(Struct, frozen=True):
     """The first line of a rank's standard input."""
 
-    life: str
+    epoch: str
     rank: int
     ranks: int
     device: str
@@ -170,13 +170,13 @@ def encoded(envelope: Envelope[Any]) -> bytes:
     return msgspec.msgpack.encode(envelope, enc_hook=_packed)
 
 
-def decoded(data: bytes, life: str, number: int, kind: Any = Order) -> Envelope[Any]:
-    """Return the envelope. `EngineFailed` unless it is the one with this number, of this life.
+def decoded(data: bytes, epoch: str, number: int, kind: Any = Order) -> Envelope[Any]:
+    """Return the envelope. `EngineFailed` unless it is the one with this number, of this epoch.
     `kind`: the orders that the rank follows.
     """
     envelope = _decoder(kind).decode(data)
-    if envelope.life != life:
-        raise EngineFailed(f"an order of the life {envelope.life!r} came in the life {life!r}")
+    if envelope.epoch != epoch:
+        raise EngineFailed(f"an order of the epoch {envelope.epoch!r} came in the epoch {epoch!r}")
     if envelope.number != number:
         what = "was lost" if envelope.number > number else "came again"
         raise EngineFailed(f"order {envelope.number} came where order {number} was due: one {what}")

@@ -335,7 +335,7 @@ class WeightPushes:
         if ended:
             self._gate.hold(Reason.SETTLING)
         else:
-            self._confirm()  # a rank that is gone ends this life before the change is recorded
+            self._confirm()  # a rank that is gone ends this epoch before the change is recorded
         return not ended
 
     def _commit(self, push: Push, staged: Staged) -> None:

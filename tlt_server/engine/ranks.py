@@ -1,8 +1,8 @@
 """The ranks of a target that several processes share, as rank 0 sees them.
 
 `Ranks` starts the others, sends them orders, and notices their death; `NoRanks` is the one of a
-target that this process has alone. A rank that dies, falls silent or differs ends the engine's life
-with one error: the supervisor starts the next one, and requests go on with the same tokens.
+target that this process has alone. A rank that dies, falls silent or differs ends the epoch with
+one error: the supervisor starts the next one, and requests go on with the same tokens.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Ranks:
     def __init__(self, settings: DecidedSettings, config: ModelConfig) -> None:
         """Start the other ranks. `EngineFailed` if one cannot start, or not in time."""
         self._count, self._threads = settings.tensor_parallel, settings.rank_threads
-        self._life, self._sent = secrets.token_hex(8), 0
+        self._epoch, self._sent = secrets.token_hex(8), 0
         self._lock = threading.RLock()  # the staging thread sends, too
         # Keys of models to be dropped, each with what frees its memory; garbage of any thread.
         self._models: deque[tuple[int, Callable[[], None]]] = deque()
@@ -174,7 +174,7 @@ class Ranks:
         self, settings: DecidedSettings, config: ModelConfig, directory: Path, rank: int
     ) -> None:
         start = RankStart(
-            life=self._life,
+            epoch=self._epoch,
             rank=rank,
             ranks=self._count,
             device=settings.device,
@@ -229,7 +229,7 @@ class Ranks:
         self._sent += 1
         if asks:
             self._answers.expect(self._sent, type(order).__name__)
-        data = orders.encoded(Envelope(self._life, self._sent, asks, order))
+        data = orders.encoded(Envelope(self._epoch, self._sent, asks, order))
         for rank, each in enumerate(self._orders, 1):
             until_s = time.monotonic() + SEND_S
             while not each.poll(int(1000 * POLL_S), zmq.POLLOUT):
