@@ -165,8 +165,8 @@ def memory(config: Config) -> Finding:
     of_rank = _model(config, Split(settings.reduction_leaves, 0, ranks))
     per_page = of_rank.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
     pages = kv_pages(settings, per_page, model.max_position)
-    beside = config.channels and config.weight_staging in (None, "device", "host")
-    versions = 3 if beside else 1  # live, before that, and the one being staged
+    staged = config.channels and config.weight_staging in (None, "device", "host")
+    versions = 3 if staged else 1  # live, before that, and the one being staged
     need = 4 * _values(model) * versions + ranks * pages * per_page
     found = (
         f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and "

@@ -47,19 +47,19 @@ class Keep(Struct, frozen=True, tag="keep"):
 
 
 class LoadShard(Struct, frozen=True, tag="load"):
-    """Make a model on the memory that comes by the side channel under this key. `beside`: the key
+    """Make a model on the memory that comes by the side channel under this key. `target`: the key
     of a drafter's target; 0: the model is a target.
     """
 
     key: int
-    beside: int = 0
+    target: int = 0
 
     @property
     def waits(self) -> bool:
         """Tell whether rank 0 waits until the model is made: it writes what a drafter begins with,
         its vocabulary map.
         """
-        return self.beside > 0
+        return self.target > 0
 
 
 class UnmapShard(Struct, frozen=True, tag="unmap"):

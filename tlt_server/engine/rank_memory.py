@@ -58,8 +58,8 @@ class RankMemory:
 
     def follow(self, order: MemoryOrder) -> None:
         match order:
-            case LoadShard(key, beside):
-                self._load(key, self.models[beside] if beside else None)
+            case LoadShard(key, target):
+                self._load(key, self.models[target] if target else None)
             case UnmapShard(key):
                 self._settle()
                 self._arenas[key].let_go()

@@ -47,8 +47,8 @@ class SharedSplit(Split):
         """Return the memory that is at another address after a sleep."""
         return self.held if self.ranks is not None and self.ranks.moves else None
 
-    def build(self, make: Callable[[Split], Any], beside: Any = None) -> Any:
-        """`beside`: the target of a drafter."""
+    def build(self, make: Callable[[Split], Any], target: Any = None) -> Any:
+        """`target`: a drafter's."""
         assert self.ranks is not None
         _, *others = self.all
         own = replace(self, held=None)  # else one model might keep the memory of another
@@ -65,7 +65,7 @@ class SharedSplit(Split):
                 arena.free()
             raise
         held = HeldShards(self.ranks, arenas)
-        held.load(key_of(beside) if beside is not None else 0)
+        held.load(key_of(target) if target is not None else 0)
         first = models[0]
         first.split, first.peers = replace(self, held=held), tuple(models[1:])
         return first
@@ -80,9 +80,9 @@ class HeldShards:
         self._ranks, self._arenas, self.key = ranks, arenas, ranks.new_key()
         weakref.finalize(self, ranks.drop_model, self.key, arenas)
 
-    def load(self, beside: int) -> None:
-        """Let each rank make its shard. `beside`: see `LoadShard`."""
-        self._ranks.hand_over(self._arenas, LoadShard(self.key, beside))
+    def load(self, target: int) -> None:
+        """Let each rank make its shard. `target`: see `LoadShard`."""
+        self._ranks.hand_over(self._arenas, LoadShard(self.key, target))
 
     @property
     def contents(self) -> list[Tensor]:

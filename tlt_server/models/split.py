@@ -83,8 +83,8 @@ class Split:
         """
         return None
 
-    def build(self, make: Callable[[Split], Any], beside: Any = None) -> Any:
-        """Return what `make` makes, with storage for what this process writes. `beside`: the target
+    def build(self, make: Callable[[Split], Any], target: Any = None) -> Any:
+        """Return what `make` makes, with storage for what this process writes. `target`: the target
         of a drafter.
         """
         return make(self)

@@ -50,7 +50,7 @@ from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.adapted import GpuAdapterSlots
 from tlt_server.models.gpu.decoder import GpuDecoder, shards
-from tlt_server.models.gpu.eagle import GpuEagleNetwork, beside
+from tlt_server.models.gpu.eagle import GpuEagleNetwork, spread_drafter
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import WHOLE
 from tlt_server.models.gpu.sums import OWN_SUMS
@@ -141,7 +141,7 @@ class CudaDevice:
         loader = find_loader(directory, self.name)
         layers = loader.feature_layers(directory, config)
         target = shards(config, placement, layers, split)
-        return target, beside(target, lambda of: loader.empty(directory, of))
+        return target, spread_drafter(target, lambda of: loader.empty(directory, of))
 
     def _needs(self, target: GpuDecoder, drafter: DrafterNetwork | None) -> Needs:
         """Return what this rank needs."""

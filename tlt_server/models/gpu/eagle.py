@@ -48,8 +48,8 @@ from tlt_server.models.shards import Stored, pieces_of
 from tlt_server.models.split import Split
 
 
-def beside(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
-    """Return the drafter that `make` makes next to the target, with a copy for each rank."""
+def spread_drafter(target: GpuDecoder, make: Callable[[GpuDecoder], Any]) -> Any:
+    """Return the drafter of the target that `make` makes, with a copy for each rank."""
     return target.split.build(lambda split: make(target.of(split.rank)), target)
 
 
@@ -144,7 +144,7 @@ class GpuEagleNetwork:
                 "running GPU engine cannot "
                 f"change that; {remedy}, or restart the server with --drafter naming the other"
             )
-        made = beside(target, lambda of: type(self)(self.described, of))
+        made = spread_drafter(target, lambda of: type(self)(self.described, of))
         for network in (made, *made.peers):
             network.target_ids_C.copy_(self.target_ids_C)
         return made
