@@ -20,7 +20,10 @@ FRAGMENT = re.compile(
     r"neither|between|behind|beside|before|after|until|once|those|these)\b",
     re.IGNORECASE,
 )
-BEGINNING = re.compile(rf'^\s*[a-z]?"+\s*{FRAGMENT.pattern}', re.IGNORECASE | re.MULTILINE)
+# A line that may begin such a docstring, or one whose text begins in the next line
+BEGINNING = re.compile(
+    rf'^[ \t]*[a-z]?"+[ \t]*{FRAGMENT.pattern}|:\n[ \t]*"""[ \t]*\n', re.IGNORECASE | re.MULTILINE
+)
 TRAILING = re.compile(r"#\s*(that|of|which|whose|whom)\b", re.IGNORECASE)
 FILLER = re.compile(
     r"\b(behind|beside|besides|anew|nobody|whatever|whoever|somebody|so many|as far as)\b",
