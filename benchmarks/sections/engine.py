@@ -234,7 +234,10 @@ def exact(figures: Figures) -> Iterator[str]:
 
 
 def matmuls(figures: Figures) -> Iterator[str]:
+    shape, ranks = figures["shape"], figures.get("tensor_parallel", 1)
+    one = f", one of {ranks} ranks" if ranks > 1 else ""
     yield (
+        f"{shape['layers']} layers of {shape['hidden']}{one}. "
         "Time of all matmuls of a step over cuBLAS's, by rows: "
         + ", ".join(f"{row['of_cublas']:.3f} ({row['rows']})" for row in figures["rows"])
         + "."

@@ -244,6 +244,8 @@ EXAMPLES = [
     result(
         "products.json",
         bench="products",
+        shape={"layers": 64, "hidden": 5120},
+        tensor_parallel=2,
         rows=[
             {
                 "rows": 256,
@@ -389,6 +391,7 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
         "over all configurations, runs|2000 / 2000|[2304](",
         "results/decode-h200.json)|3.80|3.80|3.80|3.80|3.80|",
         "|`gemm`|3.000|",
+        "64 layers of 5120, one of 2 ranks. Time of all matmuls of a step",
         "at the commit of pushed weights, ipc, ms|25 / 20|[21.50](",
         "|25 / 20|[26.50](../benchmarks/results/weights-spooled.json)|short|",
         "|1000|disk|4.00|2.00x|4.00|97.00|",

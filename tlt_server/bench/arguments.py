@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_server.bench.gemm_arguments import add_gemm
 from tlt_server.bench.numbers import count, seed, whole
 from tlt_server.bench.pad_arguments import add_pad
 from tlt_server.bench.padding.shapes import SHAPES
@@ -238,24 +239,6 @@ def _training(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _gemm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rows",
-        type=_row_counts,
-        default="1,2,8,16,32,64,128,256,512,2048,8192",
-        metavar="N,N,...",
-        help="rows of a step [default %(default)s]",
-    )
-    parser.add_argument(
-        "--leaves",
-        type=_leaf_counts,
-        default="2",
-        metavar="N,N,...",
-        help="leaves of K in o and down projections, of 1, 2, 4 and 8, in turns [default 2]",
-    )
-    add_json(parser)
-
-
 def _attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", nargs="*", help="cases by name [default all]")
     parser.add_argument(
@@ -323,17 +306,6 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(whole(part, 1, MAX_BATCH) for part in text.split(","))
 
 
-def _row_counts(text: str) -> tuple[int, ...]:
-    return tuple(count(part) for part in text.split(","))
-
-
-def _leaf_counts(text: str) -> tuple[int, ...]:
-    counts = _row_counts(text)
-    if unknown := [leaves for leaves in counts if leaves not in SPLITS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is no number of leaves: 1, 2, 4 or 8 are")
-    return counts
-
-
 def writable_file(text: str) -> Path:
     """Refuse an unwritable path before anything is measured, so that no figures are lost."""
     path = Path(text)
@@ -375,7 +347,10 @@ BENCHES = {
     "lora": Bench("time requests with LoRA adapters against ones without", _lora, True),
     "weights": Bench("time weight pushes by every channel while requests decode", _weights),
     "prefill": Bench("time prefill against cuBLAS and torch's attention, on a GPU", add_json),
-    "gemm": Bench("time the matmuls of a 7B step, and cuBLAS, on a GPU", _gemm),
+    "gemm": Bench(
+        "time the matmuls of a step, and cuBLAS, on a GPU",
+        lambda parser: add_gemm(parser, add_json),
+    ),
     "exchange": Bench("time exchanges of partial sums between two GPUs", add_json),
     "norms": Bench("time the norms between matmuls, on a GPU", add_json),
     "attention": Bench("time rotary embedding, KV writes and attention, on a GPU", _attention),

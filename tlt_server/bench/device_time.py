@@ -8,7 +8,7 @@ once, for the one that began first.
 from __future__ import annotations
 
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tlt_server.bench.steps import SETTLE, abort_all, whole_cycles
 from tlt_server.engine.loop import Engine
@@ -16,6 +16,7 @@ from tlt_server.errors import EngineFailed
 from tlt_server.records import GenerateRequest, Strategy
 
 SHOWN = 40  # kernels: all there are
+Event = tuple[str, float, float]  # name, start and end in microseconds
 
 
 class DeviceTime(NamedTuple):
@@ -59,28 +60,40 @@ def profile(
         done = sum(1 for _ in islice(cycles, steps))
         torch.cuda.synchronize()
     abort_all(engine)
-    events = [
-        event
-        for event in found.events() or []
-        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    ]
+    events = on_device(found)
     if settled < SETTLE or done < steps or not events:
         raise EngineFailed(
             f"the profiler saw {len(events)} events on the GPU in {done} of {steps} steps: "
             "the driver may forbid profiling"
         )
-    return device_time(
-        [(event.name, event.time_range.start, event.time_range.end) for event in events], done
-    )
+    return device_time(events, done)
 
 
-def device_time(events: list[tuple[str, float, float]], steps: int) -> DeviceTime:
-    """Sum up events, which are (name, start, end) in microseconds."""
-    by_name: dict[str, float] = {}
-    reached = first = min(start for _, start, _ in events)
+def on_device(profiled: Any) -> list[Event]:
+    """Return what torch's profiler saw on the GPU."""
+    import torch
+
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiled.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    ]
+
+
+def counted(events: list[Event]) -> list[tuple[str, float]]:
+    """Return names in order of their start, with the microseconds that count for each."""
+    found, reached = [], 0.0
     for name, start, end in sorted(events, key=lambda event: event[1:]):
-        by_name[name] = by_name.get(name, 0.0) + max(0.0, end - max(start, reached))
+        found.append((name, max(0.0, end - max(start, reached))))
         reached = max(reached, end)
+    return found
+
+
+def device_time(events: list[Event], steps: int) -> DeviceTime:
+    by_name: dict[str, float] = {}
+    for name, micros in counted(events):
+        by_name[name] = by_name.get(name, 0.0) + micros
+    first, reached = min(start for _, start, _ in events), max(end for _, _, end in events)
     per_step = 1e3 * steps
     longest = sorted(by_name.items(), key=lambda item: -item[1])[:SHOWN]
     return DeviceTime(

@@ -5,7 +5,8 @@ soon as it is there: the time of a signal; plain reads and writes of the other G
 fused exchange with residual and norm inside a CUDA graph, in each way that bytes may take
 (`tlt_kernels.gpu.exchange.Way`), against the norm alone on one GPU; small results gathered; partial
 sums of half a layer as one or two leaves, which is 56 or 112 programs; the price of a fold at one
-GPU's width; and NCCL's all-gather inside a graph. A rank that fails or is silent ends the bench;
+GPU's width; what exchanges cost between the matmuls of a step, and how long each GPU waits in them
+for the other; and NCCL's all-gather inside a graph. A rank that fails or is silent ends the bench;
 what is there is written.
 """
 

@@ -17,16 +17,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 
 from tlt_client.channels.nccl import new_id
 from tlt_kernels.gpu.exchange import PeerWindows, Way, WindowSizes, way_of
 from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_server.bench.device_time import counted, on_device
 from tlt_server.bench.graph_time import captured
+from tlt_server.bench.matmul_chain import Chain, Inputs, Widths, step
+from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.engine.exchange.gathered import GatheredPeers, rooms
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.exchange.nccl import NcclGathering
 from tlt_server.engine.gpu.windows import GroupWindows
+from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.sums import RankSums
 
 RANKS, HIDDEN, INTERMEDIATE, LAYERS, EPS = 2, 3584, 18944, 28, 1e-6
 ROWS = (1, 8, 32, 64, 256)
@@ -35,7 +42,9 @@ CALLS = 2 * LAYERS  # exchanges in a graph; even, so that rooms alternate across
 MEETINGS = 1000
 BLOCK_WORDS = 5 * 75  # 20 bytes for each of a rank's blocks of 1024 tokens, per row
 COPY_WORDS = 2048  # per program of a plain copy
+LEAVES_OF_RANK = 2
 WARMING, REPEATS = 2, 15
+PROFILED = 20  # steps
 SLEEP_CYCLES = 400_000  # about 0.2 ms, in which a run is queued
 WAIT_S = 60.0  # a rank that compiles is waited for
 
@@ -262,7 +271,38 @@ def nccl_of(rank: BenchRank, peers: GatheredPeers, rows: int) -> Row:
     return {"what": what, "rows": rows, "us": round(us / CALLS, 2), "differ": differ}
 
 
-SECTIONS = (signals, links, fused, gathered, halves, folds, nccl)
+def waits(rank: BenchRank) -> Iterator[Row]:
+    """Profile all matmuls of a step and the exchanges between them on both GPUs. The GPU whose
+    matmul ends later finds its peer's sums there and waits for nothing, so the shorter of two
+    exchanges is what it costs, and the rest of the longer one is a wait.
+    """
+    chain = Chain(Widths.of(SHAPES["qwen2.5-7b"], RANKS))
+    sums, matmuls = RankSums(rank.peers), StrictMatmuls(LEAVES_OF_RANK)
+    for rows in ROWS:
+        run = captured(partial(step, chain, Inputs(chain.widths, rows), matmuls, sums))
+        rank.meeting.told(f"chain {rows}")
+        run()
+        torch.cuda.synchronize()
+        with profiler(activities=[ProfilerActivity.CUDA]) as found:
+            rank.meeting.told(f"profile {rows}")
+            for _ in range(PROFILED):
+                run()
+            torch.cuda.synchronize()
+        mine = [us for name, us in counted(on_device(found)) if name.endswith("add_rms_norm")]
+        told = rank.meeting.told(f"profiled {rows}", msgspec.msgpack.encode(mine))
+        both = [msgspec.msgpack.decode(each, type=list[float]) for each in told]
+        cost_us = statistics.fmean(map(min, *both))
+        each_us = [statistics.fmean(us) for us in both]
+        yield {
+            "what": "exchanges of a step",
+            "rows": rows,
+            "exchanges": len(mine) // PROFILED,
+            "us": round(cost_us, 2),
+            "waits_us": [round(us - cost_us, 2) for us in each_us],
+        }
+
+
+SECTIONS = (signals, links, fused, gathered, halves, folds, waits, nccl)
 
 
 def main(folder: Path, number: int) -> None:

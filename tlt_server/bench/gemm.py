@@ -1,160 +1,105 @@
-"""`tlt bench gemm`: all matmuls of one Qwen2.5-7B step as one CUDA graph, with bytes read per
-second, and cuBLAS for comparison.
+"""`tlt bench gemm`: all matmuls of one step as one CUDA graph, with bytes read per second, and
+cuBLAS for comparison.
 
-A step is per layer qkv, o, gate-up with SiLU and down, then the LM head in float32; every layer has
-its own weights, so the L2 cache does not help. cuBLAS runs the same matmuls without SiLU, in turns
-with ours; the step with the two norms between the matmuls is timed, too. With several `--leaves`,
-steps with each number of leaves in o and down projections take turns. Data are random: zeros run
-faster than any model does.
+The model is a 7B on one GPU, or another `--shape` as one rank of `--tensor-parallel` has it, whose
+peers are left out. cuBLAS runs the same matmuls without SiLU, in turns with ours; the step with the
+two norms between the matmuls is timed, too. With several `--leaves`, steps with each number of
+leaves in o and down projections take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from tlt_kernels.gpu.gemm import gated, linear, partials
-from tlt_kernels.gpu.norm import add_rms_norm
 from tlt_server.bench.graph_time import captured, in_turns, require_gpu
+from tlt_server.bench.matmul_chain import (
+    SAMPLED,
+    Chain,
+    Inputs,
+    LoneRank,
+    Widths,
+    alone,
+    cublas,
+    step,
+)
+from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.bench.record import finish
+from tlt_server.errors import StartupError
+from tlt_server.models.gpu.matmuls import StrictMatmuls
+from tlt_server.models.gpu.sums import OWN_SUMS
+from tlt_server.models.split import GPU_LEAVES
 
-LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, QKV = 28, 3584, 18944, 152064, 4608
 READ_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
-EPS = 1e-6
-
-
-@dataclass
-class Layer:
-    qkv: Tensor
-    qkv_bias: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
-
-
-def step(
-    leaves: int,
-    layers: list[Layer],
-    head: Tensor,
-    sampled: int,
-    x: Tensor,
-    attended: Tensor,
-    residual: Tensor,
-    norm: Tensor,
-) -> Tensor:
-    normed = x
-    for layer in layers:
-        linear(normed, layer.qkv, layer.qkv_bias)
-        normed = add_rms_norm(partials(attended, layer.o, leaves=leaves), residual, norm, EPS)
-        inner = gated(normed, layer.gate_up)
-        normed = add_rms_norm(partials(inner, layer.down, leaves=leaves), residual, norm, EPS)
-    return linear(normed[:sampled], head, out_dtype=torch.float32)
-
-
-def alone(
-    leaves: int,
-    layers: list[Layer],
-    head: Tensor,
-    sampled: int,
-    x: Tensor,
-    attended: Tensor,
-    inner: Tensor,
-) -> Tensor:
-    for layer in layers:
-        linear(x, layer.qkv, layer.qkv_bias)
-        partials(attended, layer.o, leaves=leaves)
-        gated(x, layer.gate_up)
-        partials(inner, layer.down, leaves=leaves)
-    return linear(x[:sampled], head, out_dtype=torch.float32)
-
-
-def cublas(
-    layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: Tensor, inner: Tensor
-) -> Tensor:
-    for layer in layers:
-        torch.nn.functional.linear(x, layer.qkv, layer.qkv_bias)
-        torch.mm(attended, layer.o.T)
-        torch.mm(x, layer.gate_up.T)
-        torch.mm(inner, layer.down.T)
-    return torch.mm(x[:sampled], head.T)
 
 
 def run(args: argparse.Namespace) -> int:
+    ranks, shape = args.tensor_parallel, SHAPES[args.shape]
+    all_leaves = args.leaves or (max(GPU_LEAVES, ranks),)
+    for leaves in all_leaves:
+        if leaves < ranks or shape.heads % leaves:
+            raise StartupError(
+                f"--leaves {leaves} does not suit {args.shape}, of {shape.heads} heads, on "
+                f"{ranks} ranks: every rank has as many leaves, each of whole heads; name others"
+            )
     require_gpu()
-    layers = [
-        Layer(
-            draw(QKV, HIDDEN),
-            draw(QKV),
-            draw(HIDDEN, HIDDEN),
-            draw(2 * INTERMEDIATE, HIDDEN),
-            draw(HIDDEN, INTERMEDIATE),
-        )
-        for _ in range(LAYERS)
-    ]
-    head, norm = draw(VOCABULARY, HIDDEN), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
-    weights = [
-        head,
-        *(w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)),
-    ]
-    floor = sum(w.numel() for w in weights) * 2 / READ_BYTES_PER_S * 1e3
+    chain = Chain(Widths.of(shape, ranks))
     found = []
     print(
         f"{'rows':>6} {'leaves':>6} {'step':>8} {'alone':>8} {'floor':>8} {'cuBLAS':>8} "
         f"{'TB/s':>6} {'TFLOP/s':>8}"
     )
     for rows in args.rows:
-        sampled = min(rows, 1024)  # a long prefill needs few logits
-        x, attended, inner = (
-            draw(rows, HIDDEN) * 50,
-            draw(rows, HIDDEN) * 50,
-            draw(rows, INTERMEDIATE) * 50,
-        )
-        residual = torch.randn(rows, HIDDEN, device="cuda")
-
-        matmuls = (layers, head, sampled, x, attended, inner)
-        whole = (layers, head, sampled, x, attended, residual, norm)
-        runs: dict[tuple[str, int], Callable[[], object]] = {
-            ("cublas", 0): captured(partial(cublas, *matmuls))
-        }
-        for leaves in args.leaves:
-            runs["step", leaves] = captured(partial(step, leaves, *whole))
-            runs["alone", leaves] = captured(partial(alone, leaves, *matmuls))
-        ms = in_turns(runs)
-        flops = 2 * (rows * sum(w.numel() for w in weights[1:]) + sampled * head.numel())
-        for leaves in args.leaves:
-            step_ms, alone_ms = ms["step", leaves], ms["alone", leaves]
-            found.append(
-                {
-                    "rows": rows,
-                    "leaves": leaves,
-                    "step_ms": round(step_ms, 4),
-                    "products_ms": round(alone_ms, 4),
-                    "floor_ms": round(floor, 4),
-                    "cublas_ms": round(ms["cublas", 0], 4),
-                    "of_floor": round(alone_ms / floor, 3),
-                    "of_cublas": round(alone_ms / ms["cublas", 0], 3),
-                }
-            )
-            rates = (
-                f"{floor / alone_ms * READ_BYTES_PER_S / 1e12:6.2f} {flops / alone_ms / 1e9:8.0f}"
-            )
-            print(
-                f"{rows:6d} {leaves:6d} {step_ms:8.3f} {alone_ms:8.3f} {floor:8.3f} "
-                f"{ms['cublas', 0]:8.3f} {rates}",
-                flush=True,
-            )
+        for figures in _timed(chain, rows, all_leaves, ranks):
+            found.append(figures)
+            print(_line(chain.widths, figures), flush=True)
+    sizes = {"layers": shape.layers, "hidden": shape.hidden}
     finish(
         args,
-        {"bench": "products", "shape": {"layers": LAYERS, "hidden": HIDDEN}, "rows": found},
+        {"bench": "products", "tensor_parallel": ranks, "shape": sizes, "rows": found},
         on_gpu=True,
     )
     return 0
+
+
+def _timed(
+    chain: Chain, rows: int, all_leaves: tuple[int, ...], ranks: int
+) -> list[dict[str, Any]]:
+    inputs = Inputs(chain.widths, rows)
+    runs: dict[tuple[str, int], Callable[[], object]] = {
+        ("cublas", 0): captured(partial(cublas, chain, inputs))
+    }
+    for leaves in all_leaves:
+        matmuls = StrictMatmuls(leaves // ranks)
+        sums = (
+            OWN_SUMS if ranks == 1 else LoneRank(ranks, leaves // ranks, rows, chain.widths.hidden)
+        )
+        runs["step", leaves] = captured(partial(step, chain, inputs, matmuls, sums))
+        runs["alone", leaves] = captured(partial(alone, chain, inputs, matmuls, sums))
+    ms = in_turns(runs)
+    floor_ms = chain.widths.bytes / READ_BYTES_PER_S * 1e3
+    return [
+        {
+            "rows": rows,
+            "leaves": leaves,
+            "step_ms": round(ms["step", leaves], 4),
+            "products_ms": round(ms["alone", leaves], 4),
+            "floor_ms": round(floor_ms, 4),
+            "cublas_ms": round(ms["cublas", 0], 4),
+            "of_floor": round(ms["alone", leaves] / floor_ms, 3),
+            "of_cublas": round(ms["alone", leaves] / ms["cublas", 0], 3),
+        }
+        for leaves in all_leaves
+    ]
+
+
+def _line(widths: Widths, figures: dict[str, Any]) -> str:
+    rows, alone_ms = figures["rows"], figures["products_ms"]
+    flops = 2 * (rows * widths.elements + min(rows, SAMPLED) * widths.vocabulary * widths.hidden)
+    return (
+        f"{rows:6d} {figures['leaves']:6d} {figures['step_ms']:8.3f} {alone_ms:8.3f} "
+        f"{figures['floor_ms']:8.3f} {figures['cublas_ms']:8.3f} "
+        f"{widths.bytes / alone_ms / 1e9:6.2f} {flops / alone_ms / 1e9:8.0f}"
+    )

@@ -1,0 +1,151 @@
+"""The matmuls of one step of a model, on random weights: per layer qkv, o, gate-up with SiLU and
+down, then the LM head in float32. They are those of one GPU, or of one rank of several.
+
+Every layer has its own weights, so the L2 cache does not help; without attention, whose time is
+another bench's. Data are random: zeros run faster than any model does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_kernels.gpu.exchange import parts_of
+from tlt_server.bench.padding.shapes import Shape
+from tlt_server.errors import StartupError
+from tlt_server.models.gpu.matmuls import Room, StrictMatmuls
+from tlt_server.models.gpu.sums import ATTENTION, MLP, LayerSums, OwnSums
+
+EPS = 1e-6
+HEAD_BLOCK = 1024  # tokens; a rank has whole blocks of the head
+SAMPLED = 1024  # rows with logits, at most: a long prefill needs few
+GPU_BYTES = 0.9  # part of the free memory that weights may take
+
+
+class Widths(NamedTuple):
+    """Sizes of the weights of one rank; K of o is `attended`, of down `inner`."""
+
+    layers: int
+    hidden: int
+    qkv: int
+    attended: int
+    inner: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, shape: Shape, ranks: int) -> Widths:
+        """Return the first rank's, which has most blocks of the head."""
+        heads, kv_heads = shape.heads // ranks, max(1, shape.kv_heads // ranks)
+        blocks = -(-shape.vocab // HEAD_BLOCK)
+        return cls(
+            shape.layers,
+            shape.hidden,
+            (heads + 2 * kv_heads) * shape.head_dim,
+            heads * shape.head_dim,
+            shape.intermediate // ranks,
+            min(shape.vocab, -(-blocks // ranks) * HEAD_BLOCK),
+        )
+
+    @property
+    def elements(self) -> int:
+        """Elements of all weights but the head and biases."""
+        each = self.qkv + self.attended + 3 * self.inner
+        return self.layers * self.hidden * each
+
+    @property
+    def bytes(self) -> int:
+        return 2 * (self.elements + self.vocabulary * self.hidden)
+
+
+class LayerWeights(NamedTuple):
+    qkv: Tensor
+    qkv_bias: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Chain:
+    """Random bfloat16 weights of a rank; `StartupError` where the current GPU is too small."""
+
+    def __init__(self, widths: Widths) -> None:
+        free = torch.cuda.mem_get_info()[0]
+        if widths.bytes > GPU_BYTES * free:
+            raise StartupError(
+                f"the weights of a rank take {widths.bytes / 1e9:.0f} GB, and this GPU has "
+                f"{free / 1e9:.0f} free; name a larger --tensor-parallel or a smaller --shape"
+            )
+        self.widths, hidden = widths, widths.hidden
+        self.layers = [
+            LayerWeights(
+                draw(widths.qkv, hidden),
+                draw(widths.qkv),
+                draw(hidden, widths.attended),
+                draw(2 * widths.inner, hidden),
+                draw(hidden, widths.inner),
+            )
+            for _ in range(widths.layers)
+        ]
+        self.head = draw(widths.vocabulary, hidden)
+        self.norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+
+
+class Inputs:
+    """Inputs of each matmul where none reads another's output, and a residual."""
+
+    def __init__(self, widths: Widths, rows: int) -> None:
+        self.x = draw(rows, widths.hidden) * 50
+        self.attended = draw(rows, widths.attended) * 50
+        self.inner = draw(rows, widths.inner) * 50
+        self.residual = torch.randn(rows, widths.hidden, device="cuda")
+
+
+class LoneRank(OwnSums):
+    """The sums of a rank whose peers' are left out: as many parts as it would send them."""
+
+    def __init__(self, ranks: int, leaves: int, rows: int, hidden: int) -> None:
+        self._parts = parts_of(ranks, rows)
+        self._room_X = torch.empty(leaves * rows * hidden, device="cuda")
+
+    def room(self, turn: int, rows: int) -> Room:
+        return Room(self._room_X, self._parts)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+
+
+def step(chain: Chain, inputs: Inputs, matmuls: StrictMatmuls, sums: LayerSums) -> Tensor:
+    """Run all layers and the norms between them; what attention would add is an input."""
+    normed, residual, rows = inputs.x, inputs.residual, len(inputs.x)
+    for layer in chain.layers:
+        matmuls.linear(normed, layer.qkv, layer.qkv_bias)
+        part = matmuls.partials(inputs.attended, layer.o, room=sums.room(ATTENTION, rows))
+        normed = sums.add_rms_norm(part, residual, chain.norm, EPS)
+        inner = matmuls.gated(normed, layer.gate_up)
+        part = matmuls.partials(inner, layer.down, room=sums.room(MLP, rows))
+        normed = sums.add_rms_norm(part, residual, chain.norm, EPS)
+    return matmuls.linear(normed[:SAMPLED], chain.head, out_dtype=torch.float32)
+
+
+def alone(chain: Chain, inputs: Inputs, matmuls: StrictMatmuls, sums: LayerSums) -> Tensor:
+    """Run the matmuls without the norms."""
+    rows = len(inputs.x)
+    for layer in chain.layers:
+        matmuls.linear(inputs.x, layer.qkv, layer.qkv_bias)
+        matmuls.partials(inputs.attended, layer.o, room=sums.room(ATTENTION, rows))
+        matmuls.gated(inputs.x, layer.gate_up)
+        matmuls.partials(inputs.inner, layer.down, room=sums.room(MLP, rows))
+    return matmuls.linear(inputs.x[:SAMPLED], chain.head, out_dtype=torch.float32)
+
+
+def cublas(chain: Chain, inputs: Inputs) -> Tensor:
+    """Run the same matmuls by the library, without SiLU."""
+    for layer in chain.layers:
+        torch.nn.functional.linear(inputs.x, layer.qkv, layer.qkv_bias)
+        torch.mm(inputs.attended, layer.o.T)
+        torch.mm(inputs.x, layer.gate_up.T)
+        torch.mm(inputs.inner, layer.down.T)
+    return torch.mm(inputs.x[:SAMPLED], chain.head.T)
