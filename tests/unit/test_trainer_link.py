@@ -114,12 +114,13 @@ def test_a_trainer_lost_in_any_state_leaves_nothing_behind(
     the next process is told that an operator has paused it.
     """
     monkeypatch.setattr(links, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(links, "SILENT_S", 0.3 if fault == "hung" else 60.0)
     work, weights = tmp_path / "work", SlowWeights()
     (work / "candidate-1").mkdir(parents=True)
     code = LOST.replace("STATE", state).replace("FAULT", fault)
 
     async def launch() -> Process:
+        silent_s = 1.0 if fault == "hung" and not processes else 60.0
+        monkeypatch.setattr(links, "SILENT_S", silent_s)
         processes.append(
             await asyncio.create_subprocess_exec(
                 sys.executable, "-c", STUB if processes else code, stdin=PIPE, stdout=PIPE

@@ -17,8 +17,6 @@ from tlt_server.engine.devices.choice import (
     DeviceChoice,
     Gpu,
     ModelFiles,
-    check_cpu_split,
-    check_gpu_split,
     choose,
     gpu_split,
     look,
@@ -68,7 +66,6 @@ def device(config: Config) -> Finding:
     choice, _ = _choice(config)
     if choice.settings.device == "cuda":
         raw, settings = ModelConfig.read(config.model), choice.settings
-        check_gpu_split(settings, raw)
         own = rank_config(raw, gpu_split(settings, raw))
         GPU_BACKENDS.resolve(settings.attention)(  # refuses what it cannot serve
             heads=own.heads,
@@ -81,7 +78,6 @@ def device(config: Config) -> Finding:
         )
     else:
         BACKENDS.resolve(choice.settings.attention)
-        check_cpu_split(choice.settings, ModelConfig.read(config.model))
     return ok(choice.describe())
 
 

@@ -154,7 +154,7 @@ def _computing(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceC
     if device == "cpu":
         return for_cpu(settings, model)
     if device == "interpreter":
-        return for_interpreter(settings)
+        return for_interpreter(settings, model)
     if gpu.twice:  # some versions of CUDA see none then, others all before it
         raise StartupError(f"{gpu.unusable}; name each GPU once, or start with --device cpu")
     if device == "cuda":
@@ -190,28 +190,28 @@ def for_cpu(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
             "precision is read exactly)"
         )
     check_attention(settings.attention, "cpu")
+    config, ranks = model.config(), settings.tensor_parallel
+    check_ranks(config, ranks, CPU_LEAF_UNIT, str(settings.model))
     suited = filled(
         settings,
         device="cpu",
         dtype="float32",
         attention="cpu",
-        reduction_leaves=settings.tensor_parallel,
+        reduction_leaves=ranks,
         kv_memory_mb=CPU_KV_MB,
         max_running=64,
         max_rows=512,
     )
-    if settings.tensor_parallel > 1 or settings.reduction_leaves:
-        check_cpu_split(suited, model.config())
+    check_leaves(config, suited.reduction_leaves, CPU_LEAF_UNIT, str(settings.model), ranks)
     return DeviceChoice(replace(suited, graphs=False), {})
 
 
 def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceChoice:
     check_attention(settings.attention, "cuda")
-    _check_sums(settings)
-    if settings.tensor_parallel > 1:
-        config = model.config()
-        check_ranks(config, settings.tensor_parallel, GPU_LEAF_UNIT, str(settings.model))
-        _check_gpus(settings.tensor_parallel, gpu, widths(config, GPU_LEAF_UNIT))
+    config, ranks = model.config(), settings.tensor_parallel
+    _check_sums(settings, config)
+    if ranks > 1:
+        _check_gpus(ranks, gpu, widths(config, GPU_LEAF_UNIT))
     reasons, dtype = {}, str(settings.dtype)
     if settings.dtype is None:
         own = model.dtype()
@@ -223,26 +223,26 @@ def for_cuda(settings: EngineSettings, gpu: Gpu, model: ModelFacts) -> DeviceCho
         device="cuda",
         dtype=dtype,
         attention="triton",
-        reduction_leaves=settings.reduction_leaves or _auto_leaves(settings, model),
+        reduction_leaves=settings.reduction_leaves or _auto_leaves(settings, config),
         max_running=256,
         max_rows=4096,
     )
-    if settings.reduction_leaves:
-        check_gpu_split(suited, model.config())
+    _check_gpu_leaves(suited, config)
     if suited.attention == "torch" and suited.graphs:
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
         suited = replace(suited, graphs=False)
     return DeviceChoice(suited, reasons)
 
 
-def _auto_leaves(settings: EngineSettings, model: ModelFacts) -> int:
+def _auto_leaves(settings: EngineSettings, config: ModelConfig) -> int:
     plain = settings.numerics == "strict" and not settings.max_loras  # see `_check_sums`
-    return auto_gpu_leaves(model.config(), settings.tensor_parallel) if plain else GPU_LEAVES
+    return auto_gpu_leaves(config, settings.tensor_parallel) if plain else GPU_LEAVES
 
 
-def for_interpreter(settings: EngineSettings) -> DeviceChoice:
+def for_interpreter(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
     """The GPU engine without a GPU, for tests: small."""
-    _check_sums(settings)
+    config = model.config()
+    _check_sums(settings, config)
     suited = filled(
         settings,
         dtype="float32",
@@ -252,6 +252,7 @@ def for_interpreter(settings: EngineSettings) -> DeviceChoice:
         max_running=8,
         max_rows=64,
     )
+    _check_gpu_leaves(suited, config)
     return DeviceChoice(replace(suited, graphs=False), {})
 
 
@@ -270,9 +271,10 @@ def _check_width(settings: EngineSettings) -> None:
         )
 
 
-def _check_sums(settings: EngineSettings) -> None:
+def _check_sums(settings: EngineSettings, config: ModelConfig) -> None:
     """`StartupError` for ranks and leaves that the kernels of a GPU do not add."""
     _check_width(settings)
+    check_ranks(config, settings.tensor_parallel, GPU_LEAF_UNIT, str(settings.model))
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
     if settings.numerics == "fast" and (ranks > 1 or leaves not in (None, GPU_LEAVES)):
         raise StartupError(
@@ -328,17 +330,9 @@ def wider_settings(settings: DecidedSettings, config: ModelConfig) -> list[Decid
     ]
 
 
-def check_cpu_split(settings: DecidedSettings, config: ModelConfig) -> None:
-    """`StartupError` where processes of a CPU cannot split this model so."""
+def _check_gpu_leaves(settings: DecidedSettings, config: ModelConfig) -> None:
+    """`StartupError` for leaves that GPUs cannot cut this model into."""
     ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
-    check_ranks(config, ranks, CPU_LEAF_UNIT, str(settings.model))
-    check_leaves(config, leaves, CPU_LEAF_UNIT, str(settings.model), ranks)
-
-
-def check_gpu_split(settings: DecidedSettings, config: ModelConfig) -> None:
-    """`StartupError` where GPUs cannot split this model so."""
-    ranks, leaves = settings.tensor_parallel, settings.reduction_leaves
-    check_ranks(config, ranks, GPU_LEAF_UNIT, str(settings.model))
     if ranks > 1 or leaves != GPU_LEAVES:  # two leaves of one rank may have any lengths
         check_leaves(config, leaves, GPU_LEAF_UNIT, str(settings.model), ranks)
 

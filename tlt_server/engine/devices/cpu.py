@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.capture import CachedStates, describe_states
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
-from tlt_server.engine.devices.choice import check_cpu_split
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.orders import Allocate, FreePages, Install
 from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on
@@ -74,7 +73,6 @@ class CpuDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, self._settings.drafter_directory
-        check_cpu_split(settings, config)
         split = Split(settings.reduction_leaves)
         loader = find_loader(directory, self.name) if directory else None
         make = partial(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
-from tlt_server.engine.devices.choice import check_gpu_split, gpu_split, wider_settings
+from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
 from tlt_server.engine.gpu.buckets import CAPTURED
@@ -100,7 +100,6 @@ class CudaDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, Path(self._settings.model)
-        check_gpu_split(settings, config)
         self._split = gpu_split(settings, config)
         # Refuses before anything is read.
         attention = self._maker.backend(rank_config(config, self._split))
