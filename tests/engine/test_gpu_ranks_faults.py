@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,18 @@ def test_graphs_wait_for_steps_no_longer_than_a_rank_lives() -> None:
         with pytest.raises(EngineFailed, match="rank 1 ended"):
             wait()
     assert "key" not in pool
+
+
+def test_pages_are_saved_no_later_than_a_rank_that_the_step_waits_for_lives() -> None:
+    saved: list[list[int]] = []
+    for group, stream in (
+        (Stepping(""), SimpleNamespace(query=lambda: True)),
+        (Stepping("rank 1 ended"), NeverPassed()),
+    ):
+        save = group.drained(stream, saved.append)  # type: ignore[arg-type]
+        with pytest.raises(EngineFailed, match="rank 1 ended") if group._died else nullcontext():
+            save([3])
+    assert saved == [[3]]
 
 
 def test_ranks_begin_once_no_signal_of_any_is_on_its_way() -> None:

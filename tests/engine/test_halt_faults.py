@@ -28,6 +28,7 @@ from tlt_server.commands import ControlCommand, Pause, Resume, Sleep, WakeUp
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.halt import Equipment
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import EngineFailed
 from tlt_server.events import ControlReport
 
 __all__ = ["engine", "expected", "root", "settings"]  # fixtures
@@ -84,6 +85,25 @@ def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
     engine.finish()
     assert bits(engine) == expected
+
+
+def test_a_rank_that_is_lost_at_a_waking_is_not_asked_again(
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done(engine, Sleep("s", ["weights", "kv_cache"]))
+    halt, taken = engine.engine.halt, list[str]()
+
+    def lost() -> None:
+        raise EngineFailed("rank 1 has ended")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(halt, "_device", Counted(halt._device, taken, fails=False))
+        patched.setattr(halt._dormant, "bring_back", lost)
+        with pytest.raises(EngineFailed, match="rank 1 has ended"):
+            send(engine, WakeUp("w", ["weights", "kv_cache"]))
+    assert taken == ["reclaimed"], "its engine ends now"
+    halt._device.free()
+    done(engine, WakeUp("w", ["weights", "kv_cache"]))
 
 
 class Counted:

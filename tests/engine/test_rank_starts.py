@@ -8,14 +8,18 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import processes
+from tests.engine.pushing import Pushable
 from tests.engine.ranks_of_tests import ROOT
 from tests.engine.test_ranks import root, settings
+from tlt_server.engine import ranks
 from tlt_server.engine.exchange.meeting import meeting_folder
 from tlt_server.engine.settings import EngineSettings, encode_settings
+from tlt_server.errors import EngineFailed
 
 __all__ = ["root", "settings"]  # fixtures
 
@@ -42,12 +46,54 @@ def test_a_rank_ends_at_once_with_a_rank_0_that_is_killed_as_it_starts(
     assert (directory / "ranks").is_dir(), "the start had got so far"
 
 
+LAUNCH = """
+import sys, time
+from pathlib import Path
+from tlt_server.engine.child import start_engine
+from tlt_server.engine.settings import decode_settings
+print(start_engine(decode_settings(sys.stdin.buffer.readline()), Path(sys.argv[1])).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_engine_ends_at_once_with_a_server_that_is_killed_as_it_loads(
+    settings: EngineSettings, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", LAUNCH, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(encode_settings(settings))
+        server.stdin.flush()
+        engine = server.stdout.readline().decode().strip()
+        server.kill()
+    ended_s = time.monotonic() + 1.5  # it imports libraries for longer
+    while processes.command(engine) and time.monotonic() < ended_s:
+        time.sleep(0.02)
+    assert not processes.command(engine)
+
+
+def test_a_rank_that_ends_before_it_has_its_settings_is_one_error(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.kill()
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr(ranks.subprocess, "Popen", Ended)
+    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
+        Pushable(replace(settings, tensor_parallel=2))
+
+
 def test_a_rank_whose_parent_has_ended_imports_nothing() -> None:
-    began_s = time.monotonic()
-    command = [sys.executable, "-P", "-m", "tlt_server.engine.rank", "0", "1"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        assert process.wait(5) == 0, "it waits for its first line"
-    assert time.monotonic() - began_s < 1
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "tlt_server.engine.rank", "0", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        _, imported = process.communicate(timeout=20)
+    assert process.returncode == 0 and b"tlt_kernels.parents" in imported
+    assert b"torch" not in imported
 
 
 def test_sockets_of_ranks_have_no_longer_paths_than_those_of_the_engine(tmp_path: Path) -> None:

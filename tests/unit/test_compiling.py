@@ -5,7 +5,10 @@ fails.
 from __future__ import annotations
 
 import pkgutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import pytest
 from triton.runtime.jit import KernelInterface
 
 import tlt_kernels.gpu
+from tests.processes import command
 from tlt_kernels.gpu.variants import Variant
 from tlt_server.engine.gpu.compiling import ParallelCompiler
 from tlt_server.engine.gpu.kernel_records import record_name, toolchain
@@ -76,6 +80,30 @@ def test_a_compiler_that_has_ended_before_it_is_asked_is_noticed(
     compiler.compile(VARIANTS)
     assert compiler.wait(lambda done, of: None) == 0
     assert "3 of 3 kernels were not compiled ahead (status 3)" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_compiler_and_its_workers_end_with_an_engine_that_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    compiler = (sys.executable, "-m", "tests.unit.hung_compiler", str(pids))
+    engine = (
+        "import time; from tlt_server.engine.gpu.compiling import ParallelCompiler\n"
+        f"kept = ParallelCompiler({TARGET}, [('m', 'k', 's')] * 2, workers=2, command={compiler})\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", engine]) as process:
+        try:
+            until(lambda: pids.exists() and len(pids.read_text().split()) == 4)
+        finally:
+            process.kill()
+    until(lambda: not any(map(command, pids.read_text().split())))
+
+
+def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
 
 
 def test_a_kernel_is_found_by_its_name() -> None:

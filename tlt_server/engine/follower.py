@@ -1,8 +1,9 @@
 """A rank other than 0: computes its shard as it is ordered. It has no scheduler and no policy.
 `Rank` is that of a CPU.
 
-`rank.py` starts it, with a `RankStart` on its standard input. Ends with rank 0, at the first order
-that it cannot follow, or when an exchange fails; it never waits beyond the bound of an exchange.
+`rank.py` starts it, with a `RankStart` on its standard input, and ends it with rank 0. An order
+that fails is answered where rank 0 asks for an answer, else it ends this process, as does an
+exchange that fails; nothing waits beyond the bound of an exchange.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -24,6 +23,7 @@ from msgspec import structs
 from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.engine import orders
+from tlt_server.engine.agreement import sum_of_states
 from tlt_server.engine.arena import layout
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.faults import trace
@@ -38,7 +38,6 @@ from tlt_server.engine.orders import (
     RankStart,
 )
 from tlt_server.engine.rank_memory import RankMemory
-from tlt_server.engine.ranks import sum_of_states
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
@@ -46,8 +45,6 @@ from tlt_server.models.loader import empty_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
 from tlt_server.registry import Registry
-
-POLL_MS = 1000  # between two looks whether rank 0 lives
 
 Socket = zmq.Socket[bytes]
 
@@ -74,11 +71,11 @@ class Rank:
 
     orders = Order
 
-    def __init__(self, start: RankStart, side: socket.socket, check: Callable[[], None]) -> None:
-        """Join the others. `side`: where descriptors come. `check`: raises once rank 0 is gone."""
+    def __init__(self, start: RankStart, side: socket.socket) -> None:
+        """Join the others. `side`: where descriptors come."""
         settings = self._settings = start.decided
         store = Path(start.directory) / "store"
-        exchange = GlooExchange(store, start.rank, start.ranks, check=check)
+        exchange = GlooExchange(store, start.rank, start.ranks)
         self._numerics = Numerics(settings.numerics, threads=start.threads)
         config = ModelConfig.read(Path(settings.model))
         self._config = replace(config, max_position=start.max_position)
@@ -154,23 +151,13 @@ class Rank:
         )
 
 
-def check_parent(parent: int) -> None:
-    """`EngineFailed` once rank 0, this process's parent, has ended."""
-    if os.getppid() != parent:
-        raise EngineFailed(f"rank 0 (process {parent}) has ended")
-
-
-def serve(
-    start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket, check: Callable[[], None]
-) -> None:
-    """Follow orders. `EngineFailed` where one cannot be followed, or `check` raises it."""
+def serve(start: RankStart, side: socket.socket, inbox: Socket, outbox: Socket) -> NoReturn:
+    """Follow orders. `EngineFailed` where one cannot be followed that awaits no answer."""
     number, here = 0, msgspec.msgpack.encode(RankAnswer(start.rank, 0))
     outbox.send(here)
-    rank: OrderedRank = FOLLOWING.resolve(start.device)(start, side, check)
+    rank: OrderedRank = FOLLOWING.resolve(start.device)(start, side)
     outbox.send(here)
     while True:
-        while not inbox.poll(POLL_MS):
-            check()
         number += 1
         envelope = orders.decoded(inbox.recv(), start.epoch, number, rank.orders)
         answer = RankAnswer(start.rank, number)
@@ -190,9 +177,9 @@ def serve(
             outbox.send(msgspec.msgpack.encode(answer))
 
 
-def follow(descriptor: int, parent: int) -> NoReturn:
+def follow(descriptor: int) -> NoReturn:
     """Be the rank that the standard input describes. `descriptor`: of the socket by which memory
-    comes. `parent`: the process of rank 0.
+    comes.
     """
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
     torch.set_num_threads(start.threads)
@@ -200,9 +187,8 @@ def follow(descriptor: int, parent: int) -> NoReturn:
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.connect(f"ipc://{start.directory}/{start.rank}")
     outbox.connect(f"ipc://{start.directory}/0")
-    status = 0
     try:
-        serve(start, side, inbox, outbox, partial(check_parent, parent))
+        serve(start, side, inbox, outbox)
     except TltError as error:
         print(f"tlt: rank {start.rank}: {error.message}", file=sys.stderr)
         status = 2

@@ -194,6 +194,8 @@ class Halt:
             if "weights" in memory:
                 try:
                     self._dormant.bring_back()
+                except EngineFailed:  # a rank is gone, and would be waited for again
+                    raise
                 except Exception:
                     if pages:
                         self._device.free()

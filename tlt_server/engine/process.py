@@ -2,8 +2,8 @@
 one loop.
 
 Started by `build.py` as `python -P -m tlt_server.engine.process DIR`; the environment that strict
-numerics needs was set by the parent, before torch is imported here. Ends after `Stop`, when its
-parent is gone, or with one `Failed` event. After a fault it ends at once: freeing what lies on a
+numerics needs was set by the parent, before torch is imported here. Ends after `Stop`, with its
+parent, or with one `Failed` event. After a fault it ends at once: freeing what lies on a
 GPU whose context is lost may hang or abort.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import zmq
 
+from tlt_kernels.parents import end_with
 from tlt_server.commands import decode_command
 from tlt_server.engine.faults import describe, trace
 from tlt_server.engine.settings import EngineSettings, decode_settings
@@ -38,7 +39,7 @@ BUSY_POLL_MS = 5  # an idle engine looks this often whether a push is staged, a 
 def serve(
     settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[[Event], None]
 ) -> None:
-    """Build the engine, then step until a `Stop` has ended it or its parent is gone."""
+    """Build the engine, then step until a `Stop` has ended it."""
     assert settings.directory is not None
     started = time.perf_counter()
     # Imported here, as this takes a while and may fail: a phase like the others.
@@ -58,7 +59,7 @@ def serve(
     reported: dict[str, float] = {}
     last_event_s = time.monotonic()
     more = False  # to be done in idle time
-    while not engine.finished and os.getppid() == settings.parent:
+    while not engine.finished:
         idle, came = engine.idle, False
         if idle:
             engine.knowledge_file.save_now_and_then(engine.knowledge)
@@ -105,6 +106,7 @@ def main() -> int:
 
     try:
         settings = decode_settings(sys.stdin.buffer.readline())
+        end_with(settings.parent)
         serve(replace(settings, directory=Path(directory)), commands, send)
         return 0
     except TltError as error:

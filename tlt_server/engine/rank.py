@@ -7,20 +7,11 @@ during the seconds that torch takes to import, and no GPU may be held after that
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import sys
 from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1
-
-
-def end_with(parent: int) -> None:
-    """End this process when its parent ends, at once if it has."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
+from tlt_kernels.parents import end_with
 
 
 def main() -> NoReturn:
@@ -30,7 +21,7 @@ def main() -> NoReturn:
         signal.signal(ignored, signal.SIG_IGN)  # rank 0 decides
     from tlt_server.engine.follower import follow
 
-    follow(descriptor, parent)
+    follow(descriptor)
 
 
 if __name__ == "__main__":

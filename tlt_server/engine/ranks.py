@@ -26,9 +26,9 @@ import torch
 import zmq
 from torch import Tensor
 
-from tlt_kernels.cpu.checksums import mixed_sum
 from tlt_server.attention.rows import Rows
 from tlt_server.engine import orders, rank_processes
+from tlt_server.engine.agreement import sum_of_states
 from tlt_server.engine.arena import Arena, arena_bytes, layout
 from tlt_server.engine.exchange.gloo import GlooExchange
 from tlt_server.engine.exchange.meeting import meeting_folder
@@ -91,14 +91,6 @@ class NoRanks:
 
 
 NO_RANKS = NoRanks()
-
-
-def sum_of_states(hidden_RH: Tensor, rows: Rows) -> int:
-    """Return a 64-bit sum over what every rank holds alike after a step: the last normed rows, and
-    the layout of the rows that gave them.
-    """
-    laid_out = torch.cat([rows.token_R, rows.position_R, rows.kv_slot_R, rows.request_R])
-    return (mixed_sum(hidden_RH)[0] + 3 * mixed_sum(laid_out)[0]) % 2**64
 
 
 class SavedOnRanks:
@@ -196,8 +188,12 @@ class Ranks:
         self._sockets.append(mine)
         self._processes.append(process)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(start) + b"\n")
-        process.stdin.close()
+        try:
+            with process.stdin as line:
+                line.write(msgspec.json.encode(start) + b"\n")
+        except ConnectionError:
+            self.check_ended()
+            raise EngineFailed(f"rank {rank} has ended: it takes no settings") from None
 
     # -- orders ------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@ GPU and starts none.
 
 Its input is a target in the first line, then a variant a line, as JSON. When all of it is there,
 the process forks into workers, and writes a line for each variant that is done: `[index, error]`. A
-variant without a line ended its worker; the others are compiled all the same.
+variant without a line ended its worker; the others are compiled all the same. It ends with
+the process that started it, and so do its workers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from tlt_kernels.gpu.variants import PACKAGE, Variant, preload
+from tlt_kernels.parents import end_with
 
 TASK = 4  # bytes of an index in the pipe that workers share
 MAX_VARIANTS = 8192  # more indices do not fit the pipe
@@ -65,8 +67,10 @@ def compile_all(lines: list[str], workers: int) -> None:
 
 def _fork(tasks: int, lines: list[str]) -> None:
     """Start a worker, which ends when no task is left."""
+    parent = os.getpid()
     if os.fork():
         return
+    end_with(parent)
     while index := os.read(tasks, TASK):
         _compile(int.from_bytes(index), lines)
     os._exit(0)
@@ -82,6 +86,7 @@ def _compile(index: int, lines: list[str]) -> None:
 
 
 def main() -> None:
+    end_with(int(sys.argv[2]))
     for module in pkgutil.iter_modules(import_module(PACKAGE).__path__, f"{PACKAGE}."):
         import_module(module.name)
     triton_key()  # hashes Triton's files, which no worker should do again

@@ -7,7 +7,7 @@ staged copy then holds the version before. `interpreter.py` is the same engine w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -195,7 +195,10 @@ class CudaDevice:
             kv = self._maker.kv(plan, pages, model, network, states)
             self._orders.order(Allocate(pages, max_model_len), wait=True)
         cache = kv.cache
-        save, restore = self._orders.copiers(kv.save, kv.restore)
+        own: Callable[[list[int]], object] = kv.save
+        if self._ranks is not None and kv.stream is not None:
+            own = self._ranks.drained(kv.stream, own)
+        save, restore = self._orders.copiers(own, kv.restore)
         memory = Memory(pages, cache.reuse, save, restore, kv)
         if states is None or network is None:
             return memory

@@ -51,7 +51,7 @@ class ParallelCompiler:
         # Its libraries must start no threads, because it forks.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [*command, str(workers or worker_count())],
+            [*command, str(workers or worker_count()), str(os.getpid())],
             stdin=subprocess.PIPE if file is None else file,
             stdout=subprocess.PIPE,
             env=environment,

@@ -7,7 +7,7 @@ It reads nothing back from its GPU: rank 0 sees whether the ranks differ (`agree
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -65,10 +65,8 @@ UPLOADS = 8  # buffers of words that may be on their way
 class GpuRank:
     orders = GpuOrder
 
-    def __init__(self, start: RankStart, side: socket.socket, check: Callable[[], None]) -> None:
-        """Join the others. `side`: where the memory of models comes from. `check`: raises once
-        rank 0 has ended.
-        """
+    def __init__(self, start: RankStart, side: socket.socket) -> None:
+        """Join the others. `side`: where the memory of models comes from."""
         settings = self._settings = start.decided
         kind = DEVICES.resolve(start.device)
         device = torch.device("cpu")
@@ -79,7 +77,7 @@ class GpuRank:
         self._config = eos_token_ids(config, Path(settings.model))
         self._maker = GpuMaker(settings, device, kind.prompts)
         sizes = self._maker.exchange_sizes(config)
-        group = RankGroup(Path(start.directory), start.rank, start.ranks, device, check)
+        group = RankGroup(Path(start.directory), start.rank, start.ranks, device)
         self._joined = join(group, sizes, settings.exchange)  # keeps the memory mapped
         peers = self._joined.peers
         peers.mute()

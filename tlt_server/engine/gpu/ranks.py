@@ -150,6 +150,17 @@ class GpuRanks(Ranks):
         else:
             stream.synchronize()  # before the first step no kernel waits for a rank
 
+    def drained(
+        self, stream: torch.cuda.Stream, save: Callable[[list[int]], object]
+    ) -> Callable[[list[int]], object]:
+        """Return `save`, which copies to the host, with a bounded wait for the step in flight."""
+
+        def saved(pages: list[int]) -> object:
+            self.drain(stream)
+            return save(pages)
+
+        return saved
+
     def _poll(self, ended: Callable[[], bool], step: int) -> None:
         began_s = looked_s = time.monotonic()
         while not ended():
