@@ -127,7 +127,8 @@ class SharedSettings:
         int,
         Doc(
             "ranks",
-            "Processes that share the target, a power of two; tokens are the same at every width.",
+            "Processes that share the target, a power of two; tokens are the same at every width "
+            "with the same reduction_leaves.",
             1,
             8,
         ),
@@ -198,8 +199,8 @@ class SharedSettings:
         Literal["device", "host", "disk", "none"] | None,
         Doc(
             "place",
-            "Where a pushed version lies until it is live: auto is the first with room, none "
-            "writes over the weights in use.",
+            "Where a pushed version lies until it is live: auto is the first with room (of "
+            "several ranks: device), none writes over the weights in use.",
             auto=True,
         ),
     ] = None

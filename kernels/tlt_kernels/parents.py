@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 def end_with(parent: int) -> None:
     """End this process when the thread that started it ends, or that thread's process `parent`; at
-    once if it has. A fork binds itself anew.
+    once if it has. A fork has to bind itself.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -31,19 +31,21 @@ from tlt_server.errors import StartupError
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import OWN_SUMS
 from tlt_server.models.split import GPU_LEAVES
+from tlt_server.shared_settings import SPLITS
 
 READ_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
 
 
 def run(args: argparse.Namespace) -> int:
     ranks, shape = args.tensor_parallel, SHAPES[args.shape]
+    works = [count for count in SPLITS if count >= ranks and shape.heads % count == 0]
     all_leaves = args.leaves or (max(GPU_LEAVES, ranks),)
-    for leaves in all_leaves:
-        if leaves < ranks or shape.heads % leaves:
-            raise StartupError(
-                f"--leaves {leaves} does not suit {args.shape}, of {shape.heads} heads, on "
-                f"{ranks} ranks: every rank has as many leaves, each of whole heads; name others"
-            )
+    if unsuited := [leaves for leaves in all_leaves if leaves not in works]:
+        named = f"--leaves {' or '.join(map(str, works))}" if works else "fewer ranks"
+        raise StartupError(
+            f"--leaves is {unsuited[0]} and --tensor-parallel {ranks}, and {args.shape} has "
+            f"{shape.heads} heads: every rank has as many leaves, each of whole heads; use {named}"
+        )
     require_gpu()
     chain = Chain(Widths.of(shape, ranks))
     found = []
