@@ -59,7 +59,6 @@ LONGEST = (  # more than 12 s each
     "tests/frontend/test_reading_process.py",
     "tests/frontend/test_large_requests.py",
     "tests/engine/test_ranks.py",
-    "tests/engine/test_gpu_ranks_again.py",
     "tests/e2e/test_readme.py",
     "tests/e2e/test_pushes_under_load.py",
     "tests/frontend/test_known_fields.py",

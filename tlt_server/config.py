@@ -7,7 +7,6 @@ needs no device. Every fault is a `StartupError`: the command exits with 2.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tlt_client.channels import CHANNELS
+from tlt_server.addresses import is_loopback
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.metrics.aliases import ENGINES
@@ -45,15 +45,6 @@ _TABLE = {setting.name: setting for setting in settings()}
 
 COLLECTOR = re.compile(r"https?://[^\s/]\S{0,1000}")
 TRAINING_DEVICE = re.compile(r"cpu|cuda:\d{1,3}", re.ASCII)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Config(BaseModel, ServerSettings):

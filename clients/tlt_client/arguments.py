@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
-import httpx
 import msgspec
 
 from tlt_client.errors import InvalidArgument
@@ -26,21 +25,6 @@ VERSION_MUST = (
     f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, and not dots "
     "alone, such as run-7"
 )
-
-
-def url_of(address: str) -> str:
-    """Return the server's URL. It may hold a password, which no message quotes."""
-    try:
-        parsed = httpx.URL(address)
-        if parsed.scheme in ("http", "https") and parsed.host:
-            return address
-    except (httpx.InvalidURL, TypeError):
-        pass
-    shown = address.rpartition("@")[2][:200] if isinstance(address, str) else type(address).__name__
-    raise InvalidArgument(
-        f"url is {shown!r}; it must begin with http:// or https:// and name a host, such as "
-        "http://127.0.0.1:8000"
-    )
 
 
 def bearer(api_key: str | None) -> dict[str, str]:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import httpx
 
 from tlt_client import flows
-from tlt_client.arguments import bearer, url_of
+from tlt_client.arguments import bearer
 from tlt_client.calls import Call
-from tlt_client.errors import ConnectionFailed, TltClientError
+from tlt_client.errors import ConnectionFailed, InvalidArgument, TltClientError
 from tlt_client.flows import Flow, Wait
 from tlt_client.responses import connection_errors
 from tlt_client.retries import Retries
@@ -27,6 +27,21 @@ from tlt_client.wire import Done, EventParser, StreamEvent
 T = TypeVar("T")
 CONNECT_S = 10.0
 TRUNCATED = "the stream ended before its last event"
+
+
+def url_of(address: str) -> str:
+    """Return the server's URL. It may hold a password, which no message quotes."""
+    try:
+        parsed = httpx.URL(address)
+        if parsed.scheme in ("http", "https") and parsed.host:
+            return address
+    except (httpx.InvalidURL, TypeError):
+        pass
+    shown = address.rpartition("@")[2][:200] if isinstance(address, str) else type(address).__name__
+    raise InvalidArgument(
+        f"url is {shown!r}; it must begin with http:// or https:// and name a host, such as "
+        "http://127.0.0.1:8000"
+    )
 
 
 def _options(

@@ -168,6 +168,7 @@ def tokens_of_masks(patch: pytest.MonkeyPatch) -> list[dict[Any, list[int]]]:
     return found
 
 
+@pytest.mark.long
 def test_ranks_that_gather_have_the_bits_of_one(
     one: Pushable, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpret
 __all__ = ["interpreted", "root", "settings"]
 
 
+@pytest.mark.long
 def test_a_restart_serves_the_committed_versions_on_both_ranks(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:

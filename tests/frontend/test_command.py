@@ -90,11 +90,12 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("process", "heavy"),
     [
-        ("tlt_server.build, tlt_server.frontend.reading_process.__main__", ["torch", "numba"]),
-        ("tlt_server.engine.assembly, tlt_server.engine.devices.cpu", ["triton"]),
+        ("tlt_server.build", ["torch", "numba", "httpx"]),
+        ("tlt_server.frontend.reading_process.__main__", ["torch", "numba", "httpx", "pydantic"]),
+        ("tlt_server.engine.assembly, tlt_server.engine.devices.cpu", ["triton", "httpx"]),
     ],
 )
-def test_a_process_loads_no_compiler_that_it_does_not_use(process: str, heavy: list[str]) -> None:
+def test_a_process_loads_no_library_that_it_does_not_use(process: str, heavy: list[str]) -> None:
     script = (
         f"import sys, {process}\n"
         "from tlt_server.frontend.dialects import DIALECTS\n"

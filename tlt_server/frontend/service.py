@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import structlog
 
 from tlt_server.commands import InFlight, Memory
-from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Cancelled, Conflict, Forbidden, TltError, Unavailable
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.generation import Generation, Generations
@@ -36,6 +36,9 @@ from tlt_server.frontend.weights.transfer import Transfer
 from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.metrics import Metrics
 from tlt_server.speculation.drafters import weights_directory
+
+if TYPE_CHECKING:
+    from tlt_server.config import ResolvedConfig
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET, UnsetType
 
-from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation.batch import Words
@@ -19,6 +18,9 @@ from tlt_server.frontend.generation.structures import check_with
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.fields import shown
 from tlt_server.records import Grammar, Sampling
+
+if TYPE_CHECKING:
+    from tlt_server.config import ResolvedConfig
 
 DEFAULTS = Sampling()
 MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range

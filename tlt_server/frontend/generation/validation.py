@@ -12,10 +12,10 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from tlt_server.config import ResolvedConfig
 from tlt_server.errors import ContextExceeded, Forbidden, InvalidRequest, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.generation import tokenizing
@@ -44,6 +44,9 @@ from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.packed import PackedIds, PackedText
 from tlt_server.records import DraftLimits, GenerateRequest, Sampling
+
+if TYPE_CHECKING:
+    from tlt_server.config import ResolvedConfig
 
 BREATH = 64  # items of a batch after which other requests get a turn
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tlt_server.config import Config
 from tlt_server.errors import Forbidden, TltError, Unauthenticated
 from tlt_server.frontend.http.browsers import foreign
 from tlt_server.frontend.http.keys import EVERYBODY, NOBODY, Caller, Needs, watched_keys
 from tlt_server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from tlt_server.config import Config
 
 ADMITTED = "admitted"  # key in the scope's state
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from starlette.types import Scope
 
-from tlt_server.config import is_loopback
+from tlt_server.addresses import is_loopback
 
 OWN_SITES = frozenset({"none", "same-origin"})  # typed by the user; a page of this server
 PORTS = {"http": "80", "https": "443"}

@@ -13,14 +13,16 @@ import hmac
 import os
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import structlog
 
-from tlt_server.config import Config
 from tlt_server.errors import StartupError
 from tlt_server.frontend.http.watched import OnRead, Watched
 from tlt_server.wording import nearest
+
+if TYPE_CHECKING:
+    from tlt_server.config import Config
 
 KeyScope = Literal["data", "push-weights", "operate"]
 Needs = KeyScope | Literal["open", "any"]  # a key with this scope; no key; any key

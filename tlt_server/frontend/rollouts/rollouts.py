@@ -16,10 +16,10 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
-from tlt_server.config import Config
 from tlt_server.errors import (
     Cancelled,
     Conflict,
@@ -53,6 +53,9 @@ from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.rollouts.shelf import Shelf
 from tlt_server.metrics import Metrics
 from tlt_server.private import private_directory, private_file
+
+if TYPE_CHECKING:
+    from tlt_server.config import Config
 
 RETRY_S = 0.2  # between two tries to submit a rollout of an earlier process
 WRITTEN_BYTES = 2**20  # written to a journal at once, in about 1 ms on a slow core

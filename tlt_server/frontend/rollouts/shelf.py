@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from tlt_server.config import Config
 from tlt_server.errors import QueueFull, StorageFailed
 from tlt_server.frontend.link.shares import over_share
 from tlt_server.frontend.rollouts.clocks import elapsed_s
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from tlt_server.config import Config
 
 # Rollouts that make way for one new one, at most: above the bound their number falls from one to
 # the next, and no request waits until thousands are forgotten.

@@ -11,12 +11,14 @@ import sys
 from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Conflict, StorageFailed, Unavailable
 from tlt_server.frontend.weights.adoption import Adoption
 from tlt_server.private import private_directory
+
+if TYPE_CHECKING:
+    from tlt_server.config import ResolvedConfig
 
 EXPORTS = "exports"  # in the state directory
 MAX_SAID = 2000  # characters of the export's own words

@@ -19,17 +19,19 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from tlt_client.channels.checkpoint import CALIBRATION
-from tlt_server.config import Config
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
 from tlt_server.frontend.link.shares import over_share
 from tlt_server.private import private_directory, private_file
 from tlt_server.threads import Errands
+
+if TYPE_CHECKING:
+    from tlt_server.config import Config
 
 PART = re.compile(
     rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,127}}\.safetensors|{re.escape(CALIBRATION)}", re.ASCII
