@@ -1,4 +1,6 @@
-"""The end of the processes of further ranks."""
+"""The end of the processes of further ranks, where an engine ends in order. A server kills one that
+has failed, and the system ends its ranks with it (`rank.py`).
+"""
 
 from __future__ import annotations
 
