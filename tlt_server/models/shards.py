@@ -130,8 +130,8 @@ def check_ranks(config: ModelConfig, ranks: int, unit: int, where: str) -> None:
         raise StartupError(
             f"tensor_parallel is {ranks}, and {where} has {config.heads} heads, {config.kv_heads} "
             f"KV heads, an MLP of {config.intermediate_size} and {config.vocab_size} tokens: every "
-            f"rank needs as many whole heads, and a multiple of {unit} of the MLP's inputs; use "
-            f"{' or '.join(map(str, works))}"
+            f"rank has as many whole heads, and a multiple of {unit} inputs of attention output "
+            f"and of MLP down; use {' or '.join(map(str, works))}"
         )
 
 
