@@ -20,7 +20,12 @@ FRAGMENT = re.compile(
     r"neither|between|behind|beside|before|after|until|once|those|these)\b",
     re.IGNORECASE,
 )
-BEGINNING = re.compile(rf'"""\s*{FRAGMENT.pattern}', re.IGNORECASE)
+# A docstring on the line of its quotes, or on the next one: of a module, a class or a function
+BEGINNING = re.compile(
+    rf'(^[ \t]*|:[ \t]+)[a-z]?"""[ \t]*{FRAGMENT.pattern}|'
+    rf'(\A|:[^\n]*\n)\s*[a-z]?"""\s*{FRAGMENT.pattern}',
+    re.IGNORECASE | re.MULTILINE,
+)
 TRAILING = re.compile(r"#\s*(that|of|which|whose|whom)\b", re.IGNORECASE)
 FILLER = re.compile(
     r"\b(behind|beside|besides|anew|nobody|whatever|whoever|somebody|so many|as far as)\b",

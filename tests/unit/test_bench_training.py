@@ -75,6 +75,7 @@ def test_states_computed_again_get_the_places_that_assembling_gives_them(wide: b
     assert torch.equal(found.hidden_RH[before_N[read_N] + 1], pack.teacher_NH[read_N])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 def test_a_gpu_target_computes_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.fast_interpreter import patched_once  # imports kernels

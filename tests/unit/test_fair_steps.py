@@ -128,6 +128,7 @@ def alone(machine: Machine, attack: str) -> Counter[str]:
     return bench.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize(
     "machine", [pytest.param(CPU, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.long)]

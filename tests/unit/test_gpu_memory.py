@@ -337,6 +337,7 @@ def followed(refused: MemoryPlan, remedy: str) -> MemoryPlan:
     return plan(replace(refused.settings, **changes), free, length, refused.total)
 
 
+@pytest.mark.slow
 @settings_of_hypothesis(max_examples=400, deadline=None, derandomize=True)
 @given_by(st.data())
 def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:

@@ -60,6 +60,7 @@ def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert broken(page) == ["page.md: #two", "page.md: gone.md"]
 
 
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],

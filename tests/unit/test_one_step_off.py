@@ -103,6 +103,7 @@ def test_a_flood_from_one_key_leaves_the_others_their_share() -> None:
     assert Counter(group[0].sample.owner for group in groups) == {"own": 30, "flood": 30}
 
 
+@pytest.mark.slow
 def test_a_candidate_that_gains_on_a_flood_alone_is_refused() -> None:
     """The loss on the prompts of the other key is as large as the gain on random ones."""
     flood = [sample(prompt, owner="flood") for prompt in range(1000, 9000)]

@@ -268,6 +268,7 @@ def test_skipping_logarithms_never_changes_the_winner(size, spread, offset):
         assert sampled([row]).token_S[0] == np.argmax(row.logits + noise_of(row))
 
 
+@pytest.mark.slow
 @given(
     SIZES.flatmap(lambda size: st.lists(rows(size=size), min_size=2, max_size=7)),
     st.randoms(use_true_random=False),

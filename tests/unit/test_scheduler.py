@@ -21,6 +21,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.records import StepOutput
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     pages=st.integers(6, 24),

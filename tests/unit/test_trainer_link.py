@@ -106,6 +106,7 @@ def test_the_pause_before_a_restart_doubles_up_to_a_limit_until_one_lives_long(
 FAULTS = [(state, fault) for state in TrainerState for fault in ("killed", "hung")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "fault"), FAULTS)
 def test_a_trainer_lost_in_any_state_leaves_nothing_behind(
     state: TrainerState, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
