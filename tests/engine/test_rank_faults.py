@@ -115,7 +115,7 @@ def test_a_rank_lost_while_an_engine_loads_is_one_error(
     hit_before(monkeypatch, Ranks, moment, lost)
     with pytest.raises(EngineFailed, match=FAULTS[fault].error):
         Pushable(replace(settings, tensor_parallel=2))
-    assert time.monotonic() - signalled_s[0] < 8
+    assert time.monotonic() - signalled_s[0] < 15  # 5 of them to join, on a busy machine
 
 
 PUSH_MOMENTS = ("while it is staged", "once it is staged", "at install")
