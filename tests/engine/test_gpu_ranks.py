@@ -213,7 +213,7 @@ def test_pushes_rollbacks_and_sleeps_change_both_ranks(
     assert responses(shared, TREE) == first
 
 
-def test_ranks_that_differ_end_the_life_with_the_step_and_the_rank(
+def test_ranks_that_differ_end_the_epoch_with_the_step_and_the_rank(
     settings: EngineSettings,
 ) -> None:
     """A norm of rank 1 alone is off, so its states are. Then the rank is killed."""
@@ -263,7 +263,7 @@ def flip_calibration(engine: Pushable, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("flip", [flip_residual, flip_tree, flip_calibration])
-def test_a_bit_that_flips_in_one_rank_ends_the_life(
+def test_a_bit_that_flips_in_one_rank_ends_the_epoch(
     settings: EngineSettings,
     flip: Callable[[Pushable, pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,

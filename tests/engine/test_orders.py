@@ -50,7 +50,7 @@ def test_arrays_arrive_as_they_were_sent() -> None:
         ("a", 4, "order 4 came where order 5 was due: one came again"),
     ],
 )
-def test_orders_lost_repeated_or_of_another_life_are_refused(
+def test_orders_lost_repeated_or_of_another_epoch_are_refused(
     epoch: str, number: int, why: str
 ) -> None:
     data = encoded(Envelope(epoch, number, False, KEEP))

@@ -157,7 +157,7 @@ def test_a_changed_slice_of_another_rank_is_named_by_the_checksums(shared: Pusha
     assert shared.checksums() == before
 
 
-def test_ranks_that_differ_end_the_life_with_the_step_and_the_rank(doomed: Pushable) -> None:
+def test_ranks_that_differ_end_the_epoch_with_the_step_and_the_rank(doomed: Pushable) -> None:
     """A norm of rank 1 alone is off, so its states are, and its next sums are."""
     responses(doomed, SetPolicy("off"))
     target_of(doomed).peers[0].final_norm_H[3] += 2**-10
@@ -242,7 +242,7 @@ def test_an_idle_engine_notices_that_a_rank_ended(doomed: Pushable) -> None:
         doomed.step()
 
 
-def test_a_rank_that_dies_after_the_commit_leaves_the_new_version_to_the_next_life(
+def test_a_rank_that_dies_after_the_commit_leaves_the_new_version_to_the_next_epoch(
     settings: EngineSettings, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lasting = replace(settings, tensor_parallel=2, state_dir=tmp_path)

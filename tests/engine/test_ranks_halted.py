@@ -40,7 +40,7 @@ def test_a_rank_without_room_sleeps_on_with_the_others(short: Pushable) -> None:
     short.finish()
 
 
-def test_a_rank_that_is_lost_while_a_push_is_staged_ends_the_life(
+def test_a_rank_that_is_lost_while_a_push_is_staged_ends_the_epoch(
     short: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*told: object) -> None:
@@ -52,7 +52,7 @@ def test_a_rank_that_is_lost_while_a_push_is_staged_ends_the_life(
     short.engine.pushes.transaction.close()
 
 
-def test_a_rank_that_dies_in_a_sleep_ends_the_life(short: Pushable) -> None:
+def test_a_rank_that_dies_in_a_sleep_ends_the_epoch(short: Pushable) -> None:
     done(short, Sleep("s2", ("kv_cache",)))
     [process] = ranks_of(short)._processes
     os.kill(process.pid, signal.SIGKILL)

@@ -190,7 +190,7 @@ def test_a_pause_that_fails_takes_nothing_back_that_another_has_set() -> None:
     asyncio.run(run())
 
 
-def test_what_a_new_life_cannot_do_is_refused_to_requests_until_it_is_taken_back() -> None:
+def test_what_a_new_epoch_cannot_do_is_refused_to_requests_until_it_is_taken_back() -> None:
     async def run() -> None:
         twin = Twin()
         sleep = asked(twin.halt, "sleep both")

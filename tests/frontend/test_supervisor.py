@@ -371,7 +371,7 @@ def test_another_version_after_a_restart_is_not_served_until_a_push(server: Live
         server.call(waiting.submission.close)
 
 
-def test_a_version_that_the_first_life_lost_is_not_served_either(model: Path) -> None:
+def test_a_version_that_the_first_epoch_lost_is_not_served_either(model: Path) -> None:
     with live_server(
         model,
         engine={

@@ -32,7 +32,7 @@ def begun(*lives: object, unanswered: bool = False) -> WantedVersions:
     return versions
 
 
-def test_a_life_that_holds_what_the_one_before_held_may_serve() -> None:
+def test_an_epoch_that_holds_what_the_one_before_held_may_serve() -> None:
     begun(info("v0"), info("v0")).check()
 
 
