@@ -37,7 +37,7 @@ INSIDE_QUOTES = re.compile(r"`[^`]*`")
 def offenders(path: Path) -> Iterator[str]:
     """Yield `line: reason` for each sentence of a Python file that breaks a rule."""
     source = path.read_text()
-    suspicious = BEGINNING.search(source)  # which saves some files the parser
+    suspicious = BEGINNING.search(source)  # which saves most files the parser
     for node in statements(ast.parse(source)) if suspicious else ():
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)

@@ -7,8 +7,6 @@ from __future__ import annotations
 import pkgutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from triton.runtime.jit import KernelInterface
 
 import tlt_kernels.gpu
 from tests.processes import command
+from tests.waiting import until
 from tlt_kernels.gpu.variants import Variant
 from tlt_server.engine.gpu.compiling import ParallelCompiler
 from tlt_server.engine.gpu.kernel_records import record_name, toolchain
@@ -97,13 +96,6 @@ def test_a_compiler_and_its_workers_end_with_an_engine_that_is_killed(tmp_path: 
         finally:
             process.kill()
     until(lambda: not any(map(command, pids.read_text().split())))
-
-
-def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
 
 
 def test_a_kernel_is_found_by_its_name() -> None:

@@ -6,12 +6,12 @@ import argparse
 import json
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from tests.unit.fake_servers import FakeServer
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.drafter.coordinate import Coordinator, run
 from tlt_server.drafter.peers import Peers
@@ -165,13 +165,6 @@ def test_a_slow_push_holds_up_no_other(fleet: list[FakeServer]) -> None:
 
 def shared(coordinated: Run) -> list[str]:
     return [line for line in coordinated.lines if "has the drafter" in line]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.02)
 
 
 def test_a_second_coordinator_is_named(fleet: list[FakeServer]) -> None:

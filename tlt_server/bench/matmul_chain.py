@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tlt_kernels.gpu.exchange import parts_of
 from tlt_server.bench.padding.shapes import Shape
+from tlt_server.engine.devices.choice import SAMPLED_BLOCK
 from tlt_server.errors import StartupError
 from tlt_server.models.gpu.matmuls import Room, StrictMatmuls
 from tlt_server.models.gpu.sums import ATTENTION, MLP, LayerSums, OwnSums
 
 EPS = 1e-6
-HEAD_BLOCK = 1024  # tokens; a rank has whole blocks of the head
 SAMPLED = 1024  # rows with logits, at most: a long prefill needs few
 GPU_BYTES = 0.9  # part of the free memory that weights may take
 
@@ -38,14 +38,14 @@ class Widths(NamedTuple):
     def of(cls, shape: Shape, ranks: int) -> Widths:
         """Return the first rank's, which has most blocks of the head."""
         heads, kv_heads = shape.heads // ranks, max(1, shape.kv_heads // ranks)
-        blocks = -(-shape.vocab // HEAD_BLOCK)
+        blocks = -(-shape.vocab // SAMPLED_BLOCK)
         return cls(
             shape.layers,
             shape.hidden,
             (heads + 2 * kv_heads) * shape.head_dim,
             heads * shape.head_dim,
             shape.intermediate // ranks,
-            min(shape.vocab, -(-blocks // ranks) * HEAD_BLOCK),
+            min(shape.vocab, -(-blocks // ranks) * SAMPLED_BLOCK),
         )
 
     @property

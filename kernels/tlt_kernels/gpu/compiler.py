@@ -1,10 +1,10 @@
 """Compiles kernel variants in parallel, into Triton's cache: a process of its own, which needs no
-GPU and starts none.
+GPU and starts none: `python -m tlt_kernels.gpu.compiler WORKERS PARENT`.
 
 Its input is a target in the first line, then a variant a line, as JSON. When all of it is there,
 the process forks into workers, and writes a line for each variant that is done: `[index, error]`. A
-variant without a line ended its worker; the others are compiled all the same. It ends with
-the process that started it, and so do its workers.
+variant without a line ended its worker; the others are compiled all the same. The process
+and its workers end with the one that started it, PARENT.
 """
 
 from __future__ import annotations
