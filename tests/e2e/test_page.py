@@ -482,14 +482,14 @@ def test_new_weights_are_marked_in_the_charts_and_in_a_response(
     expect(page.locator(".version-marker")).to_have_count(0)
     page.route("**/generate", without_end)
     page.get_by_role("radio", name="weight version").check()
-    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "999"})
+    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "400"})
     expect(page.locator("#output span").nth(5)).to_be_attached()
     with Client(guarded.url, api_key=KEY, timeout_s=60) as trainer:
         trainer.update_weights("next", HOSTILE)
     expect(page.locator(".version-marker")).to_have_count(4)  # one in each chart
     expect(page.locator(".version-marker").first).to_contain_text(HOSTILE[:20])
     expect(page.locator("#fact-weights")).to_contain_text(f"{HOSTILE}, live for")
-    expect(page.locator("#figures")).to_contain_text("999 tokens")
+    expect(page.locator("#figures")).to_contain_text("400 tokens")
     expect(page.locator("#scale-version li")).to_have_text(["initial", HOSTILE])
     classes = page.evaluate("answer.blocks.map(({ node }) => node.className.includes('v1'))")
     assert (
