@@ -22,7 +22,7 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-SOON_MS = 40_000  # for what a busy machine may delay; nothing waits that long on a quiet one
+SOON_MS = 120_000  # for what a busy machine may delay; nothing waits that long on a quiet one
 expect.set_options(timeout=SOON_MS)
 Open = Callable[..., Page]  # the fixture `open_page`
 

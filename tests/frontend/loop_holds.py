@@ -35,8 +35,9 @@ class LoopHolds:
 
 @contextmanager
 def loop_holds(server: LiveServer) -> Iterator[LoopHolds]:
-    """Watch the loop. What the tests hold is kept from garbage collection, as the server does with
-    what it has loaded, and nothing but `garbage` collects the oldest generation.
+    """Watch the loop. What the tests hold is kept from this garbage collection and all later ones,
+    as the server does with what it has loaded, and nothing but `garbage` collects the oldest
+    generation.
     """
     holds, thresholds = LoopHolds(), gc.get_threshold()
     gc.collect()
@@ -48,4 +49,3 @@ def loop_holds(server: LiveServer) -> Iterator[LoopHolds]:
     finally:
         server.call(holds.stop)
         gc.set_threshold(*thresholds)
-        gc.unfreeze()

@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import chain
 
 PageKey = bytes
 
@@ -128,20 +129,18 @@ class PagePool:
     def check(self, holders: Iterable[Iterable[int]] | None = None) -> None:
         """Assert every invariant; with `holders`, also that counts are exactly what they hold."""
         free, cached = set(self._free), set(self._cached)
+        held = {page: count for page, count in enumerate(self._count) if count}
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & cached, "a page is both free and cached"
-        for page, count in enumerate(self._count):
-            assert (count == 0) == (page in free or page in cached), (
-                f"page {page} has count {count}"
-            )
+        assert not held.keys() & (free | cached), "a page is held and free or cached"
+        assert len(held) + len(free) + len(cached) == self.pages, "a page is lost"
         assert {page: key for key, page in self._index.items()} == self._key, (
             "index and keys disagree"
         )
-        assert cached <= set(self._key) and not free & set(self._key), (
+        assert cached <= self._key.keys() and not free & self._key.keys(), (
             "an indexed page is free or a cached page is not indexed"
         )
         if holders is not None:
-            held = Counter(page for pages in holders for page in pages)
-            assert all(self._count[page] == held[page] for page in range(self.pages)), (
+            assert held == dict(Counter(chain.from_iterable(holders))), (
                 "counts differ from the holders' pages"
             )
