@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +100,7 @@ def grafted_slowly(
     return new
 
 
+@pytest.mark.slow
 @given(trees_and_chains())
 @settings(max_examples=200, deadline=None)
 def test_branches_equal_the_twin_and_leave_trees_well_formed(

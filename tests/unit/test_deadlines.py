@@ -71,6 +71,7 @@ def test_deadlines_pass_while_no_sequence_starts(reason: Reason) -> None:
     assert scheduler.idle and scheduler.pool.available == 40
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
 def test_deadlines_agree_with_a_look_at_every_sequence(seed: int, steps: int) -> None:

@@ -105,6 +105,7 @@ def test_the_target_is_hugging_faces_qwen2(recipe):
             )
 
 
+@pytest.mark.slow
 def test_unrolled_training_equals_drafting_slot_by_slot(recipe):
     """Each branch drafted alone, its keys gathered one by one, gives the outputs of the batched
     unroll.

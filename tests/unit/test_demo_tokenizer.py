@@ -46,6 +46,7 @@ def generated_strings(count: int) -> list[str]:
     return mixed + solved
 
 
+@pytest.mark.slow
 def test_auto_tokenizer_gives_the_ids_of_the_file(raw, auto):
     for text in generated_strings(1_000):
         assert auto(text, add_special_tokens=False)["input_ids"] == raw.encode(text).ids, repr(text)

@@ -76,6 +76,7 @@ def step_ms(record: str, batch: int) -> float:
     return float(found)
 
 
+@pytest.mark.slow
 def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,8 @@ import random
 from collections import Counter
 from typing import NamedTuple
 
+import pytest
+
 from tests.unit.fake_kv import make
 from tests.unit.test_admission import ENGINE, Clock
 from tlt_server.engine.batch import Emission
@@ -95,6 +97,7 @@ def simulate(*, keys: bool, seconds: float = 20.0, max_queue: int = 60) -> Ends:
     return ends
 
 
+@pytest.mark.slow
 def test_small_keys_get_what_they_ask_for_and_the_greedy_one_the_rest() -> None:
     ends = simulate(keys=True)
     assert ends.share(SMALL) >= 0.99, ends
@@ -103,6 +106,7 @@ def test_small_keys_get_what_they_ask_for_and_the_greedy_one_the_rest() -> None:
     assert ends.done.total() >= 0.85 * CAPACITY * 20, "and the engine is as busy as before"
 
 
+@pytest.mark.slow
 def test_without_keys_all_are_one_tenant() -> None:
     ends = simulate(keys=False)
     assert abs(ends.share(SMALL) - ends.share(["greedy"])) < 0.1, ends

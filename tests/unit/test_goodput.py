@@ -388,6 +388,7 @@ def test_predictions_follow_what_is_accepted() -> None:
     assert outlook.gain(2, 1, np.array([2.0]))[0] == pytest.approx(0.75 * before, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", list(WORLDS))
 @pytest.mark.parametrize("survival", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("requests", [1, 6, 48, 200])
@@ -455,6 +456,7 @@ def test_a_rollback_brings_back_what_was_known_of_that_version() -> None:
     assert knowledge.outlooks["eagle"].record() != before, "the memory is bounded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", list(WORLDS))
 @pytest.mark.parametrize("requests", [2, 8])
 @pytest.mark.parametrize("survival", [0.75, pytest.param(0.02, marks=pytest.mark.long)])

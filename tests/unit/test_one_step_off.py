@@ -41,6 +41,7 @@ def kept(samples: list[Sample]) -> list[Recorded]:
     return [Recorded(number, each, 100) for number, each in enumerate(samples)]
 
 
+@pytest.mark.slow
 @given(some, st.integers(0, 2**32))
 def test_held_out_prompts_and_older_steps_are_never_drawn(samples: list[Sample], seed: int) -> None:
     entries = kept(samples)
@@ -58,6 +59,7 @@ def test_held_out_prompts_and_older_steps_are_never_drawn(samples: list[Sample],
             assert entry.sample.prompt_key in out and entry.sample.version == version
 
 
+@pytest.mark.slow
 def test_a_tenth_of_prompts_is_held_out_with_all_siblings() -> None:
     prompts = range(2000)
     out = [held_out(sample(prompt)) for prompt in prompts]
@@ -93,6 +95,7 @@ def test_a_version_that_came_back_is_the_step_that_is_trained_on() -> None:
     assert {s.step for s in strata_of(kept(first + second), "just-pushed")} == {0}
 
 
+@pytest.mark.slow
 def test_a_flood_from_one_key_leaves_the_others_their_share() -> None:
     flood = [sample(prompt, owner="flood", accepted=0) for prompt in range(1000, 4000)]
     prompts = [sample(prompt, owner="own", accepted=3) for prompt in range(600)]

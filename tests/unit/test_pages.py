@@ -2,6 +2,7 @@
 evicted.
 """
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -98,7 +99,7 @@ class PoolAgainstTwin(RuleBasedStateMachine):
 PoolAgainstTwin.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None
 )
-TestPoolAgainstTwin = PoolAgainstTwin.TestCase
+TestPoolAgainstTwin = pytest.mark.slow(PoolAgainstTwin.TestCase)
 
 
 def test_keys_separate_versions_salts_and_prefixes() -> None:

@@ -179,6 +179,7 @@ def test_pieces_do_not_depend_on_how_the_text_is_cut_and_lose_nothing(
         assert "".join(piece[0] for piece in whole) == text
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     st.recursive(

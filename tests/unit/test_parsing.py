@@ -159,6 +159,7 @@ def mutants(draw: st.DrawFn) -> tuple[Any, bytes]:
     return KINDS[kind], bytes(body)
 
 
+@pytest.mark.slow
 @given(mutants())
 @settings(deadline=None, max_examples=200)
 def test_any_body_gives_a_struct_or_a_typed_error(mutant: tuple[Any, bytes]) -> None:
@@ -182,6 +183,7 @@ def slow_count(value: Any) -> tuple[int, int]:
     )
 
 
+@pytest.mark.slow
 @given(JSON.filter(lambda value: isinstance(value, list | dict)), st.integers(1, 7))
 @settings(deadline=None, max_examples=150)
 def test_members_are_counted_as_a_decoder_counts_them(value: Any, slice_bytes: int) -> None:

@@ -162,6 +162,7 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
     )
 
 
+@pytest.mark.slow
 @given(rows(size=63), st.data())
 @settings(max_examples=100, deadline=None)
 def test_only_allowed_tokens_are_sampled_and_no_bad_word(row: Row, data: st.DataObject) -> None:
@@ -218,6 +219,7 @@ def test_plain_rows_equal_the_twin(row):
     check_against_twin(row)
 
 
+@pytest.mark.slow
 @given(rows(edits=False))
 @settings(max_examples=250, deadline=None)
 def test_filters_equal_the_twin(row):
@@ -243,12 +245,14 @@ def test_the_kept_set_is_the_twins(spread, filters):
     )
 
 
+@pytest.mark.slow
 @given(rows(filters=False))
 @settings(max_examples=150, deadline=None)
 def test_bias_penalties_and_mask_equal_the_twin(row):
     check_against_twin(row)
 
 
+@pytest.mark.slow
 @given(rows())
 @settings(max_examples=250, deadline=None)
 def test_everything_together_equals_the_twin(row):
@@ -291,6 +295,7 @@ def _with_raw(sampling: Sampling) -> Sampling:
     )
 
 
+@pytest.mark.slow
 @given(rows(), st.integers(0, 6))
 @settings(max_examples=150, deadline=None)
 def test_a_token_on_the_path_counts_like_a_committed_one_bit_for_bit(row, committed):

@@ -37,6 +37,7 @@ contents = st.recursive(
 long = st.builds(lambda value, times: [value] * times, contents, st.integers(0, 1000))
 
 
+@pytest.mark.slow
 @given(contents | long | st.lists(long, max_size=3))
 def test_slices_join_to_the_encoding_in_one_piece(content: Any) -> None:
     slices = [*json_slices(content, head=b"data: ", tail=b"\n\n")]

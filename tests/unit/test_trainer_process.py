@@ -110,6 +110,7 @@ def test_features_of_the_newest_version_are_held(tmp_path: Path) -> None:
     assert report is not None and (report.feature_tokens, report.feature_size) == (3, 96)
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing_that_it_took(tmp_path: Path) -> None:
     given = settings(tmp_path)
     ring = RingProducer(tmp_path / "ring")

@@ -5,6 +5,7 @@ candidates of a drafter.
 from itertools import combinations, product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +52,7 @@ def forests(draw):
     ), requests
 
 
+@pytest.mark.slow
 @given(forests(), st.integers(-1, 45), st.lists(st.integers(0, 6), min_size=5, max_size=5))
 @settings(max_examples=300, deadline=None)
 def test_select_is_the_sorted_top_within_each_requests_limit(forest, budget, most):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,7 @@ def test_the_order_is_the_textbooks(work: dict[str, list[int]]) -> None:
     assert not len(turns)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), costs), max_size=8), st.data())
 def test_owners_that_keep_waiting_get_the_same_to_a_quantum_and_two_services(
