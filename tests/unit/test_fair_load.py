@@ -19,6 +19,8 @@ from tlt_server.errors import Overloaded, QueueFull
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.records import OFF, Cycle, GenerateRequest, Sampling, StepContext
 
+pytestmark = pytest.mark.slow  # simulates load for seconds
+
 STEP_S = 0.01
 TOKENS, PROMPT, SLOTS = 9, 4, 8
 CAPACITY = SLOTS / ((TOKENS + 1) * STEP_S)  # sequences per second
@@ -97,7 +99,6 @@ def simulate(*, keys: bool, seconds: float = 20.0, max_queue: int = 60) -> Ends:
     return ends
 
 
-@pytest.mark.slow
 def test_small_keys_get_what_they_ask_for_and_the_greedy_one_the_rest() -> None:
     ends = simulate(keys=True)
     assert ends.share(SMALL) >= 0.99, ends
@@ -106,7 +107,6 @@ def test_small_keys_get_what_they_ask_for_and_the_greedy_one_the_rest() -> None:
     assert ends.done.total() >= 0.85 * CAPACITY * 20, "and the engine is as busy as before"
 
 
-@pytest.mark.slow
 def test_without_keys_all_are_one_tenant() -> None:
     ends = simulate(keys=False)
     assert abs(ends.share(SMALL) - ends.share(["greedy"])) < 0.1, ends

@@ -14,6 +14,8 @@ from tlt_server.events import EngineInfo
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.records import GenerateRequest
 
+pytestmark = pytest.mark.slow  # simulates minutes of load
+
 
 class SimulatedEngine:
     """One token per running sequence and step, first come first served, in virtual time; a fuller
@@ -107,7 +109,6 @@ def peak() -> float:
     return simulated(1e9, math.inf, 60).good / 60
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("timeout_s", [5.0, 10.0, 20.0])
 @pytest.mark.parametrize("factor", [2, 3])
 def test_more_than_the_capacity_costs_hardly_any_goodput(
@@ -122,7 +123,6 @@ def test_more_than_the_capacity_costs_hardly_any_goodput(
     assert engine.late <= 0.02 * ended
 
 
-@pytest.mark.slow
 def test_without_the_forecast_goodput_collapses(
     peak: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
