@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import msgspec
 
+from tlt_kernels.parents import bound
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import finish
 from tlt_server.models.environment import NO_MULTICAST
@@ -50,7 +51,7 @@ def measured(
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [*command, folder, str(rank)],
+                bound([*command, folder, str(rank)]),
                 stdout=subprocess.PIPE,
                 text=True,
                 env={**os.environ, **NO_MULTICAST},

@@ -1,7 +1,7 @@
 """`tlt serve` as a process of its own on a free loopback port, for as long as a `with` block lasts.
 
-Used by the demo and by the end-to-end tests. The process sees no `TLT_*` variable of ours, and no
-Ctrl-C: its caller stops it.
+Used by the demo, by benches and by the end-to-end tests. The process sees no `TLT_*` variable of
+ours, and no Ctrl-C: its caller stops it, and where the caller is killed, the system does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from tlt_kernels.parents import bound
 from tlt_server.errors import StartupError
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_server", "serve", "--port", "0")
@@ -39,7 +40,7 @@ class ServerProcess:
             name: value for name, value in os.environ.items() if not name.startswith("TLT_")
         }
         self.process = subprocess.Popen(
-            [*COMMAND, *self._flags],
+            bound([*COMMAND, *self._flags]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from tlt_kernels.parents import bound
 from tlt_server.config import Config, load
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor.checks import Check, chosen
@@ -91,7 +92,7 @@ def examine_all(flags: Mapping[str, object], file: Path | None) -> Iterator[Find
 def _child(config: Config | None) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, **library_environment(config.numerics if config else "strict")}
     child = subprocess.Popen(
-        CHILD, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=environment
+        bound(CHILD), stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=environment
     )
     assert child.stdin is not None
     try:

@@ -1,0 +1,49 @@
+"""Processes that end with the one that started them, however that ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from tests import processes
+from tlt_kernels.parents import bound
+
+SERVING = """
+import sys, time
+from tlt_server.demo import server
+said = "import sys, time; print('tlt: ready at once', file=sys.stderr, flush=True); time.sleep(60)"
+server.COMMAND = (sys.executable, "-c", said)
+with server.ServerProcess() as running:
+    print(running.process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_server_ends_with_a_caller_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVING], stdout=subprocess.PIPE) as caller:
+        assert caller.stdout is not None
+        server = caller.stdout.readline().decode().strip()
+        assert b"ready at once" in processes.command(server)
+        caller.kill()
+    ended_s = time.monotonic() + 10
+    while processes.command(server) and time.monotonic() < ended_s:
+        time.sleep(0.02)
+    assert not processes.command(server)
+
+
+def test_a_bound_command_keeps_its_process_its_arguments_and_its_status() -> None:
+    said = "import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)"
+    command = bound([sys.executable, "-c", said, "a b", "--flag"])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.communicate(timeout=60)[0] == f"{process.pid} a b --flag\n"
+    assert process.returncode == 7
+
+
+def test_a_command_whose_caller_has_ended_is_not_run() -> None:
+    *python, pid = bound([])
+    assert pid == str(os.getpid())
+    for parent, status in ((pid, 7), ("0", 0)):
+        command = [*python, parent, sys.executable, "-c", "import sys; sys.exit(7)"]
+        assert subprocess.run(command, timeout=60).returncode == status
