@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GOALS = Path(__file__).with_name("goals.json")
+LEAVES = "--reduction-leaves"  # named where runs with other leaves are compared
 
 
 class Result(NamedTuple):
@@ -49,7 +50,8 @@ def comparable(
     found: Iterable[Result], wanted: Mapping[str, Any], other: Mapping[str, Any] | None = None
 ) -> list[Result]:
     """Full runs on the goals' machine, with the goals' shapes and kind of engine, where a result
-    says them. `other`: in what the engine is another one, as the results must say.
+    says them, and the default leaves. `other`: in what the engine is another one, as the results
+    must say.
     """
     other = other or {}
     engine = {key: value for key, value in wanted["engine"].items() if key not in other}
@@ -58,6 +60,7 @@ def comparable(
         for result in found
         if wanted["machine"] in result.entry["machine"]
         and not result.figures.get("quick")
+        and LEAVES not in result.entry["command"]
         and "shape" in result.figures
         and agree(result.figures["shape"], wanted["shape"])
         and agree(result.figures, engine)

@@ -55,12 +55,13 @@ def result(
     name: str,
     date: str = "2026-11-22",
     machine: str = "1 x NVIDIA H200 (140 GiB); 16 cores of a host",
+    command: str = "tlt bench x",
     **said: Any,
 ) -> Result:
     return Result(
         name,
         {
-            "command": "tlt bench x",
+            "command": command,
             "commit": "abc1234",
             "date": date,
             "machine": machine,
@@ -422,6 +423,7 @@ def test_the_newest_full_run_on_the_goals_machine_counts() -> None:
         decode("new.json", 4.0),
         decode("quick.json", 1.0, quick=True),
         decode("other.json", 2.0, machine="1 x NVIDIA A100"),
+        decode("two leaves.json", 3.0, command="tlt bench decode --reduction-leaves 2"),
         decode("small.json", 0.5, shape={**SHAPE, "layers": 8}),
     ]
     answered = answer(goal("plain decode, batch 1"), comparable(found, goals()))
