@@ -51,19 +51,24 @@ def test_variants_reach_the_compiler_at_once_or_when_they_are_known(
 
 
 @pytest.mark.parametrize(
-    ("script", "compiled", "says"),
+    ("script", "compiled", "says", "silent_s"),
     [
-        ("print(json.dumps([0, '']))\nprint(json.dumps([1, 'no memory']))", 1, "no memory"),
-        ("print(json.dumps([0, '']))\nsys.exit(7)", 1, "status 7"),
-        ("print(json.dumps([0, '']), flush=True)\ntime.sleep(60)", 1, "status -9"),
-        ("sys.exit(1)", 0, "status 1"),
+        ("print(json.dumps([0, '']))\nprint(json.dumps([1, 'no memory']))", 1, "no memory", 60),
+        ("print(json.dumps([0, '']))\nsys.exit(7)", 1, "status 7", 60),
+        ("print(json.dumps([0, '']), flush=True)\ntime.sleep(60)", 1, "status -9", 4),
+        ("sys.exit(1)", 0, "status 1", 60),
     ],
 )
 def test_a_start_goes_on_without_its_compiler_and_says_so_in_one_line(
-    script: str, compiled: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    script: str,
+    compiled: int,
+    says: str,
+    silent_s: float,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     compiler = started(tmp_path, script, VARIANTS)
-    assert compiler.wait(lambda done, of: None, silent_s=1.0) == compiled
+    assert compiler.wait(lambda done, of: None, silent_s=silent_s) == compiled
     [line] = capfd.readouterr().err.splitlines()
     assert f"{3 - compiled} of 3 kernels were not compiled ahead ({says})" in line
 
