@@ -1,7 +1,7 @@
 """The bond of a process to the one that started it. The standard library only, for a process that
 has yet to import what takes seconds.
 
-`python -m tlt_kernels.parents PID COMMAND...` becomes a command that knows of no such bond.
+`python -m tlt_kernels.parents PID COMMAND...` binds itself and then becomes any command.
 """
 
 from __future__ import annotations
@@ -33,5 +33,7 @@ def bound(command: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     parent, *command = sys.argv[1:]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a caller may ignore or block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with(int(parent), by=signal.SIGTERM)
     os.execvp(command[0], command)

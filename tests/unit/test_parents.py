@@ -11,8 +11,10 @@ from tests import processes
 from tlt_kernels.parents import bound
 
 SERVING = """
-import sys, time
+import signal, sys, time
 from tlt_server.demo import server
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 said = "import sys, time; print('tlt: ready at once', file=sys.stderr, flush=True); time.sleep(60)"
 server.COMMAND = (sys.executable, "-c", said)
 with server.ServerProcess() as running:
@@ -22,6 +24,7 @@ with server.ServerProcess() as running:
 
 
 def test_a_server_ends_with_a_caller_that_is_killed() -> None:
+    """The caller ignores and blocks the signal by which the server ends."""
     with subprocess.Popen([sys.executable, "-c", SERVING], stdout=subprocess.PIPE) as caller:
         assert caller.stdout is not None
         server = caller.stdout.readline().decode().strip()
