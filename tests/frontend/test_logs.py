@@ -325,3 +325,21 @@ def test_the_form_is_chosen_by_name(stream: io.StringIO) -> None:
         structlog.get_logger().info("hidden")
         assert "shown" in out.getvalue() and "hidden" not in out.getvalue()
         assert out.getvalue().startswith("{") == (form != "console")
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_a_line_that_cannot_be_written_fails_no_request(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    out = io.StringIO()
+    write_logs("warning", form, out)
+
+    def disk_full(text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(out, "write", disk_full)
+    structlog.get_logger().warning("lost")
+    logging.getLogger("a library").warning("lost")
+    monkeypatch.undo()
+    structlog.get_logger().warning("shown")
+    assert "shown" in out.getvalue() and "lost" not in out.getvalue()

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from tlt_server.events import Phase, PhaseProgress
 from tlt_server.frontend.link.progress import REWRITE, ProgressLines
+from tlt_server.operator_lines import lasting
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Unread(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
 
 
 def test_a_terminal_shows_each_step_in_one_line_that_the_next_one_writes_over() -> None:
@@ -33,3 +44,12 @@ def test_elsewhere_a_line_every_ten_seconds() -> None:
         now += 1.0
         progress.phase_progress(PhaseProgress("prepare runner", done, 57))
     assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["10", "20"]
+
+
+def test_a_stream_that_takes_no_line_stops_nothing() -> None:
+    stream = Unread()
+    ProgressLines(stream).draining(3, 10.0)
+    lasting(stream).flush()
+    assert not lasting(stream).isatty() and lasting(Terminal()).isatty()
+    with pytest.raises(BrokenPipeError):
+        print("line", file=stream)

@@ -17,6 +17,8 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.typing import EventDict, Processor
 
+from tlt_server.operator_lines import lasting
+
 log = structlog.get_logger()
 
 
@@ -26,6 +28,7 @@ def write_logs(
     """Set up structlog and the standard library's logging; `auto` is console on a terminal, JSON
     elsewhere.
     """
+    stream = lasting(stream)
     colours = stream.isatty()
     console = format == "console" or (format is None and colours)
     render: Processor = (

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from tlt_server.config import ResolvedConfig
 from tlt_server.events import EngineInfo, Phase, PhaseProgress
+from tlt_server.operator_lines import lasting
 from tlt_server.speculation.drafters import weights_directory
 
 EVERY_S = 10.0
@@ -23,7 +24,7 @@ class ProgressLines:
     def __init__(
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stream, self._clock = stream or sys.stderr, clock
+        self._stream, self._clock = lasting(stream or sys.stderr), clock
         self._said_s = clock()
         self._unfinished = False  # the cursor is at the end of a line to be written over
 
