@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_connect_is_one_error(
         raise EngineFailed("rank 2 ended")
 
     with pytest.raises(EngineFailed, match="rank 2 ended"):
-        GlooExchange(tmp_path / "another store", 0, 3, check=ended)
+        GlooExchange(tmp_path / "another store", 0, 3, left=ended)
 
 
 def test_ranks_that_are_collected_as_part_of_a_cycle_end_without_a_wait(tmp_path: Path) -> None:

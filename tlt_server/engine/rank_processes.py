@@ -1,5 +1,5 @@
-"""The end of the processes of further ranks, where an engine ends in order. A server kills one that
-has failed, and the system ends its ranks with it (`rank.py`).
+"""The end of the processes of further ranks: of one by itself, and of all where an engine ends in
+order. A server kills an engine that has failed, and the system ends its ranks with it (`rank.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,28 @@ import sys
 import time
 from collections.abc import Sequence
 
+from tlt_server.errors import EngineFailed
+
 END_S = 10.0  # for all killed processes, which give back the memory of their GPUs
+LEAVE_S = 1.0  # from a closed connection to the end of its process
+POLL_S = 0.01
+
+
+def check(processes: Sequence[subprocess.Popen[bytes]], *, left: bool = False) -> None:
+    """`EngineFailed` where a rank has ended. `left`: a connection to one has just broken, so it may
+    be about to end.
+    """
+    until_s = time.monotonic() + LEAVE_S * left
+    while True:
+        for rank, process in enumerate(processes, 1):
+            if process.poll() is not None:
+                raise EngineFailed(
+                    f"rank {rank} (process {process.pid}) ended with status {process.returncode}; "
+                    "its last lines are on stderr"
+                )
+        if time.monotonic() >= until_s:
+            return
+        time.sleep(POLL_S)
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -139,7 +140,8 @@ class Ranks:
     def join(self, directory: Path) -> None:
         """Get ready to exchange with the others, which do so, too."""
         store, place = directory / "store", lambda: f" after order {self._sent}"
-        gloo = GlooExchange(store, 0, self._count, check=self.check_ended, place=place)
+        left = partial(self.check_ended, left=True)
+        gloo = GlooExchange(store, 0, self._count, left=left, place=place)
         self._on_ready, self.exchange = gloo.ready, gloo
 
     def _met(self, what: str) -> None:
@@ -192,7 +194,7 @@ class Ranks:
             with process.stdin as line:
                 line.write(msgspec.json.encode(start) + b"\n")
         except ConnectionError:
-            self.check_ended()
+            self.check_ended(left=True)
             raise EngineFailed(f"rank {rank} has ended: it takes no settings") from None
 
     # -- orders ------------------------------------------------------------------------------------
@@ -276,14 +278,9 @@ class Ranks:
         elif self._quiet_s > self.answer_s - BEAT_S:
             self._answers.give_up(self._beaten, self.answer_s - BEAT_S)
 
-    def check_ended(self) -> None:
-        """`EngineFailed` where a rank has ended."""
-        for rank, process in enumerate(self._processes, 1):
-            if process.poll() is not None:
-                raise EngineFailed(
-                    f"rank {rank} (process {process.pid}) ended with status {process.returncode}; "
-                    "its last lines are on stderr"
-                )
+    def check_ended(self, *, left: bool = False) -> None:
+        """Errors as of `rank_processes.check`."""
+        rank_processes.check(self._processes, left=left)
 
     def sum_of(self, hidden_RH: Tensor, rows: Rows) -> int:
         return sum_of_states(hidden_RH, rows)
@@ -316,7 +313,7 @@ class Ranks:
                 try:
                     socket.send_fds(side, [data], arena.descriptors)
                 except ConnectionError:
-                    self.check_ended()
+                    self.check_ended(left=True)
                     raise EngineFailed(f"rank {rank} has ended: it takes no memory") from None
                 arena.close()
             self.order(order, wait=order.waits)

@@ -28,14 +28,14 @@ class GlooExchange:
         rank: int,
         ranks: int,
         *,
-        check: Callable[[], None] = lambda: None,
+        left: Callable[[], None] = lambda: None,
         place: Callable[[], str] = str,
     ) -> None:
-        """Join the others. `store`: a file that all ranks name, in a private directory. `check`:
-        raises why a rank has left, if that is known. `place`: says where the ranks are. Both are
-        for errors, each an `EngineFailed`.
+        """Join the others. `store`: a file that all ranks name, in a private directory. `left`:
+        raises why a rank has left, if that is known soon. `place`: says where the ranks are. Both
+        are for errors, each an `EngineFailed`.
         """
-        self.rank, self.ranks, self._check, self._place = rank, ranks, check, place
+        self.rank, self.ranks, self._left, self._place = rank, ranks, left, place
         self._wait_s = FIRST_S
         gloo = distributed.ProcessGroupGloo
         options = gloo._Options()  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ class GlooExchange:
         try:
             self._group: Any = gloo(FileStore(str(store), ranks), rank, ranks, options)
         except RuntimeError as error:
-            self._check()
+            self._left()
             raise EngineFailed(
                 f"rank {rank} could not connect to {self._others} in {JOIN_S:g} s ({_first(error)})"
             ) from None
@@ -78,7 +78,7 @@ class GlooExchange:
         try:
             self._group.allgather(found, part, timedelta(seconds=self._wait_s)).wait()
         except RuntimeError as error:
-            self._check()
+            self._left()
             raise EngineFailed(
                 f"{self._others} left, or sent nothing for {self._wait_s:g} s{self._place()} "
                 f"({_first(error)})"

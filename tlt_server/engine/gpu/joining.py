@@ -123,9 +123,7 @@ def connected(group: RankGroup, room_X: Tensor) -> GatherLibrary:
     """Connect the ranks by NCCL, or by gloo in Triton's interpreter."""
     rank, ranks = group.rank, group.ranks
     if group.device.type != "cuda":
-        return GlooGathering(
-            GlooExchange(group.directory / "store", rank, ranks, check=group.check)
-        )
+        return GlooGathering(GlooExchange(group.directory / "store", rank, ranks, left=group.check))
     id = group.meeting.told("nccl", new_id() if rank == 0 else b"")[0]
     nccl = NcclGathering(id, rank, ranks, room_X, group.check, JOIN_S)
     if rank == 0:
