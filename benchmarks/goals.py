@@ -50,8 +50,8 @@ def comparable(
     found: Iterable[Result], wanted: Mapping[str, Any], other: Mapping[str, Any] | None = None
 ) -> list[Result]:
     """Full runs on the goals' machine, with the goals' shapes and kind of engine, where a result
-    says them, and the default leaves. `other`: in what the engine is another one, as the results
-    must say.
+    says them, that name no leaves. `other`: in what the engine is another one, as the results must
+    say.
     """
     other = other or {}
     engine = {key: value for key, value in wanted["engine"].items() if key not in other}

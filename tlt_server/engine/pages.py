@@ -133,7 +133,7 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & cached, "a page is both free and cached"
         assert not held.keys() & (free | cached), "a page is held and free or cached"
-        assert len(held) + len(free) + len(cached) == self.pages, "a page is lost"
+        assert held.keys() | free | cached == set(range(self.pages)), "a page is lost"
         assert {page: key for key, page in self._index.items()} == self._key, (
             "index and keys disagree"
         )
