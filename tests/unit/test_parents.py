@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 from tests import processes
+from tests.waiting import until
 from tlt_kernels.parents import bound
 
 SERVING = """
@@ -30,10 +30,7 @@ def test_a_server_ends_with_a_caller_that_is_killed() -> None:
         server = caller.stdout.readline().decode().strip()
         assert b"ready at once" in processes.command(server)
         caller.kill()
-    ended_s = time.monotonic() + 10
-    while processes.command(server) and time.monotonic() < ended_s:
-        time.sleep(0.02)
-    assert not processes.command(server)
+    until(lambda: not processes.command(server))
 
 
 def test_a_bound_command_keeps_its_process_its_arguments_and_its_status() -> None:

@@ -20,7 +20,7 @@ def check(processes: Sequence[subprocess.Popen[bytes]], *, left: bool = False) -
     """`EngineFailed` where a rank has ended. `left`: a connection to one has just broken, so it may
     be about to end.
     """
-    until_s = time.monotonic() + LEAVE_S * left
+    until_s = time.monotonic() + (LEAVE_S if left else 0.0)
     while True:
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
