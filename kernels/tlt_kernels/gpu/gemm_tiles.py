@@ -13,7 +13,7 @@ import torch
 
 # Cost of a piece relative to its share of a tile: it reads as many weights for fewer products.
 PIECE_COST = 1.5
-# Part of the programs, over all rounds, that wide tiles must keep busy.
+# Part of the programs, over all rounds, that a tile must keep busy where there is another.
 FULL = 0.8
 # Leaves of K in an o or down projection, unless a model asks for more.
 LEAVES = 2
@@ -54,17 +54,18 @@ class Tile:
 
 
 _MANY = 1 << 30
-# (rows at most, tiles from wide to narrow): `stream_tile` takes the first that fits.
+# (rows at most, tiles): `stream_tile` takes the first that fills its rounds, else the last.
 _Table = tuple[tuple[int, tuple[Tile, ...]], ...]
-_WIDE = (_MANY, (Tile(256, 128, 64, 8, 4, group=8, most=1),))
+_WIDE = (_MANY, (Tile(256, 128, 64, 8, 4, group=4, pieces=2, most=1),))
+_SQUARE = Tile(128, 128, 64, 8, 6, group=4, pieces=2, most=2)
 _PARTIALS: _Table = (
     (16, (Tile(16, 64, 128, 4, 10),)),
     (32, (Tile(32, 64, 128, 4, 8),)),
-    (64, (Tile(64, 64, 128, 4, 5),)),
+    (64, (Tile(64, 64, 128, 4, 5), Tile(64, 64, 128, 4, 6, pieces=2))),
     (128, (Tile(128, 128, 64, 8, 6, most=2), Tile(128, 64, 64, 4, 8, pieces=2, most=2))),
-    (256, (Tile(128, 128, 64, 8, 6, group=4, pieces=4, most=2),)),
     (384, (Tile(128, 128, 64, 8, 6, group=2, pieces=2, most=2),)),
     (512, (Tile(128, 128, 64, 8, 6, group=4, pieces=4, most=2),)),
+    (2048, (_SQUARE,)),
 )
 _STREAM: dict[Kind, _Table] = {
     Kind.LINEAR: (
@@ -72,8 +73,9 @@ _STREAM: dict[Kind, _Table] = {
         (32, (Tile(32, 64, 128, 4, 8),)),
         (64, (Tile(64, 64, 64, 4, 12),)),
         (128, (Tile(128, 64, 64, 4, 8, pieces=2),)),
-        (256, (Tile(128, 128, 64, 8, 6, group=4, pieces=2),)),
+        (256, (Tile(128, 64, 64, 4, 9, group=2, pieces=2),)),
         (512, (Tile(128, 128, 64, 8, 6, group=4, pieces=4),)),
+        (2048, (_SQUARE,)),
         _WIDE,
     ),
     Kind.HEAD: (
@@ -85,15 +87,16 @@ _STREAM: dict[Kind, _Table] = {
     ),
     Kind.PARTIALS: (*_PARTIALS, _WIDE),
     # A program of wide tiles has no registers for two sums.
-    Kind.FOLDED: (*_PARTIALS, (_MANY, (Tile(128, 128, 64, 8, 6, group=16, most=2),))),
+    Kind.FOLDED: (*_PARTIALS, (_MANY, (_SQUARE,))),
     Kind.GATED: (
-        (16, (Tile(16, 64, 128, 4, 6),)),
-        (32, (Tile(32, 64, 128, 4, 6, pieces=2),)),
+        (16, (Tile(16, 128, 128, 8, 5), Tile(16, 64, 128, 4, 6))),
+        (32, (Tile(32, 128, 128, 8, 4), Tile(32, 64, 128, 4, 6, pieces=2))),
         (64, (Tile(64, 128, 64, 8, 6), Tile(64, 64, 64, 4, 12))),
         (128, (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 6, pieces=4))),
         (384, (Tile(128, 128, 64, 8, 6, group=4, pieces=2),)),
         (512, (Tile(256, 128, 64, 8, 4, group=2, pieces=2),)),
-        (_MANY, (Tile(256, 128, 64, 8, 4, group=16, pieces=4),)),
+        (768, (_SQUARE,)),
+        (_MANY, (Tile(256, 128, 64, 8, 4, group=4, pieces=4),)),
     ),
 }
 _PORTABLE = (
@@ -123,15 +126,15 @@ def stream_tile(
 ) -> Tile:
     """Return the tile for a matmul with this many rows of the weight.
 
-    Wide tiles read x less often. They are worth it where their last round leaves few programs idle;
-    else narrow ones spread better.
+    The first tiles of a table read x less often, or cut no rounds. They are worth it where their
+    last round leaves few programs idle; else the last one spreads better.
     """
-    *wide, narrow = next(tiles for most, tiles in _STREAM[kind] if rows <= most)
-    for tile in wide:
+    *first, last = next(tiles for most, tiles in _STREAM[kind] if rows <= most)
+    for tile in first:
         count = -(-columns // tile.columns) * (leaves // tile.fold(leaves, parts))
         if count >= FULL * programs * -(-count // programs):
             return tile
-    return narrow
+    return last
 
 
 def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
