@@ -89,7 +89,7 @@ _STREAM: dict[Kind, _Table] = {
     # A program of wide tiles has no registers for two sums.
     Kind.FOLDED: (*_PARTIALS, (_MANY, (_SQUARE,))),
     Kind.GATED: (
-        (16, (Tile(16, 128, 128, 8, 5), Tile(16, 64, 128, 4, 6))),
+        (16, (Tile(16, 64, 128, 4, 6),)),
         (32, (Tile(32, 128, 128, 8, 4), Tile(32, 64, 128, 4, 6, pieces=2))),
         (64, (Tile(64, 128, 64, 8, 6), Tile(64, 64, 64, 4, 12))),
         (128, (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 6, pieces=4))),
