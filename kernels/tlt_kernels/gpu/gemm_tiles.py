@@ -57,7 +57,6 @@ _MANY = 1 << 30
 # (rows at most, tiles): `stream_tile` takes the first that fills its rounds, else the last.
 _Table = tuple[tuple[int, tuple[Tile, ...]], ...]
 _WIDE = (_MANY, (Tile(256, 128, 64, 8, 4, group=4, pieces=2, most=1),))
-_SQUARE = Tile(128, 128, 64, 8, 6, group=4, pieces=2, most=2)
 _PARTIALS: _Table = (
     (16, (Tile(16, 64, 128, 4, 10),)),
     (32, (Tile(32, 64, 128, 4, 8),)),
@@ -65,7 +64,6 @@ _PARTIALS: _Table = (
     (128, (Tile(128, 128, 64, 8, 6, most=2), Tile(128, 64, 64, 4, 8, pieces=2, most=2))),
     (384, (Tile(128, 128, 64, 8, 6, group=2, pieces=2, most=2),)),
     (512, (Tile(128, 128, 64, 8, 6, group=4, pieces=4, most=2),)),
-    (2048, (_SQUARE,)),
 )
 _STREAM: dict[Kind, _Table] = {
     Kind.LINEAR: (
@@ -75,7 +73,6 @@ _STREAM: dict[Kind, _Table] = {
         (128, (Tile(128, 64, 64, 4, 8, pieces=2),)),
         (256, (Tile(128, 64, 64, 4, 9, group=2, pieces=2),)),
         (512, (Tile(128, 128, 64, 8, 6, group=4, pieces=4),)),
-        (2048, (_SQUARE,)),
         _WIDE,
     ),
     Kind.HEAD: (
@@ -87,7 +84,7 @@ _STREAM: dict[Kind, _Table] = {
     ),
     Kind.PARTIALS: (*_PARTIALS, _WIDE),
     # A program of wide tiles has no registers for two sums.
-    Kind.FOLDED: (*_PARTIALS, (_MANY, (_SQUARE,))),
+    Kind.FOLDED: (*_PARTIALS, (_MANY, (Tile(128, 128, 64, 8, 6, group=4, pieces=2, most=2),))),
     Kind.GATED: (
         (16, (Tile(16, 64, 128, 4, 6),)),
         (32, (Tile(32, 128, 128, 8, 4), Tile(32, 64, 128, 4, 6, pieces=2))),
@@ -95,7 +92,6 @@ _STREAM: dict[Kind, _Table] = {
         (128, (Tile(128, 256, 64, 8, 4), Tile(128, 128, 64, 8, 6, pieces=4))),
         (384, (Tile(128, 128, 64, 8, 6, group=4, pieces=2),)),
         (512, (Tile(256, 128, 64, 8, 4, group=2, pieces=2),)),
-        (768, (_SQUARE,)),
         (_MANY, (Tile(256, 128, 64, 8, 4, group=4, pieces=4),)),
     ),
 }
