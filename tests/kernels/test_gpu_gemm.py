@@ -216,7 +216,8 @@ def test_a_last_round_is_cut_where_that_ends_sooner(
         (Kind.FOLDED, 128, 5120, 4, 64),  # two sums: 80 tiles
         (Kind.FOLDED, 128, 3584, 8, 128),  # a program adds no more than two, so four: 112 tiles
         (Kind.GATED, 32, 27648, 1, 128),
-        (Kind.LINEAR, 32, 27648, 1, 64),  # the only tile of these rows
+        (Kind.GATED, 32, 37888, 1, 64),
+        (Kind.GATED, 16, 27648, 1, 64),  # fewer rows have no wide tiles
     ],
 )
 def test_wide_tiles_run_where_they_fill_their_rounds(
@@ -226,11 +227,14 @@ def test_wide_tiles_run_where_they_fill_their_rounds(
     assert stream_tile(kind, rows, columns, 132, leaves, parts).columns == width
 
 
-@pytest.mark.parametrize("columns, pieces", [(3584, 1), (5120, 2)])  # 112 tiles, 160
+@pytest.mark.parametrize(
+    ("columns", "expected"), [(3584, (112, 112)), (5120, (132 + 2 * 28, 132)), (1536, (96, 0))]
+)
 def test_the_last_round_of_64_rows_is_cut_where_it_leaves_programs_idle(
-    columns: int, pieces: int
+    columns: int, expected: tuple[int, int]
 ) -> None:
-    assert stream_tile(Kind.PARTIALS, 64, columns, 132, 2, PARTS).pieces == pieces
+    tile = stream_tile(Kind.PARTIALS, 64, columns, 132, 2, PARTS)
+    assert split_last_round(PARTS * columns // tile.columns, 132, tile.pieces) == expected
 
 
 def test_tiles_for_the_same_rows_are_as_high_and_get_no_wider() -> None:
@@ -238,6 +242,7 @@ def test_tiles_for_the_same_rows_are_as_high_and_get_no_wider() -> None:
     for kind in Kind:
         for most, tiles in _STREAM[kind]:
             assert len({tile.rows for tile in tiles}) == 1, (kind, most)
+            assert len(set(tiles)) == len(tiles), (kind, most)
             widths = [tile.columns for tile in tiles]
             assert widths == sorted(widths, reverse=True), (kind, most)
 

@@ -13,7 +13,7 @@ import torch
 
 # Cost of a piece relative to its share of a tile: it reads as many weights for fewer products.
 PIECE_COST = 1.5
-# Part of the programs, over all rounds, that a tile must keep busy where there is another.
+# Least part of the programs, over all rounds, that a tile keeps busy, but the last for its rows.
 FULL = 0.8
 # Leaves of K in an o or down projection, unless a model asks for more.
 LEAVES = 2
@@ -122,8 +122,8 @@ def stream_tile(
 ) -> Tile:
     """Return the tile for a matmul with this many rows of the weight.
 
-    The first tiles of a table read x less often, or cut no rounds. They are worth it where their
-    last round leaves few programs idle; else the last one spreads better.
+    Tiles before the last of an entry read x less often, or are not cut. They are taken where
+    their last round leaves few programs idle; else the last one spreads better.
     """
     *first, last = next(tiles for most, tiles in _STREAM[kind] if rows <= most)
     for tile in first:

@@ -237,10 +237,12 @@ class Shapes:
 
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
         """Steps run once at start so that no request waits for a compiler: of the largest prompts,
-        of many short ones, with filters, with edits, with a structure.
+        of many short ones, with filters, with edits, with a structure. Next to drafts few prompt
+        rows may already be more than any captured step has.
         """
         many = self.prompts.chunks + 1
-        large = dict.fromkeys(self.step(0, OFF, max_rows, chunks).extend for chunks in (1, many))
+        rows = max(max_rows, self.prompts.sizes[-1] + 1)
+        large = dict.fromkeys(self.step(0, OFF, rows, chunks).extend for chunks in (1, many))
         short = [self.step(0, OFF, many, many).extend] if many <= self.max_running else []
         return [
             *(key for key in large if not self.keeps(key)),
