@@ -35,7 +35,8 @@ from tlt_server.engine.gpu.windows import GroupWindows
 from tlt_server.models.gpu.matmuls import StrictMatmuls
 from tlt_server.models.gpu.sums import RankSums
 
-RANKS, HIDDEN, INTERMEDIATE, LAYERS, EPS = 2, 3584, 18944, 28, 1e-6
+RANKS, SHAPE, EPS = 2, SHAPES["qwen2.5-7b"], 1e-6
+HIDDEN, LAYERS = SHAPE.hidden, SHAPE.layers
 ROWS = (1, 8, 32, 64, 256)
 MANY_ROWS = (*ROWS, 2048)
 CALLS = 2 * LAYERS  # exchanges in a graph; even, so that rooms alternate across replays
@@ -214,7 +215,7 @@ def projections(
     rank: BenchRank, ranks: int, all_rows: tuple[int, ...], cuts: tuple[tuple[int, int], ...]
 ) -> Iterator[Row]:
     """Time each number of leaves and of partial sums."""
-    for name, inputs in (("o", HIDDEN // ranks), ("down", INTERMEDIATE // ranks)):
+    for name, inputs in (("o", HIDDEN // ranks), ("down", SHAPE.intermediate // ranks)):
         weights = [
             rank.normal(HIDDEN, inputs, seed=i).to(torch.bfloat16) * 0.02 for i in range(LAYERS)
         ]
@@ -276,7 +277,7 @@ def waits(rank: BenchRank) -> Iterator[Row]:
     matmul ends later finds its peer's sums there and waits for nothing, so the shorter of two
     exchanges is what it costs, and the rest of the longer one is a wait.
     """
-    chain = Chain(Widths.of(SHAPES["qwen2.5-7b"], RANKS))
+    chain = Chain(Widths.of(SHAPE, RANKS))
     sums, matmuls = RankSums(rank.peers), StrictMatmuls(LEAVES_OF_RANK)
     for rows in ROWS:
         run = captured(partial(step, chain, Inputs(chain.widths, rows), matmuls, sums))
