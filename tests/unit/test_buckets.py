@@ -303,10 +303,12 @@ def test_the_largest_prompts_are_rehearsed_but_not_kept_and_variants_of_their_ow
         shapes.keeps(key) for key in keys
     )
     assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
-    *beyond, _, _, _, _ = shapes.rehearsed(PROMPT_SIZES[-1])
-    assert {key.decode_rows + key.prompt_rows for key in beyond} == {768}
+    *beyond, short, filtered, edited, structured = shapes.rehearsed(PROMPT_SIZES[-1])
+    assert [short, filtered, edited, structured] == [many_short, filters, edits, halves]
+    assert [key.decode_rows + key.prompt_rows for key in beyond] == [768, 768]
     assert not any(map(shapes.keeps, beyond))
-    assert Shapes(PROMPT_CHUNKS, MIN_DEPTH).rehearsed(64)[-3:] == [filters, edits, halves]
+    few, *others = Shapes(PROMPT_CHUNKS, MIN_DEPTH).rehearsed(64)
+    assert few.prompt_rows == 768 and others == [filters, edits, halves]
 
 
 def test_steps_with_adapters_are_captured_later_and_first_only_where_there_are_any() -> None:

@@ -13,7 +13,7 @@ import torch
 
 # Cost of a piece relative to its share of a tile: it reads as many weights for fewer products.
 PIECE_COST = 1.5
-# Least part of the programs, over all rounds, that a tile keeps busy, but the last for its rows.
+# Part of the programs, over all rounds, that a tile must keep busy. The last of an entry need not.
 FULL = 0.8
 # Leaves of K in an o or down projection, unless a model asks for more.
 LEAVES = 2
