@@ -42,6 +42,7 @@ FAULTS = (
     Fault("killed", 1, signal.SIGKILL),
     Fault("killed", 0, signal.SIGKILL),
     Fault("stopped", 1, signal.SIGSTOP),
+    Fault("stopped", 0, signal.SIGSTOP),
 )
 
 

@@ -231,6 +231,11 @@ def exact(figures: Figures) -> Iterator[str]:
         f"log-probs differ; {figures['requests']} runs of requests, {figures['configurations']} "
         f"configurations, {figures['preemptions']} preemptions."
     )
+    if figures.get("scarce_without_preemption"):
+        yield (
+            "Runs whose pages were to run out and did not, so that this comparison is red: "
+            f"{figures['scarce_without_preemption']}."
+        )
 
 
 def matmuls(figures: Figures) -> Iterator[str]:

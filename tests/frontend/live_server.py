@@ -8,6 +8,7 @@ import asyncio
 import io
 import itertools
 import json
+import os
 import socket
 import sys
 import threading
@@ -52,6 +53,8 @@ FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 
 class FakeProcess:
     """A fake engine, to the supervisor a process."""
+
+    pid = os.getpid()
 
     def __init__(self, engine: FakeEngine) -> None:
         self._running = asyncio.create_task(engine.run())

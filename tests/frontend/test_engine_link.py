@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
+import pytest
 import zmq
 import zmq.asyncio
 
 from tests.frontend.fake_engine import INFO
 from tlt_server.commands import SetPolicy, decode_command
 from tlt_server.events import Event, Ready
-from tlt_server.frontend.link.link import EngineLink
+from tlt_server.frontend.link import link as link_module
+from tlt_server.frontend.link.link import Death, EngineLink
 from tlt_server.records import encode
 
 
 class Process:
     """An engine that exits on request."""
+
+    pid = os.getpid()
 
     def __init__(self) -> None:
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -57,3 +63,24 @@ def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path)
 
     asyncio.run(run())
     assert sent == [True] and received == [SetPolicy("off")]
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"), [(signal.SIGSTOP, "SIGSTOP"), (signal.SIGCONT, "startup_timeout_s")]
+)
+def test_a_stopped_engine_is_killed_sooner_than_a_silent_one(
+    sent: signal.Signals, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "STOPPED_S", 0.2)
+
+    async def run() -> Death:
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        process.send_signal(sent)
+        link = EngineLink(tmp_path, startup_timeout_s=1.0, hang_timeout_s=60)
+        death = await link.run(process, lambda event: None)
+        link.close()
+        assert process.returncode == -signal.SIGKILL
+        return death
+
+    death = asyncio.run(run())
+    assert death.ending == "hung" and reason in death.error.message

@@ -275,7 +275,7 @@ def test_a_deadline_ends_a_rollout_that_no_engine_can_take_up(model: Path, tmp_p
         )
 
 
-def test_a_rollout_of_other_numerics_is_refused_with_the_field_and_both_values(
+def test_a_rollout_of_other_numerics_is_refused_and_waits_for_a_server_that_fits(
     model: Path, tmp_path: Path
 ) -> None:
     with (
@@ -292,6 +292,11 @@ def test_a_rollout_of_other_numerics_is_refused_with_the_field_and_both_values(
         assert result.error is not None and result.error.code == "conflict"
         assert "leaves is 2 here and 1 there" in result.error.message
         assert not second.engine.submitted
+    with live_server(model, state_dir=tmp_path) as third, Client(third.url) as client:
+        [result] = client.rollout(rollout.id).result(30).results
+        assert result.choices[0].text == "a" * 90
+        [resumed] = third.engine.submitted
+        assert len(resumed.generated) > 3
 
 
 def test_outputs_that_another_version_has_written_are_a_typed_error_when_they_are_fetched(

@@ -19,7 +19,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import model, places
 from tlt_server.doctor.finding import Finding
 from tlt_server.engine.devices.training import OtherGpu
-from tlt_server.models.numerics import BLOCKS
+from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
 
 
 @pytest.fixture
@@ -183,8 +183,22 @@ def test_drafter(pair: Path) -> None:
     expect(found(model.drafter, broken(pair)), "fail", "truncated or damaged", "download it again")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_numerics_are_tested_on_the_matmuls_of_a_rank(ranks: int) -> None:
+    slices = set()
+
+    def look(self: Numerics, cut: WeightSlice) -> bool:
+        slices.add(tuple(cut.weight_KN.shape))
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Numerics, "_slice_invariant", look)
+        said = found(model.numerics, configured(tensor_parallel=ranks)).found
+    assert "self-test passed on 5 shapes" in said
+    assert slices == ({(256, 384), (256, 512), (256, 256)} if ranks == 2 else set())
+
+
 def test_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "self-test passed" in found(model.numerics, configured()).found
     expect(
         found(model.numerics, configured(numerics="fast")),
         "warn",

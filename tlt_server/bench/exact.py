@@ -73,9 +73,20 @@ class Result(NamedTuple):
     killed: bool = False  # with its engine halfway
 
     @property
-    def scarce(self) -> bool:
-        """Pages were to run out: a sequence alone always fits."""
-        return self.configuration["pages"] == "scarce" and self.configuration["batch"] != 1
+    def untested(self) -> bool:
+        """Pages were to run out and did not. A sequence alone always fits."""
+        scarce = self.configuration["pages"] == "scarce" and self.configuration["batch"] != 1
+        return scarce and not self.preemptions
+
+    @property
+    def faults(self) -> list[str]:
+        """Say all that makes strict numerics red."""
+        found = {
+            f"{self.differing_tokens} tokens differ": self.differing_tokens,
+            f"{self.differing_logprobs} bits of log-probs differ": self.differing_logprobs,
+            "pages were to run out, and no request was preempted": self.untested,
+        }
+        return [text for text, count in found.items() if count]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -349,12 +360,7 @@ def report(
             heading, justify="left" if heading in ("strategy", "pages", "version") else "right"
         )
     for r in results:
-        red = (
-            "bold red"
-            if strict
-            and (r.differing_tokens or r.differing_logprobs or (r.scarce and not r.preemptions))
-            else ""
-        )
+        red = "bold red" if strict and r.faults else ""
         table.add_row(
             *(str(level) for level in r.configuration.values()),
             str(r.requests),
@@ -367,6 +373,10 @@ def report(
             style=red,
         )
     console.print(table)
+    red_runs = [r for r in results if strict and r.faults]
+    for r in red_runs:
+        name = " ".join(map(str, r.configuration.values()))
+        console.print(f"{name}: {', '.join(r.faults)}", style="bold red", highlight=False)
     tokens, differing = sum(r.tokens for r in results), sum(r.differing_tokens for r in results)
     summary = {
         "bench": "exact",
@@ -377,7 +387,7 @@ def report(
         "tokens": tokens,
         "preemptions": sum(r.preemptions for r in results),
         "seconds": round(sum(r.seconds for r in results), 1),
-        "scarce_without_preemption": sum(r.scarce and not r.preemptions for r in results),
+        "scarce_without_preemption": sum(r.untested for r in results),
         "differing_tokens": differing,
         "differing_logprob_bits": sum(r.differing_logprobs for r in results),
         "differing_responses": sum(r.differing_responses for r in results),
@@ -385,9 +395,4 @@ def report(
         "differing_token_rate": round(differing / max(1, tokens), 6),
     }
     finish(args, summary, on_gpu=args.device == "cuda")
-    found = (
-        summary["differing_tokens"]
-        or summary["differing_logprob_bits"]
-        or summary["scarce_without_preemption"]
-    )
-    return 1 if strict and found else 0
+    return 1 if red_runs else 0

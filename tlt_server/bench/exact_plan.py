@@ -168,10 +168,11 @@ def pages_for(
     configuration: Configuration, requests: list[GenerateRequest], size: ExactSize, page_size: int
 ) -> int | None:
     """Return the number of pages. Ample: None, the engine's own choice. Scarce: the longest request
-    fits, but a full batch of them does not.
+    fits, but those that may run at once do not.
     """
     if configuration["pages"] == "ample":
         return None
     longest = -(-max(len(r.token_ids) + r.sampling.max_tokens for r in requests) // page_size)
     usual = -(-(max(len(r.token_ids) for r in requests) + size.max_tokens // 4) // page_size)
-    return max(longest, usual * int(str(configuration["batch"])) // 5)
+    at_once = min(len(requests), int(str(configuration["batch"])))
+    return max(longest, usual * at_once // 5)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
@@ -33,7 +34,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.gpu.draft_part import drafter_part
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.loader import check_files, empty_target, unread
-from tlt_server.models.numerics import BLOCKS, Numerics
+from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
 from tlt_server.models.shards import rank_config, values_of
 from tlt_server.models.split import WHOLE, Split
 from tlt_server.speculation.drafters import drafter_in, weights_directory
@@ -120,8 +121,9 @@ def drafter(config: Config) -> Finding:
 
 
 def numerics(config: Config) -> Finding:
-    """The loader's self-test on products of the model's shapes, with other values."""
-    if _chosen(config) is None:
+    """The loader's self-test on matmuls of the shapes of a rank, with other values."""
+    chosen = _chosen(config)
+    if chosen is None:
         return UNDECIDED
     assert isinstance(config.threads, int)
     torch.set_num_threads(config.threads)
@@ -134,12 +136,9 @@ def numerics(config: Config) -> Finding:
         return ok(
             "strict: kernels that add in a fixed order, tested where they are made and not here"
         )
-    tested, generator = Numerics("strict", threads=config.threads), torch.Generator().manual_seed(0)
-    shapes = {tuple(view.shape) for view in _model(config).parameters().values() if view.dim() == 2}
-    tested.self_test(
-        (torch.randn(inputs, min(outputs, WIDEST), generator=generator), None)
-        for outputs, inputs in sorted(shapes)
-    )
+    settings, tested = chosen[0].settings, Numerics("strict", threads=config.threads)
+    of_rank = _model(config, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
+    tested.self_test(*_stand_ins(of_rank))
     if tested.method is BLOCKS:
         return warn(
             tested.describe(),
@@ -147,6 +146,31 @@ def numerics(config: Config) -> Finding:
             "with AVX2",
         )
     return ok(tested.describe())
+
+
+def _stand_ins(model: Decoder) -> tuple[list[tuple[Tensor, Tensor | None]], list[WeightSlice]]:
+    """Return what `model.tested()` does, as random values in the same layouts, not wider than the
+    self-test needs.
+    """
+    random = torch.Generator().manual_seed(0)
+
+    def like(weight_KN: Tensor, outputs: int) -> Tensor:
+        inputs, transposed = len(weight_KN), weight_KN.stride(0) == 1
+        sizes = (outputs, inputs) if transposed else (inputs, outputs)
+        values = torch.randn(sizes, generator=random)
+        return values.t() if transposed else values
+
+    def matmul(weight_KN: Tensor, bias_N: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        outputs = min(weight_KN.shape[1], WIDEST)
+        bias = torch.randn(outputs, generator=random) if bias_N is not None else None
+        return like(weight_KN, outputs), bias
+
+    def narrowed(cut: WeightSlice) -> WeightSlice:
+        widths = [min(width, WIDEST) for width in cut.widths]
+        return WeightSlice(like(cut.weight_KN, sum(widths)), widths, cut.ranks)
+
+    weights, slices = model.tested()
+    return [matmul(*each) for each in weights], [narrowed(cut) for cut in slices]
 
 
 def memory(config: Config) -> Finding:

@@ -222,19 +222,21 @@ class Decoder:
         """Check strict numerics on this model's own matmuls, and by `others`; see
         `Numerics.self_test`.
         """
-        attention, mlp = self.layers[0].self_attention, self.layers[0].mlp
+        weights, slices = self.tested()
+        self.numerics.self_test([*weights, *others], slices)
+
+    def tested(self) -> tuple[list[tuple[Tensor, Tensor | None]], list[WeightSlice]]:
+        """Return one (weight_KN, bias_N) of each kind, and the slices of wider weights."""
+        attention, mlp, head_HV = self.layers[0].self_attention, self.layers[0].mlp, self.head_HV
         whole = [(p.weight_KX, p.bias_X) for p in (attention.qkv, mlp.gate_up)]
         summed = [
             (p.weight_KX, p.bias_X) if p.whole else (p.leaf_KX, None)
             for p in (attention.output, mlp.down)
         ]
-        weights = [*whole, *summed, (self.head_HV, None), *others]
-        self.numerics.self_test(weights, self._slices() if self.split.of > 1 else ())
-
-    def _slices(self) -> list[WeightSlice]:
-        attention, mlp, ranks = self.layers[0].self_attention, self.layers[0].mlp, self.split.of
+        weights, ranks = [*whole, *summed, (head_HV, None)], self.split.of
         slices = [
             WeightSlice(each.weight_KX, list(each.parts.values()), ranks)
             for each in (attention.qkv, mlp.gate_up)
         ]
-        return [*slices, WeightSlice(self.head_HV, [self.head_HV.shape[1]], ranks)]
+        slices.append(WeightSlice(head_HV, [head_HV.shape[1]], ranks))
+        return weights, slices if ranks > 1 else []

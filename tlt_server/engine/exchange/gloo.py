@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -92,7 +93,8 @@ class GlooExchange:
 
 
 def _first(error: RuntimeError) -> str:
-    return str(error).splitlines()[0][:200]
+    """Return the first line without its place in gloo's source."""
+    return re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0])[:200]
 
 
 def _signed(value: int) -> int:

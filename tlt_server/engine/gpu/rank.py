@@ -1,5 +1,5 @@
-"""A further rank of a GPU engine: its shard of the target, its copy of the drafter, and the passes
-of `passes.py`, which it launches as rank 0 tells it.
+"""A further rank of a GPU engine: its shard of the target, its drafter or shard of one, and the
+passes of `passes.py`, which it launches as rank 0 tells it.
 
 It reads nothing back from its GPU: rank 0 sees whether the ranks differ (`agreement.py`).
 """

@@ -24,6 +24,7 @@ from tlt_server.records import encode
 from tlt_server.started import read_started
 
 STOP_S = 5.0  # time that an engine has to exit after Stop; then it is killed
+STOPPED_S = 10.0  # time that an engine may be stopped, as by SIGSTOP
 LAST_WORDS_S = (
     0.05  # after the exit, to read an error from the socket, which says more than a status
 )
@@ -31,6 +32,9 @@ LAST_WORDS_S = (
 
 class EngineProcess(Protocol):
     """The part of asyncio's `Process` that is used here."""
+
+    @property
+    def pid(self) -> int: ...
 
     def wait(self) -> Coroutine[Any, Any, int]: ...
 
@@ -86,7 +90,7 @@ class EngineLink:
         exited = asyncio.create_task(process.wait())
         failed, silent = (
             asyncio.create_task(self._listen(take)),
-            asyncio.create_task(self._silence()),
+            asyncio.create_task(self._silence(process.pid)),
         )
         try:
             await asyncio.wait((exited, failed, silent), return_when=asyncio.FIRST_COMPLETED)
@@ -157,11 +161,12 @@ class EngineLink:
                     f"an event of the engine could not be read: {type(error).__name__}: {error}"
                 )
 
-    async def _silence(self) -> TltError:
-        """Wait until no event has come for too long, and return the error that says so. Time is
-        counted in turns of this loop, so a loop that was held up blames no engine.
+    async def _silence(self, pid: int) -> TltError:
+        """Wait until no event has come for too long, or the process is stopped, and return the
+        error that says so. Time is counted in turns of this loop, so a loop that was held up
+        blames no engine.
         """
-        silent_s, heard = 0.0, self._heard
+        silent_s, stopped_s, heard = 0.0, 0.0, self._heard
         while True:
             limit_s = self._hang_timeout_s if self._ready else self._startup_timeout_s
             tick_s = min(1.0, limit_s / 10)
@@ -170,6 +175,11 @@ class EngineLink:
                 silent_s, heard = 0.0, self._heard
             else:
                 silent_s += tick_s
+            stopped_s = stopped_s + tick_s if _is_stopped(pid) else 0.0
+            if stopped_s >= STOPPED_S:
+                return EngineFailed(
+                    f"the engine was stopped for {STOPPED_S:g} s, as by SIGSTOP, and was killed"
+                )
             if silent_s >= limit_s and not self._ready:
                 return EngineFailed(
                     f"the engine was not ready within {limit_s:g} s (startup_timeout_s); raise it "
@@ -180,3 +190,12 @@ class EngineLink:
                     f"the engine said nothing for {limit_s:g} s (hang_timeout_s) and was killed; "
                     "raise it if a step may take that long"
                 )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Tell whether a signal has stopped a process; a debugger's stop is none."""
+    try:
+        said = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has just ended
+        return False
+    return said.rpartition(")")[2].split()[0] == "T"

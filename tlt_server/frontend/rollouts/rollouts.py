@@ -273,22 +273,20 @@ class Rollouts:
         await asyncio.gather(*(self._try(rollout) for rollout in rollouts))
 
     async def _try(self, rollout: KeptRollout) -> None:
+        keep_file = True  # a server that fits may still go on with it
         try:
+            self._check_fit(rollout.header)
+            keep_file = False
             await self._take_up(rollout)
         except Exception as error:
             if not rollout.is_over:  # not deleted meanwhile
-                self._finish(rollout, error if isinstance(error, TltError) else unexpected(error))
+                typed = error if isinstance(error, TltError) else unexpected(error)
+                self._finish(rollout, typed, keep_file=keep_file)
 
     async def _take_up(self, rollout: KeptRollout) -> None:
         """Continue a rollout of an earlier process. Wait while the engine cannot take it, but not
         longer than its deadline.
         """
-        if rollout.header.model != self._model:
-            raise Conflict(
-                f"the rollout was started with the model {rollout.header.model}, this server "
-                f"serves {self._model}; send its request again"
-            )
-        self._check_numerics(rollout.header.fingerprint)
         async with self._replaying:
             length, items, ended, _ = await asyncio.to_thread(
                 rollout.replayed, self._generations.items
@@ -319,15 +317,20 @@ class Rollouts:
         info = self._generations.engine.info
         return info.fingerprint if info is not None else None
 
-    def _check_numerics(self, kept: Fingerprint | None) -> None:
-        """`Conflict` where the engine would go on with other bits than it began with."""
-        mine = self._fingerprint
+    def _check_fit(self, header: Header) -> None:
+        """`Conflict` where the engine would go on with another model, or other bits."""
+        if header.model != self._model:
+            raise Conflict(
+                f"the rollout was started with the model {header.model}, this server serves "
+                f"{self._model}; start a server with that model, or send the request again"
+            )
+        mine, kept = self._fingerprint, header.fingerprint
         assert mine is not None, "an engine that is ready has said what it is"
         why = mine.difference(kept) if kept is not None else "its journal names no fingerprint"
         if why:
             raise Conflict(
                 f"the rollout was started with other numerics ({why}), so it cannot go on with the "
-                "same tokens; start a server with the same settings, or send its request again"
+                "same tokens; start a server with the same settings, or send the request again"
             )
 
     def _run(self, rollout: KeptRollout, deadline_s: float, *, accepted: bool = False) -> None:
@@ -354,8 +357,12 @@ class Rollouts:
         self._finish(rollout, error)
         await generation.release_items()
 
-    def _finish(self, rollout: KeptRollout, error: TltError | None) -> None:
-        """Settle a rollout that is done. With an error, so end the items that have not ended."""
+    def _finish(
+        self, rollout: KeptRollout, error: TltError | None, *, keep_file: bool = False
+    ) -> None:
+        """Settle a rollout that is done. With an error, so end the items that have not ended.
+        `keep_file`: for another server to go on with, until this one forgets the rollout.
+        """
         assert rollout.ended is not None
         rollout.tokens = rollout.items.tokens if rollout.items is not None else 0
         done = rollout.done = now()
@@ -369,7 +376,8 @@ class Rollouts:
         ) as cause:  # keep the results in memory instead, and give the file's room back
             for id in rollout.item_ids:
                 rollout.ended.setdefault(id, FailedItem(id, cause))
-            self._shelf.remove_file(rollout)
+            if not keep_file:
+                self._shelf.remove_file(rollout)
         rollout.items = None
         rollout.over()
         self._shelf.expire_later(rollout)
