@@ -230,6 +230,7 @@ def exact(figures: Figures) -> Iterator[str]:
         f"({figures['differing_token_rate']:.2%}) and {figures['differing_logprob_bits']} "
         f"log-probs differ; {figures['requests']} runs of requests, {figures['configurations']} "
         f"configurations, {figures['preemptions']} preemptions."
+        + (f" Hash of the first run: {figures['bits']}." if "bits" in figures else "")
     )
     if figures.get("scarce_without_preemption"):
         yield (

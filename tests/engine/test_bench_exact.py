@@ -16,6 +16,7 @@ from tests import processes
 from tests.engine.tiny import VOCAB, write_alphabet, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
 from tlt_server.bench.exact import ExactEngines, compare, factors_of, killed_run, rollout
+from tlt_server.bench.exact_kill import digest_of
 from tlt_server.bench.exact_plan import (
     KINDS,
     PLANS,
@@ -106,6 +107,7 @@ def test_green_on_a_sound_engine_and_red_on_one_ulp(
     found, counts = rollout(engines, configuration, requests, SIZE, fault=True)
     faulty = compare(configuration, reference, found, counts, 0.0)
     assert faulty.differing_tokens + faulty.differing_logprobs > 0
+    assert digest_of(found) != digest_of(reference) == digest_of(dict(reversed(reference.items())))
 
 
 def test_a_pushed_version_on_two_ranks_of_which_one_is_killed_is_green(

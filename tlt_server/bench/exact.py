@@ -31,7 +31,7 @@ from rich.table import Table
 from tlt_server.bench.adapters import RANK, load_adapters, write_adapters
 from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.bench.engines import LoadedOnce, ReadyFor, release
-from tlt_server.bench.exact_kill import Bits, SaidBits, run_until_killed
+from tlt_server.bench.exact_kill import Bits, SaidBits, digest_of, run_until_killed
 from tlt_server.bench.exact_plan import (
     ADAPTERS,
     PLANS,
@@ -145,7 +145,8 @@ def run(args: argparse.Namespace) -> int:
             progress.update(task, description="a rank is killed")
             results.append(killed_run(engines, configurations[-1], requests, size, references))
             progress.update(task, advance=1)
-    return report(console, results, described(base, engines.fingerprint), args)
+    settings = described(base, engines.fingerprint) | {"bits": digest_of(references[STARTED])}
+    return report(console, results, settings, args)
 
 
 def killed_run(

@@ -4,6 +4,7 @@ requests run, and the next epoch resumes them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from typing import NamedTuple
@@ -23,6 +24,14 @@ class Bits(NamedTuple):
 
     tokens: list[int]
     logprobs: bytes  # float32; those of the prompt come first
+
+
+def digest_of(outputs: dict[str, Bits]) -> str:
+    """Return a hash of all outputs. If it moves, the fingerprint has to."""
+    found = hashlib.sha256()
+    for id, (tokens, logprobs) in sorted(outputs.items()):
+        found.update(msgspec.msgpack.encode((id, tokens, logprobs)))
+    return found.hexdigest()[:16]
 
 
 class SaidBits:
