@@ -211,6 +211,7 @@ def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_pat
             and str(model) in result.error.message
         )
         assert not second.engine.submitted
+    assert (tmp_path / "state" / "rollouts" / f"{rollout.id}.journal").stat().st_size > 0
 
 
 def test_what_was_accepted_goes_on_under_smaller_bounds_and_a_copied_file_is_put_aside(
