@@ -52,7 +52,7 @@ OVER_TWO = {
     "engine": ("tests/engine/test_gpu_ranks_on_gpus.py", *ALONE),
     "weight channels": ("tests/e2e/test_channels_on_gpu.py", *ALONE),
 }
-TEST_S = 240  # one test with its fixtures
+TEST_S = 400  # one test with its fixtures and cold kernels of every width
 PART_S = 1800  # one part; ends a test that hangs in a call of the driver
 EXACT = "exactness"
 EXACT_COMMAND = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
