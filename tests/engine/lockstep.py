@@ -99,6 +99,9 @@ def in_lockstep(turns: Turns, computing: Sequence[Callable[[], T]]) -> list[T]:
 
     def compute(rank: Callable[[], T]) -> T:
         with torch.inference_mode(), turns.one():
+            if DEVICE == "cuda":
+                torch.cuda.set_device(0)  # a new thread has no context, which descriptors need
+                torch.cuda.synchronize()
             return rank()
 
     with ThreadPoolExecutor(len(computing)) as threads:
