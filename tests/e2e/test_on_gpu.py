@@ -150,7 +150,7 @@ def test_metrics_tell_of_it(client: Client, plain: list[Any]) -> None:
     assert samples(client, "tlt_generated_tokens_total")[""] >= 2 * sum(
         len(choice[1]) for [choice] in plain
     )
-    assert samples(client, "tlt_sd_accepted_tokens_total")['{strategy="eagle:7x4x16"}'] > 0
+    assert samples(client, "tlt_sd_accepted_tokens_total")['{strategy="eagle:7x4"}'] > 0
     assert samples(client, "tlt_engine_figure")['{name="calibration_drift"}'] > 0
     assert (
         samples(client, "tlt_engine_up")[""] == 1

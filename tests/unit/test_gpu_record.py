@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from benchmarks import record_tests
-from benchmarks.record_tests import EXACT, PLANS, counts, figures, recorded
+from benchmarks.record_tests import EXACT, GOLDEN, PLANS, counts, figures, moved, recorded
+from tlt_kernels import versions
 from tlt_server.bench.record import write_entry
 
 ONE_PASSED = (
@@ -90,6 +92,26 @@ def test_parts_add_to_the_record_of_the_same_code_and_machine(
         )
 
 
+def test_bits_that_move_without_their_fingerprint_are_red() -> None:
+    golden = GOLDEN[0]
+    same = {"fingerprint": asdict(golden.fingerprint), "bits": golden.bits}
+    other = same | {"bits": "0123456789abcdef"}
+    on = {**golden.versions, "driver": "580.159.04"}
+    assert moved(golden.gpus, same, on) == moved(golden.gpus, {}, on) == []
+    [why] = moved(golden.gpus, other, on)
+    assert f"moved from {golden.bits} to 0123456789abcdef: raise the version in kernels/" in why
+    raised = replace(golden.fingerprint, numerics=f"strict {versions.GPU + 1}")
+    assert moved(golden.gpus, other | {"fingerprint": asdict(raised)}, on) == []
+    assert moved(golden.gpus, other, on | {"torch": "9"}) == [], "another library adds otherwise"
+
+
+def test_the_known_bits_are_of_the_present_numerics_and_those_recorded() -> None:
+    for golden in GOLDEN:
+        assert golden.fingerprint.numerics == f"strict {versions.GPU}"
+        exact = json.loads(PLANS[golden.gpus].record.read_text())["figures"]["exact"]
+        assert (golden.bits, asdict(golden.fingerprint)) == (exact["bits"], exact["fingerprint"])
+
+
 def test_parts_run_one_by_one_into_one_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +145,8 @@ def test_parts_run_one_by_one_into_one_record(
         record_tests.main(["--commit", "abc", "--part", EXACT]) == 1
         and "red" in capsys.readouterr().out
     )
+    [said] = json.loads(ONE.record.read_text())["figures"]["parts"][EXACT]["red"]
+    assert said == "tlt bench exact"
     statuses["exact"] = 0
     assert (
         record_tests.main(["--commit", "abc", "--part", EXACT]) == 0
