@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    end_s = time.monotonic() + within_s
+def until(condition: Callable[[], object], within_s: float = 120.0) -> None:
+    """Look less often the longer it takes: what is asked may cost a server some milliseconds."""
+    begun_s = time.monotonic()
     while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
+        waited_s = time.monotonic() - begun_s
+        assert waited_s < within_s, "it did not happen"
+        time.sleep(min(max(0.01, waited_s / 20), 0.1))

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.conftest import PAIR
 from tests.mostly_long import mostly_long
 from tests.processes import engine
+from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.wire import Token
 from tlt_server.demo.rounds import look
@@ -41,14 +41,6 @@ def gauge(client: Client, name: str) -> float:
         for s in family.samples
         if s.name == name
     )
-
-
-def until(condition: Callable[[], object], timeout_s: float = 240) -> None:
-    begun_s = time.monotonic()
-    while not condition():
-        waited_s = time.monotonic() - begun_s
-        assert waited_s < timeout_s
-        time.sleep(min(max(0.02, waited_s / 20), 0.1))  # what is asked costs the server some ms
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -21,8 +21,8 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
-from tests.frontend.test_limits import eventually
 from tests.processes import engine
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server import build
 from tlt_server.doctor import command as doctor
@@ -195,7 +195,7 @@ def generate(
 
 def await_open(server: Served) -> None:
     """Wait until one sequence is open."""
-    eventually(lambda: "\ntlt_open_sequences 1.0" in httpx.get(f"{server.url}/metrics").text)
+    until(lambda: "\ntlt_open_sequences 1.0" in httpx.get(f"{server.url}/metrics").text)
 
 
 def test_serving_ends_start_up_in_one_line_and_sigterm_drains(
@@ -294,7 +294,7 @@ def test_a_hung_engine_is_killed_and_restarted(model: Path) -> None:
             replies[0].results[0].error.code == "engine_failed"
             and "hang_timeout_s" in replies[0].results[0].error.message
         )
-        eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+        until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
         assert engine(server.process.pid) != pid and not Path(f"/proc/{pid}").exists()
         assert (
             'tlt_engine_restarts_total{reason="hung"} 1.0'
@@ -308,7 +308,7 @@ def test_a_crash_loop_ends_the_server_with_status_1_and_one_line(model: Path) ->
     with served("plain", model, "--max-restarts", "2") as server:
         server.wait_ready()
         for i in range(3):
-            eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+            until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
             thread, replies = generate(server, {"token_ids": [65 + i, DIES]})
             thread.join(30)
             assert replies[0].results[0].error.code == "engine_failed"
@@ -362,7 +362,7 @@ def test_an_engine_whose_frontend_was_killed_leaves(model: Path) -> None:
         pid = engine(server.process.pid)
         server.process.kill()
         server.process.wait()
-        eventually(
+        until(
             lambda: (
                 not Path(f"/proc/{pid}").exists()
                 or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()

@@ -25,9 +25,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import LONG, connect, eventually, head, read_all
+from tests.frontend.test_limits import LONG, connect, head, read_all
 from tests.frontend.test_supervisor import die
 from tests.frontend.test_tls import Issuer
+from tests.waiting import until
 from tlt_server.bench.hostile.connections import silent_connections
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
@@ -130,7 +131,7 @@ def test_silent_connections_on_every_port_leave_probes_and_restarts_alone(
     assert all(found["open_at_end"][port] <= bound for port, bound in zip(ports, most, strict=True))
     with grpc.insecure_channel(server.grpc_address) as channel:
         request = health_pb2.HealthCheckRequest()
-        eventually(lambda: _serves(channel, request))
+        until(lambda: _serves(channel, request))
 
 
 def _serves(channel: grpc.Channel, request: Any) -> bool:
@@ -148,11 +149,11 @@ def test_a_silent_connection_does_not_count_against_requests(server: LiveServer)
         asking = [stack.enter_context(connect(server)) for _ in range(40)]
         for connection in asking:
             connection.sendall(head(content_length=len(body)) + body)
-        eventually(lambda: len(server.client) == 40)
+        until(lambda: len(server.client) == 40)
         assert httpx.get(f"{server.url}/server_info").status_code == 503
         for path in ("/livez", "/readyz", "/health", "/metrics"):
             assert httpx.get(f"{server.url}{path}").status_code == 200
-    eventually(lambda: len(server.client) == 0)
+    until(lambda: len(server.client) == 0)
 
 
 def test_a_connection_may_rest_for_longer_than_clients_keep_theirs(server: LiveServer) -> None:
@@ -216,7 +217,7 @@ def test_an_engine_that_cannot_be_launched_is_one_more_death(model: Path) -> Non
         supervisor = server.supervisor
         server.call(lambda: setattr(supervisor, "_launch", launch))
         server.call(lambda: setattr(server.engine, "dies", True))
-        eventually(lambda: "the engine is back" in server.said.getvalue())
+        until(lambda: "the engine is back" in server.said.getvalue())
         assert server.said.getvalue().count("did not launch the engine: Too many open files") == 3
         assert (
             'tlt_engine_restarts_total{reason="not_launched"} 3.0'
@@ -276,7 +277,7 @@ def test_grpc_bounds_connections_at_accept_and_ends_silent_and_idle_ones(
             assert HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5).status == 1
             states: list[grpc.ChannelConnectivity] = []
             channel.subscribe(states.append)
-            eventually(lambda: grpc.ChannelConnectivity.IDLE in states[1:])
+            until(lambda: grpc.ChannelConnectivity.IDLE in states[1:])
 
 
 def test_connections_whose_rest_is_discarded_make_room_for_probes(

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from tests.frontend.board import BOARD
 from tests.frontend.fake_engine import DIES
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.__main__ import _parse
 from tlt_server.settings import settings
@@ -153,7 +153,7 @@ def test_healthy_is_a_server_that_has_started_and_works_or_recovers(model: Path)
         client.generate([{"token_ids": [65, DIES]}])
         assert httpx.get(f"{server.url}/readyz").status_code == 503 and status(server) == 0
         server.call(server.may_launch.set)
-        eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+        until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
         client.generate([{"token_ids": [66, DIES]}])
         assert status(server) == 1
 

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
 from tests.unit.recorded_samples import VOCAB, sample
+from tests.waiting import until
 from tlt_client import Client
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
 from tlt_client.errors import Conflict, InvalidRequest, NotFound
@@ -79,7 +79,7 @@ def recording(
             ring.offer(encode_sample(sample(i, version=f"v{i // 3}")))
         ring.offer(b"junk")
         with Client(server.url) as client:
-            eventually(lambda: client.drafter()["buffer"]["sequences"] == 5)
+            until(lambda: client.drafter()["buffer"]["sequences"] == 5)
         yield server
 
 
@@ -98,7 +98,7 @@ def test_a_server_that_records_nothing_says_so(client: Client, server: LiveServe
 
 def test_the_buffer_is_shown_with_the_reasons_of_refusals(recording: LiveServer) -> None:
     with Client(recording.url) as client:
-        eventually(lambda: client.drafter()["buffer"]["refused"] == 1)
+        until(lambda: client.drafter()["buffer"]["refused"] == 1)
         state = client.drafter()
     trainer = state["trainer"]
     assert (state["training"], trainer["process"], trainer["error"]) == ("idle", "running", "")
@@ -255,9 +255,9 @@ def test_samples_of_another_server_are_taken_once(
         for _ in range(2):
             taken = client.add_drafter_samples(content)
             assert taken == {"sequences": 5, "refused": 0, "refusals": []}
-        eventually(lambda: client.drafter()["buffer"]["sequences"] == 5)
+        until(lambda: client.drafter()["buffer"]["sequences"] == 5)
         inbox = state / SAMPLES / DIRECTORY
-        eventually(lambda: not [*inbox.iterdir()])
+        until(lambda: not [*inbox.iterdir()])
         assert client.drafter()["buffer"]["sequences"] == 5
         for body, said in (
             (b"junk", "the file is no segment file"),
@@ -306,7 +306,7 @@ def candidate(
     ) as server:
         link = server.service.trainer
         assert link is not None
-        eventually(lambda: link.spot.interval_tokens > 0)  # the process has reported
+        until(lambda: link.spot.interval_tokens > 0)  # the process has reported
 
         def judged(found: Judged) -> Path:
             server.call(lambda: setattr(link, "spot", SpotReport(candidate=found)))

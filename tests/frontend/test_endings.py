@@ -13,7 +13,8 @@ import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import LONG, eventually, server
+from tests.frontend.test_limits import LONG, server
+from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.wire import ItemResult
 from tlt_server.frontend.link.submission import Submission
@@ -33,7 +34,7 @@ def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer
     assert 1.4 < time.monotonic() - started < 15
     response = httpx.post(f"{server.url}/generate", json=LONG | {"timeout_s": 0.1})
     assert response.status_code == 504
-    eventually(lambda: not server.engine.running)
+    until(lambda: not server.engine.running)
 
 
 def test_a_deadline_after_the_last_end_aborts_nothing(server: LiveServer) -> None:
@@ -41,7 +42,7 @@ def test_a_deadline_after_the_last_end_aborts_nothing(server: LiveServer) -> Non
         httpx.Client() as other,
         other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}),
     ):
-        eventually(lambda: len(server.client) == 1)
+        until(lambda: len(server.client) == 1)
         before = len(server.engine.aborted)
         server.call(
             lambda: server.client._sequences.expire(Submission([], lambda submission: None))
@@ -52,7 +53,7 @@ def test_a_deadline_after_the_last_end_aborts_nothing(server: LiveServer) -> Non
             and server.engine.running
             and len(server.engine.aborted) == before
         )
-    eventually(lambda: len(server.client) == 0)
+    until(lambda: len(server.client) == 0)
 
 
 def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:
@@ -75,7 +76,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
             )
         )
         running.start()
-        eventually(lambda: len(server.client) == 1)
+        until(lambda: len(server.client) == 1)
         server.call(lambda: setattr(server.client, "draining", True))
         response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
@@ -97,7 +98,7 @@ def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Pat
             )
         )
         waiting.start()
-        eventually(lambda: len(server.client) == 3)
+        until(lambda: len(server.client) == 3)
         last = client.generate([{"token_ids": [DIES]}])
         waiting.join(30)
         for result in [*last.results, *replies[0].results]:
@@ -120,7 +121,7 @@ def test_an_event_that_cannot_be_read_ends_open_requests_rather_than_hang_them(m
             target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}]))
         )
         waiting.start()
-        eventually(lambda: len(server.client) == 1)
+        until(lambda: len(server.client) == 1)
         server.call(lambda: asyncio.ensure_future(server.engine._events.send(b"\x81garbage")))
         waiting.join(30)
         assert replies[0].results[0].error.code == "engine_failed"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_server.commands import ClearCache, Pause, Resume, Sleep, WakeUp
 
 LONG = {
@@ -49,7 +49,7 @@ def begun(
     server: LiveServer, pool: ThreadPoolExecutor, body: object = LONG
 ) -> Future[httpx.Response]:
     asked = pool.submit(post, server, "/generate", body)
-    eventually(lambda: any(running.sent > 2 for running in list(server.engine.running.values())))
+    until(lambda: any(running.sent > 2 for running in list(server.engine.running.values())))
     return asked
 
 
@@ -118,7 +118,7 @@ def test_what_comes_in_a_pause_that_takes_it_waits(
     asked = pool.submit(
         post, server, "/generate", {"input_ids": [65], "sampling_params": {"max_new_tokens": 2}}
     )
-    eventually(lambda: len(server.engine.running) == 1)
+    until(lambda: len(server.engine.running) == 1)
     time.sleep(0.1)
     assert not asked.done() and httpx.get(f"{server.url}/readyz").status_code == 200
     assert post(server, resume).status_code == 200
@@ -130,7 +130,7 @@ def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(
 ) -> None:
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
     paused = pool.submit(post, server, "/pause?mode=wait")
-    eventually(lambda: httpx.get(f"{server.url}/is_paused").json()["is_paused"])
+    until(lambda: httpx.get(f"{server.url}/is_paused").json()["is_paused"])
     refused = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert (
         refused.status_code == 503
@@ -157,12 +157,12 @@ def test_what_a_client_asks_for_and_does_not_wait_for_is_done(
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}{path}", timeout=httpx.Timeout(30, read=0.05))
-    eventually(lambda: httpx.get(f"{server.url}{said}").json() == {said[1:]: True})
+    until(lambda: httpx.get(f"{server.url}{said}").json() == {said[1:]: True})
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 503
     assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "length", (
         "what runs has ended first"
     )
-    eventually(lambda: server.engine.paused or bool(server.engine.asleep))
+    until(lambda: server.engine.paused or bool(server.engine.asleep))
     assert httpx.get(f"{server.url}{said}").json() == {said[1:]: True}
     assert post(server, back).status_code == 200
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
@@ -270,13 +270,13 @@ def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(
     killed = pool.submit(post, server, "/generate", {"input_ids": [DIES]})
     first = server.engine
     assert killed.result(30).status_code == 500
-    eventually(lambda: server.engine is not first and server.engine.paused)
+    until(lambda: server.engine is not first and server.engine.paused)
     assert [type(command) for command in server.engine.controls] == [Pause]
     post(server, "/resume")
     post(server, "/sleep?level=2")
     second = server.engine
     second.dies = True
-    eventually(lambda: server.engine is not second and bool(server.engine.controls))
+    until(lambda: server.engine is not second and bool(server.engine.controls))
     [told] = server.engine.controls
     assert isinstance(told, Sleep) and told.memory == ["kv_cache", "weights"]
     assert httpx.get(f"{server.url}/is_sleeping").json() == {"is_sleeping": True}
@@ -286,12 +286,12 @@ def test_a_command_that_an_engine_dies_of_changes_nothing(
     server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
     hung = pool.submit(post, server, "/generate", {"input_ids": [HANGS]})
-    eventually(lambda: len(server.engine.running) == 1)
+    until(lambda: len(server.engine.running) == 1)
     paused = pool.submit(post, server, "/pause?mode=wait")
-    eventually(lambda: bool(server.engine.draining))
+    until(lambda: bool(server.engine.draining))
     server.engine.dies = True
     assert paused.result(30).status_code == 500 and hung.result(30).status_code == 500
-    eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+    until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
     assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}
 
 
@@ -443,12 +443,12 @@ def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(
 ) -> None:
     server.engine.deaf = True
     asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
-    eventually(lambda: len(server.client) == 1)
+    until(lambda: len(server.client) == 1)
     halted = pool.submit(post, server, path, body)
     made_no_token(asked.result(30), remedy(path))
     server.engine.deaf = False
     assert halted.result(30).status_code == 200
-    eventually(lambda: server.engine.aborted == [made.id for made in server.engine.submitted])
+    until(lambda: server.engine.aborted == [made.id for made in server.engine.submitted])
     assert len(server.client) == 0, "nothing is left of it"
 
 
@@ -457,7 +457,7 @@ def test_a_health_generate_that_is_aborted_made_no_token(
 ) -> None:
     server.engine.deaf = True
     asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
-    eventually(lambda: len(server.client) == 1)
+    until(lambda: len(server.client) == 1)
     assert post(server, "/abort_request", {"abort_all": True}).status_code == 200
     server.engine.deaf = False
     made_no_token(asked.result(30), "ask again")

@@ -10,10 +10,9 @@ import json
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
+from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.wire import Token
 from tlt_server.errors import TltError
@@ -44,13 +44,6 @@ def server(model: Path) -> Iterator[LiveServer]:
         max_queue=10,
     ) as running:
         yield running
-
-
-def eventually(condition: Callable[[], Any], within_s: float = 120.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
 
 
 def connect(server: LiveServer) -> socket.socket:
@@ -247,7 +240,7 @@ def test_a_full_queue_refuses_whole_batches_with_retry_after(server: LiveServer)
             f"{server.url}/generate",
             json={"requests": [{"token_ids": [HANGS], "n": 8}], "stream": True},
         ):
-            eventually(lambda: len(server.client) == 8)
+            until(lambda: len(server.client) == 8)
             with pytest.raises(ServerError) as caught:
                 client.generate([{"prompt": "a", "n": 3}])
             assert (caught.value.status, caught.value.code, caught.value.retryable) == (
@@ -258,7 +251,7 @@ def test_a_full_queue_refuses_whole_batches_with_retry_after(server: LiveServer)
             assert caught.value.retry_after_s == 1
             assert len(server.client) == 8
             assert client.generate([{"prompt": "a", "n": 2}], sampling={"max_tokens": 1}).results
-    eventually(lambda: len(server.client) == 0)
+    until(lambda: len(server.client) == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -273,8 +266,8 @@ def test_a_client_that_leaves_aborts_its_sequences(server: LiveServer, stream: b
             stream=stream,
         )
         response.read()
-    eventually(lambda: len(server.engine.aborted) > before)
-    eventually(lambda: len(server.client) == 0 and not server.engine.running)
+    until(lambda: len(server.engine.aborted) > before)
+    until(lambda: len(server.client) == 0 and not server.engine.running)
 
 
 def hanging(stream: bool) -> bytes:
@@ -289,12 +282,12 @@ def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(
 ) -> None:
     with connect(server) as connection:
         connection.sendall(hanging(stream) + (b"" if apart else hanging(stream)))
-        eventually(lambda: len(server.client) == 1)
+        until(lambda: len(server.client) == 1)
         if apart:
             connection.sendall(hanging(stream)[:40])
             connection.sendall(hanging(stream)[40:] * 3)
         time.sleep(0.1)
-    eventually(lambda: len(server.client) == 0 and not server.engine.running)
+    until(lambda: len(server.client) == 0 and not server.engine.running)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +338,7 @@ def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
         )
         assert isinstance(next(events), Token)
         events.close()
-    eventually(lambda: len(server.engine.aborted) > before and len(server.client) == 0)
+    until(lambda: len(server.engine.aborted) > before and len(server.client) == 0)
 
 
 def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
@@ -361,9 +354,9 @@ def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
             + b'], "sampling": {"max_tokens": 400}, "stream": true}'
         )
         connection.sendall(head(content_length=len(body)) + body)
-        eventually(lambda: len(server.client) > 0)
-        eventually(lambda: len(server.client) == 0)
-        eventually(lambda: server.engine.aborted)
+        until(lambda: len(server.client) > 0)
+        until(lambda: len(server.client) == 0)
+        until(lambda: server.engine.aborted)
 
 
 def test_keys_are_required_and_probes_stay_open(model: Path, tmp_path: Path) -> None:
@@ -488,13 +481,13 @@ def test_bytes_after_a_running_request_are_bounded_and_then_cut(server: LiveServ
     sent = 0
     with connect(server) as connection:
         connection.sendall(hanging(True))
-        eventually(lambda: len(server.client) == 1)
+        until(lambda: len(server.client) == 1)
         with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
             while sent < 100 * 2**20:
                 connection.sendall(b"x" * 65536)
                 sent += 65536
     assert sent < 20 * 2**20  # the limit of 1 MiB and what sockets buffer
-    eventually(lambda: len(server.client) == 0 and not server.engine.running)
+    until(lambda: len(server.client) == 0 and not server.engine.running)
 
 
 def unfinished(server: LiveServer, stack: contextlib.ExitStack, key: str = "") -> socket.socket:
@@ -523,7 +516,7 @@ def test_bodies_on_their_way_are_bounded_in_sum_and_the_one_that_stalls_goes(mod
 
 def refusals(connections: list[socket.socket], count: int) -> list[bytes]:
     """Wait for this number of replies, all 503, and return them without their connections."""
-    eventually(lambda: len(select.select(connections, [], [], 0)[0]) == count)
+    until(lambda: len(select.select(connections, [], [], 0)[0]) == count)
     replies = []
     for connection in select.select(connections, [], [], 0)[0]:
         connections.remove(connection)
@@ -605,6 +598,6 @@ def test_requests_whose_bodies_stall_do_not_take_the_places_of_others(
         stalled = [stack.enter_context(connect(server)) for _ in range(4)]
         for connection in stalled:
             connection.sendall(head(content_length=10) + b"{")
-        eventually(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
+        until(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
         [reply] = refusals(stalled, 1)
         assert b"max_connections" in reply and b"slowest of the key" in reply

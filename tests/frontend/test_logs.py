@@ -23,7 +23,7 @@ import structlog
 
 from tests.frontend.fake_engine import DIES, FAILS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_server.frontend.http.logs import left_behind, write_logs
 
 PROMPT, COMPLETION, KEY = (
@@ -236,7 +236,7 @@ def test_the_log_leads_from_a_death_to_the_request_that_ran(
     killer = {"requests": [{"token_ids": [65, DIES]}]}
     for step in range(3):
         ask(keyed, killer, **{"x-request-id": f"step-{step}"})
-        eventually(lambda: not keyed.client.failure)
+        until(lambda: not keyed.client.failure)
     accesses(stream, 3)
     batches = {
         line["request_id"]: line["batch"] for line in lines(stream) if line["event"] == "generated"

@@ -16,8 +16,8 @@ import pytest
 import structlog
 
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
 from tests.frontend.test_weight_updates import Story
+from tests.waiting import until
 from tlt_client import AsyncClient, Client, Retries, errors
 from tlt_client.errors import NotLive
 from tlt_server.__main__ import main
@@ -110,7 +110,7 @@ def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(
     with live_server(model, weight_update_ttl_s=3.0) as server, Client(server.url) as client:
         post(server, "/begin_weight_update")
         client.update_weights("p", "v1", commit=False)
-        eventually(lambda: client.weights()["update"] is None)
+        until(lambda: client.weights()["update"] is None)
         with pytest.raises(errors.Conflict, match="ended by itself"):
             client.update_weights("p", "v2")  # perhaps another trainer's, who asks again
         named = httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v1"})

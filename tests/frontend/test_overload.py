@@ -15,7 +15,8 @@ import pytest
 
 from tests.frontend.fake_engine import HANGS, LATE
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import LONG, connect, eventually, head, read_all
+from tests.frontend.test_limits import LONG, connect, head, read_all
+from tests.waiting import until
 from tlt_server.frontend.http import budget
 from tlt_server.records import OFF, Cycle, StepContext
 
@@ -35,7 +36,7 @@ def test_a_request_too_many_is_answered_with_a_typed_503_and_closed(
         body = json.dumps(LONG).encode()
         for connection in (first, second):
             connection.sendall(head(content_length=len(body)) + body)
-        eventually(lambda: len(server.client) == 2)
+        until(lambda: len(server.client) == 2)
         with connect(server) as third:
             third.sendall(head(path, content_length=2) + b"{}")
             reply = read_all(third)
@@ -50,7 +51,7 @@ def test_a_request_too_many_is_answered_with_a_typed_503_and_closed(
         )
         assert httpx.get(f"{server.url}/livez").status_code == 200
         second.close()
-        eventually(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
+        until(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
 
 
 def test_a_refused_request_makes_no_place_by_the_body_that_it_still_sends(
@@ -59,7 +60,7 @@ def test_a_refused_request_makes_no_place_by_the_body_that_it_still_sends(
     with live_server(model, max_connections=1) as server, connect(server) as first:
         body = json.dumps(LONG).encode()
         first.sendall(head(content_length=len(body)) + body)
-        eventually(lambda: len(server.client) == 1)
+        until(lambda: len(server.client) == 1)
         with connect(server) as refused:
             refused.sendall(head(content_length=2) + b"{")
             assert b" 503 " in refused.recv(65536)
@@ -127,7 +128,7 @@ def test_what_would_be_late_is_refused_at_once_and_told_when_to_come_again(
             "stream": True,
         }
         with httpx.Client() as other, other.stream("POST", f"{server.url}/generate", json=waits):
-            eventually(lambda: len(server.client) == 20)
+            until(lambda: len(server.client) == 20)
             started = time.monotonic()
             response = httpx.post(server.url + path, json=body)
             assert time.monotonic() - started < 20, "and not when its time was up"
@@ -145,7 +146,7 @@ def test_what_would_be_late_is_refused_at_once_and_told_when_to_come_again(
                 "\ntlt_open_tokens 2020.0" in metrics
                 and 'tlt_requests_rejected_total{reason="overloaded"} 1.0' in metrics
             )
-        eventually(lambda: len(server.client) == 0)
+        until(lambda: len(server.client) == 0)
         assert server.client.admission.tokens == 0
 
 
@@ -160,7 +161,7 @@ def test_a_queue_that_is_full_of_tokens_or_pages_refuses(model: Path) -> None:
             httpx.Client() as other,
             other.stream("POST", f"{server.url}/generate", json=one | {"stream": True}),
         ):
-            eventually(lambda: len(server.client) == 1)
+            until(lambda: len(server.client) == 1)
             response = httpx.post(f"{server.url}/generate", json=one)
             assert (
                 response.status_code == 429
@@ -179,24 +180,24 @@ def test_a_queue_that_is_full_of_tokens_or_pages_refuses(model: Path) -> None:
             httpx.Client() as other,
             other.stream("POST", f"{server.url}/generate", json=one | {"stream": True}),
         ):
-            eventually(lambda: len(server.client) == 1)
+            until(lambda: len(server.client) == 1)
             response = httpx.post(f"{server.url}/generate", json=hundreds(20))
             assert (
                 response.status_code == 429
                 and "135 more are over the limit of 64 (max_page_forecast" in response.text
             )
-        eventually(lambda: len(server.client) == 0)
+        until(lambda: len(server.client) == 0)
         assert httpx.post(f"{server.url}/generate", json=hundreds(20)).status_code == 200  # alone
 
 
 def test_where_nothing_fits_no_body_is_parsed(model: Path) -> None:
     with live_server(model, max_queue=1) as server, httpx.Client() as other:
         with other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}):
-            eventually(lambda: len(server.client) == 1)
+            until(lambda: len(server.client) == 1)
             for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
                 assert httpx.post(server.url + path, content=b"no json").status_code == 429
             assert httpx.post(f"{server.url}/tokenize", content=b"no json").status_code == 400
-        eventually(lambda: len(server.client) == 0)
+        until(lambda: len(server.client) == 0)
         assert httpx.post(f"{server.url}/generate", content=b"no json").status_code == 400
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import live_server
-from tests.frontend.test_limits import eventually
 from tests.frontend.test_rollouts import FIELDS, ITEMS, await_waiter
 from tests.frontend.test_supervisor import OFTEN, die
 from tests.frontend.tiny_model import write_model
+from tests.waiting import until
 from tlt_client import Client, Reply
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError
@@ -45,7 +45,7 @@ def test_the_next_engine_goes_on_and_only_with_what_asked_for_it(model: Path) ->
         )
         thread.start()
         for least in (3, 20):
-            eventually(lambda least=least: rollout.fetch().progress.tokens > least)  # type: ignore[misc]
+            until(lambda least=least: rollout.fetch().progress.tokens > least)  # type: ignore[misc]
             die(server, least)
         thread.join(30)
         assert (
@@ -77,7 +77,7 @@ def test_the_next_server_goes_on_with_what_was_written(model: Path, tmp_path: Pa
         Client(first.url) as client,
     ):
         rollout = client.generate(items, sampling=FIELDS, detach=True, idempotency_key="k")
-        eventually(lambda: rollout.fetch().progress.tokens >= 13)
+        until(lambda: rollout.fetch().progress.tokens >= 13)
         keyed: list[httpx.Response] = []
         thread = threading.Thread(
             target=lambda: keyed.append(
@@ -135,7 +135,7 @@ def test_tokens_say_which_version_made_them_over_a_restart(model: Path, tmp_path
         Client(first.url) as client,
     ):
         rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 30}, detach=True)
-        eventually(lambda: rollout.fetch().progress.tokens > 3)
+        until(lambda: rollout.fetch().progress.tokens > 3)
     [path] = (tmp_path / "rollouts").glob("*.journal")
     said = past(path.read_bytes())
     assert said is not None
@@ -163,7 +163,7 @@ def test_a_torn_journal_is_cut_and_one_without_a_header_is_gone(
         rollout = client.generate(
             [{"prompt": "abc", "n": 2}], sampling={"max_tokens": 20}, detach=True
         )
-        eventually(lambda: rollout.fetch().progress.tokens > 8)
+        until(lambda: rollout.fetch().progress.tokens > 8)
     path = tmp_path / "rollouts" / f"{rollout.id}.journal"
     os.truncate(path, path.stat().st_size - 5)
     (tmp_path / "rollouts" / "r-1.journal").write_bytes(path.read_bytes()[:20])
@@ -225,7 +225,7 @@ def test_what_was_accepted_goes_on_under_smaller_bounds_and_a_copied_file_is_put
             client.generate([{"prompt": "abc", "n": 4}], sampling={"max_tokens": 20}, detach=True)
             for _ in range(2)
         ]
-        eventually(lambda: all(rollout.fetch().progress.tokens > 8 for rollout in rollouts))
+        until(lambda: all(rollout.fetch().progress.tokens > 8 for rollout in rollouts))
     path = tmp_path / "rollouts" / f"{rollouts[0].id}.journal"
     path.with_name("copy.journal").write_bytes(path.read_bytes())
     with (
@@ -263,7 +263,7 @@ def test_a_deadline_ends_a_rollout_that_no_engine_can_take_up(model: Path, tmp_p
         rollout = client.generate(
             [{"prompt": "abc"}], sampling={"max_tokens": 200}, timeout_s=3, detach=True
         )
-        eventually(lambda: rollout.fetch().progress.tokens > 3)
+        until(lambda: rollout.fetch().progress.tokens > 3)
     with (
         live_server(model, engine={"lost": {"target": "v1 is gone"}}, state_dir=tmp_path) as second,
         Client(second.url) as client,
@@ -284,7 +284,7 @@ def test_a_rollout_of_other_numerics_is_refused_and_waits_for_a_server_that_fits
         Client(first.url) as client,
     ):
         rollout = client.generate([{"prompt": "a"}], sampling={"max_tokens": 90}, detach=True)
-        eventually(lambda: rollout.fetch().progress.tokens > 3)
+        until(lambda: rollout.fetch().progress.tokens > 3)
     with (
         live_server(model, engine={"leaves": 2}, state_dir=tmp_path) as second,
         Client(second.url) as client,

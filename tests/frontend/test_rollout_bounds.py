@@ -14,8 +14,8 @@ import pytest
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
 from tests.frontend.test_rollouts import post
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.config import load
 from tlt_server.errors import StorageFailed
@@ -28,7 +28,7 @@ from tlt_server.metrics import Metrics
 def test_no_more_rollouts_are_kept_than_the_limit_and_fetched_ones_make_room(model: Path) -> None:
     with live_server(model, max_rollouts=2) as server:
         ids = [post(server, detach=True).json()["id"] for _ in range(2)]
-        eventually(lambda: all(rollout.done_s for rollout in server.rollouts))
+        until(lambda: all(rollout.done_s for rollout in server.rollouts))
         full = post(server, detach=True)
         assert (full.status_code, full.json()["error"]["code"]) == (
             429,
@@ -57,7 +57,7 @@ def test_finished_rollouts_go_after_their_time(model: Path) -> None:
             httpx.get(f"{server.url}/rollouts/{id}?wait_s=30", timeout=40).json()["status"]
             == "done"
         )
-        eventually(lambda: httpx.get(f"{server.url}/rollouts/{id}").status_code == 404)
+        until(lambda: httpx.get(f"{server.url}/rollouts/{id}").status_code == 404)
         assert (
             not list((server.directory / "rollouts").glob("*.journal"))
             and post(server, "brief", detach=True).json()["id"] != id
@@ -82,7 +82,7 @@ def test_journals_over_their_limit_end_a_rollout_with_a_typed_error_and_give_the
             "storage_failed"
         }
         assert "max_rollout_mb" in errors[0]["message"] and errors[0]["retryable"]
-        eventually(lambda: len(server.client) == 0 and not server.engine.running)
+        until(lambda: len(server.client) == 0 and not server.engine.running)
         assert not list((server.directory / "rollouts").glob("*.journal"))
         assert (
             httpx.get(f"{server.url}/rollouts/{rollout.json()['id']}").json()["results"]
@@ -119,7 +119,7 @@ def test_a_disk_that_fills_up_never_hurts_the_server(
             "storage_failed"
         ]
         httpx.delete(f"{server.url}/rollouts/{response.headers['x-rollout-id']}").raise_for_status()
-    eventually(lambda: len(server.client) == 0)
+    until(lambda: len(server.client) == 0)
     assert post(server, "disk").status_code == 200
     httpx.delete(
         f"{server.url}/rollouts/{post(server, 'disk').headers['x-rollout-id']}"
@@ -162,7 +162,7 @@ def test_a_key_with_many_rollouts_makes_room_for_another(model: Path, tmp_path: 
         assert detach("a", token_ids=[HANGS]).status_code == 202
         for _ in range(3):
             assert detach("a", prompt="x").status_code == 202
-        eventually(lambda: kept("a") == ["running", "done", "done", "done"])
+        until(lambda: kept("a") == ["running", "done", "done", "done"])
         full = detach("a", prompt="x")
         assert full.status_code == 429 and "4 of them this key's" in full.text
         assert [detach("b", token_ids=[HANGS]).status_code for _ in range(2)] == [202, 202]

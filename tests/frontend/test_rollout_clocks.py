@@ -11,8 +11,8 @@ import pytest
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import live_server
-from tests.frontend.test_limits import eventually
 from tests.unit.test_journal import FRAMES, HEADER
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.frontend.rollouts import clocks
 from tlt_server.frontend.rollouts.journal import Outline, RolloutEnd, frame, outline
@@ -31,7 +31,7 @@ def test_a_wall_clock_that_jumped_ends_and_keeps_nothing(
     wall = time.time
     monkeypatch.setattr(time, "time", lambda: wall() + jump_s)
     with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
-        eventually(lambda: len(second.engine.running) == 1)
+        until(lambda: len(second.engine.running) == 1)
         kept = {each.header.id: each for each in second.rollouts}
         assert kept.keys() == {done.id, runs.id}
         assert 80 < kept[runs.id].deadline_s - time.monotonic() <= 100

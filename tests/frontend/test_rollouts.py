@@ -16,7 +16,7 @@ import pytest
 
 from tests.frontend.fake_engine import FAILS, HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_server.frontend.http.keys import EVERYBODY
 from tlt_server.packed import PackedIds
@@ -36,7 +36,7 @@ def slow(model: Path) -> Iterator[LiveServer]:
 
 def await_waiter(server: LiveServer, id: str) -> None:
     """Wait until a request waits for the end of a rollout."""
-    eventually(lambda: server.call(lambda: server.rollouts.find(id, EVERYBODY)._over._callbacks))  # type: ignore[attr-defined]
+    until(lambda: server.call(lambda: server.rollouts.find(id, EVERYBODY)._over._callbacks))  # type: ignore[attr-defined]
 
 
 def test_a_detached_batch_has_the_reply_of_one_that_was_waited_for(client: Client) -> None:
@@ -88,7 +88,7 @@ def test_results_come_as_items_end_and_progress_says_how_far_it_is(slow: LiveSer
         )
         first = rollout.fetch()
         assert first.status == "running" and first.progress.items == 2
-        eventually(lambda: rollout.fetch().results)
+        until(lambda: rollout.fetch().results)
         part = rollout.fetch()
         assert (part.status, [result.id for result in part.results], part.progress.items_ended) == (
             "running",
@@ -125,7 +125,7 @@ def test_a_poll_ends_when_its_time_is_up(server: LiveServer) -> None:
 def test_deleting_aborts_and_forgets(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         rollout = client.generate([{"token_ids": [HANGS], "n": 2}], detach=True)
-        eventually(lambda: len(server.client) == 2)
+        until(lambda: len(server.client) == 2)
         waiting: list[Any] = []
         thread = threading.Thread(
             target=lambda: waiting.append(
@@ -142,7 +142,7 @@ def test_deleting_aborts_and_forgets(server: LiveServer) -> None:
         rollout.delete()
         thread.join(30)
         assert waiting[0].json()["error"]["code"] == "cancelled"
-        eventually(lambda: len(server.client) == 0 and not server.engine.running)
+        until(lambda: len(server.client) == 0 and not server.engine.running)
         assert not path.exists()
         for again in (rollout.fetch, rollout.delete):
             with pytest.raises(ServerError, match="rollout_ttl_s") as caught:
@@ -174,7 +174,7 @@ def test_a_deadline_ends_what_nobody_watches(client: Client, server: LiveServer)
     )
     late, done = rollout.result(30).results
     assert late.error is not None and late.error.code == "deadline_exceeded" and done.choices
-    eventually(lambda: not server.engine.running)
+    until(lambda: not server.engine.running)
 
 
 def test_an_id_stays_one_part_of_the_path(client: Client) -> None:

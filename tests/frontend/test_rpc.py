@@ -22,8 +22,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
 from tests.frontend.test_metrics import series
+from tests.waiting import until
 from tlt_client.errors import Cancelled, InvalidRequest, ServerError, Unauthenticated, Unavailable
 from tlt_client.rpc import (
     GenerateRequest,
@@ -89,28 +89,28 @@ def test_a_client_that_cancels_frees_its_sequences(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     stream = stub.Generate(LONG)
-    eventually(lambda: server.engine.running)
+    until(lambda: server.engine.running)
     stream.cancel()
-    eventually(lambda: not server.engine.running and len(server.client) == 0)
+    until(lambda: not server.engine.running and len(server.client) == 0)
     pending = stub.GenerateBatch.future(LONG)
-    eventually(lambda: server.engine.running)
+    until(lambda: server.engine.running)
     pending.cancel()
-    eventually(lambda: not server.engine.running and len(server.client) == 0)
+    until(lambda: not server.engine.running and len(server.client) == 0)
 
 
 def test_a_deadline_of_grpc_that_passes_frees_them_too(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     assert refused(lambda: stub.GenerateBatch(LONG, timeout=0.2)).code == "unknown"
-    eventually(lambda: not server.engine.running and len(server.client) == 0)
+    until(lambda: not server.engine.running and len(server.client) == 0)
 
 
 def test_a_connection_that_breaks_frees_them_too(server: LiveServer) -> None:
     with grpc.insecure_channel(server.grpc_address) as channel:
         stream = RolloutServiceStub(channel).Generate(LONG)
-        eventually(lambda: server.engine.running)
+        until(lambda: server.engine.running)
     assert stream.done()
-    eventually(lambda: not server.engine.running and len(server.client) == 0)
+    until(lambda: not server.engine.running and len(server.client) == 0)
 
 
 def test_a_client_that_does_not_read_its_call_is_cut_off(model: Path) -> None:
@@ -129,8 +129,8 @@ def test_a_client_that_does_not_read_its_call_is_cut_off(model: Path) -> None:
             GenerateRequest(requests=items, sampling=SamplingFields(max_tokens=400))
         )
         next(stream)
-        eventually(lambda: len(fast.client) == 1)
-        eventually(lambda: len(fast.client) == 0)
+        until(lambda: len(fast.client) == 1)
+        until(lambda: len(fast.client) == 0)
         error = refused(lambda: list(stream))
         assert isinstance(error, Cancelled) and "unread for 0.3 s (send_timeout_s)" in error.message
 
@@ -220,7 +220,7 @@ def test_more_calls_than_connections_are_refused(
     server: LiveServer, stub: RolloutServiceStub
 ) -> None:
     open_calls = [stub.Generate(LONG) for _ in range(5)]
-    eventually(lambda: len(server.engine.running) == 5)
+    until(lambda: len(server.engine.running) == 5)
     error = refused(lambda: stub.GetInfo(GetInfoRequest()))
     assert (
         isinstance(error, Unavailable)
@@ -229,8 +229,8 @@ def test_more_calls_than_connections_are_refused(
     )
     for call in open_calls:
         call.cancel()
-    eventually(lambda: not server.engine.running)
-    eventually(lambda: stub.GetInfo(GetInfoRequest()).ready)
+    until(lambda: not server.engine.running)
+    until(lambda: stub.GetInfo(GetInfoRequest()).ready)
 
 
 class SlowToBegin:

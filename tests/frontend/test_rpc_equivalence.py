@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.rpc_cases import CASES, ITEM, KEYS, Case, batch
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_client.errors import ServerError
 from tlt_client.rpc import RolloutServiceStub, error_of
 from tlt_server import errors
@@ -320,7 +320,7 @@ def test_both_transports_describe_a_pause_and_a_full_queue_alike(keyed: LiveServ
         sampling={"max_tokens": 4},
     )
     assert over_grpc(keyed, "Detach", Case("", full, key="data")).reply
-    eventually(lambda: len(keyed.client) == 24)
+    until(lambda: len(keyed.client) == 24)
     http, rpc = (  # another key has its own share of the queue
         ask(keyed, "GenerateBatch", Case("", batch(ITEM), key="data"))
         for ask in (over_http, over_grpc)
@@ -345,6 +345,6 @@ def test_both_transports_describe_a_pause_and_a_full_queue_alike(keyed: LiveServ
     )
     aborted = over_grpc(keyed, "Abort", Case("", {"ids": ["h0", "h1"]}, key="data"))
     assert aborted.reply == {"sequences": 8}
-    eventually(lambda: len(keyed.client) == 16)
+    until(lambda: len(keyed.client) == 16)
     assert over_grpc(keyed, "Abort", Case("", {"all": True})).reply == {"sequences": 16}
-    eventually(lambda: len(keyed.client) == 0)
+    until(lambda: len(keyed.client) == 0)

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from tests.frontend.live_server import live_server
-from tests.frontend.test_limits import eventually
 from tests.frontend.test_rpc import SHORT, refused
+from tests.waiting import until
 from tlt_client.rpc import RolloutServiceStub
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.rpc import reads
@@ -121,7 +121,7 @@ def test_calls_that_send_no_message_keep_out_none_that_does(model: Path) -> None
             call = channel.stream_unary("/tlt.v1.RolloutService/GenerateBatch")
             for _ in range(6):
                 replies.append(call.future(nothing()))
-            eventually(lambda: any(reply.done() for reply in replies))
+            until(lambda: any(reply.done() for reply in replies))
             assert RolloutServiceStub(channel).GenerateBatch(SHORT, timeout=20).results
             for reply in [reply for reply in replies if reply.done()]:
                 assert "read at once (max_bodies_mb)" in refused(reply.result).message

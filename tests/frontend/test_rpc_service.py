@@ -18,9 +18,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
 from tests.frontend.test_metrics import series
 from tests.frontend.test_rpc import LONG, SHORT, channel, refused, server, stub
+from tests.waiting import until
 from tlt_client.errors import ConnectionFailed, NotReached
 from tlt_client.rpc import (
     GenerateRequest,
@@ -77,13 +77,13 @@ def test_health_and_events_follow_the_server(
     ]
     for thread in threads:
         thread.start()
-    eventually(lambda: statuses and states)
+    until(lambda: statuses and states)
     assert states[0].ready and states[0].weight_version == server.client.info.weight_version  # type: ignore[union-attr]
     stub.Pause(proto.PauseRequest(in_flight="drain", new_requests="refuse"))
-    eventually(lambda: len(statuses) == 2 and len(states) == 2)
+    until(lambda: len(statuses) == 2 and len(states) == 2)
     assert states[1].paused and not states[1].ready and "POST /engine/resume" in states[1].reason
     stub.Resume(proto.ResumeRequest())
-    eventually(lambda: len(statuses) == 3 and len(states) == 3)
+    until(lambda: len(statuses) == 3 and len(states) == 3)
     assert statuses == [
         health_pb2.HealthCheckResponse.SERVING,
         health_pb2.HealthCheckResponse.NOT_SERVING,
@@ -138,7 +138,7 @@ def test_a_server_that_stops_ends_every_stream_with_a_typed_error(
             next(events).state.ready
             and next(health).status == health_pb2.HealthCheckResponse.SERVING
         )
-        eventually(lambda: stopping.engine.running)
+        until(lambda: stopping.engine.running)
         started = time.monotonic()
         stopper = threading.Thread(target=stopping.stop)
         stopper.start()
@@ -170,5 +170,5 @@ def test_calls_are_counted_and_logged(server: LiveServer, stub: RolloutServiceSt
     before = counted("GenerateBatch", "OK"), counted("GenerateBatch", "INVALID_ARGUMENT")
     stub.GenerateBatch(SHORT)
     refused(lambda: stub.GenerateBatch(GenerateRequest()))
-    eventually(lambda: counted("GenerateBatch", "INVALID_ARGUMENT") == before[1] + 1)
+    until(lambda: counted("GenerateBatch", "INVALID_ARGUMENT") == before[1] + 1)
     assert counted("GenerateBatch", "OK") == before[0] + 1

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
 from tests.frontend.test_rpc import SHORT, refused
 from tests.frontend.test_tls import Issuer, files, first, put, second
 from tests.frontend.test_uploads import PART, emptied, kept
+from tests.waiting import until
 from tlt_client.errors import Conflict, Forbidden, InvalidRequest, NotFound, NotReached, TooLarge
 from tlt_client.rpc import Manifest, Part, RolloutServiceStub, UpdateWeightsRequest, error_of
 from tlt_client.rpc import rollout_pb2 as proto
@@ -124,13 +124,13 @@ def test_a_stream_that_broke_continues_where_it_was(
 ) -> None:
     def breaks() -> Iterable[UpdateWeightsRequest]:
         yield part(DATA[:40], total=100)
-        eventually(lambda: kept(server))
+        until(lambda: kept(server))
         raise RuntimeError("the trainer's own")
 
     with pytest.raises(grpc.RpcError):
         stub.UpdateWeights(breaks(), timeout=20)
     where = proto.GetPartRequest(version="v1", part=PART)
-    eventually(lambda: stub.GetPart(where).bytes == 40)
+    until(lambda: stub.GetPart(where).bytes == 40)
     assert stub.GetPart(where).total == 100
     assert httpx.get(f"{server.url}/weights/v1/{PART}").json()["bytes"] == 40, (
         "one staging, whichever way it came"
@@ -221,7 +221,7 @@ def test_certificates_are_https_and_are_renewed_with_them(
         with grpc.insecure_channel(secure.grpc_address) as plain, pytest.raises(grpc.RpcError):
             RolloutServiceStub(plain).GenerateBatch(SHORT, timeout=30)
         put(files, *second.issue("renewed"))
-        eventually(lambda: answers(secure, credentials(second)))
+        until(lambda: answers(secure, credentials(second)))
         assert not answers(secure, credentials(first))
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_server.commands import SetPolicy
 from tlt_server.records import OFF, Arms, Pin, Strategy, Switch
@@ -68,7 +68,7 @@ def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: Liv
     assert client.set_strategy("fixed", "eagle:7x4x16")["strategy"] == "eagle:7x4x16"
     assert client.set_strategy("off")["policy"] == "off"
     assert client.set_strategy("beg")["strategy"] is None
-    eventually(lambda: len(server.engine.policies) == 3)
+    until(lambda: len(server.engine.policies) == 3)
     assert server.engine.policies == [
         SetPolicy("fixed", Strategy("eagle", 7, 4, 16)),
         SetPolicy("off"),
@@ -85,7 +85,7 @@ def test_arms_and_pins_reach_the_engine_and_are_unset_by_the_next_policy(
     assert state["pins"] == [pins[0]], "8 run at most"
     history = [arm.name for arm in ladder(["history"]).arms]
     assert state["arms"] == [*history, "eagle:4x1x5"]
-    eventually(lambda: bool(server.engine.policies and server.engine.policies[-1].pins))
+    until(lambda: bool(server.engine.policies and server.engine.policies[-1].pins))
     chain = Strategy("eagle", 7, 1, 8)
     assert server.engine.policies[-1] == SetPolicy(
         "beg",

@@ -15,7 +15,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.commands import SetPolicy
 from tlt_server.frontend.link.submission import Submission
@@ -40,7 +40,7 @@ def die(server: LiveServer, prompt: int = 65) -> None:
         "engine_failed",
         True,
     )
-    eventually(
+    until(
         lambda: (
             server.engine is not epoch
             and not server.client.failure
@@ -77,7 +77,7 @@ class Collected:
 
     def ends(self) -> dict[str, tuple[str | None, str | None]]:
         """id -> finish reason and error code; asserts one end each."""
-        eventually(lambda: self.task.done())
+        until(lambda: self.task.done())
         ends = [output for output in self.outputs if output.finish_reason is not None]
         assert len(ends) == len(self.requests) == len({output.id for output in ends})
         return {
@@ -110,7 +110,7 @@ def test_a_dead_engine_is_restarted_and_what_was_open_ends_with_one_typed_error(
             )
         )
         waiting.start()
-        eventually(lambda: len(server.client) == 3)
+        until(lambda: len(server.client) == 3)
         die(server)
         waiting.join(30)
         for result in replies[0].results:
@@ -169,7 +169,7 @@ def test_a_server_whose_engine_is_restarted_is_alive_and_not_ready(model: Path) 
         assert "tlt_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
         assert not httpx.get(f"{server.url}/server_info").json()["ready"]
         server.call(server.may_launch.set)
-        eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+        until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
 
 
 def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) -> None:
@@ -178,14 +178,14 @@ def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) ->
         client.generate([{"token_ids": [DIES]}])
         time.sleep(1.1)  # as library imports do, of which the engine's phases know nothing
         server.call(server.may_launch.set)
-        eventually(lambda: "the engine is back" in server.said.getvalue())
+        until(lambda: "the engine is back" in server.said.getvalue())
         (back,) = re.findall(r"the engine is back after ([\d.]+) s", server.said.getvalue())
         assert 1.1 <= float(back) < 30
         server.call(server.may_launch.clear)
         client.generate([{"token_ids": [66, DIES]}])
         assert 2 <= int(httpx.get(f"{server.url}/readyz").headers["retry-after"]) < 31
         server.call(server.may_launch.set)
-        eventually(lambda: not server.client.failure)
+        until(lambda: not server.client.failure)
 
 
 def test_what_can_resume_is_submitted_again_in_order_before_anything_new(
@@ -196,14 +196,14 @@ def test_what_can_resume_is_submitted_again_in_order_before_anything_new(
     )
     plain = Collected(server, request("c", (HANGS,)), resumes=False)
     second = Collected(server, request("d", (67,), 10**6))
-    eventually(lambda: "short" not in first.submission.open and len(server.engine.running) == 4)
-    eventually(lambda: {"a", "b"} <= {output.id for output in first.outputs})
+    until(lambda: "short" not in first.submission.open and len(server.engine.running) == 4)
+    until(lambda: {"a", "b"} <= {output.id for output in first.outputs})
     server.call(lambda: server.client.set_policy(SetPolicy("off")))
     server.call(server.may_launch.clear)
     server.call(lambda: setattr(server.engine, "dies", True))
     assert plain.ends() == {"c": ("error", "engine_failed")}
     server.call(server.may_launch.set)
-    eventually(lambda: not server.client.failure)
+    until(lambda: not server.client.failure)
     new = Collected(server, request("new"))
     assert new.ends() == {"new": ("length", None)}
     epoch = server.engine
@@ -216,7 +216,7 @@ def test_what_can_resume_is_submitted_again_in_order_before_anything_new(
     resumed = epoch.submitted[0].generated
     assert 0 < len(resumed) < len(tokens) and tokens[: len(resumed)] == resumed
     assert tokens == [65 + i % 3 for i in range(len(tokens))]
-    eventually(lambda: len(server.client) == 0 and not epoch.running)
+    until(lambda: len(server.client) == 0 and not epoch.running)
 
 
 def test_deadlines_aborts_and_closing_work_while_the_engine_is_gone(model: Path) -> None:
@@ -231,19 +231,19 @@ def test_deadlines_aborts_and_closing_work_while_the_engine_is_gone(model: Path)
             Collected(server, request("stopped", (HANGS,))),
             Collected(server, request("closed", (HANGS,))),
         )
-        eventually(lambda: len(server.engine.submitted) == 5)
+        until(lambda: len(server.engine.submitted) == 5)
         server.call(
             lambda: (server.client.abort(["stopped"], "stop"), setattr(server.engine, "dies", True))
         )
-        eventually(lambda: server.client.failure)
+        until(lambda: server.client.failure)
         assert stopped.ends() == {"stopped": ("stop", None)}
         server.call(lambda: server.client.abort(["aborted"]))
         assert aborted.ends() == {"aborted": ("abort", None)}
         server.call(closed.submission.close)
         assert late.ends() == {"late": ("error", "deadline_exceeded")}
         server.call(server.may_launch.set)
-        eventually(lambda: not server.client.failure)
-        eventually(lambda: [r.id for r in server.engine.submitted] == ["stays"])
+        until(lambda: not server.client.failure)
+        until(lambda: [r.id for r in server.engine.submitted] == ["stays"])
         server.call(stays.submission.close)
 
 
@@ -277,7 +277,7 @@ def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServe
 
 def test_a_resumed_request_that_kills_again_ends_instead_of_a_third_try(server: LiveServer) -> None:
     bystander = Collected(server, request("b", (66,), 10**6))
-    eventually(lambda: bystander.outputs)
+    until(lambda: bystander.outputs)
     killer = Collected(server, request("k", (65, DIES)))
     assert killer.ends() == {"k": ("error", "poisoned")} and times_sent(server, "k") == 2
     server.call(lambda: server.client.abort(["b"]))
@@ -291,13 +291,13 @@ def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_kill
         server, *(request(f"b{i}", (66 + i,), 10**6) for i in range(5)), request("k", (65, DIES))
     )
     waiting = Collected(server, request("w", (80,), 10**6))
-    eventually(
+    until(
         lambda: (
             {output.id for output in batch.outputs if output.token_ids}
             == {f"b{i}" for i in range(5)}
         )
     )
-    eventually(lambda: times_sent(server, "k") == 2)
+    until(lambda: times_sent(server, "k") == 2)
     assert all(not output.error for output in batch.outputs if output.id != "k")
     new = Collected(server, request("new"))
     assert new.ends() == {"new": ("length", None)}
@@ -311,7 +311,7 @@ def test_a_prompt_that_was_sent_together_with_a_killer_is_not_refused_to_others(
     server: LiveServer,
 ) -> None:
     def together(attempt: int) -> dict[str, tuple[str | None, str | None]]:
-        eventually(lambda: not server.client.failure)
+        until(lambda: not server.client.failure)
         return Collected(
             server,
             request(f"copy{attempt}", (70,), 300),
@@ -333,13 +333,13 @@ def test_one_that_is_given_up_on_trial_makes_room_for_the_next(server: LiveServe
         Collected(server, request("h", (HANGS, 65))),
         Collected(server, request("n", (66,), 10**6)),
     )
-    eventually(lambda: behind.outputs)
+    until(lambda: behind.outputs)
     die(server)
-    eventually(lambda: [r.id for r in server.engine.submitted] == ["h"])
+    until(lambda: [r.id for r in server.engine.submitted] == ["h"])
     server.call(hanging.submission.close)
-    eventually(lambda: "n" in server.engine.running)
+    until(lambda: "n" in server.engine.running)
     server.call(behind.submission.close)
-    eventually(lambda: not server.engine.running and len(server.client) == 0)
+    until(lambda: not server.engine.running and len(server.client) == 0)
 
 
 def test_another_version_after_a_restart_is_not_served_until_a_push(server: LiveServer) -> None:
@@ -347,7 +347,7 @@ def test_another_version_after_a_restart_is_not_served_until_a_push(server: Live
         client.update_weights("p", "v1")
         waiting = Collected(server, request("w", (66,), 10**6))
         die(server)
-        eventually(lambda: server.client.versions.lost)
+        until(lambda: server.client.versions.lost)
         for response in (
             httpx.get(f"{server.url}/readyz"),
             httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}),
@@ -363,7 +363,7 @@ def test_another_version_after_a_restart_is_not_served_until_a_push(server: Live
         assert "nothing is generated" in server.said.getvalue()
         die_again = server.engine
         server.call(lambda: setattr(die_again, "dies", True))
-        eventually(lambda: server.engine is not die_again and not server.client.failure)
+        until(lambda: server.engine is not die_again and not server.client.failure)
         assert not server.engine.submitted
         client.update_weights("p", "v2")
         assert client.generate([{"prompt": "ab"}], sampling={"max_tokens": 3}).results[0].choices
@@ -417,4 +417,4 @@ def test_a_frontend_that_was_held_up_itself_blames_nobody(model: Path) -> None:
             time.sleep(2.7)
         assert not server.client.failure
         server.call(lambda: setattr(server.engine, "deaf", True))
-        eventually(lambda: "hang_timeout_s" in server.client.failure)
+        until(lambda: "hang_timeout_s" in server.client.failure)

@@ -19,8 +19,8 @@ import pytest
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_auth import HEADERS, LINES, keyed
-from tests.frontend.test_limits import eventually
 from tests.frontend.test_logs import lines, stream
+from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub, WatchEventsRequest
 
@@ -123,7 +123,7 @@ def test_a_key_aborts_its_own_requests_and_operate_aborts_all(model: Path, tmp_p
             pool.submit(ask, "b", "all"),
             pool.submit(ask, "c", "all"),
         )
-        eventually(lambda: len(server.engine.running) == 3)
+        until(lambda: len(server.engine.running) == 3)
         assert (
             abort("/abort_request", {"rid": "b"}, "data") == 200
             and abort("/abort_requests", {"request_ids": ["c"]}, "data") == 200
@@ -236,13 +236,13 @@ def test_a_key_that_fills_the_queue_keeps_no_other_out(model: Path, tmp_path: Pa
             "POST", f"{server.url}/generate", json=hangs, headers=HEADERS["data"]
         ) as greedy:
             assert greedy.status_code == 200
-            eventually(lambda: len(server.engine.running) == 4)
+            until(lambda: len(server.engine.running) == 4)
             refused = httpx.post(f"{server.url}/generate", json=one, headers=HEADERS["data"])
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert "4 sequences are open and 1 more are over the limit of 4" in refused.text
             taken = httpx.post(f"{server.url}/generate", json=one, headers=HEADERS["all"])
             assert taken.status_code == 200, taken.text
-        eventually(lambda: len(server.client) == 0)
+        until(lambda: len(server.client) == 0)
 
 
 # rotation
@@ -262,12 +262,12 @@ def test_keys_are_replaced_while_serving_and_a_broken_file_changes_nothing(
     with live_server(model, api_key_file=file) as server:
         assert (status(server, "old"), status(server, "new")) == (200, 401)
         replace(file, "new scopes=data name=trainer\n")
-        eventually(lambda: status(server, "new") == 200)
+        until(lambda: status(server, "new") == 200)
         assert status(server, "old") == 401
         for broken in ("typo scopes=dta\n", ""):
             refused = len([line for line in lines(stream) if line["event"] == "file_refused"])
             replace(file, broken)
-            eventually(
+            until(
                 lambda: (
                     len([1 for line in lines(stream) if line["event"] == "file_refused"]) > refused  # noqa: B023
                     or status(server, "new") != 200
@@ -279,14 +279,14 @@ def test_keys_are_replaced_while_serving_and_a_broken_file_changes_nothing(
             assert len(logged) == refused + 1, "logged once"
             assert "typo" not in json.dumps(logged)
         file.unlink()
-        eventually(
+        until(
             lambda: (
                 status(server, "new")
                 and len([1 for line in lines(stream) if line["event"] == "file_refused"]) == 3
             )
         )
         replace(file, "newest scopes=data,operate name=trainer\n")
-        eventually(lambda: status(server, "newest") == 200)
+        until(lambda: status(server, "newest") == 200)
         text = httpx.get(f"{server.url}/metrics", headers={"authorization": "Bearer newest"}).text
         reads = re.findall(
             r'^tlt_file_reads_total{file="api_keys",result="(\w+)"} (\S+)$', text, re.MULTILINE
@@ -319,7 +319,7 @@ def test_accepted_admin_calls_have_an_audit_line_that_says_who_what_and_which_ve
     post("/strategy", {"policy": "off"}, "operate", "PUT")
     post("/generate", {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}}, "data")
     httpx.get(f"{keyed.url}/weights", headers=HEADERS["push-weights"])
-    eventually(lambda: len([line for line in lines(stream) if line["event"] == "request"]) >= 9)
+    until(lambda: len([line for line in lines(stream) if line["event"] == "request"]) >= 9)
     audit = [
         (line.get("key"), line["method"], line["route"], line.get("version"))
         for line in lines(stream)
@@ -344,7 +344,7 @@ def test_a_change_of_state_by_get_or_head_is_audited(
         reply = httpx.request(method, f"{keyed.url}/flush_cache", headers=HEADERS["operate"])
         assert reply.status_code == 200
     assert httpx.get(f"{keyed.url}/strategy", headers=HEADERS["operate"]).status_code == 200
-    eventually(lambda: len([line for line in lines(stream) if line["event"] == "request"]) == 3)
+    until(lambda: len([line for line in lines(stream) if line["event"] == "request"]) == 3)
     audit = [
         (line["method"], line["route"], line["key"])
         for line in lines(stream)
@@ -387,7 +387,7 @@ def test_only_an_abort_that_says_so_ends_everything(model: Path, path: str) -> N
             f"{server.url}/inference/v1/generate",
             json={"request_id": "kept", "token_ids": [HANGS]},
         )
-        eventually(lambda: len(server.engine.running) == 1)
+        until(lambda: len(server.engine.running) == 1)
         for body in ABORTS[path]:
             reply = httpx.post(f"{server.url}{path}", content=json.dumps(body))
             message = reply.json()["error"]["message"]
@@ -419,11 +419,11 @@ def test_an_abort_of_everything_is_audited_with_who_asked_and_how_many_ended(
                 json={"requests": [{"id": "one", "token_ids": [HANGS], "n": 2}]},
                 headers=HEADERS["all"],
             )
-            eventually(lambda: len(keyed.engine.running) == 2)
+            until(lambda: len(keyed.engine.running) == 2)
             reply = httpx.post(f"{keyed.url}{path}", json=body, headers=HEADERS["all"])
             assert reply.status_code == 200 and asked.result(30).status_code == 200
     assert httpx.post(f"{keyed.url}/abort_requests", headers=HEADERS["data"]).status_code == 403
-    eventually(lambda: len([line for line in lines(stream) if line["event"] == "audit"]) == 4)
+    until(lambda: len([line for line in lines(stream) if line["event"] == "audit"]) == 4)
     owner = next(line for line in lines(stream) if line.get("route") == "/generate")["key"]
     audit = [
         (line["route"], line["action"], line["sequences"], line["key"])

@@ -17,7 +17,7 @@ import trustme
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_command import served
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_client import AsyncClient, Client, ConnectionFailed, Done, Tls
 from tlt_client.errors import NotReached, Unauthenticated
 from tlt_server.config import Config
@@ -107,13 +107,13 @@ def test_a_client_that_leaves_is_seen_to_leave(secure: LiveServer, first: Issuer
         events = client.stream([{"prompt": "abc"}], sampling={"max_tokens": 500})
         next(events)
         events.close()
-        eventually(lambda: len(secure.client) == 0)
+        until(lambda: len(secure.client) == 0)
         with (
             pytest.raises(ConnectionFailed),
             Client(secure.url, tls=Tls(ca=first.ca), timeout_s=0.3) as impatient,
         ):
             impatient.generate([{"token_ids": [HANGS]}])
-        eventually(lambda: len(secure.client) == 0 and not secure.engine.running)
+        until(lambda: len(secure.client) == 0 and not secure.engine.running)
 
 
 def test_a_client_certificate_opens_the_connection_and_the_key_the_routes(
@@ -164,7 +164,7 @@ def test_certificates_are_replaced_while_serving(
         time.sleep(1.1)
         assert trusts(server, old), "what cannot be used changes nothing"
         put({"key": files["tls_key"], "ca": trusted}, key, second.ca)
-        eventually(lambda: trusts(server, new))
+        until(lambda: trusts(server, new))
         mixed = Tls(second.ca, old.cert, old.key)
         assert not trusts(server, old) and not trusts(server, mixed), (
             "neither the old certificate nor the old clients' CA"

@@ -15,7 +15,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES
 from tests.frontend.live_server import LiveServer, live_server
-from tests.frontend.test_limits import eventually
+from tests.waiting import until
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_client.arguments import VERSION_MUST
 from tlt_server.commands import (
@@ -289,14 +289,12 @@ def test_an_engine_that_dies_during_a_push_is_a_typed_error(
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(post, server, "/update_weights", {"version": "v", "path": "hangs"})
-        eventually(lambda: bool(server.engine.weight_commands))
+        until(lambda: bool(server.engine.weight_commands))
         client.generate([{"token_ids": [DIES]}])
         answer = pushed.result(30)
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "engine_failed" and answer.json()["error"]["retryable"]
-    eventually(
-        lambda: post(server, "/update_weights", {"version": "v", "path": "p"}).status_code == 200
-    )
+    until(lambda: post(server, "/update_weights", {"version": "v", "path": "p"}).status_code == 200)
 
 
 def test_weight_routes_need_the_key(model: Path, tmp_path: Path) -> None:
