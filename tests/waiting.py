@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], object], within_s: float = 120.0) -> None:
+def until(condition: Callable[[], object], within_s: float = 240.0) -> None:
     """Look less often the longer it takes: what is asked may cost a server some milliseconds."""
     begun_s = time.monotonic()
     while not condition():

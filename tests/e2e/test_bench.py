@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.test_lifecycle import until
+from tests.waiting import until
 from tlt_server.__main__ import main
 from tlt_server.bench import weights
 from tlt_server.demo.server import ServerProcess

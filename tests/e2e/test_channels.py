@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import DRAFTING
-from tests.e2e.test_lifecycle import until
+from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.checkpoint import CALIBRATION

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import DRAFTING
-from tests.e2e.test_lifecycle import QUESTION, until
+from tests.e2e.test_lifecycle import QUESTION
 from tests.e2e.test_spot_training import items, status, weakened
+from tests.waiting import until
 from tlt_client import Client
 from tlt_client.channels.http import HttpSender
 from tlt_client.rollouts import Rollout

@@ -28,8 +28,9 @@ import zmq
 from tests.e2e.conftest import DRAFTING
 from tests.e2e.fatal import FATAL
 from tests.e2e.gpu_fault import FAULTY, REPORTED
-from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, gauge, until
+from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, gauge
 from tests.processes import engine, engines, ranks
+from tests.waiting import until
 from tlt_client import Client, ServerError
 from tlt_client.wire import Done, ItemResult
 from tlt_server.commands import Submit

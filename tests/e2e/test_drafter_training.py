@@ -13,8 +13,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import DRAFTING
-from tests.e2e.test_lifecycle import QUESTION, until
+from tests.e2e.test_lifecycle import QUESTION
 from tests.processes import trainer
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET

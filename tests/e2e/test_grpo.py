@@ -29,8 +29,8 @@ from examples.grpo.record import RunDirectory, differences, load_samples
 from examples.grpo.rollouts import KINDS, LARGER, draw_prompts, load_tokenizer
 from examples.grpo.train import arguments, train
 from tests.e2e.conftest import PAIR
-from tests.e2e.test_lifecycle import until
 from tests.processes import engine, ranks
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.bench.padding.checkpoint import write
 from tlt_server.bench.padding.recipe import pad

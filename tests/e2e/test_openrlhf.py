@@ -24,8 +24,9 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from tests.e2e.gloo_trainer import HOST, LIMIT, free_port, sums
-from tests.e2e.test_lifecycle import FAST_START, until
+from tests.e2e.test_lifecycle import FAST_START
 from tests.e2e.trainers import Calls
+from tests.waiting import until
 from tlt_client import Client, TltClientError
 from tlt_client.adapters.errors import NotServed
 from tlt_client.adapters.openrlhf import RolloutActor, TrainerGroup

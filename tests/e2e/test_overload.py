@@ -14,7 +14,8 @@ import pytest
 
 from tests.e2e.conftest import PAIR
 from tests.e2e.test_bench import bench
-from tests.e2e.test_lifecycle import LONG, QUESTION, gauge, until
+from tests.e2e.test_lifecycle import LONG, QUESTION, gauge
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess

@@ -20,7 +20,8 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.e2e.browser import Open, ask, ready
-from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, until
+from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION
+from tests.waiting import until
 from tlt_client import Client
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.rounds import look

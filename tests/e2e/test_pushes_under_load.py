@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tests.e2e.conftest import DRAFTING
 from tests.e2e.gloo_trainer import sums
-from tests.e2e.test_lifecycle import until
+from tests.waiting import until
 from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender

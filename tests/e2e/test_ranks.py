@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import record_faults
 from tests.e2e.conftest import DRAFTING
-from tests.e2e.test_lifecycle import until
 from tests.processes import engine, ranks
+from tests.waiting import until
 from tlt_client import Client, Reply
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess

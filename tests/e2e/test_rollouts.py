@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import DRAFTING
-from tests.e2e.test_lifecycle import FAST_START, QUESTION, gauge, until
+from tests.e2e.test_lifecycle import FAST_START, QUESTION, gauge
 from tests.processes import engine
+from tests.waiting import until
 from tlt_client import Client, Reply, Rollout
 from tlt_client.wire import ItemResult
 from tlt_server.demo.server import ServerProcess

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import DRAFTING
-from tests.e2e.test_lifecycle import until
 from tests.e2e.trainers import Calls, Rollout, check, rolling
+from tests.waiting import until
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET

@@ -32,8 +32,8 @@ from tests.e2e.hostile_bodies import SECRET, generate
 from tests.e2e.hostile_requests import LIMITS, attempt
 from tests.e2e.test_crashes import AT_ONCE
 from tests.e2e.test_hostile import ANSWER_S, CONTINUE, SOUND, Answer, free_pages, judge, send
-from tests.e2e.test_lifecycle import until
 from tests.processes import engine, engines
+from tests.waiting import until
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_client.channels.checkpoint import CALIBRATION
 from tlt_client.rpc import GenerateRequest, RolloutServiceStub

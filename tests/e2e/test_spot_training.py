@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from tests.e2e.test_drafter_training import figures
-from tests.e2e.test_lifecycle import until
 from tests.processes import trainer
+from tests.waiting import until
 from tlt_client import Client
 from tlt_client.channels.checkpoint import CALIBRATION, SINGLE
 from tlt_client.channels.http import HttpSender

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_drafter_training import figures
-from tests.e2e.test_lifecycle import until
 from tests.e2e.test_spot_training import TRAINED, items, status, weakened
 from tests.processes import trainer
+from tests.waiting import until
 from tlt_client import Client
 from tlt_client.errors import Conflict
 from tlt_server.demo.push import perturbed_copy

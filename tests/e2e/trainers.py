@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from tests.e2e.test_lifecycle import until
+from tests.waiting import until
 
 Spans = list[dict[str, Any]]
 
