@@ -145,10 +145,17 @@ def test_a_rank_forgets_versions_that_are_replaced(shared: Pushable, root: Path)
     assert 2 <= mapped <= 3, "live, previous, and one that is about to be dropped"
 
 
-def test_a_changed_slice_of_another_rank_is_named_by_the_checksums(shared: Pushable) -> None:
-    name = "model.layers.2.self_attn.o_proj.weight"
+@pytest.mark.parametrize(
+    "rank, name",
+    [
+        (1, "model.layers.2.self_attn.o_proj.weight"),
+        (0, "model.embed_tokens.weight"),  # which rank 1 has, too
+        (1, "model.embed_tokens.weight"),
+    ],
+)
+def test_a_changed_slice_is_named_by_the_checksums(shared: Pushable, rank: int, name: str) -> None:
     network, before = target_of(shared), shared.checksums()
-    view = network.peers[0].own_parameters()[name]
+    view = (network, *network.peers)[rank].own_parameters()[name]
     kept = float(view[0, 0])
     view[0, 0] = kept + 1
     changed = live_sums(network.parameters())

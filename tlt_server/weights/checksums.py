@@ -70,8 +70,8 @@ def mix64(stored: Stored) -> str:
 
 
 def _over_ranks(pieces: SpreadTensor) -> str:
-    """Sum up where the slices lie. Of slices that several ranks hold, one is counted: the first
-    that differs from the others, if one does.
+    """Sum up where the slices lie. Of slices that several ranks hold, one is counted if they agree,
+    and all if they do not, so that the sum is wrong whichever of them is.
     """
     if pieces.is_cuda:
         from tlt_kernels.gpu.checksums import placed_sum
@@ -81,7 +81,7 @@ def _over_ranks(pieces: SpreadTensor) -> str:
     found: dict[int, list[int]] = {}
     for values_RC, first, distance in pieces.placed():
         found.setdefault(first, []).append(placed_sum(values_RC, first, distance)[0])
-    counted = (next((s for s in sums if s != sums[0]), sums[0]) for sums in found.values())
+    counted = (sums[0] if len({*sums}) == 1 else sum(sums) for sums in found.values())
     return finished(sum(counted), pieces.numel())
 
 
