@@ -201,3 +201,16 @@ def test_the_fingerprint_names_the_attention_of_each_device() -> None:
             of_cpu(decided, Numerics()) if device == "cpu" else of_gpu(decided, torch.device("cpu"))
         )
         assert found.attention == attention
+
+
+def test_the_fingerprint_names_the_processor_that_kernels_are_compiled_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MKL may add in one order on both, and their vectors have other widths."""
+    settings = choose(EngineSettings(model="m", device="cpu"), CARD, files()).settings  # type: ignore[arg-type]
+    found = []
+    for name in ("icelake-server", "znver4"):
+        monkeypatch.setenv("NUMBA_CPU_NAME", name)
+        found.append(of_cpu(settings, Numerics()))
+        assert name in found[-1].architecture
+    assert found[0].difference(found[1]).startswith("architecture is ")

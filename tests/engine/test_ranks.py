@@ -149,7 +149,7 @@ def test_a_rank_forgets_versions_that_are_replaced(shared: Pushable, root: Path)
     "rank, name",
     [
         (1, "model.layers.2.self_attn.o_proj.weight"),
-        (0, "model.embed_tokens.weight"),  # which rank 1 has, too
+        (0, "model.embed_tokens.weight"),  # rank 1 has it, too
         (1, "model.embed_tokens.weight"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import platform
 
 import torch
+from llvmlite.binding import get_host_cpu_name
 
 from tlt_kernels import versions
 from tlt_server.engine.settings import DecidedSettings
@@ -20,8 +21,12 @@ GPU_PROMISES = {  # by numerics
 
 
 def of_cpu(settings: DecidedSettings, numerics: Numerics) -> Fingerprint:
-    """Return the fingerprint after the self-test, which chooses the library."""
-    architecture = f"{platform.machine()}, MKL_CBWR {os.environ.get('MKL_CBWR', 'unset')}"
+    """Return the fingerprint after the self-test, which chooses the library. Kernels are compiled
+    for a processor, whose vectors are the order in which their loops add.
+    """
+    processor = os.environ.get("NUMBA_CPU_NAME") or get_host_cpu_name()
+    library = f"MKL_CBWR {os.environ.get('MKL_CBWR', 'unset')}"
+    architecture = f"{platform.machine()} {processor}, {library}"
     how = f"{numerics.mode} {versions.CPU}: {numerics.method.name}"
     return Fingerprint(
         settings.reduction_leaves, settings.dtype, architecture, how, settings.attention
