@@ -69,7 +69,9 @@ def samples(client: Client, name: str) -> dict[str, float]:
 
 
 def test_it_says_what_it_runs_on(client: Client) -> None:
-    engine = client.server_info()["engine"]
+    info = client.server_info()
+    engine = info["engine"]
+    assert info["num_gpus"] == info["tp_size"] == 1
     assert (
         engine["device"] == "cuda"
         and engine["drafter"] == "eagle+history"

@@ -123,7 +123,7 @@ def test_numbers_that_a_model_does_not_have_are_refused_at_once(
 
 def test_too_few_gpus_are_refused_with_the_widths_that_work_on_them() -> None:
     settings = EngineSettings(model="m", device="cuda", tensor_parallel=4)  # type: ignore[arg-type]
-    with pytest.raises(StartupError, match="sees 2 GPUs; .*: use 1 or 2, or name more in CUDA_"):
+    with pytest.raises(StartupError, match="sees 2 GPUs, .*; use 1 or 2, or name more in CUDA_"):
         choose(settings, CARD._replace(others=(TWIN,)), files(WIDE))
 
 

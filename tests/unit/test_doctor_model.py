@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.tiny import Shape, write_eagle1
 from tests.unit.test_doctor import CARD, MIB, ROOT, configured, expect, found
 from tlt_server import machine
 from tlt_server.config import Config
@@ -42,6 +43,24 @@ def test_ranks(pair: Path) -> None:
         assert found(model.device, broken(pair, **numbers)).remedy == "use 1 or 2"
     few = found(model.device, broken(pair, tensor_parallel=2, reduction_leaves=1))
     assert few.remedy == "use 2", "four and eight would cut a head"
+
+
+def test_ranks_have_no_drafter_that_reads_their_head(pair: Path, tmp_path: Path) -> None:
+    shape = Shape(hidden=256, head_dim=128, mlp=512, vocab=512)
+    write_eagle1(tmp_path / "eagle1", pair / "target", shape=shape)
+    for ranks, status in ((1, "ok"), (2, "fail")):
+        given = {"drafter": str(tmp_path / "eagle1"), "tensor_parallel": ranks}
+        said = found(model.drafter, configured(model=pair / "target", **given))
+        assert said.status == status
+    assert said.remedy == "use an EAGLE-3 drafter, or tensor_parallel 1"
+
+
+@pytest.mark.parametrize(
+    "given", [{"weight_staging": "host", "weight_root": "/tmp"}, {"drafter_parallel": "shared"}]
+)
+def test_what_ranks_cannot_have_has_its_own_remedy(pair: Path, given: dict[str, str]) -> None:
+    remedy = found(model.device, broken(pair, tensor_parallel=2, **given)).remedy
+    assert remedy in ("use auto, device or none", "leave the setting out")
 
 
 def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tlt_server.engine.devices.choice import (
     look,
     wider_settings,
 )
+from tlt_server.engine.devices.cpu import check_own_head
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.settings import DecidedSettings
@@ -31,6 +32,7 @@ from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.eagle import EagleNetwork
 from tlt_server.models.gpu.draft_part import drafter_part
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.loader import check_files, empty_target, unread
@@ -116,6 +118,8 @@ def drafter(config: Config) -> Finding:
     loader = find_loader(directory, "cuda" if _on_gpu(config) else "cpu")
     loader.check(network, directory)
     loader.calibration(directory)
+    if config.tensor_parallel > 1 and isinstance(network, EagleNetwork):  # a CPU's
+        check_own_head(network, directory)
     values = sum(view.numel() for view in network.parameters().values())
     return ok(f"{drafter_in(directory)}, {values / 1e6:,.1f} M parameters, fits the target")
 

@@ -180,7 +180,7 @@ def for_cpu(settings: EngineSettings, model: ModelFacts) -> DeviceChoice:
         )
     if settings.drafter_parallel == "shared":
         raise StartupError(
-            "drafter_parallel is shared, and on a CPU the first rank drafts alone: leave the "
+            "drafter_parallel is shared, and on a CPU the first rank drafts alone; leave the "
             "setting out"
         )
     if settings.dtype not in (None, "float32"):
@@ -267,7 +267,7 @@ def _check_width(settings: EngineSettings) -> None:
     if ranks > 1 and settings.weight_staging in ("host", "disk"):
         raise StartupError(
             f"weight_staging is {settings.weight_staging}, and every rank keeps its slice on its "
-            "own device: use auto, device or none"
+            "own device; use auto, device or none"
         )
 
 
@@ -295,15 +295,15 @@ def _check_gpus(ranks: int, gpu: Gpu, works: Sequence[int]) -> None:
     if seen < ranks:
         fewer = " or ".join(str(width) for width in works if width <= seen)
         raise StartupError(
-            f"tensor_parallel is {ranks}, and torch sees {seen} GPU{'s' * (seen > 1)}; every rank "
-            f"has one: use {fewer}, or name more in CUDA_VISIBLE_DEVICES"
+            f"tensor_parallel is {ranks}, and torch sees {seen} GPU{'s' * (seen > 1)}, one for "
+            f"each rank; use {fewer}, or name more in CUDA_VISIBLE_DEVICES"
         )
     for other in others:
         if (other.name, other.total_bytes) != (gpu.name, gpu.total_bytes):
             raise StartupError(
                 f"tensor_parallel is {ranks}, and {other.device} is {other.name} with "
-                f"{other.total_bytes // MIB} MiB, cuda:0 {gpu.description}; ranks need GPUs of one "
-                "kind: choose them with CUDA_VISIBLE_DEVICES"
+                f"{other.total_bytes // MIB} MiB, cuda:0 {gpu.description}; name GPUs of one kind "
+                "in CUDA_VISIBLE_DEVICES"
             )
 
 

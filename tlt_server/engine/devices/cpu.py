@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +29,7 @@ from tlt_server.machine import host_memory
 from tlt_server.models.adapted import AdapterSlots
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
+from tlt_server.models.eagle import EagleNetwork
 from tlt_server.models.loader import empty_target, load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.split import Split
@@ -43,7 +43,7 @@ from tlt_server.speculation.drafters.cpu import (
     Following,
     Sleeper,
 )
-from tlt_server.speculation.drafters.loading import Loader, find_loader
+from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.sizes import AnySize, Reach
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free
@@ -86,9 +86,9 @@ class CpuDevice:
         )
         if settings.tensor_parallel > 1:
             if loader is not None and directory is not None:
-                _check_own_head(
-                    loader, directory, partial(empty_target, *make.args, **make.keywords)
-                )
+                with torch.device("meta"):
+                    empty = loader.empty(directory, empty_target(*make.args, **make.keywords))
+                check_own_head(empty, directory)
             ranks = self._ranks = Ranks(settings, config)
             split = ranks.split(Split(settings.reduction_leaves, 0, settings.tensor_parallel))
         target = make(split=split, random=settings.random_weights)
@@ -190,10 +190,8 @@ class CpuDevice:
         return Free(available, available, disk_free(self._settings.state_dir))
 
 
-def _check_own_head(loader: Loader, directory: Path, make_target: Callable[[], Decoder]) -> None:
-    """`StartupError` for a drafter that reads the target's head; no storage is made."""
-    with torch.device("meta"):
-        network = loader.empty(directory, make_target())
+def check_own_head(network: EagleNetwork, directory: Path) -> None:
+    """`StartupError` for a drafter of several ranks that reads the target's head."""
     if not network.own_head:
         raise StartupError(
             f"the drafter {directory} reads the target's head, which several ranks share; use an "

@@ -113,7 +113,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     tp_size: Annotated[int, Meta(description="ranks that share the target")]
     pp_size: Annotated[int, Meta(description="always 1")] = 1
     dp_size: Annotated[int, Meta(description="always 1")] = 1
-    num_gpus: Annotated[int, Meta(description="GPUs that compute: 0 on a CPU, else 1")]
+    num_gpus: Annotated[int, Meta(description="GPUs that compute; 0 on a CPU")]
     disaggregation_mode: Annotated[
         str, Meta(description="always null, in letters: prompts and outputs are computed here")
     ] = "null"
@@ -157,7 +157,7 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         max_running_requests=info.max_running if info else 0,
         context_length=info.max_model_len if info else 0,
         tp_size=config.tensor_parallel,
-        num_gpus=int(info is not None and info.device == "cuda"),
+        num_gpus=config.tensor_parallel if info and info.device == "cuda" else 0,
     )
 
 
