@@ -54,7 +54,7 @@ class LockstepPeers:
 
     def __init__(self, windows: PeerWindows, turns: Turns) -> None:
         self.rank, self.ranks, self.device = windows.rank, windows.ranks, windows.device
-        self.room, self.parts = windows.room, windows.parts
+        self.room, self.parts, self.missed = windows.room, windows.parts, windows.missed
         self.turns, self._windows = turns, windows
         self._read = range(0)  # addresses of the newest exchange
 
@@ -73,8 +73,8 @@ class LockstepPeers:
         assert apart, "peers may still read this memory"
         self.turns.meet()
 
-    def failure(self) -> str:
-        return self._windows.failure()
+    def failure(self, missed_T: Sequence[Sequence[int]] = ()) -> str:
+        return self._windows.failure(missed_T)
 
     def mute(self) -> None: ...
 

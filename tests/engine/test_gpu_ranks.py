@@ -6,6 +6,7 @@ rank ends or differs.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,10 +29,11 @@ from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.gathered import GatheredPeers
-from tlt_server.engine.gpu import preparing
+from tlt_server.engine.gpu import preparing, windows
 from tlt_server.engine.gpu.drafts import DraftPass
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
-from tlt_server.engine.gpu.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.extend import Extend, ExtendKey, Reported
+from tlt_server.engine.gpu.orders import RunStep
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.ranks import GpuRanks
 from tlt_server.engine.gpu.ring import PinnedBuffer
@@ -228,6 +230,29 @@ def test_ranks_that_differ_end_the_epoch_with_the_step_and_the_rank(
         process.wait(5)
         with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
             engine.engine.runner.collect(busy=False)
+
+
+def test_a_rank_that_is_late_for_reports_ends_the_epoch_with_that_step(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 does not come to the exchanges of the second step's reports."""
+    monkeypatch.setattr(windows, "WAIT_S", 2.0)
+    run_step, steps = GpuRanks.run_step, list[int]()
+
+    def withheld(ranks: GpuRanks, *keys: Any, reported: Reported, **how: Any) -> RunStep:
+        seen = reported if len(steps) != 1 else Reported()
+        steps.append(ranks._step)
+        return run_step(ranks, *keys, reported=seen, **how)
+
+    with two_ranks(settings, drafter="none") as engine:
+        choose(engine, None)
+        monkeypatch.setattr(GpuRanks, "run_step", withheld)
+        late = r"rank 0 waited 2 s for rank 1 in exchange \d+, in order (\d+) or before"
+        with pytest.raises(EngineFailed, match=late) as raised:
+            engine.run(request(0, 5, 5, logprobs=2, raw_logprobs=True))
+        assert len(engine.said["r0"]) == 1, "a report of the step was told"
+        [order] = re.findall(r"order (\d+)", str(raised.value))
+        assert steps[1] < int(order) <= steps[2]
 
 
 def flip_residual(engine: Pushable, patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,15 @@ import msgspec
 import pytest
 import torch
 
+from tests.engine.lockstep import group as windows_of
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels.errors import ChannelLost
 from tlt_client.channels.memory import SharedGpuMemory
+from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.meeting import Meeting
 from tlt_server.engine.gpu import ranks
+from tlt_server.engine.gpu.agreement import WORDS, Agreement
 from tlt_server.engine.gpu.flight import Flight, newest_tokens
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.orders import Begin, ReportMemory, Settle
@@ -43,14 +46,15 @@ WAIT_S = 0.5
 
 
 class Stepping(GpuRanks):
-    """Ranks of which rank 1 has died, or differs, while a step is in flight."""
+    """Ranks of which rank 1 has died, differs, or has waited, while a step is in flight."""
 
-    words = 4
+    words = 2 * WORDS
 
-    def __init__(self, died: str) -> None:
+    def __init__(self, died: str, words: Sequence[int] = (1, 3, 0, 0)) -> None:
         self._died, self._step = died, 7
-        found_TW, failure = torch.tensor([[1, 2], [1, 3]], dtype=torch.int32), lambda: ""
-        self.agreement = SimpleNamespace(found_TW=found_TW, failure=failure)  # type: ignore[assignment]
+        self.agreement = agreement = Agreement(windows_of(2, SUM_FLOATS)[0])
+        agreement.begin()
+        agreement.found_TW.copy_(torch.tensor([[1, 2, 0, 0], words]))
 
     def check_ended(self) -> None:
         if self._died:
@@ -113,6 +117,13 @@ def test_structured_outputs_wait_for_a_step_no_longer_than_a_rank_lives(
 def test_structured_outputs_read_no_token_of_ranks_that_differ() -> None:
     with pytest.raises(EngineFailed, match="ranks differ after order 7: the states of rank 1 "):
         newest_of(Stepping(""), None)
+
+
+def test_a_step_in_which_another_rank_waited_in_vain_is_not_read() -> None:
+    """Rank 0 was held up, so its own waits were met, and all sums are alike."""
+    waited = "rank 1 waited 10 s for rank 0 in exchange 27, in order 7 or before"
+    with pytest.raises(EngineFailed, match=f"^{waited}"):
+        newest_of(Stepping("", (1, 2, 1, 27)), None)
 
 
 def test_graphs_wait_for_steps_no_longer_than_a_rank_lives() -> None:

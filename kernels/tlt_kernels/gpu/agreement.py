@@ -2,6 +2,7 @@
 layout, and what was accepted. Ranks that differ have different sums, but for a chance in 2^64.
 
 Integers add up the same in any order. The total goes on from step to step, so a difference stays.
+With it goes whom the rank has waited for in vain.
 
 Legend: R rows, H hidden, E entries, F fields of an outcome, W words of 32 bits in a normed row.
 """
@@ -17,7 +18,7 @@ from tlt_kernels.gpu.accept import HEAD
 from tlt_kernels.gpu.target import PDL, lanes, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import RowTable
 
-# The last elements of a room of `exchange.py`: the sum is alone in its kilobyte.
+# The last elements of a room of `exchange.py`: the sums are alone in their kilobyte.
 SUM_FLOATS = 256
 
 
@@ -40,6 +41,7 @@ def _add_states(
     batch_slot_R,
     parent_R,
     outcome_EF,
+    missed,
     total,
     R,
     W: tl.constexpr,
@@ -52,6 +54,8 @@ def _add_states(
     p = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     pdl_wait()
+    if p == 0:
+        tl.store(total + 1, tl.load(missed))
     if p < R:
         position = tl.load(position_R + p)
         alive = position >= 0
@@ -74,8 +78,10 @@ def _add_states(
     tl.atomic_add(total, added.to(tl.int64, bitcast=True), sem="relaxed")
 
 
-def add_states(hidden_RH: Tensor, rows: RowTable, outcome_EF: Tensor, total: Tensor) -> None:
-    """Add a step to `total`, one int64."""
+def add_states(
+    hidden_RH: Tensor, rows: RowTable, outcome_EF: Tensor, missed: Tensor, total: Tensor
+) -> None:
+    """Add a step to the first int64 of `total`, and copy `missed`, two int32, to the second."""
     word_RW = hidden_RH.view(torch.int32)
     (count, words), (entries, fields) = word_RW.shape, outcome_EF.shape
     _add_states[(count + entries,)](
@@ -86,6 +92,7 @@ def add_states(hidden_RH: Tensor, rows: RowTable, outcome_EF: Tensor, total: Ten
         rows.batch_slot_R,
         rows.parent_R,
         outcome_EF,
+        missed.view(torch.int64),
         total,
         count,
         W=words,

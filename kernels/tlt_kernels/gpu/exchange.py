@@ -101,6 +101,12 @@ class RankPeers(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def missed(self) -> Tensor:
+        """Return the first rank that was waited for in vain, plus one, and the number of that
+        exchange, int32; zeros where there is none, or where a library waits.
+        """
+
     def room(self, turn: int) -> Tensor:
         """Return the float32 room of an even or odd exchange."""
 
@@ -129,8 +135,10 @@ class RankPeers(Protocol):
         4 bytes, of any shape, in a room; peers' lie at the same place.
         """
 
-    def failure(self) -> str:
-        """Return which rank was waited for in vain, or nothing. It may wait for the device."""
+    def failure(self, missed_T: Sequence[Sequence[int]] = ()) -> str:
+        """Return which ranks were waited for in vain, or nothing. It may wait for the device.
+        missed_T: `missed` of each rank, as the others were found to have it.
+        """
 
     def mute(self) -> None:
         """Wait for no rank until `reset`: what is exchanged meanwhile is undefined."""
@@ -157,6 +165,10 @@ class PeerWindows(NamedTuple):
     def device(self) -> torch.device:
         return self.own.device
 
+    @property
+    def missed(self) -> Tensor:
+        return self.state[signals.MISSED.value :]
+
     def room(self, turn: int) -> Tensor:
         return self._rooms.chunk(ROOMS)[turn % ROOMS]
 
@@ -168,13 +180,16 @@ class PeerWindows(NamedTuple):
         floats = self.own[HEAD_BYTES:].view(torch.float32)
         return floats[: len(floats) - ROOMS * self.landing]
 
-    def failure(self) -> str:
-        """Return what `RankPeers.failure` does, once the device has come here."""
-        missed, number = self.state[signals.MISSED.value :].tolist()
-        if not missed:
-            return ""
-        waited = f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s"
-        return f"{waited} for rank {missed - 1} in exchange {number}"
+    def failure(self, missed_T: Sequence[Sequence[int]] = ()) -> str:
+        """Return what `RankPeers.failure` does, once the device has come here, the first wait
+        first.
+        """
+        found = {**dict(enumerate(missed_T)), self.rank: self.missed.tolist()}
+        waits = sorted((at, rank, other) for rank, (other, at) in found.items() if other)
+        return " and ".join(
+            f"rank {rank} waited {self.timeout_ns / 1e9:g} s for rank {other - 1} in exchange {at}"
+            for at, rank, other in waits
+        )
 
     def mute(self) -> None:
         self.state[signals.MISSED.value] = MAX_RANKS + 1

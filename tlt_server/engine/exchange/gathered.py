@@ -7,6 +7,7 @@ same gathers in the same order, in captured graphs too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,6 +41,10 @@ class GatheredPeers:
     room_YX: Tensor  # float32, `ROOMS` rooms
     library: GatherLibrary
     muted: bool = field(default=False, init=False)
+    missed: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.missed = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +82,7 @@ class GatheredPeers:
             words_X, out_X = mine_X.view(torch.int32).view(-1), out_TX.view(torch.int32).view(-1)
             self.library.gather(words_X, out_X)
 
-    def failure(self) -> str:
+    def failure(self, missed_T: Sequence[Sequence[int]] = ()) -> str:
         return self.library.failure()
 
     def mute(self) -> None:

@@ -1,5 +1,5 @@
 """The check that all ranks hold alike what they should: each adds every step to a sum in its
-window, and rank 0 reads all of them with the step's outcome.
+window, and rank 0 reads all of them with the step's outcome, and whom each waited for in vain.
 """
 
 from __future__ import annotations
@@ -13,30 +13,47 @@ from tlt_kernels.gpu.agreement import SUM_FLOATS, add_states
 from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.tensors import RowTable
 
+# Those of a rank are its sum, and `RankPeers.missed`.
+WORDS = 4
+
 
 class Agreement:
     def __init__(self, peers: RankPeers) -> None:
         self._peers = peers
-        # Between two steps' sums lie exchanges of layers, which prove that all have been read.
-        self._mine = peers.room(0)[-SUM_FLOATS:].view(torch.int32)[:2]
-        self.found_TW = torch.zeros(peers.ranks, 2, dtype=torch.int32, device=peers.device)
+        # Between two steps' sums lie exchanges of layers, which prove that all have been read;
+        # between the two gathers of one step, perhaps none.
+        first, second = peers.room(0)[-SUM_FLOATS:].view(torch.int32).chunk(2)
+        self._mine_W, self._again_W = first[:WORDS], second[:WORDS]
+        self.found_TW = torch.zeros(peers.ranks, WORDS, dtype=torch.int32, device=peers.device)
 
     def add(self, hidden_RH: Tensor, rows: RowTable, outcome_EF: Tensor) -> None:
         """Add a step, as part of its pass, and gather the sums of all ranks."""
-        add_states(hidden_RH, rows, outcome_EF, self._mine.view(torch.int64))
-        self._peers.gather(self._mine, self.found_TW)
+        total = self._mine_W.view(torch.int64)
+        add_states(hidden_RH, rows, outcome_EF, self._peers.missed, total)
+        self._peers.gather(self._mine_W, self.found_TW)
+
+    def gather_again(self) -> None:
+        """Gather once more, after exchanges that follow the step's pass."""
+        self._again_W.copy_(self._mine_W)
+        self._again_W[2:].copy_(self._peers.missed)
+        self._peers.gather(self._again_W, self.found_TW)
 
     def begin(self) -> None:
         """Begin with sums of zero, while no rank exchanges."""
-        self._mine.zero_()
+        self._mine_W.zero_()
         self._peers.reset()
 
-    def failure(self) -> str:
-        """Return which rank was waited for in vain, or nothing. It may wait for the device."""
-        return self._peers.failure()
+    def failure(self, missed_T: Sequence[Sequence[int]]) -> str:
+        """Return what `RankPeers.failure` does."""
+        return self._peers.failure(missed_T)
 
 
 def differing(words: Sequence[int]) -> list[int]:
     """Return the ranks whose sums are not rank 0's."""
-    sums = list(zip(words[::2], words[1::2], strict=True))
+    sums = list(zip(words[::WORDS], words[1::WORDS], strict=True))
     return [rank for rank, each in enumerate(sums) if each != sums[0]]
+
+
+def missed(words: Sequence[int]) -> list[tuple[int, int]]:
+    """Return `RankPeers.missed` of each rank."""
+    return list(zip(words[2::WORDS], words[3::WORDS], strict=True))

@@ -271,7 +271,7 @@ class Extend:
 
     def follow_reports(self, reported: Reported) -> None:
         """Gather the logits that `report` and `score_prompt` read on rank 0."""
-        if self.state.head is None:
+        if reported == Reported():
             return
         if reported.tokens and self._head is not None:
             self.logits()
@@ -279,6 +279,12 @@ class Extend:
             self.logits()
         for first, count in reported.prompts:
             self._prompt_logits(first, count)
+        self.end_reports()
+
+    def end_reports(self) -> None:
+        """Let rank 0 see whether a rank was waited for in vain in the exchanges of reports."""
+        if self.state.agreement is not None:
+            self.state.agreement.gather_again()
 
     @property
     def _edits(self) -> bool:

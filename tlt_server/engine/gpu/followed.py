@@ -52,8 +52,9 @@ class Followers(Protocol):
         """Return the table, which tells them what it is told."""
 
     def copy_sums(self, outcome: PinnedBuffer) -> AwaitedOutcome:
-        """Queue a copy of the sums of all ranks to the end of the outcome of the newest step.
-        Return what waits for it: `EngineFailed` where a rank has ended, is stopped, or differs.
+        """Queue a copy of the sums of all ranks to the end of the newest step's outcome, after all
+        that the step launches. Return what waits for it: `EngineFailed` where a rank has ended, is
+        stopped, was waited for in vain, or differs.
         """
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tlt_kernels.gpu.exchange import RankPeers, WindowSizes
 from tlt_server.engine.arena import Arena, arena_bytes
 from tlt_server.engine.gpu import orders as told
-from tlt_server.engine.gpu.agreement import Agreement, differing
+from tlt_server.engine.gpu.agreement import WORDS, Agreement, differing, missed
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey, Reported
 from tlt_server.engine.gpu.joining import RankGroup, join
@@ -51,7 +51,7 @@ class GpuRanks(Ranks):
         self._device, self._sizes, self._by = device, sizes, settings.exchange
         self._equipping = 0
         self._step = 0  # the order of the newest one
-        self.words = 2 * settings.tensor_parallel
+        self.words = WORDS * settings.tensor_parallel
         super().__init__(settings, config)
 
     def join(self, directory: Path) -> None:
@@ -175,12 +175,14 @@ class GpuRanks(Ranks):
                 )
 
     def compare(self, words: Sequence[int], step: int) -> None:
-        """`EngineFailed` where the sums of a step are not those of rank 0."""
-        others = differing(words)
-        if not others:
+        """`EngineFailed` where the sums of a step are not those of rank 0, or a rank was waited for
+        in vain.
+        """
+        others, missed_T = differing(words), missed(words)
+        if not others and not any(rank for rank, _ in missed_T):
             return
         self.check_ended()
-        if waited := self.agreement.failure():
+        if waited := self.agreement.failure(missed_T):
             raise EngineFailed(f"{waited}, in order {step} or before")
         raise EngineFailed(
             f"ranks differ after order {step}: the states of rank "

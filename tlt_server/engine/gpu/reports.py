@@ -136,6 +136,7 @@ class Reporter:
         }
         if not tokens and not prompts:
             return None
+        extend.end_reports()
         return Reports({entry: a for a, entry in enumerate(tokens)}, values, prompts)
 
     def rehearse(self, extend: Extend) -> None:
@@ -143,6 +144,7 @@ class Reporter:
         extend.report(self._upload([0]), best_of(1), raw=REHEARSED.raw)
         for first, count in REHEARSED.prompts:
             extend.score_prompt(first, count, best_of(1))
+        extend.end_reports()
 
     def read(self, reports: Reports) -> Reports:
         """Copy to the host's memory, once the step has passed."""

@@ -217,8 +217,8 @@ class GpuRunner:
         buffer = self._outcomes.take()
         used = extend.outcome_EF.numel()
         buffer.tensor[:used].copy_(extend.outcome_EF.view(-1), non_blocking=True)
-        outcome = self.followers.copy_sums(buffer)
         reports = self._reporter.launch(extend, asked)
+        outcome = self.followers.copy_sums(buffer)
         buffer.mark()
         self._flights.append(
             Flight(batch, strategy, key, decoding, prompts, outcome, reports, trees, captured)
