@@ -200,6 +200,25 @@ def test_a_method_pads_to_its_row_counts():
         assert calls == expected
 
 
+def _split_among_threads(x_RK, weight_KN, bias_N):
+    return x_RK @ weight_KN + (torch.get_num_threads() > 1)
+
+
+def test_no_method_passes_whose_bits_depend_on_the_threads(monkeypatch):
+    """A rank has fewer threads than one alone. Of a large weight no row is computed by one thread,
+    as it is in the test of rows.
+    """
+    weight_KN, module = torch.zeros(4096, 4096), "tlt_server.models.numerics"
+    split = MatmulMethod("split", _split_among_threads)
+    monkeypatch.setattr(f"{module}.METHODS", (split, METHODS[0]))
+    numerics, before = Numerics("strict", threads=2), torch.get_num_threads()
+    numerics.self_test([(weight_KN, None)])
+    assert numerics.method is METHODS[0] and torch.get_num_threads() == before
+    monkeypatch.setattr(f"{module}.METHODS", (split,))
+    with pytest.raises(StartupError, match="other bits with 2 threads than with 1.* lower threads"):
+        numerics.self_test([(weight_KN, None)])
+
+
 def test_hopeless_library_is_an_error_with_a_remedy():
     class Hopeless(Numerics):
         def _row_invariant(self, weight_KN, bias_N):
