@@ -64,6 +64,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(description="that compute")]
     phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
     pid: Annotated[int, Meta(description="of the engine process")] = 0
+    rank_pids: Annotated[list[int], Meta(description="of the ranks after the first")] = []
     adapters: Annotated[
         dict[str, str], Meta(description="LoRA adapter that is loaded -> its version")
     ] = {}

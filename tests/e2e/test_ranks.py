@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks import record_faults
@@ -29,6 +31,12 @@ def outputs(reply: Reply) -> list[tuple[list[int], list[float]]]:
     return [(list(choice.token_ids), list(choice.logprobs)) for choice in found]
 
 
+def memory_by_rank(url: str) -> dict[str, float]:
+    text = httpx.get(f"{url}/metrics").text
+    found = re.findall(r"^tlt_engine_process_resident_memory_bytes{rank=\"(.)\"} (.+)$", text, re.M)
+    return {rank: float(value) for rank, value in found}
+
+
 def test_a_shared_target_takes_a_push_and_goes_on_with_its_tokens_after_a_kill(
     tmp_path: Path,
 ) -> None:
@@ -47,6 +55,8 @@ def test_a_shared_target_takes_a_push_and_goes_on_with_its_tokens_after_a_kill(
         expected = outputs(client.generate(ASKED, sampling=SAMPLING))
         killed_engine = engine(server.process.pid)
         [rank] = ranks(killed_engine)
+        memory = memory_by_rank(server.url)
+        assert memory.keys() == {"0", "1"} and min(memory.values()) > 1e8
         rollout = client.generate(ASKED, sampling=SAMPLING, detach=True)
         until(lambda: rollout.fetch().progress.tokens > 20, 60)
         os.kill(rank, signal.SIGKILL)

@@ -174,12 +174,14 @@ def test_processes_and_disk(tmp_path: Path) -> None:
         "tlt_engine_process_resident_memory_bytes" not in shown(metrics)
         and shown(metrics)["process_resident_memory_bytes"][()] > 1e6
     )
-    metrics.engine_ready(msgspec.structs.replace(INFO, pid=os.getppid()))
+    pids = [os.getppid(), os.getpid()]
+    metrics.engine_ready(msgspec.structs.replace(INFO, pid=pids[0], rank_pids=[pids[1], 2**22 + 1]))
     metrics.disk.watch(tmp_path / "not" / "made")
     found = shown(metrics)
     assert (
-        found["tlt_engine_process_resident_memory_bytes"][()] > 1e5
-        and found["tlt_engine_process_cpu_seconds_total"]
+        found["tlt_engine_process_resident_memory_bytes"].keys() == {("0",), ("1",)}
+        and found["tlt_engine_process_resident_memory_bytes"]["0",] > 1e5
+        and found["tlt_engine_process_cpu_seconds_total"].keys() == {("0",), ("1",)}
     )
     assert 0 < found["tlt_disk_free_bytes"][()] <= found["tlt_disk_total_bytes"][()]
 

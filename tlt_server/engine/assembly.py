@@ -302,6 +302,7 @@ def _describe(
         threads=settings.threads,
         phases=phases,
         pid=os.getpid(),
+        rank_pids=equipped.rank_pids,
         training_device=settings.drafter_training_device,
         spooled=bool(settings.state_dir),
         lost=lost,

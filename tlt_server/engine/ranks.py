@@ -54,6 +54,9 @@ Copiers = tuple[Callable[[list[int]], object], Callable[[Any, list[int]], None]]
 class RankOrders(Protocol):
     """Everything that rank 0 tells the others, and their state."""
 
+    @property
+    def pids(self) -> list[int]: ...
+
     def order(self, order: msgspec.Struct, *, wait: bool = False) -> None:
         """Send an order. `wait`: until all have followed it; `EngineFailed` where one could not,
         `torch.OutOfMemoryError` where it had no room.
@@ -76,6 +79,8 @@ class RankOrders(Protocol):
 
 
 class NoRanks:
+    pids: list[int] = []
+
     def order(self, order: msgspec.Struct, *, wait: bool = False) -> None: ...
 
     def confirm(self) -> None: ...

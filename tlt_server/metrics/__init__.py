@@ -26,6 +26,7 @@ from tlt_server.metrics.disk import DiskMetrics
 from tlt_server.metrics.engine import EngineMetrics
 from tlt_server.metrics.exchanges import ExchangeMetrics
 from tlt_server.metrics.kinds import Kinds
+from tlt_server.metrics.processes import EngineProcesses
 from tlt_server.metrics.rollouts import RolloutMetrics
 from tlt_server.metrics.samples import SampleMetrics
 from tlt_server.metrics.sequences import SequenceMetrics
@@ -62,7 +63,7 @@ class Metrics:
         self.training = TrainingMetrics(kinds)
         PlatformCollector(registry=self.registry)
         ProcessCollector(registry=self.registry)
-        ProcessCollector("tlt_engine", pid=lambda: self.engine.pid, registry=self.registry)
+        EngineProcesses(lambda: self.engine.pids, self.registry)
 
     def engine_ready(self, info: EngineInfo) -> None:
         self.engine.ready(info)

@@ -133,10 +133,10 @@ class EngineMetrics:
             "tlt_engine_figure", "Further figures of the engine, by name.", "name"
         )
         self._others: dict[str, Gauge] = {}
-        self.pid = 0
+        self.pids: list[int] = []  # by rank
 
     def ready(self, info: EngineInfo) -> None:
-        self.pid = info.pid
+        self.pids = [info.pid, *info.rank_pids]
         self._build.clear()
         self._build.labels(__version__, info.model, info.numerics, info.drafter, info.device).set(1)
         self._gauges["pages"].set(info.pages)

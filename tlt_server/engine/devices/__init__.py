@@ -71,6 +71,7 @@ class Equipped(NamedTuple):
     ready: Callable[[], None] = lambda: None
     # All ranks have what was staged; `EngineFailed` where one is gone or silent.
     confirm: Callable[[], None] = lambda: None
+    rank_pids: list[int] = []  # processes of the other ranks
 
 
 @dataclass(frozen=True)

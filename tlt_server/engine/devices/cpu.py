@@ -170,6 +170,7 @@ class CpuDevice:
             runner.tables,
             ready=self._ranks.ready,
             confirm=self._ranks.confirm,
+            rank_pids=self._ranks.pids,
         )
 
     def _adapter_slots(self, live: Live) -> AdapterSlots | None:

@@ -282,6 +282,7 @@ class CudaDevice:
             IdleRecorder(runner, self.recordings),
             self._orders.ready,
             self._orders.confirm,
+            self._orders.pids,
         )
 
     def _prepare(
