@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -51,7 +52,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "demo", help="serve the shipped pair and show exactness and speed-up", allow_abbrev=False
     )
     import_module("tlt_server.demo.arguments").add_arguments(demo)
-    demo.set_defaults(run=_later("tlt_server.demo.command"))
+    demo.set_defaults(run=_interruptible(_later("tlt_server.demo.command")))
     doctor = verbs.add_parser(
         "doctor",
         help="check whether serve with these flags would work here",
@@ -91,7 +92,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
         kind.add(bench)
         run = _with_engine if kind.loads_engine else _later
-        bench.set_defaults(run=run(f"tlt_server.bench.{kind.module or name}"))
+        bench.set_defaults(run=_interruptible(run(f"tlt_server.bench.{kind.module or name}")))
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], parser, argv)}")
@@ -144,6 +145,18 @@ def _with_engine(module: str):  # type: ignore[no-untyped-def]
         return int(verb.run(arguments))
 
     return run
+
+
+def _interruptible(run):  # type: ignore[no-untyped-def]
+    """A verb that stops its servers and removes its folders on SIGTERM and SIGHUP, too."""
+
+    def interruptible(arguments: argparse.Namespace) -> int:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+                signal.signal(number, signal.default_int_handler)
+        return int(run(arguments) or 0)
+
+    return interruptible
 
 
 def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:

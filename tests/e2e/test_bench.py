@@ -5,13 +5,16 @@ speculation saves.
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -39,6 +42,34 @@ def bench(name: str, file: Path, *flags: str) -> dict[str, Any]:
     )
     assert entry["date"].startswith("20") and {"python", "torch"} <= set(entry["versions"])
     return dict(last)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_ended_bench_leaves_no_folder(number: signal.Signals, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tlt_server", "bench", "exact"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+    ) as running:
+        until(lambda: any(tmp_path.glob("tlt-exact-*/*")), 60)
+        running.send_signal(number)
+        assert running.wait(60) == 130
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_bench_under_nohup_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, found = (signal.SIGTERM, signal.SIGHUP), list[object]()
+    before = [signal.getsignal(number) for number in numbers]
+    module = ModuleType("a bench")
+    module.run = lambda args: found.extend(map(signal.getsignal, numbers))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tlt_server.bench.rollout", module)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert main(["bench", "rollout"]) == 0
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert found == [signal.default_int_handler, signal.SIG_IGN]
 
 
 @pytest.mark.soak

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,8 +29,6 @@ PLAIN_WIDTH = 150  # columns, where there is no terminal to ask
 
 
 def run(args: argparse.Namespace) -> int:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # the server is stopped on every way out
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     size = QUICK if args.quick else FULL
     problems = chosen_problems(size, args.seed)
