@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from tests import processes
 from tests.waiting import until
@@ -47,3 +50,23 @@ def test_a_command_whose_caller_has_ended_is_not_run() -> None:
     for parent, status in ((pid, 7), ("0", 0)):
         command = [*python, parent, sys.executable, "-c", "import sys; sys.exit(7)"]
         assert subprocess.run(command, timeout=60).returncode == status
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("tlt_server.engine.process", []),
+        ("tlt_server.engine.rank", ["0", str(os.getpid())]),
+        ("tlt_server.trainer.process", []),
+        ("tlt_server.frontend.reading_process", []),
+    ],
+)
+def test_a_process_ignores_ctrl_c_before_it_imports_libraries(
+    module: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgspec.py").write_text(
+        "import os, signal\nos._exit(3 if signal.getsignal(2) is signal.SIG_IGN else 4)"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 3

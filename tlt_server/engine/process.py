@@ -9,9 +9,14 @@ GPU whose context is lost may hang or abort.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # The parent decides: on Ctrl-C it drains, then sends Stop. Imports take a second or two.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 import gc
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -89,7 +94,6 @@ def serve(
 
 def main() -> int:
     os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides: it drains, then sends Stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory = sys.argv[1]
     context = zmq.Context()

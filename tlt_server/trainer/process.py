@@ -9,9 +9,14 @@ are dropped and counted, and the next process goes on with the segment files and
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # The parent decides: on Ctrl-C it drains. Imports take a second or two.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -238,7 +243,6 @@ def visible(index: int, environment: Mapping[str, str]) -> str:
 
 def main() -> int:
     os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, as for the engine
     channel = FrontendPipes()
     try:
         settings = channel.settings()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # The parent decides: on Ctrl-C it drains. Imports take a second or two.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 import ctypes
 import gc
 import os
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -29,7 +34,6 @@ _libc = ctypes.CDLL(None)
 
 
 def main(arguments: list[str]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server drains
     settings = msgspec.json.decode(sys.stdin.buffer.readline())
     os.nice(NICENESS)
     text = Text.load(Path(settings["model"]))
