@@ -17,8 +17,31 @@ T = TypeVar("T")
 _REPLY = msgspec.json.Decoder(Reply)
 
 
+# The code of an error in vLLM's envelope, which names none, by its status.
+_CODES = {
+    400: "invalid_request",
+    401: "unauthenticated",
+    403: "forbidden",
+    404: "not_found",
+    408: "request_timeout",
+    409: "conflict",
+    413: "too_large",
+    503: "unavailable",
+    504: "deadline_exceeded",
+}
+_MAY_SUCCEED = (408, 429, 503, 504)  # the same request, later
+
+
 class _Refusal(msgspec.Struct):
     error: WireError
+
+
+class _Message(msgspec.Struct):
+    message: str
+
+
+class _Fault(msgspec.Struct):
+    error: _Message
 
 
 def succeeded(response: httpx.Response) -> httpx.Response:
@@ -30,9 +53,7 @@ def succeeded(response: httpx.Response) -> httpx.Response:
     try:
         error = msgspec.json.decode(response.content, type=_Refusal).error
     except msgspec.MsgspecError:
-        error = WireError(
-            "unknown", response.text[:500], retryable=response.status_code in (429, 503)
-        )
+        error = _without_code(response)
     raise server_error(
         error.code,
         error.message,
@@ -40,6 +61,16 @@ def succeeded(response: httpx.Response) -> httpx.Response:
         retryable=error.retryable,
         retry_after_s=retry_after_s,
     )
+
+
+def _without_code(response: httpx.Response) -> WireError:
+    """Return the error of a body that is none of the native routes'."""
+    status, retryable = response.status_code, response.status_code in _MAY_SUCCEED
+    try:
+        message = msgspec.json.decode(response.content, type=_Fault).error.message
+    except msgspec.MsgspecError:
+        return WireError("unknown", response.text[:500], retryable)
+    return WireError(_CODES.get(status, "unknown"), message, retryable)
 
 
 def whole_reply(response: httpx.Response) -> Reply:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 
 import tlt_client.errors as client_errors
@@ -42,9 +44,11 @@ from tlt_client.errors import (
     WeightsRefused,
     server_error,
 )
+from tlt_client.responses import succeeded
 from tlt_client.retries import NEVER
 from tlt_client.wire import Item, ItemResult, SamplingFields
 from tlt_server import errors as server_errors
+from tlt_server.frontend.dialects.vllm_rl.replies import fault
 
 QUICK = Retries(times=3, first_s=0.01, max_s=0.05)
 BATCH = [{"id": "a", "prompt": "abc", "seed": 7}]
@@ -80,6 +84,32 @@ def test_every_error_of_the_server_has_a_class_of_its_name() -> None:
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        server_errors.InvalidRequest,
+        server_errors.Unauthenticated,
+        server_errors.Forbidden,
+        server_errors.NotFound,
+        server_errors.RequestTimeout,
+        server_errors.Conflict,
+        server_errors.TooLarge,
+        server_errors.Unavailable,
+        server_errors.DeadlineExceeded,
+    ],
+)
+def test_an_error_in_vllms_envelope_has_the_class_of_its_status(
+    error: type[server_errors.TltError],
+) -> None:
+    body = msgspec.json.encode(fault(error("why")))
+    with pytest.raises(getattr(client_errors, error.__name__), match=r": why\Z") as caught:
+        succeeded(httpx.Response(error.http_status, content=body))
+    assert (caught.value.code, caught.value.retryable) == (error.code, error.retryable)
+    with pytest.raises(ServerError, match=r"unknown: why\Z") as caught:
+        succeeded(httpx.Response(418, content=body))
+    assert type(caught.value) is ServerError
+
+
+@pytest.mark.parametrize(
     ("call", "error"),
     [
         (lambda client: client.generate([{"prompt": "a", "tempo": 1}]), InvalidRequest),
@@ -96,6 +126,7 @@ def test_every_error_of_the_server_has_a_class_of_its_name() -> None:
         (lambda client: client.pause("stop"), InvalidRequest),
         (lambda client: client.abort(), InvalidRequest),
         (lambda client: client.sleep("kv"), InvalidRequest),
+        (lambda client: client.compare_weights(), InvalidRequest),
     ],
 )
 def test_a_refusal_raises_the_class_of_its_code(
