@@ -228,7 +228,7 @@ def test_ranks_that_differ_end_the_epoch_with_the_step_and_the_rank(
         [process] = ranks_of(engine)._processes
         os.kill(process.pid, signal.SIGKILL)
         process.wait(5)
-        with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
+        with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
             engine.engine.runner.collect(busy=False)
 
 

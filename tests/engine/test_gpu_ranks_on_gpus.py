@@ -151,7 +151,7 @@ def test_weights_sleep_on_both_gpus_and_come_back(shared: Pushable) -> None:
     ("sent", "why"),
     [
         (signal.SIGSTOP, "waited (2 s for rank 1|3 s for the GPUs to end order)"),
-        (signal.SIGKILL, r"rank 1 \(process \d+\) ended"),
+        (signal.SIGKILL, r"rank 1 \(process \d+\) was ended by SIGKILL"),
     ],
 )
 @pytest.mark.parametrize("kind", [{}, {"structured_outputs": WORDS}])

@@ -84,7 +84,7 @@ def test_a_rank_that_ends_before_it_has_its_settings_is_one_error(
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     monkeypatch.setattr(ranks.subprocess, "Popen", Ended)
-    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) ended with status -9"):
+    with pytest.raises(EngineFailed, match=r"rank 1 \(process \d+\) was ended by SIGKILL"):
         Pushable(replace(settings, tensor_parallel=2))
 
 

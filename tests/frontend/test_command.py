@@ -372,7 +372,7 @@ def test_an_engine_whose_frontend_was_killed_leaves(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "says"),
-    [("refuses", "model.safetensors is truncated"), ("exits", "exited with status 3")],
+    [("refuses", "model.safetensors is truncated"), ("exits", "ended with status 3")],
 )
 def test_an_engine_that_cannot_start_is_a_message_and_status_2(
     model: Path, mode: str, says: str

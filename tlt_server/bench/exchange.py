@@ -27,6 +27,7 @@ import msgspec
 from tlt_kernels.parents import bound
 from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import finish
+from tlt_server.exits import exit_of
 from tlt_server.models.environment import NO_MULTICAST
 
 RANKS = 2
@@ -75,7 +76,7 @@ def measured(
                     continue
                 left -= 1
                 if status := ranks[number].wait(silent_s):
-                    return rows, f"rank {number} ended with status {status}; see above"
+                    return rows, f"rank {number} {exit_of(status)}; see above"
             return rows, ""
         finally:
             for rank in ranks:

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from tlt_kernels.parents import bound
 from tlt_server.errors import StartupError
+from tlt_server.exits import exit_of
 
 COMMAND = (sys.executable, "-P", "-m", "tlt_server", "serve", "--port", "0")
 POLL_S = 0.05
@@ -101,6 +102,4 @@ class ServerProcess:
                 or self.lines
                 or ["it said nothing"]
             )
-            raise StartupError(
-                f"the server ended with status {self.process.returncode}: {said[-1]}"
-            )
+            raise StartupError(f"the server {exit_of(self.process.returncode)}: {said[-1]}")

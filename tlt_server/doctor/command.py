@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from tlt_server.config import Config, load
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor.checks import Check, chosen
 from tlt_server.doctor.finding import Finding, examine, ok
+from tlt_server.exits import exit_of
 from tlt_server.models.environment import library_environment
 
 CHILD = (sys.executable, "-P", "-m", "tlt_server.doctor.child")
@@ -109,22 +109,18 @@ def _reported(child: subprocess.Popen[str], checks: Sequence[Check]) -> Iterator
     """Yield what the child found; if it ended early, the check at which it ended fails."""
     try:
         output, errors = child.communicate(timeout=CHILD_S)
-        ended = (
-            f"status {child.returncode}"
-            if child.returncode >= 0
-            else signal.Signals(-child.returncode).name
-        )
+        ended = exit_of(child.returncode)
     except subprocess.TimeoutExpired:
         child.kill()
         output, errors = child.communicate()
-        ended = f"nothing for {CHILD_S:g} s"
+        ended = f"said nothing for {CHILD_S:g} s"
     findings = [msgspec.json.decode(line, type=Finding) for line in output.splitlines()]
     yield from findings
     for check in checks[len(findings) : len(findings) + 1]:
         said = errors.strip().splitlines()[-1:] or ["it said nothing"]
         yield Finding(
             "fail",
-            f"the process that checks it ended with {ended}: {said[0]}",
+            f"the process that checks it {ended}: {said[0]}",
             "reinstall torch and numba, in builds for this processor",
             check.name,
         )

@@ -21,6 +21,7 @@ from tlt_server.commands import Command, Stop
 from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, from_code
 from tlt_server.events import EngineInfo, Event, Failed, Phase, Ready, decode_event
+from tlt_server.exits import exit_of
 from tlt_server.models.environment import library_environment
 from tlt_server.records import encode
 
@@ -110,6 +111,6 @@ class EngineChild:
                 yield event
             elif self._process.poll() is not None:
                 raise EngineFailed(
-                    f"the engine process ended with status {self._process.returncode}; "
+                    f"the engine process {exit_of(self._process.returncode)}; "
                     "its last lines are on stderr"
                 )

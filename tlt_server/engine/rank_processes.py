@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from tlt_server.errors import EngineFailed
+from tlt_server.exits import exit_of
 
 END_S = 10.0  # for all killed processes, which give back the memory of their GPUs
 LEAVE_S = 1.0  # from a closed connection to the end of its process
@@ -25,7 +26,7 @@ def check(processes: Sequence[subprocess.Popen[bytes]], *, left: bool = False) -
         for rank, process in enumerate(processes, 1):
             if process.poll() is not None:
                 raise EngineFailed(
-                    f"rank {rank} (process {process.pid}) ended with status {process.returncode}; "
+                    f"rank {rank} (process {process.pid}) {exit_of(process.returncode)}; "
                     "its last lines are on stderr"
                 )
         if time.monotonic() >= until_s:

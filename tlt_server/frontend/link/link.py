@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +19,7 @@ import zmq.asyncio
 from tlt_server.commands import Command, Stop
 from tlt_server.errors import EngineFailed, TltError, from_code
 from tlt_server.events import Ending, Event, Failed, Heartbeat, Phase, Ready, decode_event
+from tlt_server.exits import exit_of
 from tlt_server.records import encode
 from tlt_server.started import read_started
 
@@ -123,18 +123,14 @@ class EngineLink:
             return Death(
                 "hung", silent.result(), started, "" if self._ready else "its messages above"
             )
-        how = (
-            f"exited with status {status}"
-            if status >= 0
-            else f"was ended by {signal.Signals(-status).name}"
-        )
         when = f" after the phase {self._phase!r}" if self._phase and not self._ready else ""
         where = (
             "its messages above"
             if status >= 0
             else "its messages above, and the system's log if memory was short"
         )
-        return Death("exited", EngineFailed(f"the engine process {how}{when}"), started, where)
+        error = EngineFailed(f"the engine process {exit_of(status)}{when}")
+        return Death("exited", error, started, where)
 
     async def _listen(self, take: Callable[[Event], None]) -> TltError:
         """Take events until the engine reports an error that ends it, and return that error."""
