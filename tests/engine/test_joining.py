@@ -4,6 +4,7 @@ the ranks, files their windows, and gloo stands for NCCL.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -87,6 +88,39 @@ def test_ranks_that_are_to_map_memory_and_cannot_are_refused(
     for error in joined(tmp_path, "nvlink"):
         assert isinstance(error, StartupError)
         assert "must be peers, or leave out --exchange nvlink" in error.message
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_refusal_is_told_also_where_another_rank_has_ended_with_it(
+    comes: bool, tmp_path: Path, no_peers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 ends while rank 0 looks whether all live, after the last meeting or before it."""
+    looks, ended = threading.Event(), threading.Event()
+
+    def unmap(self: FileWindows) -> None:
+        if self._rank == 1:
+            assert looks.wait(30)
+            if not comes:
+                raise EngineFailed("killed")
+
+    def check() -> None:
+        if (tmp_path / "unmapped.0").exists():
+            looks.set()
+            assert ended.wait(30)
+            raise EngineFailed("rank 1 ended with status 2")
+
+    def ending(rank: int) -> object:
+        group = RankGroup(tmp_path, rank, RANKS, torch.device("cpu"))
+        try:
+            return join(group if rank else group._replace(check=check), SIZES, "nvlink")
+        finally:
+            if rank:
+                ended.set()
+
+    monkeypatch.setattr(FileWindows, "unmap", unmap)
+    first = both(ending)[0]
+    assert isinstance(first, StartupError if comes else EngineFailed)
+    assert ("leave out --exchange" if comes else "rank 1 ended") in first.message
 
 
 def test_where_neither_works_both_reasons_are_named(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_server.errors import EngineFailed
 from tlt_server.private import private_directory
 
 POLL_S = 0.001
@@ -37,7 +38,7 @@ class Meeting(NamedTuple):
     rank: int
     ranks: int
     timeout_s: float
-    check: Callable[[], None] = lambda: None  # raises what ends the wait, such as a rank's death
+    check: Callable[[], None] = lambda: None  # `EngineFailed` ends the wait, as at a rank's death
 
     def told(self, name: str, data: bytes = b"") -> list[bytes]:
         """Wait until all ranks have come here, and return what they told, in order. A name is used
@@ -51,7 +52,12 @@ class Meeting(NamedTuple):
         for rank in range(self.ranks):
             file = self.folder / f"{name}.{rank}"
             while not file.exists():
-                self.check()
+                try:
+                    self.check()
+                except EngineFailed:
+                    if file.exists():
+                        break  # the rank ended after this meeting, to which all have come
+                    raise
                 if time.monotonic() > end:
                     raise TimeoutError(
                         f"rank {rank} did not come to {name!r} in {self.timeout_s:g} s"
