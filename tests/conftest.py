@@ -2,13 +2,11 @@
 
 Before anything imports torch: its libraries' environment; then two torch threads, as on the
 smallest machine we serve, and without a GPU Triton's CPU interpreter, which must be chosen before a
-kernel is imported. The interpreter multiplies with numpy, where OpenBLAS's code for Haswell makes a
-row's bits depend on its neighbours and its code for Sandy Bridge does not. Hypothesis has no
-deadlines, and httpx waits for 60 s instead of 5, because machines are shared; and it draws the same
-examples in every run, so that a commit passes or fails for everybody. httpx reads the certificates
-of the machine once, instead of 50 ms for each client. Bytecode is always written:
-without it each server that a test starts compiles our sources again, which takes 7 s of CPU instead
-of 3.
+kernel is imported. Hypothesis has no deadlines, and httpx waits for 60 s instead of 5, because
+machines are shared; and it draws the same examples in every run, so that a commit passes or fails
+for everybody. httpx reads the certificates of the machine once, instead of 50 ms for each client.
+Bytecode is always written: without it each server that a test starts compiles our sources again,
+which takes 7 s of CPU instead of 3.
 
 A worker runs whole files, so that each file's fixtures are built once; the tests of kernels share
 nothing and go one by one. xdist's controller runs none, and imports none of it. The longest files
@@ -37,7 +35,6 @@ from tlt_server.models.environment import library_environment
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.update(library_environment())
-os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a peer that leaves is an error to gloo
 # A background job of a shell ignores SIGINT, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,7 +4,8 @@ By itself the interpreter patches the language again for every launch and every 
 function, computes each integer sum and product again in 64 bits for a check of overflows that it
 does not make, describes each value's type and shape again, and finds out for each operation what
 its operands promote to. Here operations of plain types ask numpy at once; all others go the slow
-way. With a Triton whose interior differs this changes nothing.
+way. Matmuls add in ascending order, so that no bit depends on a row's place, as on a GPU. With a
+Triton whose interior differs this changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 import tlt_server.engine.devices.cuda  # noqa: F401  kernels are to be imported while the language is its own
+from tests.engine.ascending_matmul import ascending
 
+Builder: Any = getattr(interpreter, "InterpreterBuilder", None)
 Patch = tuple[Any, str, Callable[..., Any]]
 NEEDED = (  # what the patches replace
     (interpreter, "interpreter_builder"),
@@ -34,6 +37,7 @@ NEEDED = (  # what the patches replace
     (interpreter, "_patch_attr"),
     (interpreter, "_get_np_dtype"),
     (interpreter, "TensorHandle"),
+    (Builder, "create_dot"),
     (core, "_unwrap_if_constexpr"),
     (core.dtype, "__eq__"),
     (core.block_type, "with_element_ty"),
@@ -417,6 +421,7 @@ def patched_once() -> Iterator[None]:
         *_known_at_a_look(),
         *_short_cuts(),
         (interpreter, "_patch_attr", _patch_attr),
+        (Builder, "create_dot", ascending(Builder.create_dot)),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, replacement in patches:

@@ -105,7 +105,7 @@ def resident(engine: Pushable) -> int:
 
 
 def responses(
-    engine: Pushable, strategy: Strategy | None, *, structured: bool = False
+    engine: Pushable, strategy: Strategy | None, *, structured: bool = False, alone: bool = False
 ) -> dict[str, tuple[object, ...]]:
     engine.said.clear()
     choose(engine, strategy)
@@ -116,6 +116,8 @@ def responses(
     ]
     if structured:
         requests.append(msgspec.structs.replace(requests[0], id="r2", sampling=WORDS))
+    if alone:
+        del requests[1:]
     engine.run(*requests)
     kinds = "raw_logprobs", "top_logprobs", "prompt_logprobs"
     reported = tuple(joined(engine.said["r0"], kind) for kind in kinds)
@@ -150,6 +152,8 @@ def test_two_ranks_have_the_bits_of_one(
         patch.setattr(PinnedBuffer, "arrived", property(arrived))
         assert responses(shared, None, structured=True) == expected
     assert any(each is runner._masks._selected.tensor for each in looked), "trees, for masks"
+    alone = responses(shared, None, alone=True)
+    assert alone == {name: expected[name] for name in alone}
     assert responses(shared, TREE, structured=True) == expected
     extends = passes_of(shared).extends.values()
     assert {extend._head is None for extend in extends} == {False, True}, "both ways of the head"

@@ -4,31 +4,40 @@ that tests give it.
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from tests.kernels.triton_tests import DEVICE
 
 
+def matmul(*operands: np.ndarray) -> np.ndarray:
+    a, b, acc = (interpreter.TensorHandle(each, tl.float32) for each in operands)
+    return interpreter.interpreter_builder.create_dot(a, b, acc, "ieee", 0).data
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="nothing is interpreted on a GPU")
-def test_a_row_of_numpys_matmul_has_the_same_bits_for_any_number_of_rows() -> None:
-    draw = np.random.default_rng(0)
-    differing = []
-    for inner in (16, 32, 64, 80, 128, 256):
-        for columns in (16, 32, 64, 128):
-            left = draw.standard_normal((128, inner)).astype(np.float32)
-            right = draw.standard_normal((inner, columns)).astype(np.float32)
-            for name, matrix in (("rows", right), ("columns", np.ascontiguousarray(right.T).T)):
-                whole = left @ matrix
-                differing += [
-                    (inner, columns, rows, name)
-                    for rows in (16, 32, 64)
-                    if not np.array_equal(left[:rows] @ matrix, whole[:rows])
-                ]
-    assert not differing, f"(inner, columns, rows, order in memory): {differing}"
+def test_an_element_of_a_matmul_has_the_same_bits_at_any_place_of_any_tile() -> None:
+    draw, differing = np.random.default_rng(0), []
+    for inner in (16, 80, 256):
+        shapes = (128, inner), (inner, 64), (128, 64)
+        left, right, acc = (draw.standard_normal(shape).astype(np.float32) for shape in shapes)
+        ascending = np.zeros_like(acc)
+        for k in range(inner):
+            ascending += left[:, k, None] * right[k]
+        ascending += acc
+        for name, matrix in (("rows", right), ("columns", np.ascontiguousarray(right.T).T)):
+            for rows, columns in product((1, 3, 16, 128), (1, 5, 16, 64)):
+                m, n = slice(128 - rows, None), slice(64 - columns, None)
+                found = matmul(left[m], matrix[:, n], acc[m, n])
+                if not np.array_equal(found, ascending[m, n]):
+                    differing.append((inner, rows, columns, name))
+    assert not differing, f"(inner, rows, columns, order in memory): {differing}"
 
 
 @triton.jit
