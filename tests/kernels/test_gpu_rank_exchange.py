@@ -346,11 +346,11 @@ def ended(ranks: list[subprocess.Popen[str]], timeout_s: float) -> list[list[str
 def test_two_processes_exchange_through_shared_memory(tmp_path: Path) -> None:
     from tests.kernels import exchange_rank
 
-    other = started(tmp_path, "cpu", 24, 1)
+    other = started(tmp_path, "cpu", 16, 1)
     try:
-        assert exchange_rank.main("cpu", 24, tmp_path, 0) == 0
+        assert exchange_rank.main("cpu", 16, tmp_path, 0) == 0
     finally:
-        assert ended([other], timeout_s=60) == [["24 exchanges, 0 differ"]]
+        assert ended([other], timeout_s=60) == [["16 exchanges, 0 differ"]]
 
 
 @gpu
