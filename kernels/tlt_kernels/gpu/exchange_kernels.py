@@ -21,7 +21,7 @@ MAX_RANKS = 8
 # multiprocessors: each waits for its peers, so all have to run at once.
 PROGRAMS = tl.constexpr(128)
 PUSH_FLAGS = tl.constexpr(1024)  # bytes into a window, after the flags of ranks
-RANK_FLAGS = tl.constexpr(4 * MAX_RANKS)  # bytes of one program's flags
+RANK_FLAGS = tl.constexpr(8 * MAX_RANKS)  # bytes of one program's flags
 PUSH_STEPS = 2
 HEAD_BYTES = PUSH_FLAGS.value + PUSH_STEPS * PROGRAMS.value * RANK_FLAGS.value
 
@@ -102,9 +102,8 @@ def _signal_from_here(
     """Tell the same program of the peers what this one has stored, and wait for what they have."""
     flags = PUSH_FLAGS + (STEP * PROGRAMS + tl.program_id(0)) * RANK_FLAGS
     tl.debug_barrier()  # all threads have stored
-    signals.tell(address_T, rank, number, flags + rank * 4, T)
-    first = own.to(tl.int64) + flags
-    signals.wait(first, state, rank, number, timeout_ns, 4, signals.ONE_AHEAD, T)
+    signals.tell(address_T, rank, number, flags + rank * 8, T)
+    signals.wait(own.to(tl.int64) + flags, state, rank, number, timeout_ns, 8, T)
 
 
 @triton.jit(do_not_specialize=["rank", "rows"])

@@ -4,6 +4,7 @@ waits until all of them have.
 Exchanges are numbered by a counter on the device, so a captured graph can be replayed. A rank's
 window begins with one flag per rank, into which that rank writes the number of its newest exchange;
 where each program of a kernel signals for itself, further flags follow, one per program and rank.
+Numbers have 64 bits and never wrap, so a flag that some exchanges leave alone is only ever low.
 Every wait ends: after `timeout_ns` the first thread that still waits says in `state` for whom, and
 from then on nothing waits. Triton's interpreter has neither PTX nor the GPU's clock: there, plain
 loads and stores and the host's clock take their place.
@@ -22,18 +23,13 @@ from tlt_kernels.gpu.target import INTERPRETED
 
 FLAG_BYTES = tl.constexpr(128)  # a flag has a cache line of its own
 # Words of `state`: a counter of 64 bits; after a time-out the rank that was waited for, plus one,
-# and the number of that exchange.
+# and the number of that exchange, its low 32 bits.
 MISSED = tl.constexpr(2)
 MISSED_AT = tl.constexpr(3)
 STATE_WORDS = 4
 # What an exchange adds to the counter: each program adds one, and the first one the rest. So the
 # number of exchanges that have ended is the same for all programs of the next one.
 EXCHANGE = tl.constexpr(1 << 20)
-
-# How far the flag of a rank may be ahead of the number that is waited for. A flag that some
-# exchanges leave alone may be old by any number of them, and a peer is ahead by one at most.
-ANY_AHEAD = tl.constexpr((1 << 31) - 1)
-ONE_AHEAD = tl.constexpr(1)
 
 # Thread t tells rank t. The release makes what this GPU has written before visible to it.
 _TELL = tl.constexpr("""{
@@ -47,41 +43,39 @@ _TELL = tl.constexpr("""{
     @other ld.global.b64 flag, [flag];
     cvt.u64.u32 at, $5;
     add.u64 flag, flag, at;
-    @other st.release.sys.global.u32 [flag], $3;
+    @other st.release.sys.global.u64 [flag], $3;
     mov.u32 $0, 0;
 }""")
-# Thread t waits for rank t. Numbers are compared by their difference, because they wrap: a late
-# flag is ahead by 2^31 or more.
+# Thread t waits for rank t, which may be at a later exchange already.
 _WAIT = tl.constexpr("""{
     .reg .pred other, over;
-    .reg .b32 t, seen;
-    .reg .b64 flag, now, end;
+    .reg .b32 t, missed;
+    .reg .b64 flag, seen, now, end;
     mov.u32 t, %tid.x;
     setp.lt.u32 other, t, $5;
     setp.ne.and.u32 other, t, $3, other;
     @!other bra done;
     mad.wide.u32 flag, t, $7, $1;
-    ld.acquire.sys.global.u32 seen, [flag];
-    sub.u32 seen, seen, $4;
-    setp.le.u32 over, seen, $8;
+    ld.acquire.sys.global.u64 seen, [flag];
+    setp.ge.u64 over, seen, $4;
     @over bra done;
-    ld.relaxed.gpu.global.u32 seen, [$2+8];
-    setp.ne.u32 over, seen, 0;
+    ld.relaxed.gpu.global.u32 missed, [$2+8];
+    setp.ne.u32 over, missed, 0;
     @over bra done;
     mov.u64 end, %globaltimer;
     add.u64 end, end, $6;
 poll:
-    ld.acquire.sys.global.u32 seen, [flag];
-    sub.u32 seen, seen, $4;
-    setp.le.u32 over, seen, $8;
+    ld.acquire.sys.global.u64 seen, [flag];
+    setp.ge.u64 over, seen, $4;
     @over bra done;
     mov.u64 now, %globaltimer;
     setp.lt.u64 over, now, end;
     @over bra poll;
     add.u32 t, t, 1;
-    atom.relaxed.gpu.global.cas.b32 seen, [$2+8], 0, t;
-    setp.eq.u32 over, seen, 0;
-    @over st.relaxed.gpu.global.u32 [$2+12], $4;
+    atom.relaxed.gpu.global.cas.b32 missed, [$2+8], 0, t;
+    setp.eq.u32 over, missed, 0;
+    cvt.u32.u64 t, $4;
+    @over st.relaxed.gpu.global.u32 [$2+12], t;
 done:
     mov.u32 $0, 0;
 }""")
@@ -91,7 +85,7 @@ done:
 def _tell(window_T, rank, number, at, T: tl.constexpr):
     tl.inline_asm_elementwise(
         _TELL,
-        "=r,l,r,r,r,r",
+        "=r,l,r,l,r,r",
         [window_T.to(tl.int64), rank, number, T, at],
         dtype=tl.int32,
         is_pure=False,
@@ -100,14 +94,11 @@ def _tell(window_T, rank, number, at, T: tl.constexpr):
 
 
 @triton.jit
-def _wait(
-    flags, state, rank, number, timeout_ns, STRIDE: tl.constexpr, AHEAD: tl.constexpr,
-    T: tl.constexpr,
-):  # fmt: skip
+def _wait(flags, state, rank, number, timeout_ns, STRIDE: tl.constexpr, T: tl.constexpr):
     tl.inline_asm_elementwise(
         _WAIT,
-        "=r,l,l,r,r,r,l,r,r",
-        [flags, state.to(tl.int64), rank, number, T, timeout_ns, STRIDE, AHEAD],
+        "=r,l,l,r,l,r,l,r",
+        [flags, state.to(tl.int64), rank, number, T, timeout_ns, STRIDE],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -119,19 +110,19 @@ def _tell_interpreted(window_T, rank, number, at, T):
     for t in range(int(T)):
         if t != int(rank):
             flag = tl.load(window_T + t) + at
-            tl.store(flag.to(tl.pointer_type(tl.int32)), number)
+            tl.store(flag.to(tl.pointer_type(tl.int64)), number)
 
 
-def _wait_interpreted(flags, state, rank, number, timeout_ns, STRIDE, AHEAD, T):
+def _wait_interpreted(flags, state, rank, number, timeout_ns, STRIDE, T):
     end = time.monotonic_ns() + int(timeout_ns)
     for t in range(int(T)):
-        flag = (flags + t * STRIDE).to(tl.pointer_type(tl.int32))
+        flag = (flags + t * STRIDE).to(tl.pointer_type(tl.int64))
         while t != int(rank) and not int(tl.load(state + MISSED)):
-            if int(tl.load(flag) - number) % 2**32 <= AHEAD.value:
+            if int(tl.load(flag)) >= int(number):
                 break
             if time.monotonic_ns() >= end:
                 tl.store(state + MISSED, t + 1)
-                tl.store(state + MISSED_AT, number)
+                tl.store(state + MISSED_AT, number.to(tl.int32))
 
 
 # `tell(window_T, rank, number, at, T)`: write the number into the flag `at` bytes into the peers'
@@ -146,7 +137,7 @@ else:
 def next_number(state):
     """Return the number of the exchange that begins."""
     counter = state.to(tl.pointer_type(tl.int64))
-    return (tl.load(counter, volatile=True) // EXCHANGE).to(tl.int32) + 1
+    return tl.load(counter, volatile=True) // EXCHANGE + 1
 
 
 @triton.jit
@@ -164,5 +155,5 @@ def meet(window_T, own, state, rank, timeout_ns, T: tl.constexpr):
     number = next_number(state)
     if tl.program_id(0) == 0:
         tell(window_T, rank, number, rank * FLAG_BYTES, T)
-    wait(own, state, rank, number, timeout_ns, FLAG_BYTES, ANY_AHEAD, T)
+    wait(own, state, rank, number, timeout_ns, FLAG_BYTES, T)
     count(state)
