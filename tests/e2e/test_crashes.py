@@ -249,7 +249,7 @@ def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> 
                     assert probes.get("/livez").status_code == 200
                     return succeeded(server, pid) and other.is_ready() and 503 in seen
 
-                until(served_again, timeout_s=120)
+                until(served_again, within_s=120)
             asking.join(60)
             assert (
                 replies[0].results[0].error.code == "engine_failed"
@@ -362,7 +362,7 @@ def outlive_a_gpus_error(
                 )
             until(lambda: not Path(f"/proc/{pid}").exists())
             assert time.monotonic() - began < 50, "it did not wait for what cannot be freed"
-            until(other.is_ready, timeout_s=ready_s)
+            until(other.is_ready, within_s=ready_s)
             assert 'tlt_engine_restarts_total{reason="failed"} 1.0' in other.metrics().splitlines()
             assert (
                 len(

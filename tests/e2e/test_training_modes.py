@@ -95,12 +95,12 @@ def test_ten_adoptions_and_a_death_between_requests_leave_tokens_as_they_are(
 
         with asking(server.url, pause_s=6 * LEAST_QUIET_S) as came:
             begin(own)
-            until(lambda: adopted(4), timeout_s=600)
+            until(lambda: adopted(4), within_s=600)
             assert status(own)["parkings"] > 0
             os.kill(trainer(server.process.pid), signal.SIGKILL)
             until(lambda: status(own)["restarts"] == 1)
             begin(own)
-            until(lambda: adopted(10), timeout_s=600)
+            until(lambda: adopted(10), within_s=600)
         found, seen = status(own), figures(own)
         assert said(own) == expected
     assert len(came) > 10 and all(each == expected[:FEW] for each in came)
