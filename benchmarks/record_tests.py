@@ -104,6 +104,12 @@ GOLDEN = (
         {"torch": "2.11.0", "triton": "3.6.0"},
         "f02cb6171e975c42",
     ),
+    Golden(
+        2,
+        Fingerprint(2, "bfloat16", "sm_90", "strict 1", "triton"),
+        {"torch": "2.11.0", "triton": "3.6.0"},
+        "cef21f93cfd419e2",
+    ),
 )
 
 
