@@ -37,13 +37,19 @@ def fleet() -> Iterator[list[FakeServer]]:
 class Run:
     """A coordinator whose clock is the test's."""
 
-    def __init__(self, servers: list[FakeServer], act_s: float = 30.0, **options: object) -> None:
+    def __init__(
+        self,
+        servers: list[FakeServer],
+        act_s: float = 30.0,
+        look_s: float = 30.0,
+        **options: object,
+    ) -> None:
         self.lines: list[str] = []
         self.now_s = 0.0
         given = {"min_idle": 0, "quiet_s": 5.0, "interval_s": 2.0, "gather_mb": 1}
         given |= {"hold_s": 60.0, **options}
-        clients = {server.url: Client(server.url, timeout_s=5.0) for server in servers}
-        self.peers = Peers(clients, self.lines.append, look_s=0.5)
+        clients = {server.url: Client(server.url, timeout_s=30.0) for server in servers}
+        self.peers = Peers(clients, self.lines.append, look_s)
         self.coordinator = Coordinator(
             self.peers,
             argparse.Namespace(**given),
@@ -133,7 +139,7 @@ def test_pauses_are_renewed_and_an_operators_is_left_alone(fleet: list[FakeServe
 
 
 def test_a_server_that_answers_slowly_or_forbids_blocks_no_other(fleet: list[FakeServer]) -> None:
-    coordinated = Run(fleet)
+    coordinated = Run(fleet, look_s=0.5)
     fleet[0].refusal = {"code": "forbidden", "message": "operate is needed", "retryable": False}
     fleet[1].delay_s = 1.5
     fleet[3].junk = True
