@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,10 +28,11 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.ranks_of_tests import run_rank_of_tests
 from tests.engine.tiny import Shape, write_alphabet, write_eagle, write_target
 from tests.engine.two_ranks import one, ranks_of, shared, two_ranks
+from tlt_kernels.gpu import signals
 from tlt_server.commands import Sleep, WakeUp
 from tlt_server.engine.arena import Arena
 from tlt_server.engine.exchange.gathered import GatheredPeers
-from tlt_server.engine.gpu import preparing, windows
+from tlt_server.engine.gpu import preparing
 from tlt_server.engine.gpu.drafts import DraftPass
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.extend import Extend, ExtendKey, Reported
@@ -240,23 +243,33 @@ def test_a_rank_that_is_late_for_reports_ends_the_epoch_with_that_step(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 does not come to the exchanges of the second step's reports."""
-    monkeypatch.setattr(windows, "WAIT_S", 2.0)
-    run_step, steps = GpuRanks.run_step, list[int]()
+    run_step, steps, clock = GpuRanks.run_step, list[int](), time.monotonic_ns
 
     def withheld(ranks: GpuRanks, *keys: Any, reported: Reported, **how: Any) -> RunStep:
-        seen = reported if len(steps) != 1 else Reported()
+        if len(steps) == 1:
+            reported, fast = Reported(), SimpleNamespace(monotonic_ns=lambda: 20 * clock())
+            monkeypatch.setattr(signals, "time", fast)
         steps.append(ranks._step)
-        return run_step(ranks, *keys, reported=seen, **how)
+        return run_step(ranks, *keys, reported=reported, **how)
 
     with two_ranks(settings, drafter="none") as engine:
         choose(engine, None)
         monkeypatch.setattr(GpuRanks, "run_step", withheld)
-        late = r"rank 0 waited 2 s for rank 1 in exchange \d+, in order (\d+) or before"
+        late = r"rank 0 waited 10 s for rank 1 in exchange \d+, in order (\d+) or before"
         with pytest.raises(EngineFailed, match=late) as raised:
             engine.run(request(0, 5, 5, logprobs=2, raw_logprobs=True))
         assert len(engine.said["r0"]) == 1, "a report of the step was told"
         [order] = re.findall(r"order (\d+)", str(raised.value))
         assert steps[1] < int(order) <= steps[2]
+
+
+@pytest.mark.parametrize("length", [1, 33])
+def test_a_prompt_whose_last_chunk_scores_no_token_is_read_by_both_ranks(
+    shared: Pushable, length: int
+) -> None:
+    choose(shared, None)
+    shared.run(request(0, length, 2, prompt_logprobs=1))
+    assert len(joined(shared.said["r0"], "prompt_logprobs")) == length
 
 
 def flip_residual(engine: Pushable, patch: pytest.MonkeyPatch) -> None:

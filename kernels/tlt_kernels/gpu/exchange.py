@@ -185,7 +185,7 @@ class PeerWindows(NamedTuple):
         first.
         """
         found = {**dict(enumerate(missed_T)), self.rank: self.missed.tolist()}
-        waits = sorted((at, rank, other) for rank, (other, at) in found.items() if other)
+        waits = sorted((at % 2**32, rank, other) for rank, (other, at) in found.items() if other)
         return " and ".join(
             f"rank {rank} waited {self.timeout_ns / 1e9:g} s for rank {other - 1} in exchange {at}"
             for at, rank, other in waits

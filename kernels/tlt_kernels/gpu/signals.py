@@ -4,7 +4,7 @@ waits until all of them have.
 Exchanges are numbered by a counter on the device, so a captured graph can be replayed. A rank's
 window begins with one flag per rank, into which that rank writes the number of its newest exchange;
 where each program of a kernel signals for itself, further flags follow, one per program and rank.
-Numbers have 64 bits and never wrap, so a flag that some exchanges leave alone is only ever low.
+Numbers reach 2^43, which takes years, so a flag that some exchanges leave alone is only ever low.
 Every wait ends: after `timeout_ns` the first thread that still waits says in `state` for whom, and
 from then on nothing waits. Triton's interpreter has neither PTX nor the GPU's clock: there, plain
 loads and stores and the host's clock take their place.

@@ -41,6 +41,7 @@ class Agreement:
     def begin(self) -> None:
         """Begin with sums of zero, while no rank exchanges."""
         self._mine_W.zero_()
+        self._again_W.zero_()
         self._peers.reset()
 
     def failure(self, missed_T: Sequence[Sequence[int]]) -> str:

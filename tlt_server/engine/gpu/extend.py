@@ -271,19 +271,17 @@ class Extend:
 
     def follow_reports(self, reported: Reported) -> None:
         """Gather the logits that `report` and `score_prompt` read on rank 0."""
-        if reported == Reported():
-            return
         if reported.tokens and self._head is not None:
             self.logits()
         if reported.raw and self._edits:
             self.logits()
         for first, count in reported.prompts:
             self._prompt_logits(first, count)
-        self.end_reports()
+        self.end_reports(reported)
 
-    def end_reports(self) -> None:
-        """Let rank 0 see whether a rank was waited for in vain in the exchanges of reports."""
-        if self.state.agreement is not None:
+    def end_reports(self, reported: Reported) -> None:
+        """Let rank 0 see whether a rank was waited for in vain in exchanges of these reports."""
+        if self.state.agreement is not None and reported != Reported():
             self.state.agreement.gather_again()
 
     @property

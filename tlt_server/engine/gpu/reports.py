@@ -77,7 +77,7 @@ class AskedReports(NamedTuple):
 
     tokens: dict[int, Chunk]
     raw: bool
-    prompts: dict[int, list[PromptPiece]]
+    prompts: dict[int, list[PromptPiece]]  # none of a chunk that is a prompt's last token
 
     @classmethod
     def of(cls, entries: Sequence[tuple[int, Chunk]], decode_rows: int) -> AskedReports:
@@ -136,7 +136,7 @@ class Reporter:
         }
         if not tokens and not prompts:
             return None
-        extend.end_reports()
+        extend.end_reports(asked.reported)
         return Reports({entry: a for a, entry in enumerate(tokens)}, values, prompts)
 
     def rehearse(self, extend: Extend) -> None:
@@ -144,7 +144,7 @@ class Reporter:
         extend.report(self._upload([0]), best_of(1), raw=REHEARSED.raw)
         for first, count in REHEARSED.prompts:
             extend.score_prompt(first, count, best_of(1))
-        extend.end_reports()
+        extend.end_reports(REHEARSED)
 
     def read(self, reports: Reports) -> Reports:
         """Copy to the host's memory, once the step has passed."""
