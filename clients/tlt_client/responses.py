@@ -23,13 +23,16 @@ _CODES = {
     401: "unauthenticated",
     403: "forbidden",
     404: "not_found",
+    405: "method_not_allowed",
     408: "request_timeout",
     409: "conflict",
     413: "too_large",
+    424: "channel_broken",
     503: "unavailable",
     504: "deadline_exceeded",
+    507: "storage_failed",
 }
-_MAY_SUCCEED = (408, 429, 503, 504)  # the same request, later
+_MAY_SUCCEED = (408, 429, 503, 504, 507)  # the same request, later
 
 
 class _Refusal(msgspec.Struct):

@@ -95,6 +95,9 @@ def test_every_error_of_the_server_has_a_class_of_its_name() -> None:
         server_errors.TooLarge,
         server_errors.Unavailable,
         server_errors.DeadlineExceeded,
+        server_errors.MethodNotAllowed,
+        server_errors.ChannelBroken,
+        server_errors.StorageFailed,
     ],
 )
 def test_an_error_in_vllms_envelope_has_the_class_of_its_status(

@@ -117,7 +117,7 @@ def _reported(child: subprocess.Popen[str], checks: Sequence[Check]) -> Iterator
     findings = [msgspec.json.decode(line, type=Finding) for line in output.splitlines()]
     yield from findings
     for check in checks[len(findings) : len(findings) + 1]:
-        said = errors.strip().splitlines()[-1:] or ["it said nothing"]
+        said = errors.strip().splitlines()[-1:] or ["there is no message"]
         yield Finding(
             "fail",
             f"the process that checks it {ended}: {said[0]}",

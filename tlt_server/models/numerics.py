@@ -135,7 +135,7 @@ class Numerics:
                 return
         raise StartupError(
             f"strict numerics: {dependence}, also in {BLOCKS.name}; set MKL_CBWR=AVX2,STRICT "
-            "before the process starts, lower threads, or choose numerics: fast (exact in "
+            "before the process starts, lower --threads, or choose numerics: fast (exact in "
             "distribution only)"
         )
 
