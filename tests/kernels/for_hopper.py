@@ -1,5 +1,6 @@
 """PTX of the exchange kernels, compiled for compute capability 9.0 without a GPU: run it without
-Triton's interpreter, `python -m tests.kernels.for_hopper`. It prints one JSON object, PTX by name.
+Triton's interpreter, `python -m tests.kernels.for_hopper`. It prints one JSON object, PTX by name
+and way.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ def main() -> None:
     driver.set_active(Target(GPUTarget("cuda", 90, 32)))
     texts = {}
     for hidden in HIDDEN:
-        for variant in variants(hidden):
-            asm = preload(variant).asm
-            name = f"{variant.kernel} {hidden}"
-            texts[name] = {"ptx": asm["ptx"], "layouts": asm["ttgir"]}
+        for way in Way:
+            for variant in variants(hidden, way):
+                asm = preload(variant).asm
+                name = f"{variant.kernel} {way.value} {hidden}"
+                texts[name] = {"ptx": asm["ptx"], "layouts": asm["ttgir"]}
     print(json.dumps(texts))
 
 
-def variants(hidden: int) -> list[Variant]:
-    landing = Way.PUSH.landed(RANKS) * ROWS * hidden
+def variants(hidden: int, way: Way) -> list[Variant]:
+    landing = way.landed(RANKS) * ROWS * hidden
     size = window_bytes(WindowSizes(ROWS * hidden, landing))
     whole = torch.zeros(size + 1024, dtype=torch.uint8)
     own = whole[-whole.data_ptr() % 1024 :][:size]
@@ -43,8 +45,7 @@ def variants(hidden: int) -> list[Variant]:
     part, residual = peers.room(0).view(1, ROWS, hidden), torch.zeros(ROWS, hidden)
     weight, out = (torch.zeros(*shape, hidden, dtype=torch.bfloat16) for shape in ((), (ROWS,)))
     with listed() as found:
-        for way in (Way.PULL, Way.PUSH):
-            peers.add_rms_norm(part, residual, weight, 1e-6, out_RH=out, way=way)
+        peers.add_rms_norm(part, residual, weight, 1e-6, out_RH=out, way=way)
         if hidden == HIDDEN[0]:
             peers.gather(part, torch.zeros(RANKS, ROWS, hidden))
         add_rms_norm(torch.zeros(RANKS, ROWS, hidden), residual, weight, 1e-6)
