@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 
 from tlt_server import __version__
 from tlt_server.errors import StartupError, TltError
@@ -152,38 +151,12 @@ def _interruptible(run):  # type: ignore[no-untyped-def]
     """A verb that stops its servers and removes its folders on SIGTERM and SIGHUP, too."""
 
     def interruptible(arguments: argparse.Namespace) -> int:
-        ending = [signal.SIGTERM, signal.SIGHUP]
-        numbers = [each for each in ending if signal.getsignal(each) is not signal.SIG_IGN]  # nohup
-        told: list[int] = []
-
-        def end(number: int, frame: FrameType | None) -> None:
-            for each in numbers:
-                signal.signal(each, signal.SIG_IGN)  # cleaning up is not to be interrupted
-            told.append(number)
-            raise KeyboardInterrupt
-
-        for number in numbers:
-            signal.signal(number, end)
-        before, sys.unraisablehook = sys.unraisablehook, _interrupt_again
-        try:
-            return int(run(arguments) or 0)
-        except Exception:
-            if told:  # a library has made another error of it
-                raise KeyboardInterrupt from None
-            raise
-        finally:
-            sys.unraisablehook = before
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+                signal.signal(number, signal.default_int_handler)
+        return int(run(arguments) or 0)
 
     return interruptible
-
-
-def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Interrupt soon once more where a destructor or a callback of C has swallowed it."""
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-    else:
-        sys.__unraisablehook__(unraisable)
 
 
 def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:

@@ -95,12 +95,14 @@ class _Traced:
 
         self._tracer, self._span = tracer, span
         self._here = set_span_in_context(span)
+        # One difference of the clocks for all parts, so that none begins before another has ended.
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     def part(self, name: str, start_s: float, end_s: float, **attributes: Value) -> None:
         part = self._tracer.start_span(
-            name, self._here, attributes=_named(attributes), start_time=_unix_ns(start_s)
+            name, self._here, attributes=_named(attributes), start_time=self._unix_ns(start_s)
         )
-        part.end(_unix_ns(end_s))
+        part.end(self._unix_ns(end_s))
 
     def end(self, *, failed: bool, **attributes: Value) -> None:
         from opentelemetry.trace import StatusCode
@@ -110,11 +112,11 @@ class _Traced:
             self._span.set_status(StatusCode.ERROR)
         self._span.end()
 
+    def _unix_ns(self, monotonic_s: float) -> int:
+        return self._epoch_ns + round(monotonic_s * 1e9)
+
 
 def _named(attributes: dict[str, Value]) -> dict[str, Value]:
     """Return attributes by their names in traces, which have dots."""
     return {name.replace("__", "."): value for name, value in attributes.items()}
 
-
-def _unix_ns(monotonic_s: float) -> int:
-    return time.time_ns() - round((time.monotonic() - monotonic_s) * 1e9)
