@@ -10,9 +10,11 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from tlt_server import __version__
 from tlt_server.errors import StartupError, TltError
@@ -91,8 +93,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             name, help=kind.sentence, description=kind.sentence, allow_abbrev=False
         )
         kind.add(bench)
-        run = _with_engine if kind.loads_engine else _later
-        bench.set_defaults(run=_interruptible(run(f"tlt_server.bench.{kind.module or name}")))
+        module = f"tlt_server.bench.{kind.module or name}"
+        loads = kind.loads_engine
+        run = _in_folder(_with_engine(module)) if loads else _interruptible(_later(module))
+        bench.set_defaults(run=run)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], parser, argv)}")
@@ -151,12 +155,42 @@ def _interruptible(run):  # type: ignore[no-untyped-def]
     """A verb that stops its servers and removes its folders on SIGTERM and SIGHUP, too."""
 
     def interruptible(arguments: argparse.Namespace) -> int:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
-                signal.signal(number, signal.default_int_handler)
+        _on_end(signal.default_int_handler)
         return int(run(arguments) or 0)
 
     return interruptible
+
+
+def _in_folder(run):  # type: ignore[no-untyped-def]
+    """A verb whose temporary files are in one folder, which SIGTERM and SIGHUP remove. They end the
+    process then: an exception in the midst of a compiler may be lost, or abort.
+    """
+
+    def in_folder(arguments: argparse.Namespace) -> int:
+        import shutil
+        import tempfile
+
+        def end(number: int, frame: FrameType | None) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        with tempfile.TemporaryDirectory(prefix="tlt-bench-") as folder:
+            _on_end(end)
+            before, tempfile.tempdir = tempfile.tempdir, folder
+            try:
+                return int(run(arguments))
+            finally:
+                tempfile.tempdir = before
+
+    return in_folder
+
+
+def _on_end(handler: Callable[[int, FrameType | None], Any]) -> None:
+    """Handle SIGTERM and SIGHUP, unless they are ignored, as after nohup."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:

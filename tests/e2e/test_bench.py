@@ -51,9 +51,12 @@ def test_an_ended_bench_leaves_no_folder(number: signal.Signals, tmp_path: Path)
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
     ) as running:
-        until(lambda: any(tmp_path.glob("tlt-exact-*/*")), 60)
-        running.send_signal(number)
-        assert running.wait(60) == 130
+        try:
+            until(lambda: any(tmp_path.glob("tlt-bench-*/tlt-exact-*/*")), 60)
+            running.send_signal(number)
+            assert running.wait(60) == -number
+        finally:
+            running.kill()
     assert not [*tmp_path.iterdir()]
 
 

@@ -119,4 +119,3 @@ class _Traced:
 def _named(attributes: dict[str, Value]) -> dict[str, Value]:
     """Return attributes by their names in traces, which have dots."""
     return {name.replace("__", "."): value for name, value in attributes.items()}
-
