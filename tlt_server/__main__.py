@@ -93,10 +93,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             name, help=kind.sentence, description=kind.sentence, allow_abbrev=False
         )
         kind.add(bench)
-        module = f"tlt_server.bench.{kind.module or name}"
-        loads = kind.loads_engine
-        run = _in_folder(_with_engine(module)) if loads else _interruptible(_later(module))
-        bench.set_defaults(run=run)
+        verb, ended = (_with_engine, _in_folder) if kind.loads_engine else (_later, _interruptible)
+        bench.set_defaults(run=ended(verb(f"tlt_server.bench.{kind.module or name}")))
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], parser, argv)}")
