@@ -396,6 +396,7 @@ def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does
         while (signalled := ptx.find("st.release.sys", signalled + 1)) > 0:
             stored = ptx.rindex("st.global.v4.b32", 0, signalled)
             assert stored < ptx.index("bar.sync", stored) < signalled, "signalled early"
+        assert ".maxnreg 64\n" in ptx, "two programs of 512 threads fit on a multiprocessor"
     for hidden in (3584, 5120):
         named = (f"{name} {hidden}" for name in (pull, push, both, "_add_rms_norm pull"))
         assert len({layout for name in named for layout in reductions(texts[name]["layouts"])}) == 1

@@ -17,9 +17,11 @@ from tlt_kernels.gpu.norm import add_to_residual, tree
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
 MAX_RANKS = 8
-# A program that pushes signals the same program of its peers. There are no more of them than
-# multiprocessors: each waits for its peers, so all have to run at once.
-PROGRAMS = tl.constexpr(128)
+# A program that pushes signals the same program of its peers, and waits for it, so all of them have
+# to run at once: two on each multiprocessor, which has 64 registers for each of 2 * 512 threads.
+PROGRAMS = tl.constexpr(256)
+PROGRAMS_PER_MULTIPROCESSOR = 2
+PUSH_REGISTERS = 64
 PUSH_FLAGS = tl.constexpr(1024)  # bytes into a window, after the flags of ranks
 RANK_FLAGS = tl.constexpr(8 * MAX_RANKS)  # bytes of one program's flags
 PUSH_STEPS = 2

@@ -13,9 +13,6 @@ weight, and K.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,7 +25,7 @@ from tlt_kernels.gpu.gemm_copy import PANEL, copy, locate
 from tlt_kernels.gpu.gemm_sums import add_leaves
 from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
 from tlt_kernels.gpu.silu import silu
-from tlt_kernels.gpu.target import PDL
+from tlt_kernels.gpu.target import PDL, multiprocessors
 
 
 @gluon.constexpr_function
@@ -291,11 +288,6 @@ def _stream(
         [1],
         [40],
     )
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def multiply(
