@@ -103,7 +103,6 @@ def faults(figures: Figures) -> Iterator[str]:
 def tests(figures: Figures) -> Iterator[str]:
     found = ", ".join(
         f"{name} {r['passed']} / {r['failed']} / {r['skipped']}"
-        + (f" (at `{r['commit']}`, of which tests alone are newer)" if "commit" in r else "")
         for name, r in figures["parts"].items()
     )
     yield f"Tests that passed / failed / were skipped: {found}."
