@@ -76,6 +76,7 @@ def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for ranks in (1, 2)
     )
     assert "on each of 2 GPUs" in shared and "GPUs" not in one
+    assert re.search(r"of weights, \d+ MiB to exchange, ", shared) and "exchange" not in one
     assert "each GPU has 0.78 of that throughput" in shared and "throughput" not in one
     page = (ROOT / "docs" / "several_gpus.md").read_text().replace("\n", " ")
     assert f"{model.STEP_ON_TWO} of its time on two H200s at batch 1 and 256" in page
@@ -110,8 +111,11 @@ def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
         monkeypatch.setattr(model, "look", lambda: card)
         return found(model.memory, broken(pair, weight_root=pair, tensor_parallel=ranks))
 
-    sizes = range(0, CARD.free_bytes, MIB)
-    fits_two = bisect_left(sizes, True, key=lambda free: memory(free, 2).status == "ok") * MIB
+    def least() -> int:
+        sizes = range(0, CARD.free_bytes, MIB)
+        return bisect_left(sizes, True, key=lambda free: memory(free, 2).status == "ok") * MIB
+
+    fits_two = least()
     assert memory(fits_two, 2).status == "ok"
     short = memory(fits_two, 1)
     expect(short, "fail", "for pushed weights", "set tensor_parallel to 2, on 2 GPUs")
@@ -119,6 +123,12 @@ def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
     shorter = memory(fits_two - MIB, 2)
     expect(shorter, "fail", "max_model_len")
     assert "weight_staging" not in shorter.remedy and "tensor_parallel" not in shorter.remedy
+    lacking = memory(11 * MIB, 1)
+    expect(lacking, "fail", "the weights take")
+    assert "tensor_parallel" not in lacking.remedy, "so small a model is less than its exchange"
+    [exchange] = re.findall(r"(\d+) MiB to exchange", memory(fits_two, 2).found)
+    monkeypatch.setattr(model, "exchange_bytes", lambda settings, *_: 0)
+    assert abs(fits_two - least() - int(exchange) * MIB) <= MIB
     expect(memory(11 * MIB, 1), "fail", "the weights take", "set tensor_parallel to 2, on 2 GPUs")
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tlt_server.attention.gpu import TREE_ROWS, TritonPaged
 from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.refusals import (
     BUSY,
@@ -29,6 +30,7 @@ from tlt_server.engine.gpu.refusals import (
     exhausted,
     widen,
 )
+from tlt_server.engine.gpu.window_sizes import exchange_bytes
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import MIB
 from tlt_server.errors import ModelError, StartupError
@@ -217,6 +219,30 @@ def test_a_larger_width_is_named_where_it_fits() -> None:
     little = plan(many, GIB, total=16 * GIB)
     with pytest.raises(StartupError, match=f"several of .*, tensor_parallel, or {SMALLER}$"):
         check_plan(little, lambda: wider(many, 2, 4))
+
+
+def test_what_ranks_exchange_through_is_part_of_the_budget() -> None:
+    given = settings(weight_root="/w", reduction_leaves=4)
+    shared, alone = (replace(given, tensor_parallel=ranks) for ranks in (2, 1))
+    of_rank = needs(shared)._replace(exchange=GIB)
+    check_weights(shared, of_rank, 2 * VALUES + GIB, TOTAL)
+    with pytest.raises(StartupError, match=r"the weights take .* and the exchange 1024 MiB, "):
+        check_weights(shared, of_rank, 2 * VALUES + GIB - 1, TOTAL)
+    refused = MemoryPlan(shared, of_rank, 32768, 10 * GIB, TOTAL)
+    assert sum(row.bytes for row in budget(refused)) == refused.total + refused.short
+    with pytest.raises(StartupError, match="1024 MiB to exchange"):
+        check_plan(refused)
+    widened = plan(alone, 100 * GIB).widened(Wider(shared, of_rank))
+    assert widened.free == 99 * GIB and "1024 MiB to exchange" in widened.describe()
+
+
+def test_the_exchange_of_large_models_fits_next_to_their_weights() -> None:
+    """Shapes of 7B on two GPUs: two rooms of two partial sums, two landings, for 4,608 rows."""
+    given = settings(tensor_parallel=2, reduction_leaves=4, max_running=512, max_rows=4096)
+    found = exchange_bytes(given, CONFIG, Shapes(512, 8))
+    least = 2 * 2 * 4608 * 3584 * 4
+    assert least < found < 1.3 * least
+    assert exchange_bytes(replace(given, tensor_parallel=1), CONFIG, Shapes(512, 8)) == 0
 
 
 def test_several_ranks_are_offered_no_staging_that_they_refuse() -> None:
@@ -466,7 +492,13 @@ def test_the_device_names_a_width_for_weights_that_do_not_fit(
 
     given = settings(device="interpreter", attention="triton", model=TARGET, drafter=drafter)
     device = Interpreted(replace(given, reduction_leaves=2))
-    monkeypatch.setattr(device, "_free", lambda: (8 * MIB, TOTAL))
+    monkeypatch.setattr(device, "_free", lambda: (9 * MIB, TOTAL))
+    with pytest.raises(StartupError, match="too few; end what else"):
+        device.load(ModelConfig.read(TARGET))  # so small a model is less than its exchange
+    monkeypatch.setattr(
+        "tlt_server.engine.devices.cuda.exchange_bytes",
+        lambda settings, *_: MIB * (settings.tensor_parallel - 1),
+    )
     with pytest.raises(StartupError, match="the weights take .*; set tensor_parallel to 2, on 2 G"):
         device.load(ModelConfig.read(TARGET))
     monkeypatch.setattr(device, "_free", lambda: (MIB, TOTAL))

@@ -24,8 +24,10 @@ from tlt_server.engine.devices.choice import (
     wider_settings,
 )
 from tlt_server.engine.devices.cpu import check_own_head
+from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
+from tlt_server.engine.gpu.window_sizes import exchange_bytes
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import kv_pages, served_length, training_share
 from tlt_server.errors import StartupError
@@ -214,7 +216,7 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
 
     def planned(settings: DecidedSettings) -> MemoryPlan:
         needs = _gpu_needs(settings, model, network)
-        return MemoryPlan(settings, needs, model.max_position, free - needs.weights, total)
+        return MemoryPlan(settings, needs, model.max_position, free - needs.loaded, total)
 
     def wider() -> list[Wider]:
         return [
@@ -248,7 +250,9 @@ def _gpu_needs(settings: DecidedSettings, model: Decoder, network: DrafterNetwor
         part = drafter_part(network.config, drafted, split, how, itemsize)
         values += values_of(network.parameters(), part.head, part.split)
     own = rank_config(model.config, split)
-    return Needs.of(settings, own, network, values, model.feature_width, part)
+    shapes = Shapes(settings.max_running, MIN_DEPTH)
+    exchange = exchange_bytes(settings, model.config, shapes)
+    return Needs.of(settings, own, network, values, model.feature_width, part, exchange)
 
 
 def _network(config: Config, directory: Path) -> DrafterNetwork:

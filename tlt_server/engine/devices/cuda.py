@@ -40,6 +40,7 @@ from tlt_server.engine.gpu.recordings import GraphRecordings
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted, widen
 from tlt_server.engine.gpu.runner import RING, GpuRunner
 from tlt_server.engine.gpu.texts import Texts
+from tlt_server.engine.gpu.window_sizes import exchange_bytes, window_sizes
 from tlt_server.engine.orders import Allocate, Install
 from tlt_server.engine.ranks import NO_RANKS, RankOrders
 from tlt_server.engine.settings import DecidedSettings
@@ -124,7 +125,8 @@ class CudaDevice:
 
     def _share(self, config: ModelConfig) -> None:
         """Start the other ranks."""
-        settings, sizes = self._settings, self._maker.exchange_sizes(config)
+        settings = self._settings
+        sizes = window_sizes(settings, config, self.sizes)
         with self._memory("the windows of ranks"):
             ranks = self._ranks = GpuRanks(settings, config, self.device, sizes)
         self._maker.share(ranks.peers, ranks.agreement)
@@ -142,19 +144,22 @@ class CudaDevice:
         target = shards(config, placement, layers, split)
         return target, spread_drafter(target, lambda of: loader.empty(directory, of))
 
-    def _needs(self, target: GpuDecoder, drafter: DrafterNetwork | None) -> Needs:
-        """Return what this rank needs."""
+    def _needs(
+        self, settings: DecidedSettings, target: GpuDecoder, drafter: DrafterNetwork | None
+    ) -> Needs:
+        """Return what a rank needs with these settings."""
         networks: list[GpuDecoder | DrafterNetwork] = [target, *([drafter] if drafter else [])]
         stored = [each for network in networks for each in network.parameters().values()]
         values = sum(tensors_of(each)[0].numel() for each in stored)
         part = drafter.part if isinstance(drafter, GpuEagleNetwork) else None
         width = target.feature_width
-        return Needs.of(self._settings, target.own_config, drafter, values, width, part)
+        exchange = exchange_bytes(settings, target.config, self.sizes)
+        return Needs.of(settings, target.own_config, drafter, values, width, part, exchange)
 
     def _needs_at(self, settings: DecidedSettings, config: ModelConfig) -> Needs:
         """Return what a rank would need with these settings, whose width may be another."""
         nowhere = replace(self._maker.placement, device=torch.device("meta"), sums=OWN_SUMS)
-        return self._needs(*self._empty(config, nowhere, gpu_split(settings, config)))
+        return self._needs(settings, *self._empty(config, nowhere, gpu_split(settings, config)))
 
     def _needs_wider(self, config: ModelConfig) -> list[Wider]:
         return [Wider(wide, self._needs_at(wide, config)) for wide in self._wider]
@@ -186,7 +191,7 @@ class CudaDevice:
         room = self._free()
         if self._ranks is not None:
             room = min(room, self._ranks.free())
-        plan = MemoryPlan(settings, self._needs(model, network), max_model_len, *room)
+        plan = MemoryPlan(settings, self._needs(settings, model, network), max_model_len, *room)
         check_plan(plan, partial(self._needs_wider, model.config))
         pages = plan.pages
         with self._memory(f"{pages} KV pages", plan):

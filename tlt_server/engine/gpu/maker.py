@@ -9,10 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from tlt_kernels.gpu.agreement import SUM_FLOATS
-from tlt_kernels.gpu.children import candidate_words
-from tlt_kernels.gpu.exchange import RankPeers, WindowSizes, landing_floats
-from tlt_kernels.gpu.sampling import block_words, blocks_of_rank
+from tlt_kernels.gpu.exchange import RankPeers
 from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
 from tlt_kernels.gpu.upload_layout import UploadLayout
 from tlt_server.attention import GPU_BACKENDS
@@ -20,12 +17,9 @@ from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import OnProgress
-from tlt_server.engine.devices.choice import gpu_split
 from tlt_server.engine.gpu.agreement import Agreement
 from tlt_server.engine.gpu.buckets import (
-    MAX_DRAFTED,
     MAX_VERIFIED,
-    MAX_WIDTH,
     MIN_DEPTH,
     TREE_ROWS,
     PromptShape,
@@ -50,8 +44,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagleNetwork
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.matmuls import MATMULS
-from tlt_server.models.gpu.sums import RankSums, room_floats
-from tlt_server.models.shards import most_tokens
+from tlt_server.models.gpu.sums import RankSums
 from tlt_server.registry import load_object
 from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.weights.parts import Drafter, DrafterNetwork
@@ -81,22 +74,6 @@ class GpuMaker:
         """Add up with the other ranks in the layers of targets that are made from now on."""
         self.placement = replace(self.placement, sums=RankSums(peers))
         self.agreement, self.head = agreement, SharedHead(peers)
-
-    def exchange_sizes(self, config: ModelConfig) -> WindowSizes:
-        """Return the sizes of what this rank exchanges through."""
-        settings = self.settings
-        leaves = settings.reduction_leaves // settings.tensor_parallel
-        rows = max(self.sizes.most_rows(settings.max_rows), MAX_DRAFTED, settings.max_running)
-        split = gpu_split(settings, config)
-        # At least the logits of a row (`SharedHead.logits`).
-        parts = max(room_floats(leaves, rows, config.hidden_size), most_tokens(config, split))
-        own = blocks_of_rank(config.vocab_size, settings.tensor_parallel)
-        blocks = block_words(sampled_rows(settings.max_running), own)
-        if settings.drafter_directory is not None:
-            tokens = most_tokens(config, split)  # a drafter has no more
-            parts += candidate_words(max(MAX_DRAFTED, settings.max_running), tokens, MAX_WIDTH)
-        landing = landing_floats(settings.tensor_parallel, rows, config.hidden_size)
-        return WindowSizes(max(parts, blocks) + SUM_FLOATS, landing)
 
     def backend(self, config: ModelConfig) -> GpuAttention:
         return GPU_BACKENDS.resolve(self.settings.attention)(

@@ -35,6 +35,12 @@ class Needs(NamedTuple):
     per_drafted: int  # a drafter's logits of one row
     per_state: int  # captured states of one row; 0: none are captured
     training: TrainingShape | None = None  # None: no drafter is trained on this GPU
+    exchange: int = 0  # what ranks exchange through
+
+    @property
+    def loaded(self) -> int:
+        """Return the memory that is taken once the weights are loaded."""
+        return self.weights + self.exchange
 
     @classmethod
     def of(
@@ -45,10 +51,11 @@ class Needs(NamedTuple):
         values: int,
         feature_width: int = 0,
         part: DrafterPart | None = None,
+        exchange: int = 0,
     ) -> Needs:
         """`values`: parameters of target and drafter together; `settings`: nothing left to the
         device; `feature_width`: what the drafter reads of a position; `part`: what a rank has of
-        the drafter, if not all of it.
+        the drafter, if not all of it; `exchange`: its window.
         """
         itemsize = 4 if settings.dtype == "float32" else 2
         captures = bool(settings.feature_bytes and feature_width)
@@ -70,6 +77,7 @@ class Needs(NamedTuple):
             TrainingShape.of(drafter.config, drafter.draft_vocab_size, on_gpu=True)
             if drafter is not None and captures and not settings.trains_apart
             else None,
+            exchange,
         )
 
 
@@ -87,7 +95,7 @@ def kv_slot_values(config: ModelConfig, layers: int) -> int:
 
 class MemoryPlan(NamedTuple):
     """The split of a GPU's memory by the settings. `free` and `total`: of the device, once the
-    weights are loaded.
+    weights are loaded and ranks can exchange.
     """
 
     settings: DecidedSettings
@@ -214,14 +222,15 @@ class MemoryPlan(NamedTuple):
 
     def widened(self, wider: Wider) -> MemoryPlan:
         """Return the plan of a rank at a larger width, on GPUs with as much free memory."""
-        free = self.free + self.needs.weights - wider.needs.weights
+        free = self.free + self.needs.loaded - wider.needs.loaded
         return self._replace(settings=wider.settings, needs=wider.needs, free=free)
 
     def describe(self) -> str:
         staging = f"{size(self.staging)} for pushed weights, " if self.staging else ""
         training = f"{size(self.training)} to train the drafter, " if self.training else ""
+        exchange = f"{size(self.needs.exchange)} to exchange, " if self.needs.exchange else ""
         return (
-            f"{size(self.needs.weights)} of weights, {staging}{training}"
+            f"{size(self.needs.weights)} of weights, {exchange}{staging}{training}"
             f"{size(self.working)} for steps, "
             f"{size(RESERVE)} for graphs, {size(self.kv)} of KV: {self.pages} pages"
         )

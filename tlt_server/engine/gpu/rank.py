@@ -49,6 +49,7 @@ from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import record
 from tlt_server.engine.gpu.reports import REHEARSED, REHEARSED_KEYS
 from tlt_server.engine.gpu.ring import PinnedRing
+from tlt_server.engine.gpu.window_sizes import window_sizes
 from tlt_server.engine.orders import Allocate, Array, Install, RankStart
 from tlt_server.engine.rank_memory import RankMemory
 from tlt_server.models.config import ModelConfig
@@ -76,7 +77,7 @@ class GpuRank:
         config = replace(ModelConfig.read(Path(settings.model)), max_position=start.max_position)
         self._config = eos_token_ids(config, Path(settings.model))
         self._maker = GpuMaker(settings, device, kind.prompts)
-        sizes = self._maker.exchange_sizes(config)
+        sizes = window_sizes(settings, config, self._maker.sizes)
         group = RankGroup(Path(start.directory), start.rank, start.ranks, device)
         self._joined = join(group, sizes, settings.exchange)  # keeps the memory mapped
         peers = self._joined.peers

@@ -47,7 +47,7 @@ def budget(plan: MemoryPlan) -> list[Row]:
     lengths = range(-(-MIN_LENGTH // page) * page, 0 if pages else plan.max_model_len, page)
     percents = range(MAX_PERCENT, int(settings.memory_fraction * 100 + 1e-9), -1)
     fractions = [] if plan.named else [percent / 100 for percent in percents]
-    used, idle = plan.total - needs.weights - plan.free, plan.total - needs.weights - CONTEXT
+    used, idle = plan.total - needs.loaded - plan.free, plan.total - needs.loaded - CONTEXT
     beyond = f"beyond memory_fraction {settings.memory_fraction:g}"
     staged = ["host"] if plan.staging and settings.tensor_parallel == 1 else []
     shape = plan.needs.training
@@ -56,6 +56,7 @@ def budget(plan: MemoryPlan) -> list[Row]:
     kv = f"for {f'{plan.wanted} KV pages' if plan.named else one}"
     return [
         Row("of weights", needs.weights),
+        Row("to exchange", needs.exchange),
         Row("in other programs", used, "free", [idle] if plan.free < idle else [], BUSY),
         Row(kv, plan.wanted * needs.per_page, "max_model_len", lengths),
         Row("", 0, "pages", range(plan.least, pages)),
@@ -144,20 +145,21 @@ def check_weights(
     """Raise `StartupError` where weights do not fit, before they are loaded. `wider`: as of
     `check_plan`.
     """
-    short = needs.weights - free
+    short = needs.loaded - free
     if short <= 0:
         return
-    halved = settings.dtype == "float32" and needs.weights // 2 <= free
-    widths = [widen(settings, each.settings) for each in wider() if each.needs.weights <= free]
+    halved = settings.dtype == "float32" and needs.weights // 2 + needs.exchange <= free
+    widths = [widen(settings, each.settings) for each in wider() if each.needs.loaded <= free]
     remedies = [
         *widths[:1],
         *(["serve dtype bfloat16 (halves them)"] if halved else []),
-        *([BUSY] if needs.weights <= total - CONTEXT else []),
+        *([BUSY] if needs.loaded <= total - CONTEXT else []),
         SMALLER,
     ]
+    exchange = f" and the exchange {size(needs.exchange)}" if needs.exchange else ""
     raise StartupError(
-        f"the weights take {size(needs.weights)} in {settings.dtype}, {size(free)} of the GPU's "
-        f"{size(total)} are free, {size(short)} too few; {', or '.join(remedies)}"
+        f"the weights take {size(needs.weights)} in {settings.dtype}{exchange}, {size(free)} of "
+        f"the GPU's {size(total)} are free, {size(short)} too few; {', or '.join(remedies)}"
     )
 
 
