@@ -99,7 +99,7 @@ def main(drafter: str, max_running: int, max_loras: int, dtype: str) -> None:
     gemm._hindrance = lambda dtype, device: (
         "" if dtype == torch.bfloat16 else f"the type is {dtype}"
     )
-    gemm.multiprocessors = gemm_stream.multiprocessors = lambda device: 132
+    gemm_stream.multiprocessors = lambda device: 132
     settings = EngineSettings(
         model=str(TARGET),
         drafter=str(DRAFTER) if drafter == "eagle" else drafter,

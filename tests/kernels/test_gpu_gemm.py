@@ -145,7 +145,9 @@ class TestWhichKernel:
         monkeypatch.setattr(
             "tlt_kernels.gpu.gemm_stream", sys.modules["tlt_kernels.gpu.gemm_stream"], raising=False
         )
-        monkeypatch.setattr("tlt_kernels.gpu.gemm.multiprocessors", lambda device: 132)
+        monkeypatch.setattr(
+            "tlt_kernels.gpu.gemm_stream.multiprocessors", lambda device: 132, raising=False
+        )
         monkeypatch.setattr(gemm_portable, "multiply", lambda *_: ran.append("portable"))
         monkeypatch.setattr(gemm, "_hindrance", lambda dtype, device: "")
         gemm._multiply(

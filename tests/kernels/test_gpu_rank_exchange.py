@@ -168,11 +168,12 @@ def test_a_program_that_pushed_long_ago_has_not_signalled_now() -> None:
 
 
 def test_rows_choose_a_way_that_has_a_landing() -> None:
+    assert [way_of(2, rows) for rows in (256, 257)] == [Way.PUSH, Way.TWO_STEPS]
     for ranks in (2, 4, 8):
-        for rows in (1, 16, 17, 64, 65, 512, 513, 2048):
+        for rows in (1, 16, 17, 64, 65, 256, 257, 512, 513, 2048):
             landing = landing_floats(ranks, rows, 3584)
             assert landing % 256 == 0
-            for fewer in (1, 17, 65, 512, rows):
+            for fewer in (1, 17, 65, 256, 512, rows):
                 if fewer <= rows:
                     assert way_of(ranks, fewer).landed(ranks) * fewer * 3584 <= landing
 
@@ -339,9 +340,11 @@ def test_windows_that_cannot_be_exchanged_are_refused() -> None:
         peer_windows(0, [address, address], own[:-512])
 
 
-def started(folder: Path, device: str, exchanges: int, rank: int) -> subprocess.Popen[str]:
+def started(
+    folder: Path, device: str, exchanges: int, rank: int, *more: str
+) -> subprocess.Popen[str]:
     module = "tests.kernels.exchange_rank"
-    command = [sys.executable, "-m", module, device, str(exchanges), str(folder), str(rank)]
+    command = [sys.executable, "-m", module, device, str(exchanges), str(folder), str(rank), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -374,6 +377,14 @@ def test_two_gpus_exchange_a_million_times_in_a_graph(tmp_path: Path) -> None:
     assert ended(ranks, timeout_s=400) == [[f"{exchanges} exchanges, 0 differ"]] * 2
 
 
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks of a crowded GPU take turns")
+def test_two_gpus_exchange_while_another_kernel_fills_one(tmp_path: Path) -> None:
+    """Few of the programs that wait for their peers have room at once."""
+    ranks = [started(tmp_path, "cuda", 800, rank, "crowded") for rank in range(2)]
+    assert ended(ranks, timeout_s=120) == [["800 exchanges, 0 differ"]] * 2
+
+
 def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does() -> None:
     """The order in which a row's squares are added is that of the layout of the reduction."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -396,8 +407,11 @@ def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does
         while (signalled := ptx.find("st.release.sys", signalled + 1)) > 0:
             stored = ptx.rindex("st.global.v4.b32", 0, signalled)
             assert stored < ptx.index("bar.sync", stored) < signalled, "signalled early"
-        assert ".maxnreg 64\n" in ptx, "two programs of 512 threads fit on a multiprocessor"
     for hidden in (3584, 5120):
+        for name in (push, both):
+            limits = r"\.reqntid (\d+)\n\.maxnreg (\d+)"
+            [(threads, registers)] = re.findall(limits, texts[f"{name} {hidden}"]["ptx"])
+            assert 2 * int(threads) * int(registers) <= 65536, "two fit on a multiprocessor"
         named = (f"{name} {hidden}" for name in (pull, push, both, "_add_rms_norm pull"))
         assert len({layout for name in named for layout in reductions(texts[name]["layouts"])}) == 1
     quads = "sizePerThread = [1, 4], threadsPerWarp = [32, 1]"  # 16 bytes next to one another

@@ -77,7 +77,7 @@ def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert "on each of 2 GPUs" in shared and "GPUs" not in one
     assert re.search(r"of weights, \d+ MiB to exchange, ", shared) and "exchange" not in one
-    assert "each GPU has 0.78 of that throughput" in shared and "throughput" not in one
+    assert "each GPU has 0.79 of that throughput" in shared and "throughput" not in one
     page = (ROOT / "docs" / "several_gpus.md").read_text().replace("\n", " ")
     assert f"{model.STEP_ON_TWO} of its time on two H200s at batch 1 and 256" in page
     for batch in (1, 256):

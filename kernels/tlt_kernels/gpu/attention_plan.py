@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.attention_algebra import split_count
-from tlt_kernels.gpu.target import multiprocessors
 
 FIELDS = tl.constexpr(16)  # int32 fields per item
 _WORKSPACE = 64 << 20  # bytes for states
@@ -85,7 +84,8 @@ def allocate(
         f"{heads} query heads over {kv_heads} KV heads"
     )
     if programs is None:
-        programs = multiprocessors(torch.device(device))
+        on_gpu = torch.device(device).type == "cuda"
+        programs = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
     fitting = _WORKSPACE // (4 * heads * (width + 2))
     states = min(fitting, rows * max(3, split_count(context)))
     items = rows + states

@@ -26,16 +26,10 @@ from torch import Tensor
 
 from tlt_kernels.gpu import exchange_kernels as kernels
 from tlt_kernels.gpu import signals
-from tlt_kernels.gpu.exchange_kernels import (
-    HEAD_BYTES,
-    MAX_RANKS,
-    PROGRAMS,
-    PROGRAMS_PER_MULTIPROCESSOR,
-    PUSH_REGISTERS,
-)
+from tlt_kernels.gpu.exchange_kernels import HEAD_BYTES, MAX_RANKS, PROGRAMS, PUSH_REGISTERS
 from tlt_kernels.gpu.gemm_tiles import PARTS
 from tlt_kernels.gpu.norm import shape
-from tlt_kernels.gpu.target import PDL, multiprocessors
+from tlt_kernels.gpu.target import PDL
 
 ROOMS = 2
 _ALIGNED = 1024  # bytes: a multiple of every vector access
@@ -58,8 +52,9 @@ class Way(Enum):
         return {Way.PULL: 0, Way.PUSH: ranks, Way.TWO_STEPS: ranks + 1}[self]
 
 
-# (rows at most, way). `tlt bench exchange` times each on two GPUs. For more ranks the borders are
-# computed: a signal takes as long as 0.7 MB.
+# (rows at most, way). `tlt bench exchange` times each on two GPUs, where two steps are faster than
+# PULL for more rows, too, but each row takes memory. For more ranks the borders are computed: a
+# signal takes as long as 0.7 MB.
 _WAYS: dict[int, tuple[tuple[int, Way], ...]] = {
     2: ((256, Way.PUSH), (512, Way.TWO_STEPS), (_MANY, Way.PULL)),
     4: ((64, Way.PULL), (512, Way.TWO_STEPS), (_MANY, Way.PULL)),
@@ -160,7 +155,6 @@ class PeerWindows(NamedTuple):
     address_T: Tensor  # int64: every rank's window, as this process has it mapped
     own: Tensor  # uint8: this rank's window
     landing: int  # elements of each landing
-    pushing: int  # programs at most; GPUs of one kind have the same number
     state: Tensor  # int32 [signals.STATE_WORDS]
     timeout_ns: int  # a wait on the device ends then
 
@@ -242,7 +236,7 @@ class PeerWindows(NamedTuple):
             return out_RH
         landed = way.landed(self.ranks) * rows * hidden
         assert landed <= self.landing, f"{landed} elements for a landing of {self.landing}"
-        kernels.push_add_rms_norm[(min(rows, self.pushing),)](
+        kernels.push_add_rms_norm[(min(rows, PROGRAMS.value),)](
             self.address_T,
             self.own,
             self.state,
@@ -332,7 +326,6 @@ def peer_windows(
         torch.tensor(addresses, dtype=torch.int64, device=own.device),
         own,
         landing,
-        min(PROGRAMS.value, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(own.device)),
         torch.zeros(signals.STATE_WORDS, dtype=torch.int32, device=own.device),
         int(timeout_s * 1e9),
     )

@@ -17,10 +17,11 @@ from tlt_kernels.gpu.norm import add_to_residual, tree
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
 MAX_RANKS = 8
-# A program that pushes signals the same program of its peers, and waits for it, so all of them have
-# to run at once: two on each multiprocessor, which has 64 registers for each of 2 * 512 threads.
+# A program that pushes signals the same program of its peers, and waits for no other. GPUs start
+# programs in order, so the first one that has not ended runs on every rank, however few of them
+# have room next to other kernels. All have room at once where two fit on a multiprocessor, which
+# has 64 registers for each of 2 * 512 threads.
 PROGRAMS = tl.constexpr(256)
-PROGRAMS_PER_MULTIPROCESSOR = 2
 PUSH_REGISTERS = 64
 PUSH_FLAGS = tl.constexpr(1024)  # bytes into a window, after the flags of ranks
 RANK_FLAGS = tl.constexpr(8 * MAX_RANKS)  # bytes of one program's flags

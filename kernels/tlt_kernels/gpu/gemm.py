@@ -35,7 +35,6 @@ from tlt_kernels.gpu.gemm_tiles import (
     portable_tile,
     stream_tile,
 )
-from tlt_kernels.gpu.target import multiprocessors
 
 INTERLEAVED = 8  # rows of gate, then as many of up: the order in which `gemm_stream` reads them
 
@@ -80,7 +79,7 @@ def _chosen(
     if in_use(x_MK.dtype, x_MK.device, n // 2 if kind is Kind.GATED else 0) == "streaming":
         from tlt_kernels.gpu import gemm_stream
 
-        programs = multiprocessors(x_MK.device)
+        programs = gemm_stream.multiprocessors(x_MK.device)
         return gemm_stream.multiply, stream_tile(kind, len(x_MK), n, programs, leaves, parts)
     return gemm_portable.multiply, portable_tile(len(x_MK), x_MK.dtype)
 

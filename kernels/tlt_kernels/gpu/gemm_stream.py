@@ -13,6 +13,9 @@ weight, and K.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -25,7 +28,7 @@ from tlt_kernels.gpu.gemm_copy import PANEL, copy, locate
 from tlt_kernels.gpu.gemm_sums import add_leaves
 from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
 from tlt_kernels.gpu.silu import silu
-from tlt_kernels.gpu.target import PDL, multiprocessors
+from tlt_kernels.gpu.target import PDL
 
 
 @gluon.constexpr_function
@@ -288,6 +291,11 @@ def _stream(
         [1],
         [40],
     )
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def multiply(

@@ -1,5 +1,5 @@
-"""Facts about the target: sizes of blocks, multiprocessors, and the differences between a GPU and
-Triton's CPU interpreter, which are dot products and programmatic dependent launch.
+"""Facts about the target: the size of blocks, and the differences between a GPU and Triton's CPU
+interpreter, which are dot products and programmatic dependent launch.
 
 The interpreter computes bfloat16 dots wrongly (fp16 and fp32 are exact), so operands are widened
 there. On a GPU a kernel launched with `**PDL` may start while the one before it still runs:
@@ -10,10 +10,8 @@ kernel that did not wait could finish before its predecessor, so all of them do.
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -29,13 +27,6 @@ def lanes(count: int, least: int = WARP) -> int:
     would be more variants of a kernel to compile, and no faster.
     """
     return max(triton.next_power_of_2(count), least)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors the device has. A CPU stands for a GPU with few."""
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
 
 
 @triton.jit
