@@ -25,7 +25,7 @@ from tlt_server.frontend.weights.broadcasts import MAX_TENSORS
 
 MIB = 2**20
 BODY = 15 * MIB
-HELD_S = 0.06  # bound on one pass of the loop: thrice the promise, for a slow core under load
+HELD_S = 0.1  # bound on one pass of the loop: five times the promise, for a slow core under load
 PROBE_S = 0.01  # between two probes
 ANSWERED_S = 1.0  # bound on most probes and short texts, on two slow cores under load
 LINE = "a line of text, as long as some others are\n"

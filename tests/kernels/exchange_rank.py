@@ -1,7 +1,6 @@
 """One of two ranks that exchange over and over, with delays, and compare each result with what one
 rank computes that has all partial sums: `python -m tests.kernels.exchange_rank DEVICE EXCHANGES
-FOLDER RANK [crowded]`. It prints how many differ. Crowded: another kernel fills most of rank 0's
-GPU meanwhile, as one may that waits for a trainer's weights.
+FOLDER RANK`. It prints how many differ.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 
 from tests.kernels.triton_tests import DEVICE
 
@@ -41,42 +38,6 @@ ROUND = len(CASES) + 1  # exchanges of a round, or of a graph; the last one is a
 ROWS = max(rows for rows, _ in CASES)
 SIZES = WindowSizes(PARTS * ROWS * HIDDEN, max(way.landed(RANKS) for way in Way) * ROWS * HIDDEN)
 WAIT_S = 60
-CROWDED_S = 8
-
-# Until `$1` ns from now.
-_STAY = tl.constexpr("""{
-    .reg .pred early;
-    .reg .b64 now, end;
-    mov.u64 end, %globaltimer;
-    add.u64 end, end, $1;
-stay:
-    mov.u64 now, %globaltimer;
-    setp.lt.u64 early, now, end;
-    @early bra stay;
-    mov.u32 $0, 0;
-}""")
-
-
-@triton.jit
-def _stay(started_1, ns: tl.int64):  # type: ignore[no-untyped-def]
-    tl.atomic_add(started_1, 1)
-    tl.inline_asm_elementwise(_STAY, "=r,l", [ns], dtype=tl.int32, is_pure=False, pack=1)
-
-
-def crowd(device: torch.device) -> torch.cuda.Event:
-    """Fill the GPU for some seconds, but for two places of 1,024 threads; return what its end
-    records.
-    """
-    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count - 2
-    started_1 = torch.zeros(1, dtype=torch.int32, device=device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        _stay[(programs,)](started_1, CROWDED_S * 10**9, num_warps=32, maxnreg=32)
-        end = torch.cuda.Event()
-        end.record()
-    while started_1.item() < programs:
-        assert not end.query(), f"{started_1.item()} of {programs} programs fill the GPU"
-    return end
 
 
 class Rank:
@@ -143,7 +104,7 @@ def connected(meeting: Meeting) -> tuple[PeerWindows, object]:
     return mapped.open(meeting.told("grants", mapped.grant), timeout_s=WAIT_S), mapped
 
 
-def main(device: str, exchanges: int, folder: Path, number: int, *, crowded: bool = False) -> int:
+def main(device: str, exchanges: int, folder: Path, number: int) -> int:
     """Return how many results differ."""
     assert device == DEVICE
     meeting = Meeting(folder, number, RANKS, WAIT_S)
@@ -160,7 +121,6 @@ def main(device: str, exchanges: int, folder: Path, number: int, *, crowded: boo
                 rank.round()
         torch.cuda.synchronize()
         run = graph.replay
-        end = crowd(peers.device) if crowded and number == 0 else None
         meeting.told("graphs are captured")
     for count in range(exchanges // ROUND):
         run()
@@ -170,7 +130,6 @@ def main(device: str, exchanges: int, folder: Path, number: int, *, crowded: boo
             assert not peers.failure(), peers.failure()
     assert not peers.failure(), peers.failure()
     differ = int(rank.differ.item())
-    assert device == "cpu" or end is None or not end.query(), "exchanges waited for room on a GPU"
     meeting.told("nothing is read any more")
     del mapped
     return differ
@@ -179,6 +138,5 @@ def main(device: str, exchanges: int, folder: Path, number: int, *, crowded: boo
 if __name__ == "__main__":
     asked = int(sys.argv[2])
     with patched_once() if DEVICE == "cpu" else nullcontext():
-        crowded = sys.argv[5:] == ["crowded"]
-        differ = main(sys.argv[1], asked, Path(sys.argv[3]), int(sys.argv[4]), crowded=crowded)
+        differ = main(sys.argv[1], asked, Path(sys.argv[3]), int(sys.argv[4]))
     print(asked, "exchanges,", differ, "differ")
