@@ -169,6 +169,7 @@ def test_a_program_that_pushed_long_ago_has_not_signalled_now() -> None:
 
 def test_rows_choose_a_way_that_has_a_landing() -> None:
     assert [way_of(2, rows) for rows in (256, 257)] == [Way.PUSH, Way.TWO_STEPS]
+    assert PROGRAMS.value == 256, "each pushes one row"
     for ranks in (2, 4, 8):
         for rows in (1, 16, 17, 64, 65, 256, 257, 512, 513, 2048):
             landing = landing_floats(ranks, rows, 3584)
@@ -358,7 +359,7 @@ def ended(ranks: list[subprocess.Popen[str]], timeout_s: float) -> list[list[str
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's")
 def test_two_processes_exchange_through_shared_memory(tmp_path: Path) -> None:
-    """The interpreter runs one program at a time, as a GPU with room for no more would."""
+    """The interpreter runs one program at a time, in order."""
     from tests.kernels import exchange_rank
 
     other = started(tmp_path, "cpu", 16, 1)

@@ -76,7 +76,7 @@ def test_ranks_of_gpus(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for ranks in (1, 2)
     )
     assert "on each of 2 GPUs" in shared and "GPUs" not in one
-    assert re.search(r"of weights, \d+ MiB to exchange, ", shared) and "exchange" not in one
+    assert re.search(r"of weights, \d+ MiB for exchanges", shared) and "exchange" not in one
     assert "each GPU has 0.79 of that throughput" in shared and "throughput" not in one
     page = (ROOT / "docs" / "several_gpus.md").read_text().replace("\n", " ")
     assert f"{model.STEP_ON_TWO} of its time on two H200s at batch 1 and 256" in page
@@ -126,7 +126,7 @@ def test_a_width_that_fits_is_named_where_one_gpu_is_too_small(
     lacking = memory(11 * MIB, 1)
     expect(lacking, "fail", "the weights take")
     assert "tensor_parallel" not in lacking.remedy, "so small a model is less than its exchange"
-    [exchange] = re.findall(r"(\d+) MiB to exchange", memory(fits_two, 2).found)
+    [exchange] = re.findall(r"(\d+) MiB for exchanges", memory(fits_two, 2).found)
     monkeypatch.setattr(model, "exchange_bytes", lambda settings, *_: 0)
     assert abs(fits_two - least() - int(exchange) * MIB) <= MIB
     expect(memory(11 * MIB, 1), "fail", "the weights take", "set tensor_parallel to 2, on 2 GPUs")

@@ -226,22 +226,37 @@ def test_what_ranks_exchange_through_is_part_of_the_budget() -> None:
     shared, alone = (replace(given, tensor_parallel=ranks) for ranks in (2, 1))
     of_rank = needs(shared)._replace(exchange=GIB)
     check_weights(shared, of_rank, 2 * VALUES + GIB, TOTAL)
-    with pytest.raises(StartupError, match=r"the weights take .* and the exchange 1024 MiB, "):
+    with pytest.raises(
+        StartupError, match=r"the weights take .*, exchanges between GPUs 1024 MiB, "
+    ):
         check_weights(shared, of_rank, 2 * VALUES + GIB - 1, TOTAL)
     refused = MemoryPlan(shared, of_rank, 32768, 10 * GIB, TOTAL)
     assert sum(row.bytes for row in budget(refused)) == refused.total + refused.short
-    with pytest.raises(StartupError, match="1024 MiB to exchange"):
+    with pytest.raises(StartupError, match="1024 MiB for exchanges between GPUs"):
         check_plan(refused)
     widened = plan(alone, 100 * GIB).widened(Wider(shared, of_rank))
-    assert widened.free == 99 * GIB and "1024 MiB to exchange" in widened.describe()
+    assert widened.free == 99 * GIB and "1024 MiB for exchanges" in widened.describe()
+    for free, halved in ((VALUES + GIB, True), (VALUES + GIB - 1, False)):
+        wide = of_rank._replace(weights=2 * VALUES)
+        with pytest.raises(StartupError) as caught:
+            check_weights(replace(shared, dtype="float32"), wide, free, TOTAL)
+        assert ("dtype bfloat16" in caught.value.message) == halved
+    for total, busy in ((2 * VALUES + GIB + CONTEXT, True), (2 * VALUES + GIB, False)):
+        with pytest.raises(StartupError) as caught:
+            check_weights(shared, of_rank, GIB, total)
+        assert (BUSY in caught.value.message) == busy
+    [other] = [row for row in budget(refused) if row.remedy == BUSY]
+    assert list(other.values) == [TOTAL - 2 * VALUES - GIB - CONTEXT]
 
 
 def test_the_exchange_of_large_models_fits_next_to_their_weights() -> None:
-    """Shapes of 7B on two GPUs: two rooms of two partial sums, two landings, for 4,608 rows."""
+    """Shapes of 7B on two GPUs: two rooms of two partial sums for 4,608 rows, and two landings of
+    three sums for 512.
+    """
     given = settings(tensor_parallel=2, reduction_leaves=4, max_running=512, max_rows=4096)
     found = exchange_bytes(given, CONFIG, Shapes(512, 8))
-    least = 2 * 2 * 4608 * 3584 * 4
-    assert least < found < 1.3 * least
+    rooms, landings = 2 * 2 * 4608 * 3584 * 4, 2 * 3 * 512 * 3584 * 4
+    assert 0 < found - rooms - landings < MIB
     assert exchange_bytes(replace(given, tensor_parallel=1), CONFIG, Shapes(512, 8)) == 0
 
 
@@ -428,7 +443,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
         r"4286 MiB too",
     ):
         check_weights(given, needs(given), 10 * GIB, TOTAL)
-    with pytest.raises(StartupError, match=r"dtype bfloat16 \(halves them\)"):
+    with pytest.raises(StartupError, match=r"dtype bfloat16 \(halves the weights\)"):
         check_weights(settings(dtype="float32"), needs(settings(dtype="float32")), 20 * GIB, TOTAL)
     given = settings(reduction_leaves=4)
     for free, width in ((10 * GIB, 2), (4 * GIB, 4)):

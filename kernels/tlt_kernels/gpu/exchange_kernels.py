@@ -18,8 +18,8 @@ from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
 MAX_RANKS = 8
 # A program that pushes signals the same program of its peers, and waits for no other. GPUs start
-# programs in order, so the first one that has not ended runs on every rank, however few of them
-# have room next to other kernels. All have room at once where two fit on a multiprocessor, which
+# programs in order (CUDA does not promise it), so the first one that has not ended runs on every
+# rank where there is room for one. On 128 multiprocessors all have room at once: two on each, which
 # has 64 registers for each of 2 * 512 threads.
 PROGRAMS = tl.constexpr(256)
 PUSH_REGISTERS = 64

@@ -21,6 +21,7 @@ from tlt_server.samples.captured import state_bytes
 
 GIB = 2**30
 RESERVE = 2 * GIB  # for graphs, libraries and fragmentation
+EXCHANGES = "for exchanges between GPUs"
 TEXTS = 64 * MIB  # for texts of sequences that have ended, which others draft from
 
 
@@ -228,7 +229,7 @@ class MemoryPlan(NamedTuple):
     def describe(self) -> str:
         staging = f"{size(self.staging)} for pushed weights, " if self.staging else ""
         training = f"{size(self.training)} to train the drafter, " if self.training else ""
-        exchange = f"{size(self.needs.exchange)} to exchange, " if self.needs.exchange else ""
+        exchange = f"{size(self.needs.exchange)} {EXCHANGES}, " if self.needs.exchange else ""
         return (
             f"{size(self.needs.weights)} of weights, {exchange}{staging}{training}"
             f"{size(self.working)} for steps, "

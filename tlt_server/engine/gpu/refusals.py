@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tlt_server.engine.gpu.buckets import MAX_VERIFIED
-from tlt_server.engine.gpu.memory import GIB, RESERVE, MemoryPlan, Needs, Wider, size
+from tlt_server.engine.gpu.memory import EXCHANGES, GIB, RESERVE, MemoryPlan, Needs, Wider, size
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import MIB
 from tlt_server.errors import StartupError
@@ -39,7 +39,9 @@ class Row(NamedTuple):
 
 
 def budget(plan: MemoryPlan) -> list[Row]:
-    """Return what takes the GPU's memory: bytes that add up to what it has and what it lacks."""
+    """Return what takes the GPU's memory: bytes that add up to what it has and what it lacks. With
+    fewer rows or sequences exchanges would take less, which is not counted.
+    """
     settings, needs, page = plan.settings, plan.needs, plan.settings.page_size
     pages, kv_mb = settings.pages or 0, 0 if settings.pages else settings.kv_memory_mb or 0
     one = f"one sequence of max_model_len {plan.max_model_len}"
@@ -56,7 +58,7 @@ def budget(plan: MemoryPlan) -> list[Row]:
     kv = f"for {f'{plan.wanted} KV pages' if plan.named else one}"
     return [
         Row("of weights", needs.weights),
-        Row("to exchange", needs.exchange),
+        Row(EXCHANGES, needs.exchange),
         Row("in other programs", used, "free", [idle] if plan.free < idle else [], BUSY),
         Row(kv, plan.wanted * needs.per_page, "max_model_len", lengths),
         Row("", 0, "pages", range(plan.least, pages)),
@@ -142,8 +144,8 @@ def check_weights(
     total: int,
     wider: Callable[[], Sequence[Wider]] = tuple,
 ) -> None:
-    """Raise `StartupError` where weights do not fit, before they are loaded. `wider`: as of
-    `check_plan`.
+    """Raise `StartupError` where weights and exchanges do not fit, before anything is loaded.
+    `wider`: as of `check_plan`.
     """
     short = needs.loaded - free
     if short <= 0:
@@ -152,11 +154,11 @@ def check_weights(
     widths = [widen(settings, each.settings) for each in wider() if each.needs.loaded <= free]
     remedies = [
         *widths[:1],
-        *(["serve dtype bfloat16 (halves them)"] if halved else []),
+        *(["serve dtype bfloat16 (halves the weights)"] if halved else []),
         *([BUSY] if needs.loaded <= total - CONTEXT else []),
         SMALLER,
     ]
-    exchange = f" and the exchange {size(needs.exchange)}" if needs.exchange else ""
+    exchange = f", exchanges between GPUs {size(needs.exchange)}" if needs.exchange else ""
     raise StartupError(
         f"the weights take {size(needs.weights)} in {settings.dtype}{exchange}, {size(free)} of "
         f"the GPU's {size(total)} are free, {size(short)} too few; {', or '.join(remedies)}"

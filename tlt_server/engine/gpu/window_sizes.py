@@ -31,6 +31,8 @@ def window_sizes(settings: DecidedSettings, config: ModelConfig, shapes: Shapes)
 
 
 def exchange_bytes(settings: DecidedSettings, config: ModelConfig, shapes: Shapes) -> int:
-    """Return the memory of a rank's window; a target on one GPU has none."""
+    """Return the memory of a rank's window; a target on one GPU has none. Where NCCL gathers, its
+    own buffers take the place of landings, and are not counted.
+    """
     alone = settings.tensor_parallel == 1
     return 0 if alone else window_bytes(window_sizes(settings, config, shapes))
