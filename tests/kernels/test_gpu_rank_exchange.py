@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels import reference
-from tlt_kernels.gpu import exchange, exchange_kernels
+from tlt_kernels.gpu import exchange
 from tlt_kernels.gpu.agreement import SUM_FLOATS
 from tlt_kernels.gpu.children import candidate_words, children, children_shared
 from tlt_kernels.gpu.exchange import (
@@ -127,11 +127,7 @@ def test_every_way_has_the_bits_of_one_that_has_all_parts(
     way: Way, ranks: int, parts: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peers of each seem to have signalled, so what they store lands a turn late."""
-    if programs < ROWS:  # a program has several rows
-        if DEVICE != "cpu":
-            pytest.skip("a compiled kernel keeps its number of programs; see the million exchanges")
-        for module in (exchange, exchange_kernels):
-            monkeypatch.setattr(module, "PROGRAMS", tl.constexpr(programs))
+    monkeypatch.setattr(exchange, "PROGRAMS", tl.constexpr(programs))  # one of 2 has two rows
     part_TPRH, weight = draw(ranks, parts, ROWS, HIDDEN), draw(HIDDEN, seed=2, dtype=DTYPE)
     bias, residual = draw(HIDDEN, seed=3, dtype=DTYPE), draw(ROWS, HIDDEN, seed=1)
     whole_residual, peers = residual.clone(), group(ranks, parts)
