@@ -214,9 +214,8 @@ class AbortWeights(Struct, frozen=True, tag="abort_weights"):
 
 
 class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
-    """Make the version before the last commit live again. With `to`, a repeated command finds it
-    live and succeeds. With `role`, the other one stays, also where its
-    version before has the same name.
+    """Undo the last push. With `to`, make that version live: a repeated command finds it live and
+    succeeds. With `role`, the other one stays, also where its version before has the same name.
     """
 
     id: str

@@ -301,8 +301,8 @@ class Client:
         return self._transport.ask(calls.abort_weights(version, upload_only))
 
     def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
-        """Undo the last commit. With `to` make that version live again in each model that had it
-        before, so that a repeated call is safe.
+        """Undo the last push. With `to` make that version live again, so that a repeated call is
+        safe; `role` rolls back the target or the drafter alone.
         """
         return self._transport.ask(calls.roll_back_weights(fields))
 

@@ -186,7 +186,7 @@ def test_orders_are_obeyed_and_the_drafter_goes_back(own: Client) -> None:
     assert client.pause_drafter_training()["state"] == "paused"  # twice is as once
     assert client.rollback_drafter()["state"] == "rolled_back"
     assert client.drafter()["drafters"][0]["weight_version"] == "initial"
-    with pytest.raises(Conflict, match="no drafter is kept"):
+    with pytest.raises(Conflict, match="no version of the drafter is kept"):
         client.rollback_drafter()
     exported = client.export_drafter("one", "sglang")
     assert exported["version"] == "initial" and "same bits" in exported["said"]

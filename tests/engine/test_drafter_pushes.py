@@ -73,7 +73,7 @@ def test_a_push_of_the_drafter_keeps_what_the_target_was_before(
     assert (
         engine.roll_back("v1").result == "unchanged" and engine.roll_back("v2").result == "conflict"
     )
-    report = engine.roll_back("initial")
+    report = engine.roll_back("initial", role="drafter")
     assert (report.role, report.state.target, report.state.drafter, report.state.previous) == (
         "drafter",
         "v1",

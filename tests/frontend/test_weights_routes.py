@@ -130,6 +130,10 @@ def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) ->
     assert client.abort_weights("step 7")["state"] == "aborted"
     assert client.roll_back_weights(to="v0", in_flight="recompute")["weight_version"] == "v0"
     assert post(server, "/weights/rollback").json()["state"] == "rolled_back"
+    assert client.roll_back_weights(to="v0", role="drafter")["state"] == "rolled_back"
+    assert post(server, "/weights/rollback", {"role": "all"}).status_code == 400
+    rolled = [c.role for c in server.engine.weight_commands if isinstance(c, RollbackWeights)]
+    assert rolled == [None, None, "drafter"]
     commands = [
         (type(c), getattr(c, "version", getattr(c, "to", "")))
         for c in server.engine.weight_commands
@@ -140,6 +144,7 @@ def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) ->
         (AbortWeights, "step 7"),
         (RollbackWeights, "v0"),
         (RollbackWeights, ""),
+        (RollbackWeights, "v0"),
     ]
 
 

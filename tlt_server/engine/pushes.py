@@ -219,11 +219,12 @@ class WeightPushes:
         self._check_no_rollback()
         self.transaction.check_none("roll back")
         parts = self.transaction.versions.to_roll_back(command.to, command.role)
-        if not parts.by_role:
-            self._reports.report(command.id, "unchanged", version=command.to)
-            return
-        self._check_drains(command.in_flight, parts.by_role)
-        self._rollback = _Rollback(command.id, command.in_flight, parts)
+        if parts.by_role:
+            self._check_drains(command.in_flight, parts.by_role)
+            self._rollback = _Rollback(command.id, command.in_flight, parts)
+        else:
+            live = self.transaction.versions.live_as(command.to, command.role)
+            self._reports.report(command.id, "unchanged", parts=live)
 
     def _abort(self, command: AbortWeights) -> None:
         anything = not (command.version or command.session)
@@ -261,9 +262,7 @@ class WeightPushes:
     def _check_drains(
         self, in_flight: InFlight, roles: Collection[str] = (), adapter: str = ""
     ) -> None:
-        """`Conflict` where the change of these roles, or of an adapter, would wait for the end of
-        sequences that do not go on.
-        """
+        """`Conflict` where the change would wait for the end of sequences that do not go on."""
         started = self._scheduler.started(adapter) if adapter or "target" in roles else 0
         if in_flight == "drain" and self._gate.by_operator and started:
             raise Conflict(

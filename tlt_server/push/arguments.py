@@ -71,8 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         default="",
         metavar="NAME",
-        help="the previous version, of target or drafter, that is to be live again; makes a "
-        "repeated call safe",
+        help="the previous version that is to be live again; makes a repeated call safe",
+    )
+    rollback.add_argument(
+        "--role", choices=["target", "drafter"], help="the one model to roll back [default: both]"
     )
     abort = verbs.add_parser(
         "abort", help="end a push that is not live, and drop its parts", allow_abbrev=False

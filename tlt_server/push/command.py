@@ -137,9 +137,9 @@ def _status(client: Client, arguments: argparse.Namespace, console: Console) -> 
 
 
 def _rollback(client: Client, arguments: argparse.Namespace, console: Console) -> None:
-    _print_reply(
-        client.roll_back_weights(**({"to": arguments.to} if arguments.to else {})), console
-    )
+    asked = {"to": arguments.to, "role": arguments.role}
+    fields = {name: value for name, value in asked.items() if value}
+    _print_reply(client.roll_back_weights(**fields), console)
 
 
 def _abort(client: Client, arguments: argparse.Namespace, console: Console) -> None:

@@ -21,7 +21,9 @@ class Names:
     versions that were live.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, started: Iterable[str] = ()) -> None:
+        """`started`: the versions that the engine started with, of all roles."""
+        self._started = frozenset(started)
         # (role, or the adapter; version) -> content
         self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._forgotten = False  # a name that is not remembered may have had content
@@ -53,6 +55,12 @@ class Names:
                 content = part.digest if isinstance(part, Adapter) else digest(parts.sums)
                 return parts.named(apart(part.version, content))
         return parts
+
+    def may_have_been(self, role: str, version: str) -> bool:
+        """Tell whether the role may have had this version. Which roles had a version that the
+        engine started with is not known.
+        """
+        return self._forgotten or version in self._started or (role, version) in self._digests
 
     def add(self, role: str, part: Part) -> None:
         self._digests.setdefault(_key(role, part), part.digest)

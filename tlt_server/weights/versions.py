@@ -11,6 +11,7 @@ from dataclasses import replace as replaced_part
 
 from msgspec.structs import replace
 
+from tlt_client.channels import TRAINED
 from tlt_server.commands import Manifest, Role
 from tlt_server.errors import Conflict
 from tlt_server.labels import label_of
@@ -26,10 +27,11 @@ class Versions:
         self.live, self.previous = live, Changed()
         self.quarantined: dict[str, str] = {}  # role -> why its live weights are no version
         self.last: Manifest | None = None  # the last commit's; None after a rollback
+        self._pushed: Collection[str] = ()  # roles of the last push that a rollback can undo
         self._spool, self._cleanup = spool, cleanup
         # Version -> the roles that its last push made live; of versions that are live or kept.
         self._made: dict[str, frozenset[str]] = {}
-        self._names = Names()
+        self._names = Names(part.version for part in live.by_role.values())
         for version in {part.version for part in live.by_role.values()}:
             self.note(version, self.live_as(version).by_role)
         for role, part in live.parts:
@@ -45,13 +47,13 @@ class Versions:
             self._names.add(role, part)
         return self.live
 
-    def live_as(self, version: str) -> Changed:
-        """Return what is live as this version, and whole."""
+    def live_as(self, version: str, role: Role | None = None) -> Changed:
+        """Return what is live as this version, and whole; `role`: that alone."""
         return self.live.only(
             [
-                role
-                for role, part in self.live.by_role.items()
-                if part.version == version and role not in self.quarantined
+                each
+                for each, part in self.live.by_role.items()
+                if part.version == version and each not in self.quarantined and role in (None, each)
             ]
         )
 
@@ -100,15 +102,18 @@ class Versions:
         """Make staged weights live. In place, the version before is gone, as they lie in its
         storage.
         """
-        before = self.previous.only(changed.by_role)
+        roles = changed.by_role.keys()
+        before = self.previous.only(roles)
         self._make_live(changed)
         self._cleanup.drop_parts(before)
-        for role in changed.by_role:
+        for role in roles:
             self.quarantined.pop(role, None)
         if in_place:
             self.previous = Changed()
         self.last = _repeatable(manifest)
-        self.note(changed.version, changed.by_role)
+        adopted = manifest.channel == TRAINED  # by the server itself, so no push of a caller
+        self._pushed = {*self._pushed} - {*roles} if adopted else roles
+        self.note(changed.version, roles)
         return self.live
 
     def load(self, adapter: Adapter) -> Live:
@@ -178,26 +183,32 @@ class Versions:
 
     def to_roll_back(self, to: str, role: Role | None = None) -> Changed:
         """Return what a rollback makes live: for each role that had version `to` before, that;
-        without `to`, for the roles of the last commit; of `role` only, where it is given. Empty
-        where `to` is live. `Conflict` where it is neither live nor kept.
+        without `to`, the version before of `role`, or of the roles of the last push. Empty where
+        `to` is live. `Conflict` where it is neither live nor kept, for `role` or, if the target may
+        have had a version of that name, for the target.
         """
-        of_last = self.last.roles if self.last is not None else ()
         before = self.previous.by_role
-        had = [each for each, part in before.items() if part.version == to] if to else of_last
-        parts = self.previous.only([each for each in had if role in (None, each)])
-        if parts.by_role or (to and any(role in (None, each) for each in self.live_as(to).by_role)):
-            return parts
-        if to and self.previous.by_role:
-            kept = ", ".join(
-                dict.fromkeys(repr(part.version) for part in self.previous.by_role.values())
-            )
+        if not to:
+            parts = self.previous.only([role] if role else self._pushed)
+            if parts.by_role:
+                return parts
+            of = f" of the {role}" if role else ""
             raise Conflict(
-                f"version {to!r} is not kept; a rollback can restore {kept}: name that, or push "
-                f"{to!r} again"
+                f"no version{of} is kept to go back to: none was pushed since the engine started, "
+                "or the last step was a rollback already; push the version wanted"
             )
+        had = [each for each in before if before[each].version == to and role in (None, each)]
+        found = {*had, *self.live_as(to, role).by_role}
+        decisive = role or ("target" if self._names.may_have_been("target", to) else None)
+        if found and decisive in (None, *found):
+            return self.previous.only(had)
+        of = f" of the {decisive}" if decisive else ""
+        alone = ' (only the drafter has that name: add {"role": "drafter"} if it is meant)'
+        kept = [part.version for each, part in before.items() if role in (None, each)]
+        restored = " or ".join(repr(version) for version in dict.fromkeys(kept)) or "no version"
         raise Conflict(
-            "there is no version to roll back to: none was pushed yet, or the last step was a "
-            "rollback already; push the version wanted"
+            f"version {to!r}{of} is not kept{alone if found else ''}; a rollback can restore "
+            f"{restored}: name that, or push {to!r} again"
         )
 
     def roll_back(self, parts: Changed) -> Live:
@@ -206,7 +217,7 @@ class Versions:
         self._make_live(parts)
         self._cleanup.drop_parts(self.previous.only(parts.by_role))
         self.previous = self.previous.only(self.previous.by_role.keys() - parts.by_role.keys())
-        self.last = None
+        self.last, self._pushed = None, ()
         return self.live
 
     def record(self, pushed: Changed, live: Live) -> None:

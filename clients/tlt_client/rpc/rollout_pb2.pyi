@@ -647,12 +647,14 @@ class AbortWeightsRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ..., upload_only: _Optional[bool] = ...) -> None: ...
 
 class RollbackRequest(_message.Message):
-    __slots__ = ("to", "in_flight")
+    __slots__ = ("to", "in_flight", "role")
     TO_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     to: str
     in_flight: str
-    def __init__(self, to: _Optional[str] = ..., in_flight: _Optional[str] = ...) -> None: ...
+    role: str
+    def __init__(self, to: _Optional[str] = ..., in_flight: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class GetWeightsRequest(_message.Message):
     __slots__ = ()

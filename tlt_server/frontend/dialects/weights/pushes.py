@@ -169,11 +169,13 @@ async def look(service: Service, request: Request) -> Response:
     raises=(Conflict, PushFailed, *GONE),
 )
 async def rollback(service: Service, request: Request) -> Response:
-    """Make the previous version live again, bit for bit."""
+    """Make the previous version live again, bit for bit. `unchanged`: it is live already. A drafter
+    that the server trained and adopted itself is not a push to undo (POST /drafter/rollback).
+    """
     asked = await service.bodies.of(request, RollbackFields)
     return outcome(
         await service.session.ask(
-            RollbackWeights(service.engine.command_id(), asked.to, asked.in_flight)
+            RollbackWeights(service.engine.command_id(), asked.to, asked.in_flight, asked.role)
         )
     )
 

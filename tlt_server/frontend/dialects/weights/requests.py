@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tlt_client.arguments import MAX_VERSION
-from tlt_server.commands import InFlight
+from tlt_server.commands import InFlight, Role
 from tlt_server.frontend.http.bounds import MAX_INT32
 from tlt_server.frontend.http.fields import Strict, Tolerant
 from tlt_server.frontend.weights.adapters import AdapterName
@@ -182,11 +182,15 @@ class RollbackFields(Strict, frozen=True, kw_only=True):
         str,
         Meta(
             max_length=MAX_VERSION,
-            description="the previous version, of the target, the drafter or both, that is to be "
-            "live after the call; makes a repeated call safe. Absent: undo the last commit, of the "
+            description="the previous version that is to be live after the call; makes a repeated "
+            "call safe. Of a name that the target has had, the target's must be live or kept; the "
+            "drafter's goes back with it where it is kept. Absent: undo the last push, of the "
             "models that it changed",
         ),
     ] = ""
+    role: Annotated[
+        Role | None, Meta(description="the one model to roll back; absent: as `to` says")
+    ] = None
     in_flight: Annotated[
         InFlight, Meta(description="what becomes of running requests when the target changes")
     ] = "continue"
