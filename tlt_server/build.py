@@ -98,6 +98,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
         listening(config, "probe_port") as probes,
         own_directory() as directory,
     ):
+        config = config.model_copy(update={"port": listener.getsockname()[1]})
         client = EngineClient(admission(config), metrics, activity_of(config, directory))
         async with contextlib.AsyncExitStack() as stack:
             begin = await stack.enter_async_context(tracing(config.otlp_endpoint))

@@ -117,7 +117,11 @@ class LiveServer:
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        config, text = self.config, Text.load(self.config.model)
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        update = {"port": listener.getsockname()[1]}
+        config = self.config = self.config.model_copy(update=update)
+        text = Text.load(config.model)
         metrics = Metrics(config.aliases, config.served_model_name)
         self.text = text
         self.client = EngineClient(admission(config), metrics, activity_of(config, self.directory))
@@ -155,9 +159,8 @@ class LiveServer:
         async with AsyncExitStack() as stack:
             begin = await stack.enter_async_context(tracing(config.otlp_endpoint))
             self.app = build_app(service, gate, begin)
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            self.url = f"{'http' if certificates is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
+            stack.enter_context(listener)
+            self.url = f"{'http' if certificates is None else 'https'}://127.0.0.1:{config.port}"
             self.grpc_address = await stack.enter_async_context(
                 serving_grpc(self.app, service, gate, certificates)
             )

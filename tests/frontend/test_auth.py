@@ -217,10 +217,13 @@ def refusals(exposition: str) -> dict[str, float]:
 
 
 def test_server_info_names_places_only_to_keys_that_push_or_operate(keyed: LiveServer) -> None:
-    configs = {
-        key: httpx.get(f"{keyed.url}/server_info", headers=HEADERS[key]).json()["config"]
+    infos = {
+        key: httpx.get(f"{keyed.url}/server_info", headers=HEADERS[key]).json()
         for key in (*SCOPES, "all")
     }
+    configs = {key: info["config"] for key, info in infos.items()}
+    assert infos["data"]["host"] is infos["data"]["port"] is None
+    assert infos["all"]["port"] == configs["all"]["port"] == keyed.config.port != 0
     assert configs["push-weights"] == configs["operate"] == configs["all"]
     assert configs["all"].keys() - configs["data"].keys() == {
         "model",

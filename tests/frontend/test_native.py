@@ -234,6 +234,31 @@ def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> N
         assert line in text
 
 
+def test_server_info_passes_the_checks_of_sglang_trainers(server: LiveServer) -> None:
+    """slime and Miles start on an external engine only if each of these is equal."""
+    host, port = server.url.removeprefix("http://").split(":")
+    expected = {
+        "enable_memory_saver": False,  # their `offload_rollout`, which only colocated runs have
+        "host": host,
+        "port": int(port),
+        "nnodes": 1,
+        "node_rank": 0,
+        "gpu_id_step": 1,
+        "base_gpu_id": 0,
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+        "ep_size": 1,
+        "enable_metrics": True,
+        "enable_lora": False,
+        "dtype": "float32",
+        "disaggregation_mode": "null",
+    }
+    for path in ("/server_info", "/get_server_info"):
+        info = httpx.get(server.url + path).json()
+        assert {name: info.get(name) for name in expected} == expected
+
+
 def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
     assert (
         "did you mean /generate?" in httpx.get(f"{server.url}/generat").json()["error"]["message"]

@@ -779,7 +779,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "served_model_name", "ready", "paused", "asleep", "numerics", "engine", "open_sequences", "max_queue", "config", "vllm_config", "model_path", "tokenizer_path", "weight_version", "max_total_num_tokens", "max_running_requests", "context_length", "tp_size", "pp_size", "dp_size", "num_gpus", "disaggregation_mode", "enable_memory_saver")
+    __slots__ = ("version", "served_model_name", "ready", "paused", "asleep", "numerics", "engine", "open_sequences", "max_queue", "config", "vllm_config", "model_path", "tokenizer_path", "weight_version", "max_total_num_tokens", "max_running_requests", "context_length", "tp_size", "pp_size", "dp_size", "num_gpus", "disaggregation_mode", "enable_memory_saver", "host", "port", "nnodes", "node_rank", "base_gpu_id", "gpu_id_step", "ep_size", "dtype", "enable_metrics", "enable_lora", "max_loras_per_batch", "max_lora_rank")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -803,6 +803,18 @@ class ServerInfo(_message.Message):
     NUM_GPUS_FIELD_NUMBER: _ClassVar[int]
     DISAGGREGATION_MODE_FIELD_NUMBER: _ClassVar[int]
     ENABLE_MEMORY_SAVER_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    NNODES_FIELD_NUMBER: _ClassVar[int]
+    NODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    BASE_GPU_ID_FIELD_NUMBER: _ClassVar[int]
+    GPU_ID_STEP_FIELD_NUMBER: _ClassVar[int]
+    EP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ENABLE_METRICS_FIELD_NUMBER: _ClassVar[int]
+    ENABLE_LORA_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_PER_BATCH_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     version: str
     served_model_name: str
     ready: bool
@@ -826,7 +838,19 @@ class ServerInfo(_message.Message):
     num_gpus: int
     disaggregation_mode: str
     enable_memory_saver: bool
-    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., paused: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., numerics: _Optional[str] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., open_sequences: _Optional[int] = ..., max_queue: _Optional[int] = ..., config: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., vllm_config: _Optional[_Union[VllmConfigInfo, _Mapping]] = ..., model_path: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., weight_version: _Optional[str] = ..., max_total_num_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., context_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., num_gpus: _Optional[int] = ..., disaggregation_mode: _Optional[str] = ..., enable_memory_saver: _Optional[bool] = ...) -> None: ...
+    host: str
+    port: int
+    nnodes: int
+    node_rank: int
+    base_gpu_id: int
+    gpu_id_step: int
+    ep_size: int
+    dtype: str
+    enable_metrics: bool
+    enable_lora: bool
+    max_loras_per_batch: int
+    max_lora_rank: int
+    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., ready: _Optional[bool] = ..., paused: _Optional[bool] = ..., asleep: _Optional[_Iterable[str]] = ..., numerics: _Optional[str] = ..., engine: _Optional[_Union[EngineInfo, _Mapping]] = ..., open_sequences: _Optional[int] = ..., max_queue: _Optional[int] = ..., config: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., vllm_config: _Optional[_Union[VllmConfigInfo, _Mapping]] = ..., model_path: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., weight_version: _Optional[str] = ..., max_total_num_tokens: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., context_length: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., num_gpus: _Optional[int] = ..., disaggregation_mode: _Optional[str] = ..., enable_memory_saver: _Optional[bool] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., nnodes: _Optional[int] = ..., node_rank: _Optional[int] = ..., base_gpu_id: _Optional[int] = ..., gpu_id_step: _Optional[int] = ..., ep_size: _Optional[int] = ..., dtype: _Optional[str] = ..., enable_metrics: _Optional[bool] = ..., enable_lora: _Optional[bool] = ..., max_loras_per_batch: _Optional[int] = ..., max_lora_rank: _Optional[int] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("leaves", "dtype", "architecture", "numerics", "attention")

@@ -108,11 +108,32 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
         int, Meta(description="the longest prompt plus output; 0 until the engine has been ready")
     ]
     enable_memory_saver: Annotated[
-        bool, Meta(description="always true: memory can be lent (/release_memory_occupation)")
-    ] = True
+        bool,
+        Meta(
+            description="always false: the GPUs are shared with no trainer; memory can be lent in "
+            "any case (/release_memory_occupation)"
+        ),
+    ] = False
+    host: Annotated[
+        str | None,
+        Meta(description="the address bound; null for a key that may neither push nor operate"),
+    ]
+    port: Annotated[int | None, Meta(description="the port bound; null for the same keys")]
+    nnodes: Annotated[int, Meta(description="always 1")] = 1
+    node_rank: Annotated[int, Meta(description="always 0")] = 0
+    base_gpu_id: Annotated[int, Meta(description="the first GPU, of those visible: always 0")] = 0
+    gpu_id_step: Annotated[int, Meta(description="always 1")] = 1
     tp_size: Annotated[int, Meta(description="ranks that share the target")]
     pp_size: Annotated[int, Meta(description="always 1")] = 1
     dp_size: Annotated[int, Meta(description="always 1")] = 1
+    ep_size: Annotated[int, Meta(description="always 1")] = 1
+    dtype: Annotated[
+        str, Meta(description="dtype of weights and KV; empty until the engine has been ready")
+    ]
+    enable_metrics: Annotated[bool, Meta(description="always true: GET /metrics")] = True
+    enable_lora: Annotated[bool, Meta(description="whether LoRA adapters are taken")]
+    max_loras_per_batch: Annotated[int, Meta(description="adapters that can be loaded at once")]
+    max_lora_rank: Annotated[int, Meta(description="largest rank of an adapter")]
     num_gpus: Annotated[int, Meta(description="GPUs that compute; 0 on a CPU")]
     disaggregation_mode: Annotated[
         str, Meta(description="always null, in letters: prompts and outputs are computed here")
@@ -156,7 +177,13 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         max_total_num_tokens=info.pages * info.page_size if info else 0,
         max_running_requests=info.max_running if info else 0,
         context_length=info.max_model_len if info else 0,
+        host=config.host if trusted else None,
+        port=config.port if trusted else None,
         tp_size=config.tensor_parallel,
+        dtype=info.dtype if info else "",
+        enable_lora=config.max_loras > 0,
+        max_loras_per_batch=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
         num_gpus=config.tensor_parallel if info and info.device == "cuda" else 0,
     )
 
