@@ -20,6 +20,21 @@ from tlt_server.records import MAX_SEED
 __all__ = ["server"]  # a fixture
 
 
+def test_an_abort_ends_a_request_once_by_all_its_names(server: LiveServer) -> None:
+    server.engine.aborted.clear()
+    body = {"prompt": [HANGS], "request_id": "mine"}
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(httpx.post, server.url + COMPLETIONS, json=body, timeout=30)
+        names = ["mine", "cmpl-mine", "mine", "unknown"]
+        give_up = time.monotonic() + 20
+        while not (ended := post(server, "/abort_requests", request_ids=names).json())["aborted"]:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+    assert ended == {"status": "aborted", "aborted": 1}
+    assert waiting.result().json()["choices"][0]["finish_reason"] == "abort"
+    assert len({*server.engine.aborted}) == len(server.engine.aborted)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "headers", "name"),
     [

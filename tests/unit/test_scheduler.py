@@ -371,6 +371,23 @@ def test_a_batch_is_admitted_whole_or_not_at_all() -> None:
         scheduler.submit([sequence(0, [1], 3, 0)])
 
 
+def test_an_id_that_comes_twice_is_one_sequence() -> None:
+    scheduler, kv = make(pages=8)
+    with pytest.raises(InvalidRequest, match="already in use"):
+        scheduler.submit([sequence(0, [1, 2, 3], 5, 1), sequence(0, [4], 5, 2)])
+    scheduler.check()
+    assert scheduler.idle
+    scheduler.submit([sequence(i, [1, 2, 3], 5, i) for i in range(2)])
+    batch = scheduler.next_batch()
+    assert batch is not None
+    scheduler.commit(batch, run(scheduler, batch, kv, random.Random(1)))
+    ended = scheduler.abort(["r0", "unknown", "r0"])
+    scheduler.check()
+    assert [output.id for output in ended] == ["r0"] and scheduler.abort(["r0"]) == []
+    assert [output.id for output in scheduler.abort(["r1", "r1"], all=True)] == ["r1"]
+    assert scheduler.idle
+
+
 def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
     scheduler, _ = make(24)
     scheduler.submit([sequence(i, [1, 2, 3], 4, i) for i in range(3)])

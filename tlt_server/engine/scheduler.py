@@ -81,6 +81,7 @@ class Scheduler:
         """Queue a batch, all or none. `InvalidRequest` if one can never run or its id is in use."""
         batch = list(sequences)
         capacity = min(self.pool.pages, self.running.page_table_SP.shape[1]) * self.pool.page_size
+        names: set[str] = set()
         for sequence in batch:
             need = sequence.length + sequence.remaining
             if need > capacity:
@@ -89,11 +90,12 @@ class Scheduler:
                     f"max_tokens {sequence.request.sampling.max_tokens} needs {need} positions, "
                     f"this server holds {capacity}; lower max_tokens or start it with more pages"
                 )
-            if sequence.id in self._by_id:
+            if sequence.id in self._by_id or sequence.id in names:
                 raise InvalidRequest(
                     f"request id {sequence.id!r} is already in use; "
                     "ids must be unique while a request runs"
                 )
+            names.add(sequence.id)
         for sequence in batch:
             sequence.arrived_s = self._clock()
             sequence.start_over(self.weight_version)
@@ -104,8 +106,11 @@ class Scheduler:
     def abort(
         self, ids: Iterable[str], finish_reason: str = "abort", *, all: bool = False
     ) -> list[StepOutput]:
-        """End these sequences (or all) with the tokens they have. Unknown ids have ended before."""
-        chosen = [self._by_id[i] for i in (list(self._by_id) if all else ids) if i in self._by_id]
+        """End these sequences (or all), each once, with the tokens they have. Unknown ids are
+        treated as finished.
+        """
+        names = list(self._by_id) if all else dict.fromkeys(ids)
+        chosen = [self._by_id[name] for name in names if name in self._by_id]
         return [self._end(sequence, End(finish_reason)) for sequence in chosen]
 
     def abandon(self) -> None:

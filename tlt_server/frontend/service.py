@@ -162,12 +162,12 @@ class Service:
             )
         named = self.generations.named
         ids = self.engine.open_ids if names is None else named.find(names, caller)
-        self.engine.abort(ids)
+        ended = self.engine.abort(ids)
         # The audit line of the request has these.
         structlog.contextvars.bind_contextvars(
-            action="abort all" if names is None else "abort", sequences=len(ids)
+            action="abort all" if names is None else "abort", sequences=ended
         )
-        return len(ids)
+        return ended
 
     async def start(
         self, batch: RequestBatch, owner: str, names: Collection[str] = ()

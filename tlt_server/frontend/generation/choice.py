@@ -73,7 +73,7 @@ class GrowingChoice:
         text: Text,
         *,
         incremental: bool,
-        stop: Callable[[str], None],
+        stop: Callable[[str], object],
     ) -> None:
         """`stop(id)` asks the engine to end the sequence. Without `incremental` text is made once,
         at the end.

@@ -81,7 +81,7 @@ class _OpenItem:
 
 
 class Items:
-    def __init__(self, batch: RequestBatch, text: Text, stop: Callable[[str], None]) -> None:
+    def __init__(self, batch: RequestBatch, text: Text, stop: Callable[[str], object]) -> None:
         """`stop(id)` asks the engine to end a sequence whose stop string is complete."""
         self._stream = batch.stream
 

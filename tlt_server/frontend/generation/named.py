@@ -36,14 +36,16 @@ class Named:
             self._owners.pop(name, None)
 
     def find(self, names: Iterable[str], caller: Caller) -> list[str]:
-        """Return the ids of all sequences with one of these names that the caller may end. An
-        unknown name has ended already.
+        """Return the ids, each once, of all sequences with one of these names that the caller may
+        end. Unknown names are treated as finished.
         """
         return [
-            id
-            for name in names
-            for id, owner in self._owners.get(name, {}).items()
-            if caller.sees(owner)
+            *dict.fromkeys(
+                id
+                for name in names
+                for id, owner in self._owners.get(name, {}).items()
+                if caller.sees(owner)
+            )
         ]
 
     def __len__(self) -> int:

@@ -233,9 +233,11 @@ class EngineClient:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> None:
-        """Ask the engine to end these; their last outputs carry `finish_reason`."""
-        self._sequences.abort(ids, finish_reason)
+    def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> int:
+        """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many
+        of them are open.
+        """
+        return self._sequences.abort(ids, finish_reason)
 
     # whether it takes requests
 

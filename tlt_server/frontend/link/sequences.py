@@ -103,9 +103,11 @@ class OpenSequences:
         for output in outputs:
             self._route(output)
 
-    def abort(self, ids: Sequence[str], finish_reason: str) -> None:
-        """Ask the engine to end these; their last outputs carry `finish_reason`."""
-        live = [id for id in ids if id in self._routes]
+    def abort(self, ids: Iterable[str], finish_reason: str) -> int:
+        """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many
+        of them are open.
+        """
+        live = [id for id in dict.fromkeys(ids) if id in self._routes]
         for id in live:
             self._routes[id].ending = finish_reason
 
@@ -116,6 +118,7 @@ class OpenSequences:
             self._send(Abort(ids=few, finish_reason=finish_reason))
 
         self._chores.add(live, end)
+        return len(live)
 
     def end_all(self, error: TltError) -> None:
         for id in self.ids:
