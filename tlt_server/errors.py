@@ -178,6 +178,14 @@ class EngineFailed(TltError):
     code, http_status, grpc_code, retryable = "engine_failed", 500, "INTERNAL", True
 
 
+class NotFinite(TltError):
+    """The model's logits are not finite (NaN or overflow) after this request's tokens; other
+    weights may serve it, a retry cannot.
+    """
+
+    code, http_status, grpc_code = "not_finite", 500, "INTERNAL"
+
+
 class Poisoned(TltError):
     """The request was running at two crashes of the engine and got no further in between; it is not
     run again.

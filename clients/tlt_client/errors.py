@@ -181,6 +181,12 @@ class EngineFailed(ServerError):
     of_code = "engine_failed"
 
 
+class NotFinite(ServerError):
+    """The model's logits are not finite after this request's tokens; push sound weights."""
+
+    of_code = "not_finite"
+
+
 class Poisoned(ServerError):
     """The engine died twice with this request, so it is not run again."""
 

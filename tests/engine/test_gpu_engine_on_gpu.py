@@ -300,7 +300,7 @@ def test_weights_that_are_not_finite_end_requests_with_one_typed_error(
         assert (
             last.finish_reason == "error"
             and last.error is not None
-            and last.error[0] == "engine_failed"
+            and last.error[0] == "not_finite"
             and "finite" in last.error[1]
         )
     assert_same(bits(engine, asked), plain)

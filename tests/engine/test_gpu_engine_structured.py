@@ -139,6 +139,24 @@ def test_the_host_stays_ahead_of_a_structured_output(engine: Pushable) -> None:
     engine.finish()
 
 
+def test_failed_and_ended_sequences_are_not_decodes(engine: Pushable) -> None:
+    """The step after an end was launched before the host knew of it."""
+    choose(engine, TREE)
+    engine.said.clear()
+    engine.submit(asked()[7], request(8, 5, max_tokens=9))
+    decodes = drafts = 0
+    while not engine.engine.idle:
+        engine.step()
+        if (cycle := engine.engine.last_cycle) is not None:
+            decodes += len(cycle.accepted)
+            drafts += cycle.drafted
+            assert sum(cycle.accepted) <= cycle.drafted
+    said = [output for id in ("r7", "r8") for output in engine.said[id] if output.token_ids]
+    by_prompts = sum(bool(engine.tokens(id)) for id in ("r7", "r8"))
+    assert engine.said["r7"][-1].finish_reason == "error"
+    assert (decodes, drafts) == (len(said) - by_prompts, sum(output.drafted for output in said))
+
+
 @pytest.mark.long
 def test_preemption_changes_nothing(settings: EngineSettings) -> None:
     """Two sequences of three pages each, on four."""

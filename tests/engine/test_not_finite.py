@@ -43,7 +43,7 @@ def spoilt(engine: Pushable, *asked: GenerateRequest) -> None:
     norm_H.copy_(kept_H)
     for one in asked:
         (error,) = [output.error for output in engine.said[one.id] if output.finish_reason]
-        assert error is not None and error[0] == "engine_failed" and "NaN" in error[1]
+        assert error is not None and error[0] == "not_finite" and "NaN" in error[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("interpreter", marks=pytest.mark.long)])

@@ -256,6 +256,22 @@ def test_an_output_that_cannot_go_on_ends_with_its_reason(engine: Pushable) -> N
         assert engine.said["r2"][-1].finish_reason in ("stop", "length")
 
 
+def test_failed_sequences_are_not_decodes(engine: Pushable) -> None:
+    for policy in (SetPolicy("off"), SetPolicy("fixed", STRATEGIES[2])):
+        engine.engine.send(policy)
+        engine.submit(request(1, Grammar(kind="regex", text="a{2}~")), request(2, None))
+        failed = 0
+        while not engine.engine.idle:
+            engine.said.clear()
+            engine.step()
+            if (cycle := engine.engine.last_cycle) is not None:
+                errors = sum(output.error is not None for output in engine.said.get("r1", []))
+                failed += errors
+                assert len(cycle.accepted) == cycle.context.decoding - errors
+                assert 0 <= sum(cycle.accepted) <= cycle.drafted
+        assert failed == 1
+
+
 def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> None:
     """The slow twin: a matcher that has only ever seen the tokens before."""
     model, vocab_size, eos = _model(engine)

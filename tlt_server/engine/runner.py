@@ -24,7 +24,7 @@ from tlt_server.engine.batching import LaidOut, draft_batch, extend, lay_out
 from tlt_server.engine.orders import Keep
 from tlt_server.engine.ranks import NO_RANKS, RankOrders
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
-from tlt_server.errors import EngineFailed
+from tlt_server.errors import NotFinite
 from tlt_server.models import Forward
 from tlt_server.models.adapted import AdaptedLayer, AdapterSlots
 from tlt_server.models.decoder import Decoder
@@ -126,20 +126,23 @@ class CpuRunner:
         self._add_prompt_logprobs(batch, scored, forward, emissions)
         accepted_R = np.zeros(len(step.rows), np.int8)
         accepted_R[walk.row_A] = 1
+        # What a sequence that fails had drafted says nothing of drafts.
+        sound_W = np.array([emission.error is None for emission in emissions])
+        sound_N = sound_W[drafts.chunk_N]
         if self.learns:
-            drafts.observe(accepted_R[step.layout.parent_R >= 0])
+            drafts.observe(np.where(sound_N, accepted_R[step.layout.parent_R >= 0], -1))
         cycle = Cycle(
             context=batch.context,
-            strategy=strategy if drafts.drafted else OFF,
+            strategy=strategy if drafts.requests else OFF,
             rows=len(step.rows),
             accepted=tuple(
                 len(emission.tokens) - 1
                 for chunk, emission in zip(batch.chunks, emissions, strict=True)
-                if chunk.decodes
+                if chunk.decodes and emission.error is None
             ),
-            drafted=len(drafts.chosen_N),
+            drafted=int(sound_N.sum()),
         )
-        self._finished = Finished(batch, emissions, cycle, drafts.drafted)
+        self._finished = Finished(batch, emissions, cycle, drafts.drafted(sound_N))
 
     def _adapted(self, batch: Batch, step: LaidOut) -> list[AdaptedLayer] | None:
         if self.adapters is None:
@@ -233,11 +236,20 @@ class _Drafts(NamedTuple):
     chosen_N: NDArray[np.int32]
     parent_N: NDArray[np.int32]
     chunk_N: NDArray[np.int32]
-    learn: Callable[[NDArray[np.int8]], None]  # by candidate: accepted 1, rejected 0, not chosen -1
-    drafted: Drafted | None = None  # None: no request takes drafts of this drafter
+    learn: Callable[[NDArray[np.int8]], None]  # by candidate: accepted 1, rejected 0, unknown -1
+    requests: int = 0  # takers of drafts of this drafter
+
+    def drafted(self, sound_N: NDArray[np.bool_]) -> Drafted | None:
+        """Return the trees, if there are any. `sound_N`: the chosen nodes whose outcome counts."""
+        if not self.requests:
+            return None
+        survival_N = self.candidates.survival_N[self.chosen_N]
+        return Drafted(self.candidates, self.requests, float(survival_N[sound_N].sum()))
 
     def observe(self, accepted_N: NDArray[np.int8]) -> None:
-        """Pass on, for every chosen node in order, whether it is on its request's path."""
+        """Pass on, for every chosen node in order, whether it is on its request's path; -1 where
+        that is not known.
+        """
         outcome = np.full(len(self.candidates), -1, np.int8)
         outcome[self.chosen_N] = accepted_N
         self.learn(outcome)
@@ -275,7 +287,7 @@ def _draft(
         parent_N,
         chunk_N,
         partial(drafter.observe, seen, candidates),
-        Drafted(candidates, len(limits), float(candidates.survival_N[chosen_N].sum())),
+        len(limits),
     )
 
 
@@ -318,7 +330,7 @@ def _emissions(
             own_accepted=own_accepted[w],
         )
         if broken and any(math.isnan(logprob) for logprob in emission.logprobs):
-            emission = Emission(error=chunk.sequence.state.error or EngineFailed(NOT_FINITE))
+            emission = Emission(error=chunk.sequence.state.error or NotFinite(NOT_FINITE))
         sampling = chunk.sequence.request.sampling
         if sampling.raw_logprobs:
             emission.raw_logprobs = [raw_logprobs[s] for s in path]

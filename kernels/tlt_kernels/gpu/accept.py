@@ -187,7 +187,7 @@ def _accept(
         tl.store(source_BD + at_I, tl.load(kv_slot_R + row_I, mask=moved_I, other=0), mask=moved_I)
         tl.store(target_BD + at_I, page_I * PAGE + position_I % PAGE, mask=moved_I)
         tl.store(count_B + e, tl.maximum(emitted - 1, 0))
-        tl.store(on_path_V + row_I, on_path_I.to(tl.int32), mask=tree_I)
+        tl.store(on_path_V + row_I, (on_path_I & (broken == 0)).to(tl.int32), mask=tree_I)
 
 
 def accept(

@@ -259,7 +259,7 @@ class KeptRows(NamedTuple):
     are read again.
     """
 
-    on_path_V: Tensor  # 1 = on the walk (also after a stop id)
+    on_path_V: Tensor  # 1 = on the walk (also after a stop id) of an entry that is not broken
     count_B: Tensor  # accepted draft rows that become text
     source_BD: Tensor  # KV slots of those rows, in path order
     target_BD: Tensor  # KV slots that their KV moves to

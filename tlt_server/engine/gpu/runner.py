@@ -37,7 +37,7 @@ from tlt_server.engine.gpu.texts import SentText, Texts
 from tlt_server.engine.gpu.tree_samples import TreeSample, TreeSampler, read
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sequence import Sequence
-from tlt_server.errors import EngineFailed
+from tlt_server.errors import NotFinite
 from tlt_server.records import Cycle, Strategy
 
 RING = 8  # uploads, and outcomes, that may be on their way
@@ -136,15 +136,19 @@ class GpuRunner:
         emissions = {
             id(work): self._emission(outcome, e, work, flight) for e, work in flight.entries
         }
-        verified = int(outcome.verified_E[: len(flight.decoding)].sum())
+        decoding = len(flight.decoding)
+        # Entries that failed, or had ended before, are no decodes.
+        gave_B = outcome.count_E[:decoding] > 0
+        verified = int(outcome.verified_E[:decoding][gave_B].sum())
         cycle = Cycle(
             context=flight.batch.context,
             strategy=flight.strategy,
             rows=flight.key.decode_rows + flight.key.prompt_rows,
-            accepted=tuple(int(a) for a in outcome.accepted_E[: len(flight.decoding)]),
+            accepted=tuple(outcome.accepted_E[:decoding][gave_B].tolist()),
             drafted=verified,
         )
-        trees = read(flight.trees, verified) if flight.trees else None
+        failed = bool(outcome.broken_E[:decoding].any())  # its nodes are among the most likely
+        trees = read(flight.trees, verified) if flight.trees and not failed else None
         answers = [emissions[id(work)] for work in flight.batch.chunks]
         return Finished(flight.batch, answers, cycle, trees)
 
@@ -308,7 +312,7 @@ class GpuRunner:
         emission = Emission()
         if work.samples:
             if outcome.broken_E[entry]:
-                return Emission(error=work.sequence.state.error or EngineFailed(NOT_FINITE))
+                return Emission(error=work.sequence.state.error or NotFinite(NOT_FINITE))
             count = int(outcome.count_E[entry])
             emission = Emission(
                 tokens=outcome.token_EA[entry, :count].tolist(),

@@ -24,11 +24,13 @@ from tlt_server.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
+    NotFinite,
     Overloaded,
     Poisoned,
     QueueFull,
     QueueTimeout,
     StorageFailed,
+    StructureFailed,
     Unavailable,
 )
 from tlt_server.frontend.dialects.replies.items import EndedItems, Usage, footer, phrase
@@ -83,7 +85,10 @@ def _form(present: Mapping[str, bool]) -> type[NativeRequest] | type[GenerateFie
 
 FORMS = Forms(("requests", *BORROWED), _form)
 ROUTES = Routes()
-ITEM_ERRORS = (QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, StorageFailed, Unavailable)
+ITEM_ERRORS = (
+    *(QueueTimeout, DeadlineExceeded, EngineFailed, NotFinite, Poisoned, StructureFailed),
+    *(StorageFailed, Unavailable),
+)
 EXAMPLE = {
     "requests": [{"prompt": "2+2=", "n": 2, "seed": 7}],
     "sampling": {"max_tokens": 16, "temperature": 0.8},
