@@ -45,11 +45,15 @@ def verified(draw, vocabulary=3):
 def test_accept_is_the_recursive_walk(rows, random):
     start, count, parent, token = rows
     sampled = [random.randrange(3) for _ in token]
-    arrays = [np.array(values, np.int32) for values in (start, count, parent, token, sampled)]
-    walk = accept(*arrays)
+    walk = accept(*arrays(start, count, parent, token, sampled))
     assert (walk.row_A.tolist(), walk.length_B.tolist(), walk.token_E.tolist()) == accept_slowly(
         start, count, parent, token, sampled
     )
+
+
+def arrays(*lists):
+    types = np.int32, np.int32, np.int32, np.int64, np.int32
+    return [np.array(values, dtype) for values, dtype in zip(lists, types, strict=True)]
 
 
 def target(prefix):
@@ -65,9 +69,7 @@ def test_any_tree_emits_what_plain_decoding_emits(rows):
     for r, above in enumerate(parent):
         prefix[r] = [7, r] if above < 0 else [*prefix[above], token[r]]
     sampled = [target(prefix[r]) for r in range(len(token))]
-    walk = accept(
-        *[np.array(values, np.int32) for values in (start, count, parent, token, sampled)]
-    )
+    walk = accept(*arrays(start, count, parent, token, sampled))
     emitted = iter(walk.token_E.tolist())
     for first, length in zip(start, walk.length_B, strict=True):
         text = list(prefix[first])

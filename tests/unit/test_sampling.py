@@ -16,24 +16,13 @@ from hypothesis import strategies as st
 from tlt_kernels import reference_sampling
 from tlt_kernels.cpu.noise import gumbel
 from tlt_kernels.cpu.sampling import exp_nonpositive
-from tlt_server.engine.sampling import (
-    Sampled,
-    SamplingState,
-    compile_kernels,
-    prompt_logprobs,
-    sample,
-)
+from tlt_server.engine.sampling import Sampled, SamplingState, prompt_logprobs, sample
 from tlt_server.records import GenerateRequest, Sampling
 
 NO_PATH = np.zeros((1, 0), np.int32)
 # Fast and slow differ in the rounding of exp (1e-7 relative per term) and of the result (half a
 # float32 ulp).
 LOGPROB_TOLERANCE = {"rtol": 3e-7, "atol": 1e-6}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    compile_kernels()
 
 
 @dataclasses.dataclass

@@ -53,7 +53,8 @@ class ReadyFor:
     def __init__(self, device: Device, strategies: Sequence[Strategy]) -> None:
         self._device, self._strategies = device, strategies
         self.name, self.warms_up, self.device = device.name, device.warms_up, device.device
-        self.sizes, self.free, self.recordings = device.sizes, device.free, device.recordings
+        self.sizes, self.recordings = device.sizes, device.recordings
+        self.compile, self.free = device.compile, device.free
 
     @property
     def numerics(self) -> str:

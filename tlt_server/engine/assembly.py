@@ -13,8 +13,8 @@ from pathlib import Path
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
-from tlt_server.commands import SetPolicy, Submit
-from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, make_device
+from tlt_server.commands import SetPolicy
+from tlt_server.engine.devices import COMPILING, Device, Equipped, Memory, OnProgress, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
@@ -22,7 +22,7 @@ from tlt_server.engine.knowledge_file import KnowledgeFile, code
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.phases import OnPhase, Phases
-from tlt_server.engine.profiling import StepProfile, nothing_learnt
+from tlt_server.engine.profiling import StepProfile, nothing_learnt, warm_up
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.running import RunningSet
 from tlt_server.engine.sampling import SamplingState
@@ -36,14 +36,13 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.events import EngineInfo
 from tlt_server.machine import processor
 from tlt_server.models.config import ModelConfig
-from tlt_server.records import Arms, GenerateRequest, Sampling, Strategy
+from tlt_server.records import Arms, GenerateRequest, Strategy
 from tlt_server.samples.activity import ActivityReader
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.speculation.knowledge import Knowledge, WeightsInUse
 from tlt_server.speculation.policies import POLICIES, Policy, Setup
 from tlt_server.speculation.policies.arms import ladder
-from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.policies.pinned import Pinned, limit
 from tlt_server.speculation.switches import SwitchLog
 from tlt_server.weights.dormant import Dormant
@@ -78,6 +77,8 @@ def assemble(
         settings = choice.settings
         device = make_device(settings)
         detail.append(choice.describe())
+    with phase(COMPILING) as detail:
+        detail.append(device.compile(on_progress))
     spool = (
         Spool(Path(settings.state_dir), str(Path(settings.model).resolve()))
         if settings.state_dir
@@ -143,7 +144,8 @@ def assemble(
     with phase("warm up"):
         if device.warms_up:
             with nothing_learnt(engine):
-                _warm_up(engine, settings, live.target.network.vocab_size, max_model_len)
+                arms = ladder(settings.drafters, settings.device).arms
+                warm_up(engine, arms, live.target.network.vocab_size, max_model_len)
     with phase("measure steps") as detail:
         if known := engine.knowledge_file.load(engine.knowledge):
             detail.append(f"known from {known}")
@@ -367,31 +369,3 @@ def _learning_policy(
     setup = Setup(known, first, knowledge, device.sizes, arms, device.recordings)
     policy: Policy = POLICIES.resolve(name).make(setup)
     return policy
-
-
-def _warm_up(
-    engine: Engine, settings: DecidedSettings, vocab_size: int, max_model_len: int
-) -> None:
-    """Run a short rollout without drafts, then with a strategy of each drafter, so that no request
-    waits for a compiler.
-    """
-    length = max(1, min(8, max_model_len - 8))
-    known = ladder(settings.drafters, settings.device).arms
-    reached = engine.policy.strategies(1, prompts=False)
-    by_drafter = {strategy.drafter: strategy for strategy in (*known, *reached)}
-    for i, strategy in enumerate(by_drafter.values()):
-        engine.policy = Fixed(strategy)
-        engine.send(
-            Submit(
-                [
-                    GenerateRequest(
-                        id=f"warm-{i}",
-                        token_ids=[t % vocab_size for t in range(length)],
-                        seed=0,
-                        sampling=Sampling(max_tokens=6, ignore_eos=True),
-                    )
-                ]
-            )
-        )
-        while not engine.idle:
-            engine.step()

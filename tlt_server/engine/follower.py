@@ -20,6 +20,7 @@ import torch
 import zmq
 from msgspec import structs
 
+from tlt_kernels.cpu.compiled import compile_all
 from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.engine import orders
@@ -74,6 +75,7 @@ class Rank:
     def __init__(self, start: RankStart, side: socket.socket) -> None:
         """Join the others. `side`: where descriptors come."""
         settings = self._settings = start.decided
+        compile_all(("attention", "checksums", "elementwise"), lambda done, of: None)
         store = Path(start.directory) / "store"
         exchange = GlooExchange(store, start.rank, start.ranks)
         self._numerics = Numerics(settings.numerics, threads=start.threads)

@@ -1,5 +1,5 @@
-"""Measures the time of steps while no request runs, for the cost model: at start, or once a policy
-is set that needs it.
+"""Steps that run while no request does: a first rollout, and those whose time is measured for the
+cost model, at start or once a policy is set that needs it.
 
 The engine itself runs them: batches of a few sizes and contexts, each without drafts and with
 every number of decode rows that the policy may choose, in turns with short, long and wide trees of
@@ -79,6 +79,31 @@ def nothing_learnt(engine: Engine) -> Iterator[None]:
         engine.policy, engine.knowledge, engine.switches = policy, knowledge, switches
         engine.canary, engine.runner.learns = canary, True
         engine.scheduler.pool.clear_index(prefixes)
+
+
+def warm_up(engine: Engine, arms: Iterable[Strategy], vocab_size: int, max_model_len: int) -> None:
+    """Run a short rollout without drafts, then with a strategy of each drafter, so that libraries
+    are loaded and memory is taken before a request waits for it.
+    """
+    length = max(1, min(8, max_model_len - 8))
+    reached = engine.policy.strategies(1, prompts=False)
+    by_drafter = {strategy.drafter: strategy for strategy in (*arms, *reached)}
+    for i, strategy in enumerate(by_drafter.values()):
+        engine.policy = Fixed(strategy)
+        engine.send(
+            Submit(
+                [
+                    GenerateRequest(
+                        id=f"warm-{i}",
+                        token_ids=[t % vocab_size for t in range(length)],
+                        seed=0,
+                        sampling=Sampling(max_tokens=6, ignore_eos=True),
+                    )
+                ]
+            )
+        )
+        while not engine.idle:
+            engine.step()
 
 
 def _some(strategies: Iterable[Strategy]) -> list[Strategy]:

@@ -277,24 +277,6 @@ def prompt_logprobs(
     ]
 
 
-def compile_kernels() -> None:
-    """Compile every kernel used here, or load it from numba's cache, so that no request waits."""
-    sampling = Sampling(
-        top_k=1, top_p=0.5, min_tokens=1, frequency_penalty=1.0, logprobs=1, raw_logprobs=True
-    )
-    request = GenerateRequest(id="", token_ids=[0], sampling=sampling, seed=0)
-    logits = torch.zeros(1, 4)
-    sample(
-        logits,
-        [SamplingState(request, 4, [0])],
-        np.zeros(1, np.int64),
-        np.ones(1, np.int64),
-        np.zeros((1, 0), np.int32),
-    )
-    prompt_logprobs(logits, [0], 1)
-    mask_row(np.zeros(1, np.float32), np.zeros(1, np.int32))
-
-
 def _packed(sampling: Sampling, seed: int) -> bytes:
     """Return one PARAMETERS record as bytes, so that a step packs its sequences with one join."""
     record = np.zeros(1, PARAMETERS)

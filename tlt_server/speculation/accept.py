@@ -33,8 +33,8 @@ def accept(
     row_start_B: NDArray[np.int32],
     row_count_B: NDArray[np.int32],
     parent_row_R: NDArray[np.int32],
-    token_R: NDArray[np.integer],
-    sampled_R: NDArray[np.integer],
+    token_R: NDArray[np.int64],
+    sampled_R: NDArray[np.int32],
 ) -> Walk:
     """Walk each request's tree from its root row.
 

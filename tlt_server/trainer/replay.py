@@ -158,7 +158,7 @@ def followed(
     request_M = candidates.request_N[node_M].astype(np.int64)
     row_M = np.arange(len(node_M)) + request_M + 1
     rows = len(node_M) + requests
-    parent_R, token_R = np.full(rows, -1, np.int32), np.full(rows, -1, np.int32)
+    parent_R, token_R = np.full(rows, -1, np.int32), np.full(rows, -1, np.int64)
     sampled_R = np.empty(rows, np.int32)
     token_R[row_M] = candidates.token_N[node_M]
     parent_M = chosen.parent_M

@@ -24,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tlt_kernels.cpu.compiled import kernel
 from tlt_kernels.cpu.exponential import exp
 from tlt_kernels.cpu.vector import KEYS, dots, weighted_sums
 
@@ -169,10 +170,9 @@ def _merge(
             out_RND[r, n, d] = out_RND[r, n, d] * old + acc_QD[q, d] * new
 
 
-@njit(
-    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], i8[::1], i4[::1], i4[::1], i4[:, ::1],"
+@kernel(
+    "(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], i8[::1], i4[::1], i4[::1], i4[:, ::1],"
     " i4[:, ::1], i8, i8, f4, f4[:, :, ::1], i8, i8)",
-    cache=True,
     fastmath={"contract"},
     error_model="numpy",
     nogil=True,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tlt_kernels.cpu.compiled import kernel
+
 
 @njit(cache=True)
 def _families(request_N, parent_N, requests):
@@ -24,7 +26,10 @@ def _families(request_N, parent_N, requests):
     return first_F, next_N
 
 
-@njit(cache=True)
+@kernel(
+    "(i4[::1], i4[::1], i4[::1], f4[::1], i4[::1], i4[::1], i4[::1], i8, i8, f4, i8, "
+    "f4[::1], i4[::1], i4[::1], f4[::1], i4[::1])"
+)
 def graft(
     request_N,
     parent_N,

@@ -6,10 +6,10 @@ rows.
 
 from __future__ import annotations
 
-from numba import njit
+from tlt_kernels.cpu.compiled import kernel
 
 
-@njit(cache=True)
+@kernel("(i4[:, ::1], i8[::1], i8, b1[::1], b1[::1], i8[::1], i8[::1], i8[::1], i8[::1], i4[::1])")
 def undrafted(
     page_table_BP,
     root_position_B,
@@ -65,7 +65,9 @@ def undrafted(
     return rows
 
 
-@njit(cache=True)
+@kernel(
+    "(i4[:, ::1], i8[::1], i4[::1], i8, b1[::1], i8, i8[::1], i8[::1], i8[::1], i4[::1], i4[::1])"
+)
 def lay_roots(
     page_table_BP,
     root_position_B,

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from tlt_kernels.cpu.compiled import kernel
 
 _GOLDEN, _FIRST, _SECOND = (
     np.uint64(0x9E3779B97F4A7C15),
@@ -23,7 +24,13 @@ _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _EXPONENT, _NONE = np.uint64(0x7F800000), np.uint64(0)
 
 
-@njit(cache=True, nogil=True)
+@kernel(
+    "(u2[:, ::1], i8, i8, u8, u8)",
+    "(u4[:, ::1], i8, i8, u8, u8)",
+    "(u8[:, ::1], i8, i8, u8, u8)",
+    "(u4[:, :], i8, i8, u8, u8)",
+    nogil=True,
+)
 def _sum(word_RC, first, distance, shift, exponent):
     total, strange = np.uint64(0), False
     for r in range(word_RC.shape[0]):

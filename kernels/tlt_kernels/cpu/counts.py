@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from tlt_kernels.cpu.compiled import kernel
 
 
-@njit(cache=True)
+@kernel("(i4[::1], i4[::1], i1[::1], f4[::1], f8, f8, f8[::1], f8[::1], f4[::1])")
 def tally(cell_N, parent_N, accepted_N, prior_K, prior_weight, limit, hits_K, trials_K, survival_K):
     """Count every verified node whose parent is on the path, halve a cell's counts at `limit`
     trials, and refresh its survival.

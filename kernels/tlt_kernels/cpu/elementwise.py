@@ -16,6 +16,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from tlt_kernels.cpu.compiled import kernel
 from tlt_kernels.cpu.exponential import exp
 
 _DOT = {"reassoc", "contract", "nsz"}  # vectorised sums; NaN and infinity keep their meaning
@@ -23,13 +24,7 @@ _ONE = np.float32(1.0)
 _NO_WEIGHT = torch.empty(0)
 
 
-@njit(
-    "void(f4[:, ::1], f4[::1], f4, f4[:, ::1])",
-    cache=True,
-    fastmath=_DOT,
-    error_model="numpy",
-    nogil=True,
-)
+@kernel("(f4[:, ::1], f4[::1], f4, f4[:, ::1])", fastmath=_DOT, error_model="numpy", nogil=True)
 def _rms_norm(x_RH, weight_H, eps, out_RH):
     width = x_RH.shape[1]
     for r in range(x_RH.shape[0]):
@@ -41,9 +36,8 @@ def _rms_norm(x_RH, weight_H, eps, out_RH):
             out_RH[r, h] = weight_H[h] * (x_RH[r, h] * scale)
 
 
-@njit(
-    "void(f4[:, ::1], f4[:, ::1], f4[::1], f4, f4[:, ::1])",
-    cache=True,
+@kernel(
+    "(f4[:, ::1], f4[:, ::1], f4[::1], f4, f4[:, ::1])",
     fastmath=_DOT,
     error_model="numpy",
     nogil=True,
@@ -92,10 +86,9 @@ def _rotate_head(x_RX, r, start, weight_D, eps, cos_PD2, sin_PD2, p, out, row, n
         out[row, n, half + i] = high * cos_PD2[p, i] + low * sin_PD2[p, i]
 
 
-@njit(
-    "void(f4[:, ::1], f4[::1], f4[::1], f4, f4[:, ::1], f4[:, ::1], i8[::1], i8[::1],"
+@kernel(
+    "(f4[:, ::1], f4[::1], f4[::1], f4, f4[:, ::1], f4[:, ::1], i8[::1], i8[::1],"
     " f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1])",
-    cache=True,
     fastmath=_DOT,
     error_model="numpy",
     nogil=True,
@@ -137,13 +130,7 @@ def _rope_store(
                 v_SKD[kv_slot, n, d] = qkv_RX[r, start + d]
 
 
-@njit(
-    "void(f4[:, ::1], f4[:, ::1])",
-    cache=True,
-    fastmath={"contract"},
-    error_model="numpy",
-    nogil=True,
-)
+@kernel("(f4[:, ::1], f4[:, ::1])", fastmath={"contract"}, error_model="numpy", nogil=True)
 def _silu_mul(gate_up_RX, out_RI):
     width = out_RI.shape[1]
     for r in range(out_RI.shape[0]):
@@ -152,7 +139,7 @@ def _silu_mul(gate_up_RX, out_RI):
             out_RI[r, i] = gate / (_ONE + exp(-gate)) * gate_up_RX[r, width + i]
 
 
-@njit("void(f4[:, :, ::1], i8[::1], i8[::1])", cache=True, nogil=True)
+@kernel("(f4[:, :, ::1], i8[::1], i8[::1])", nogil=True)
 def _copy_kv_slots(array_LSX, source_C, target_C):
     for layer in range(array_LSX.shape[0]):
         for c in range(source_C.shape[0]):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tlt_kernels.cpu.compiled import kernel
 from tlt_kernels.cpu.drafting import best_children, calibration_cell
 from tlt_kernels.cpu.tree import kth_largest
 
@@ -154,7 +155,11 @@ def pick(
     return rows
 
 
-@njit(cache=True)
+@kernel(
+    "(f4[:, ::1], i8[::1], i8, i8, i8, i8, f8, i8, i8[::1], i4[::1], u8[::1], f4[::1], "
+    "f4[::1], f4[::1], i4[:, :, ::1], f4[:, ::1], i4[::1], i8[::1], i8[::1], i8[::1], "
+    "i4[::1], i4[::1], i8[::1], i4[::1], i8)"
+)
 def grow(
     logit_RV,
     target_id_V,
@@ -225,7 +230,7 @@ def grow(
     )
 
 
-@njit(cache=True)
+@kernel("(i4[:, :, ::1], f4[:, ::1], i4[::1])")
 def harvest(node_BCI, survival_BC, count_B):
     """Return (request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N): all nodes as flat
     arrays, grouped by request.

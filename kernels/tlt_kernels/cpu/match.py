@@ -13,6 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tlt_kernels.cpu.compiled import kernel
+
 BLOCK = 128  # tokens compared at once
 
 
@@ -196,7 +198,10 @@ def plant_trie(
     return at
 
 
-@njit(cache=True)
+@kernel(
+    "(i4[::1], i4[::1], i4[::1], i4[::1], i4[::1], i4[::1], i8, i8, i8, i8, f4[::1], i8, i8, "
+    "i8, i4[::1], i4[::1], i4[::1], i4[::1], i4[::1], f4[::1], i4[::1])"
+)
 def match_pool(
     pool_T,
     start_G,

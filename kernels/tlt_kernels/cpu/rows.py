@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from tlt_kernels.cpu.compiled import kernel
 
 
 class RowLayout(NamedTuple):
@@ -27,7 +28,10 @@ class RowLayout(NamedTuple):
     drafts_W: NDArray[np.int32]  # draft rows after it
 
 
-@numba.njit(cache=True)
+@kernel(
+    "(i8[::1], i8[::1], i4[:, ::1], i8, i8, i4[::1], i4[::1], i4[::1], i4[::1], i8[::1], "
+    "i8[::1], i8[::1], i4[::1], i4[::1], i4[:, ::1], i4[:, ::1], i4[::1], i4[::1], i4[::1])"
+)
 def _fill(
     start_W,
     end_W,

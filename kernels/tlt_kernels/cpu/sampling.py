@@ -19,8 +19,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
+from numba import f4, from_dtype, i8, njit
+from numba.core.types import Array
 
+from tlt_kernels.cpu.compiled import kernel
 from tlt_kernels.cpu.filters import drop, keep_top_k, keep_top_p
 from tlt_kernels.cpu.noise import U_MAX, gumbel_of_word, philox4x32, split_seed
 
@@ -203,7 +205,13 @@ def best_tokens(z_V, shift, ids_K, logprobs_K):
         logprobs_K[i] = np.float32(np.float64(z_V[ids_K[i]]) - shift)
 
 
-@njit(cache=True, nogil=True)
+@kernel(
+    (
+        *(f4[:, ::1], f4[:, ::1], i8[::1], Array(from_dtype(PARAMETERS), 1, "C", readonly=True)),
+        *(i8[::1], i8[::1], i8[::1], f4[::1], f4[::1], i8[:, ::1], f4[:, ::1]),
+    ),
+    nogil=True,
+)
 def sample_rows(
     logits_SV,
     edited_EV,
@@ -263,7 +271,7 @@ def sample_rows(
             )
 
 
-@njit(cache=True, nogil=True)
+@kernel("(f4[:, ::1], i8[::1], f4[::1], i8[:, ::1], f4[:, ::1])", nogil=True)
 def score_targets(logits_SV, target_S, logprob_S, top_SK, top_logprobs_SK):
     """Compute log-probs of given tokens, and the K best of each row, under the unprocessed logits
     at temperature 1.
@@ -283,7 +291,10 @@ def score_targets(logits_SV, target_S, logprob_S, top_SK, top_logprobs_SK):
             best_tokens(z_V, shift, top_SK[s], top_logprobs_SK[s])
 
 
-@njit(cache=True, nogil=True)
+@kernel(
+    "(f4[::1], i8[::1], f4[::1], u1[::1], i4[::1], i4[::1], f4, f4, f4, i8[::1], f4[::1])",
+    nogil=True,
+)
 def edit_row(
     logits_V,
     bias_ids,
@@ -325,7 +336,7 @@ def edit_row(
         edited_V[masked_ids[i]] = np.float32(-np.inf)
 
 
-@njit(cache=True, nogil=True)
+@kernel("(f4[::1], i4[::1])", nogil=True)
 def mask_row(edited_V, mask_W):
     """Set the logits of tokens whose bit is 0 to -inf: bit t % 32 of int32 word t // 32."""
     for v in range(edited_V.shape[0]):

@@ -13,6 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tlt_kernels.cpu.compiled import kernel
+
 RADIX = 11  # bits per pass; three passes cover 32
 
 
@@ -41,7 +43,7 @@ def kth_largest(value_N, count, k):
     return prefix, remaining
 
 
-@njit(cache=True)
+@kernel("(i4[::1], f4[::1])")
 def capped(parent_N, survival_N):
     """Return the survivals, none negative, NaN or above its parent's."""
     capped_N = np.empty(len(parent_N), np.float32)
@@ -78,7 +80,7 @@ def _choose(capped_N, depth_N, kept):
     return chosen_N
 
 
-@njit(cache=True)
+@kernel("(i4[::1], i4[::1], i4[::1], f4[::1], i8, i8)")
 def select(request_N, parent_N, depth_N, survival_N, requests, budget):
     """Return (node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first),
     grouped by request.
@@ -116,7 +118,7 @@ def select(request_N, parent_N, depth_N, survival_N, requests, budget):
     return node_M, parent_M, count_B
 
 
-@njit(cache=True)
+@kernel("(i4[::1], i4[::1], i4[::1], i8[::1], i4[::1])")
 def walk(row_start_B, row_count_B, parent_row_R, token_R, sampled_R):
     """Return (row_A, length_B, token_E): accepted rows, how many per request, and the emitted
     tokens (length + 1 per request).

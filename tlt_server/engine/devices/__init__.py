@@ -1,20 +1,23 @@
 """Devices that an engine computes on: one file each, one table line each, named as `torch.device`
 names them.
 
-`choice.py` says which, and with what. `assembly.py` builds every engine in the same order: `load`,
-`allocate`, `equip`. Each returns what exists from then on, and the next takes it.
+`choice.py` says which, and with what. `assembly.py` builds every engine in the same order:
+`compile`, `load`, `allocate`, `equip`. Each but the first returns what exists from then on, and the
+next takes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_kernels.cpu.compiled import cache_directory, compile_all
 from tlt_server.engine.capture import StateSource
 from tlt_server.engine.loop import Runner
 from tlt_server.engine.scheduler import unpadded
@@ -40,6 +43,7 @@ DEVICES = Registry(
 )
 
 
+COMPILING = "compile kernels"  # the phase; on a GPU also a part of "prepare runner"
 OnProgress = Callable[[str, int, int], None]  # what is done, steps done, of how many
 # Whether the whole device may be waited for: no kernel on it waits for another process.
 Quiet = Callable[[], bool]
@@ -93,9 +97,15 @@ def make_device(settings: DecidedSettings) -> Device:
     return device
 
 
+def compiled(modules: tuple[str, ...], on_progress: OnProgress) -> str:
+    """Make the CPU kernels of these modules ready, and describe what that took."""
+    new = compile_all(modules, partial(on_progress, COMPILING))
+    return f"{new} for the first time, now kept in {cache_directory()}" if new else "all from cache"
+
+
 class Device(Protocol):
     name: str  # for `/server_info`
-    warms_up: bool  # a first rollout compiles what no request should wait for
+    warms_up: bool  # a first rollout takes what no request should wait for
     device: torch.device
     sizes: Sizes  # the sizes that steps are padded to
     recordings: Recordings | None  # None: a device that records nothing
@@ -107,6 +117,9 @@ class Device(Protocol):
     @property
     def fingerprint(self) -> Fingerprint:
         """Everything that bits depend on; known once the weights are loaded."""
+
+    def compile(self, on_progress: OnProgress) -> str:
+        """Make the kernels of the host ready, and describe what that took."""
 
     def load(self, config: ModelConfig) -> Live:
         """Target and drafter as they lie on disk, verified."""

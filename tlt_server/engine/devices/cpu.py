@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_kernels.cpu.compiled import MODULES
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.capture import CachedStates, describe_states
-from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
+from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet, compiled
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.orders import Allocate, FreePages, Install
 from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on
 from tlt_server.engine.runner import CpuRunner
-from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.shared_models import key_of
@@ -70,6 +70,9 @@ class CpuDevice:
     @property
     def fingerprint(self) -> Fingerprint:
         return of_cpu(self._settings, self._numerics)
+
+    def compile(self, on_progress: OnProgress) -> str:
+        return compiled(MODULES, on_progress)
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, self._settings.drafter_directory
@@ -135,7 +138,6 @@ class CpuDevice:
         quiet: Quiet,
     ) -> Equipped:
         assert isinstance(live.target.network, Decoder) and isinstance(memory.kv, KVCache)
-        compile_kernels()
         setup = DraftSetup(
             memory.kv,
             _draft_weights(live),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE
-from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
+from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet, compiled
 from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
@@ -98,6 +98,12 @@ class CudaDevice:
     @property
     def _orders(self) -> RankOrders:
         return self._ranks or NO_RANKS
+
+    def compile(self, on_progress: OnProgress) -> str:
+        """Make the checksums of weights that are staged in the host's memory ready; the kernels of
+        the GPU are compiled while the weights load.
+        """
+        return compiled(("checksums",), on_progress)
 
     def load(self, config: ModelConfig) -> Live:
         settings, directory = self._settings, Path(self._settings.model)
