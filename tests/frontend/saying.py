@@ -4,25 +4,24 @@ and this template puts the answer there.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from tests.frontend.tiny_model import SPECIALS, write_model
+from tests.frontend.tiny_model import SPECIALS
+from tests.tokenizers import FAMILIES, Family
 
 EOS = SPECIALS[0]
 # The last message, and for the form of calls a word that the template holds.
 SAYS = (
-    "{{ messages[-1].content }}" + EOS + "{% if tools %}{{ tools | tojson }}{% endif %}<tool_call>"
+    "{{ messages[-1].content }}{{ eos_token }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}<tool_call>"
 )
 
 
-def write_saying(directory: Path, template: str = SAYS) -> Path:
+def write_saying(
+    directory: Path, template: str = SAYS, family: Family = FAMILIES["no marks"]
+) -> Path:
     """Write a model with this template."""
-    model = write_model(directory)
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    config["chat_template"] = template
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
-    return model
+    return family.write(directory, template)
 
 
 # A model that calls each tool once and then answers: it calls the first one that no message has

@@ -11,6 +11,7 @@ import pytest
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.openai_calls import CHAT, USER, chunks, done, post
 from tests.frontend.saying import EOS, write_saying
+from tests.tokenizers import FAMILIES
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.records import Grammar
 
@@ -20,9 +21,11 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "é": "🙂"}}\n</tool_
 ARGUMENTS = '{"a": 1, "é": "🙂"}'
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    model = write_saying(tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=[*FAMILIES][:-1])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    model = write_saying(tmp_path_factory.mktemp("model"), family=FAMILIES[request.param])
     with live_server(
         model,
         served_model_name="tiny",
@@ -113,7 +116,8 @@ def test_calls_are_told_from_content(server: LiveServer) -> None:
 
 
 def test_an_answer_that_is_cut_off_keeps_what_it_has(server: LiveServer) -> None:
-    for fields, reason in (({"max_tokens": 60}, "length"), ({"stop": ["🙂"]}, "tool_calls")):
+    size = len(server.text.encode([CALL], special=False)[0])
+    for fields, reason in (({"max_tokens": size - 4}, "length"), ({"stop": ["🙂"]}, "tool_calls")):
         found = message(server, CALL, **fields)
         [call] = found["tool_calls"]
         assert found["finish_reason"] == reason and call["function"]["name"] == "f"
@@ -125,7 +129,7 @@ def test_choices_logprobs_and_tokens_are_those_of_the_text(server: LiveServer) -
     asked = says(CALL, n=2, logprobs=True, return_token_ids=True)
     reply = done(server, CHAT, **asked)
     for choice in reply["choices"]:
-        assert bytes(choice["token_ids"][:-1]).decode() == CALL
+        assert server.text.decode(choice["token_ids"][:-1], special=True) == CALL
         assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
         assert len(choice["message"]["tool_calls"]) == 1
     found = chunks(server, CHAT, **asked, stream_options={"include_usage": True})
@@ -289,7 +293,8 @@ def test_a_choice_that_cannot_be_held_is_refused(
 def test_a_prompt_is_rendered_without_an_answer(server: LiveServer) -> None:
     before = len(server.engine.submitted)
     found = done(server, f"{CHAT}/render", **says("é"))
-    assert found["prompt"].startswith("é" + EOS) and f'"name": "{F["name"]}"' in found["prompt"]
+    end = server.text.tokens["eos_token"]
+    assert found["prompt"].startswith("é" + end) and f'"name": "{F["name"]}"' in found["prompt"]
     assert found["count"] == len(found["token_ids"]) and found["token_ids"][:2] == [*"é".encode()]
     assert len(server.engine.submitted) == before
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.tokenizers import byte_letters
+
 SPECIALS = (
     "<|end|>",
     "<|user|>",
@@ -24,7 +26,7 @@ def byte_tokenizer(merges: list[tuple[bytes, bytes]] | None = None) -> Tokenizer
     """Ids 0 to 255 are the bytes; each merge adds an id after the specials, so tokens may hold
     parts of several characters.
     """
-    letters = _byte_letters()
+    letters = byte_letters()
     vocab = {letter: byte for byte, letter in enumerate(letters)}
     pairs = []
     for left, right in merges or []:
@@ -47,14 +49,3 @@ def write_model(directory: Path) -> Path:
     )
     (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
     return directory
-
-
-def _byte_letters() -> list[str]:
-    """The printable stand-in of each byte in byte-level BPE (GPT-2's table)."""
-    plain = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
