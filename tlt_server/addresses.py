@@ -1,8 +1,20 @@
-"""Addresses that the server listens on, and that browsers name it by."""
+"""Addresses that the server listens on, and that browsers name it and other sites by."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
+
+PORTS = {"http": "80", "https": "443"}  # scheme -> the port that addresses leave out
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
+
+
+def is_origin(text: str) -> bool:
+    """Tell whether a browser would write an Origin in this way: in lower case, with a port only
+    where it is not the scheme's own.
+    """
+    parts = _ORIGIN.fullmatch(text)
+    return parts is not None and (parts[2] is None or parts[2] != PORTS.get(parts[1]))
 
 
 def is_loopback(host: str) -> bool:

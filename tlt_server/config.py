@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tlt_client.channels import CHANNELS
-from tlt_server.addresses import is_loopback
+from tlt_server.addresses import is_loopback, is_origin
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.metrics.aliases import ENGINES
@@ -86,6 +86,10 @@ class Config(BaseModel, ServerSettings):
     def aliases(self) -> tuple[str, ...]:
         return _names(self.metrics_aliases)
 
+    @cached_property
+    def origins(self) -> tuple[str, ...]:
+        return _names(self.allowed_origins)
+
     def checked(self) -> Self:
         """Check settings against each other, and return the configuration itself."""
         self._check_listening()
@@ -124,6 +128,14 @@ class Config(BaseModel, ServerSettings):
                 f"tls_client_ca {_named(self.tls_client_ca)}; give tls_cert and tls_key together, "
                 "and tls_client_ca only with them"
             )
+
+        for origin in self.origins:
+            if not is_origin(origin):
+                raise StartupError(
+                    f"allowed_origins names {origin[:80]!r}; an origin is what browsers send: "
+                    "https://chat.example or http://localhost:3000, in lower case, without a path "
+                    "or the scheme's own port, and never *"
+                )
 
     def _check_directories(self) -> None:
         if not self.model.is_dir():

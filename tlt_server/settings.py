@@ -155,6 +155,15 @@ class ServerSettings(SharedSettings):
         Doc("PEM file", "Clients must show a certificate that one of these has signed."),
     ] = None
 
+    allowed_origins: Annotated[
+        str,
+        Doc(
+            "origins",
+            "Origins of pages that may call this server from a browser, with commas between, as "
+            "in https://chat.example,http://localhost:3000; empty: its own page alone.",
+        ),
+    ] = ""
+
     # limits of one request
     max_batch_items: Annotated[int, Doc("items", "Items in one request.", 1, 2**16)] = 4096
     max_n: Annotated[int, Doc("choices", "Choices of one item.", 1, 65536)] = 256

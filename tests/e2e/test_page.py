@@ -48,8 +48,15 @@ def weight_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def guarded(weight_root: Path) -> Iterator[ServerProcess]:
-    """A server with keys, with a weight root, and with a name that is markup."""
+def front_end() -> Iterator[str]:
+    """Another site, whose origin `guarded` lists under the name localhost alone."""
+    with another_site("<title>front end</title>") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def guarded(weight_root: Path, front_end: str) -> Iterator[ServerProcess]:
+    """A server with keys, a weight root, a listed origin, and a name that is markup."""
     (weight_root / "keys").write_text(f"{KEY}\neval-key scopes=data name=eval\n")
     with ServerProcess(
         *FAST_START,
@@ -57,10 +64,16 @@ def guarded(weight_root: Path) -> Iterator[ServerProcess]:
         str(weight_root / "keys"),
         "--weight-root",
         str(weight_root),
+        "--allowed-origins",
+        by_name(front_end),
         "--served-model-name",
         HOSTILE,
     ) as running:
         yield running
+
+
+def by_name(url: str) -> str:
+    return url.replace("127.0.0.1", "localhost")
 
 
 def without_end(route: Route) -> None:
@@ -618,3 +631,43 @@ def test_a_page_of_another_port_changes_nothing(browser: Browser, server: Server
         page.context.close()
     with Client(server.url, timeout_s=60) as client:
         assert client.generate([{"messages": QUESTION}], sampling={"max_tokens": 1}).results
+
+
+def test_a_listed_page_of_another_site_streams_and_sees_errors(
+    browser: Browser, guarded: ServerProcess, front_end: str
+) -> None:
+    """A page of an origin that is not listed gets nothing, with the same key."""
+    calls = """async ([url, key]) => {
+      const call = async (path, key, body) => {
+        const headers = { authorization: `Bearer ${key}`, "x-request-id": "front-end" };
+        if (body) headers["content-type"] = "application/json";
+        try {
+          const sent = { method: body ? "POST" : "GET", headers, body: JSON.stringify(body) };
+          const reply = await fetch(url + path, sent), id = reply.headers.get("x-request-id");
+          let chunks = 0, text = "";
+          for await (const chunk of reply.body.pipeThrough(new TextDecoderStream())) {
+            chunks += 1;
+            text += chunk;
+          }
+          return { status: reply.status, id, chunks, text };
+        } catch (error) { return error.name; }
+      };
+      const sampling = { max_tokens: 40, ignore_eos: true };
+      const ask = { requests: [{ prompt: "1+1=" }], stream: true, sampling };
+      return [
+        await call("/version", key), await call("/generate", "wrong", ask),
+        await call("/generate", key, { ...ask, requests: 1 }), await call("/generate", key, ask),
+      ];
+    }"""
+    page = browser.new_context().new_page()
+    found = []
+    for url in (by_name(front_end), front_end):
+        page.goto(url)
+        found.append(page.evaluate(calls, [guarded.url, KEY]))
+    page.context.close()
+    listed, other = found
+    assert [reply["status"] for reply in listed] == [200, 401, 400, 200]
+    assert {reply["id"] for reply in listed} == {"front-end"}
+    assert "known API key" in listed[1]["text"] and "requests" in listed[2]["text"]
+    assert listed[3]["chunks"] > 1 and "event: done" in listed[3]["text"]
+    assert other == ["TypeError"] * 4

@@ -26,6 +26,7 @@ from tlt_server.frontend.dialects.replies.errors import failure_naming
 from tlt_server.frontend.http.access import QUIET, Access
 from tlt_server.frontend.http.arrival import Arrival, Working
 from tlt_server.frontend.http.auth import Authentication, Gate, Terms, key_of
+from tlt_server.frontend.http.browsers import Origins
 from tlt_server.frontend.http.budget import BodyBudget
 from tlt_server.frontend.http.connections import ProbesOnly
 from tlt_server.frontend.http.endpoints import Endpoint
@@ -69,7 +70,8 @@ def build_app(
     app.state.service = service
     assert service.parsers  # `StartupError`: there is none of that name
     service.metrics.exchanges.ready.set_function(lambda: service.ready)
-    return Access(app, service.metrics, table.template, begin)
+    reached = Origins(app, gate.origins) if gate.origins else app
+    return Access(reached, service.metrics, table.template, begin)
 
 
 class _Table:

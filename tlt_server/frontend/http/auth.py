@@ -48,6 +48,7 @@ class Gate:
             watched_keys(config, partial(metrics.exchanges.file_read, "api_keys")),
             metrics,
         )
+        self.origins = config.origins  # pages of other sites that may call
 
     @property
     def keyed(self) -> bool:
@@ -116,7 +117,7 @@ class Authentication:
             await self.app(scope, receive, send)
 
     def _check_browser(self, scope: Scope) -> None:
-        found = foreign(scope, keyed=self.gate.keyed)
+        found = foreign(scope, keyed=self.gate.keyed, listed=self.gate.origins)
         if found is not None:
             self.gate.refused(found.reason)
             raise Forbidden(found.message)

@@ -1,21 +1,24 @@
 """The check that no web page of another site acts through a browser of this machine or network.
 
 A browser says in `Sec-Fetch-Site` and `Origin` which page made it send a request. `Authentication`
-refuses what another site's page asks for, on every route that is not open. On a server without keys
-the header Host must name this machine too, since a foreign name may lead to a loopback address.
+refuses what another site's page asks for, on every route that is not open, unless the setting
+`allowed_origins` lists its Origin; `Origins` tells the browser so. On a server without keys the
+header Host must name this machine too, since a foreign name may lead to a loopback address.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from starlette.types import Scope
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tlt_server.addresses import is_loopback
+from tlt_server.addresses import PORTS, is_loopback
 
 OWN_SITES = frozenset({"none", "same-origin"})  # typed by the user; a page of this server
-PORTS = {"http": "80", "https": "443"}
+PREFLIGHT_KEPT_S = 7200  # the longest that Chromium keeps one
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _ORIGIN = re.compile(r"(https?)://(.*)")
 
@@ -32,8 +35,37 @@ class _Authority(NamedTuple):
     port: str  # empty: none is given
 
 
-def foreign(scope: Scope, *, keyed: bool) -> Foreign | None:
-    """Return why another site's page may have sent the request, or None."""
+class Origins:
+    """Middleware that lets the browser show the replies, errors too, to pages of listed origins.
+
+    Their preflights are answered here, before keys and limits. Cookies and other credentials that
+    a browser keeps are never allowed, only those that the page itself sends.
+    """
+
+    def __init__(self, app: ASGIApp, listed: Collection[str]) -> None:
+        self._app, self._listed = app, listed
+        self._answering = CORSMiddleware(
+            app,
+            allow_origins=listed,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=["*"],
+            max_age=PREFLIGHT_KEPT_S,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (scope["method"] != "OPTIONS" or self._lists(scope)):
+            await self._answering(scope, receive, send)
+        else:  # also a preflight of another page, which is refused as its request would be
+            await self._app(scope, receive, send)
+
+    def _lists(self, scope: Scope) -> bool:
+        return _is_listed(_values(scope, b"origin"), self._listed)
+
+
+def foreign(scope: Scope, *, keyed: bool, listed: Collection[str]) -> Foreign | None:
+    """Return why a page of another site that is not listed may have sent the request, or None."""
     hosts, sites = _values(scope, b"host"), _values(scope, b"sec-fetch-site")
     for host in () if keyed else hosts:
         if host and not _is_own(host):
@@ -42,12 +74,15 @@ def foreign(scope: Scope, *, keyed: bool) -> Foreign | None:
                 f"the header Host is {host[:100]!r}; a server without API keys answers to "
                 "localhost only: call it by that name, or start it with --api-key-file",
             )
+    if _is_listed(_values(scope, b"origin"), listed):
+        return None
     for site in sites:
         if site.lower() not in OWN_SITES:
             return Foreign(
                 "foreign_page",
                 f"the header Sec-Fetch-Site is {site[:100]!r}; pages of other sites may not call "
-                "this server: open its own page, or call it from a program",
+                "this server: open its own page, call it from a program, or list the page's origin "
+                "in --allowed-origins",
             )
     # A proxy may send another Host than the browser did, which then vouches in Sec-Fetch-Site.
     # A gRPC call has no Host.
@@ -58,10 +93,14 @@ def foreign(scope: Scope, *, keyed: bool) -> Foreign | None:
             return Foreign(
                 "foreign_page",
                 f"the header Origin is {origin[:100]!r} and Host is {', '.join(hosts)[:100]!r}; "
-                "pages of other sites may not call this server: open its own page, or call it "
-                "from a program without an Origin",
+                "pages of other sites may not call this server: open its own page, call it from a "
+                "program without an Origin, or list the origin in --allowed-origins",
             )
     return None
+
+
+def _is_listed(origins: list[str], listed: Collection[str]) -> bool:
+    return len(origins) == 1 and origins[0] in listed
 
 
 def _is_own(host: str) -> bool:
