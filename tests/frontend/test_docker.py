@@ -100,17 +100,16 @@ def test_every_package_of_the_image_is_locked_with_hashes() -> None:
         name for name in locked.keys() & constrained.keys() if locked[name] != constrained[name]
     }
     assert not differ, "run make lock"
-    for place in (".", "kernels", "clients"):
+    installs = [rest for rest in all_of("RUN") if "pip install" in rest]
+    ours = [each for each in (DOCKER / "requirements.in").read_text().split() if each[0] == "."]
+    assert ours == [each for each in shlex.split(installs[1]) if each in ours] != []
+    for place, _, extra in (each.removesuffix("]").partition("[") for each in ours):
         project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]
-        asked = [
-            *project["dependencies"],
-            *project.get("optional-dependencies", {}).get("grpc", []),
-        ]
+        asked = [*project["dependencies"], *project.get("optional-dependencies", {}).get(extra, [])]
         names = {Requirement(each).name.lower() for each in asked}
         assert names - {"tlt-kernels", "tlt-client"} <= locked.keys(), "run make lock"
     assert "setuptools" in locked, "which builds our own packages without a download"
     assert not re.search(r"https?://|-i |--index-url", lock)
-    installs = [rest for rest in all_of("RUN") if "pip install" in rest]
     assert "--require-hashes -r requirements.lock" in installs[0]
     assert "--no-deps" in installs[1] and "--no-build-isolation" in installs[1]
 

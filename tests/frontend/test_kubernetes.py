@@ -14,6 +14,7 @@ import yaml
 from tests.frontend.live_server import live_server
 from tests.frontend.test_docker import COMPOSE, SERVER, all_of
 from tlt_server.__main__ import _parse
+from tlt_server.config import Config
 
 K8S = Path(__file__).parents[2] / "docker" / "k8s"
 # The oldest version that has all fields of the manifests by default, and a new one.
@@ -126,7 +127,17 @@ def test_a_workload_starts_the_server_that_compose_starts(name: str) -> None:
     same = ("model", "drafter", "host", "port", "drain_timeout_s", "log_format")
     assert [given[each] for each in same] == [compose[each] for each in same]
     assert ports(workload) == {"http": int(given["port"]), "probes": int(given["probe_port"])}
-    assert ("state_dir" in given) == (workload["kind"] == "StatefulSet")
+    assert given["state_dir"] == compose["state_dir"]
+
+
+def test_a_push_over_the_network_has_a_channel(model: Path, tmp_path: Path) -> None:
+    """A trainer shares no disk with a Pod, and need not share one with compose's server."""
+    for given in (*map(flags, WORKLOADS.values()), vars(_parse(SERVER["command"]))):
+        asked = {name: given[name] for name in ("weight_channels", "weight_root") if name in given}
+        if "weight_root" in asked:
+            asked["weight_root"] = tmp_path
+        config = Config(model=model, state_dir=tmp_path, **asked).checked()
+        assert "http" in config.channels and ("disk" in config.channels) == ("weight_root" in given)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -146,9 +157,9 @@ def test_a_pod_has_no_rights_and_writes_to_its_volumes_alone(name: str) -> None:
     assert {place for place, each in mounts.items() if not each.get("readOnly")} == {volume, "/tmp"}
     given = flags(WORKLOADS[name])
     assert Path(given["api_key_file"]).parent == Path("/etc/tlt") and "/etc/tlt" in mounts
-    assert given.get("state_dir", volume).startswith(volume)
+    assert given["state_dir"].startswith(f"{volume}/")
     assert [claim["metadata"]["name"] for claim in claims] == (
-        ["state"] if "state_dir" in given else []
+        ["state"] if WORKLOADS[name]["kind"] == "StatefulSet" else []
     )
 
 
@@ -202,6 +213,10 @@ def test_services_and_the_monitor_find_the_pods() -> None:
 
 def test_the_two_workloads_differ_in_their_state_alone() -> None:
     deployment, stateful = (container(each) for each in WORKLOADS.values())
-    extra = set(stateful.pop("args")) ^ set(deployment.pop("args"))
-    assert deployment == stateful and extra == {"--state-dir=/var/lib/tlt/state"}
+    assert deployment == stateful
+    assert ["state"] == [
+        volume["name"]
+        for volume in WORKLOADS["deployment.yaml"]["spec"]["template"]["spec"]["volumes"]
+        if volume not in WORKLOADS["statefulset.yaml"]["spec"]["template"]["spec"]["volumes"]
+    ]
     assert "state" in COMPOSE["volumes"]
