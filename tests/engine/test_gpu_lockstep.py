@@ -43,10 +43,11 @@ class Model(NamedTuple):
     kv_heads: int
     intermediate: int
     leaves: int
+    family: str = "Qwen2"
 
     def config(self) -> ModelConfig:
         raw = {
-            "architectures": ["Qwen2ForCausalLM"],
+            "architectures": [f"{self.family}ForCausalLM"],
             "vocab_size": 512,
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -57,13 +58,14 @@ class Model(NamedTuple):
             "max_position_embeddings": max(ROWS),
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
-            "attention_bias": True,
+            "attention_bias": self.family == "Qwen2",
         }
         return ModelConfig.parse(raw, "lockstep")
 
 
 SMALL = Model(32, 4, 2, 512, 4)
 MODELS = {
+    "4b": Model(2560, 32, 8, 9728, 4, "Qwen3"),
     "7b": Model(3584, 28, 4, 18944, 4),
     "8b": Model(4096, 32, 8, 14336, 8),
     "32b": Model(5120, 40, 8, 27648, 8),
@@ -204,11 +206,14 @@ def test_ranks_gather_all_logits_in_pieces_that_rooms_hold() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("name, vocabulary", [("7b", 152064), ("4b", 151936), ("8b", 128256)])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("rows", [1, 32, 300])
-def test_ranks_gather_all_logits_of_a_real_head(rows: int, ranks: int) -> None:
-    config = replace(MODELS["7b"].config(), vocab_size=152064)
-    check_logits(config, 4, ranks, rows, floats=100 * 152064 // ranks // PARTS)
+@pytest.mark.parametrize("rows", [1, 32, 432])
+def test_ranks_gather_all_logits_of_a_real_head(
+    name: str, vocabulary: int, rows: int, ranks: int
+) -> None:
+    config = replace(MODELS[name].config(), vocab_size=vocabulary)
+    check_logits(config, 4, ranks, rows, floats=100 * vocabulary // ranks // PARTS)
 
 
 @gpu

@@ -1,6 +1,7 @@
-"""PTX of the exchange kernels, compiled for compute capability 9.0 without a GPU: run it without
-Triton's interpreter, `python -m tests.kernels.for_hopper`. It prints one JSON object, PTX by name
-and way.
+"""Kernels of ranks, compiled for compute capability 9.0 without a GPU: run it without Triton's
+interpreter, `python -m tests.kernels.for_hopper`. It prints one JSON object: PTX and layouts of the
+exchanges, by name, way and hidden size; layouts of each variant of the kernels that add floats on
+one GPU and on ranks alike, by name and number.
 """
 
 from __future__ import annotations
@@ -14,9 +15,16 @@ from triton.runtime.driver import driver
 from tlt_kernels.gpu.compiler import FixedTarget
 from tlt_kernels.gpu.exchange import Way, WindowSizes, peer_windows, window_bytes
 from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_kernels.gpu.rope import rope_store
+from tlt_kernels.gpu.sampling import BLOCK, block_words, blocks_of_rank, sample, sample_shared
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_kernels.gpu.variants import Variant, listed, preload
 
 RANKS, ROWS, HIDDEN = 2, 4, (3584, 5120)
+# Vocabulary and ranks, which own 38, 32 or 75 of its blocks; the last size is aligned to nothing.
+SAMPLES = 16  # so that what a rank has found begins at 64 bytes
+SAMPLED = ((151936, 1), (151936, 2), (151936, 4), (128256, 1), (128256, 4), (32003, 1), (32003, 2))
+HEADS, KV_HEADS, WIDTH = 32, 8, 128
 
 
 class Target(FixedTarget):
@@ -33,6 +41,12 @@ def main() -> None:
                 asm = preload(variant).asm
                 name = f"{variant.kernel} {way.value} {hidden}"
                 texts[name] = {"ptx": asm["ptx"], "layouts": asm["ttgir"]}
+    alike = [
+        *(each for vocabulary, ranks in SAMPLED for each in sampling(vocabulary, ranks)),
+        *(each for ranks in (1, 4, 8) for each in rotation(ranks)),
+    ]
+    for number, variant in enumerate(dict.fromkeys(alike)):
+        texts[f"{variant.kernel} {number}"] = {"layouts": preload(variant).asm["ttgir"]}
     print(json.dumps(texts))
 
 
@@ -49,6 +63,38 @@ def variants(hidden: int, way: Way) -> list[Variant]:
         if hidden == HIDDEN[0]:
             peers.gather(part, torch.zeros(RANKS, ROWS, hidden))
         add_rms_norm(torch.zeros(RANKS, ROWS, hidden), residual, weight, 1e-6)
+    return [*found]
+
+
+def sampling(vocabulary: int, ranks: int) -> list[Variant]:
+    rows = RowTable.allocate(SAMPLES, 1, device="cpu")
+    slots = BatchSlots.allocate(1, 8, hidden=1, device="cpu")
+    row_S = torch.zeros(SAMPLES, dtype=torch.int32)
+    with listed() as found:
+        if ranks == 1:
+            sample(torch.zeros(SAMPLES, vocabulary), row_S, rows, slots, filtered=False)
+        else:
+            own = blocks_of_rank(vocabulary, ranks)
+            size = window_bytes(WindowSizes(block_words(SAMPLES, own)))
+            whole = torch.zeros(size + 1024, dtype=torch.uint8)
+            window = whole[-whole.data_ptr() % 1024 :][:size]
+            peers = peer_windows(1, [window.data_ptr()] * ranks, window)
+            logits = torch.zeros(SAMPLES, min(own * BLOCK, vocabulary - own * BLOCK))
+            sample_shared(peers, logits, vocabulary, row_S, rows, slots)
+    return [each for each in found if each.kernel != "gather"]
+
+
+def rotation(ranks: int) -> list[Variant]:
+    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+    qkv = torch.zeros(ROWS, (heads + 2 * kv_heads) * WIDTH, dtype=torch.bfloat16)
+    at = torch.zeros(ROWS, dtype=torch.int32)
+    cache = torch.zeros(ROWS, kv_heads, WIDTH, dtype=torch.bfloat16)
+    angle, weight = torch.zeros(ROWS, WIDTH // 2), torch.zeros(WIDTH, dtype=torch.bfloat16)
+    with listed() as found:
+        rope_store(
+            qkv, at, at, angle, angle, cache, cache, heads=heads, q_weight_D=weight,
+            k_weight_D=weight, eps=1e-6,
+        )  # fmt: skip
     return [*found]
 
 

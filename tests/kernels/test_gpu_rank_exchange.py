@@ -37,7 +37,7 @@ from tlt_kernels.gpu.exchange import (
 from tlt_kernels.gpu.exchange_kernels import HEAD_BYTES, PROGRAMS, PUSH_FLAGS
 from tlt_kernels.gpu.gemm import partials
 from tlt_kernels.gpu.norm import add_rms_norm
-from tlt_kernels.gpu.sampling import BLOCK, blocks_of_rank, sample, sample_shared
+from tlt_kernels.gpu.sampling import BLOCK, block_words, blocks_of_rank, sample, sample_shared
 from tlt_kernels.gpu.signals import EXCHANGE, FLAG_BYTES
 from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
@@ -230,28 +230,39 @@ def test_words_are_gathered_in_the_order_of_ranks(words: int) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_sample_in_their_blocks_as_one_that_has_all(ranks: int) -> None:
     """Three rows and a dead one; the last rank has fewer blocks."""
-    vocabulary, row_S = 4 * BLOCK + 500, torch.tensor([0, 2, -1, 1], dtype=torch.int32).to(DEVICE)
-    vocabulary += (ranks - 2) * BLOCK
-    logits = 3 * draw(4, vocabulary)
-    rows, slots = (
-        RowTable.allocate(3, 1, device=DEVICE),
+    check_samples((2 + ranks) * BLOCK + 500, ranks)
+    assert blocks_of_rank(BLOCK, 2) == blocks_of_rank(9 * BLOCK, 8) == 0, "a rank has no block"
+
+
+# The vocabularies of Qwen2.5 and Qwen3, Llama 3, Llama 2, and one that is aligned to nothing.
+@gpu
+@pytest.mark.parametrize("vocabulary", [152064, 151936, 128256, 32000, 50257])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_sample_real_vocabularies_as_one_gpu_does(vocabulary: int, ranks: int) -> None:
+    check_samples(vocabulary, ranks, rows=399)
+
+
+def check_samples(vocabulary: int, ranks: int, rows: int = 3) -> None:
+    row_S = torch.tensor([0, 2, -1, 1, *range(3, rows)], dtype=torch.int32).to(DEVICE)
+    logits = 3 * draw(len(row_S), vocabulary)
+    table, slots = (
+        RowTable.allocate(rows, 1, device=DEVICE),
         BatchSlots.allocate(4, 32, hidden=1, device=DEVICE),
     )
-    rows.position_R.copy_(torch.tensor([4, 7, 30]))
-    rows.batch_slot_R.copy_(torch.tensor([0, 1, 2]))
+    table.position_R.copy_(torch.arange(4, 4 + rows))
+    table.batch_slot_R.copy_(torch.arange(rows) % 3)
     slots.seed_Q.copy_(torch.tensor([11, 12, 13, 14]))
     slots.temperature_Q.copy_(torch.tensor([1.0, 0.0, 0.7, 1.0]))
-    expected = sample(logits, row_S, rows, slots, filtered=False)
+    expected = sample(logits, row_S, table, slots, filtered=False)
     own = BLOCK * blocks_of_rank(vocabulary, ranks)
-    peers = group(ranks)
+    peers = group(ranks, floats=block_words(len(row_S), own // BLOCK))
     for turn in range(2):  # in the first one, later ranks have no results yet
         for each in peers:
             mine = logits[:, own * each.rank :][:, :own].contiguous()
-            found = sample_shared(each, mine, vocabulary, row_S, rows, slots)
+            found = sample_shared(each, mine, vocabulary, row_S, table, slots)
             if turn:
                 assert torch.equal(found.token_S, expected.token_S)
                 assert_same_bits(f"rank {each.rank}", found.logprob_S, expected.logprob_S)
-    assert blocks_of_rank(BLOCK, 2) == blocks_of_rank(9 * BLOCK, 8) == 0, "a rank has no block"
 
 
 @pytest.mark.parametrize("ranks, count", [(2, 3), pytest.param(4, 33, marks=pytest.mark.long)])
@@ -373,12 +384,20 @@ def test_two_gpus_exchange_a_million_times_in_a_graph(tmp_path: Path) -> None:
     assert ended(ranks, timeout_s=400) == [[f"{exchanges} exchanges, 0 differ"]] * 2
 
 
-def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does() -> None:
-    """The order in which a row's squares are added is that of the layout of the reduction."""
+@pytest.fixture(scope="module")
+def for_hopper() -> dict[str, dict[str, str]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.for_hopper"]
     said = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
-    texts = json.loads(said.stdout)
+    found: dict[str, dict[str, str]] = json.loads(said.stdout)
+    return found
+
+
+def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does(
+    for_hopper: dict[str, dict[str, str]],
+) -> None:
+    """The order in which a row's squares are added is that of the layout of the reduction."""
+    texts = for_hopper
     pull, push, both = (
         "pull_add_rms_norm pull",
         "push_add_rms_norm push",
@@ -401,14 +420,47 @@ def test_kernels_for_hopper_signal_without_multicast_and_reduce_as_the_norm_does
             [(threads, registers)] = re.findall(limits, texts[f"{name} {hidden}"]["ptx"])
             assert 2 * int(threads) * int(registers) <= 65536, "two fit on a multiprocessor"
         named = (f"{name} {hidden}" for name in (pull, push, both, "_add_rms_norm pull"))
-        assert len({layout for name in named for layout in reductions(texts[name]["layouts"])}) == 1
+        found = [reductions(texts[name]["layouts"]) for name in named]
+        assert found[0] and found == len(found) * found[:1]
     quads = "sizePerThread = [1, 4], threadsPerWarp = [32, 1]"  # 16 bytes next to one another
     assert all(quads in texts[f"{name} 3584"]["layouts"] for name in (pull, push, both))
 
 
+def test_ranks_add_floats_in_the_registers_of_one_gpu(
+    for_hopper: dict[str, dict[str, str]],
+) -> None:
+    """Triton's interpreter has no registers, so it cannot show in which order they are added."""
+    for kernel in ("_sample_blocks", "_merge_blocks", "_rope_store"):
+        variants = [text for name, text in for_hopper.items() if name.startswith(kernel)]
+        found = [reductions(variant["layouts"]) for variant in variants]
+        assert len(found) > 2 and found == len(found) * found[:1], kernel
+    mixed = reductions(REORDERED)
+    assert mixed == ["#ttg.pairs"], "a reshape that may reorder keeps the registers before it"
+
+
+REORDERED = """
+#pairs = #ttg.pairs
+#one = #ttg.one
+    %1 = tt.reshape %0 allow_reorder : tensor<256xf32, #pairs> -> tensor<256xf32, #one> loc(#l)
+    %2 = "tt.reduce"(%1) <{axis = 0 : i32}> ({
+      %3 = arith.addf %a, %b : f32 loc(#l)
+      tt.reduce.return %3 : f32 loc(#l)
+    }) : (tensor<256xf32, #one>) -> f32 loc(#l)
+"""
+
+
 def reductions(text: str) -> list[str]:
-    """Return the layout of each tensor that is reduced."""
-    used = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<\d+xf32, (#\w+)>', text, re.DOTALL)
+    """Return the layout of each tensor of floats that is added up, before a reshape that may put
+    its elements in any order.
+    """
+    reordered = r"^ *(%\w+) = tt\.reshape %\w+ allow_reorder : tensor<[^>]*(#\w+)> ->"
+    layout_of = dict(re.findall(reordered, text, re.MULTILINE))
+    reduced = r'"tt\.reduce"\((%\w+)\)[^(]*\(\{(.*?)\}\) : \(tensor<[^>]*xf32, (#\w+)>'
+    used = [
+        layout_of.get(value, layout)
+        for value, combined, layout in re.findall(reduced, text, re.DOTALL)
+        if "arith.addf" in combined
+    ]
     defined = [re.search(rf"^{name} = (.*)$", text, re.MULTILINE) for name in used]
-    assert defined and all(defined)
+    assert all(defined)
     return [found[1] for found in defined if found]

@@ -29,6 +29,7 @@ BLOCK = 1024  # width of one partial sum; changing it changes bits
 BLOCK_WARPS = 1
 MERGE_WARPS = 1
 NONE = tl.constexpr(2**30)  # above every token
+UNIT = tl.constexpr(2.0**40)  # of the sum of exponentials: 2^22 blocks have room in 64 bits
 
 
 @triton.jit
@@ -156,11 +157,17 @@ def _sample_blocks(
 def normaliser(top_B, sum_B):
     """Return (top, rest) such that (z - top) - rest is z minus the logsumexp of the blocks: NaN if
     one of them is NaN or none is finite.
+
+    The blocks are added as integers. The order of a sum of floats follows the registers that hold
+    them, and so the alignment of what was loaded, which depends on the number of ranks.
     """
     top = tl.max(top_B)
     finite = (top > -float("inf")) & (top < float("inf"))
-    total = tl.sum(sum_B * fast_exp(top_B - tl.where(finite, top, 0.0)))
-    good = finite & (total >= 1.0)
+    share_B = sum_B * fast_exp(top_B - tl.where(finite, top, 0.0))
+    number_B = share_B == share_B
+    units_B = (tl.where(number_B, share_B, 0.0) * UNIT).to(tl.int64)
+    total = tl.sum(units_B).to(tl.float32) * (1.0 / UNIT)
+    good = finite & (total >= 1.0) & (tl.min(number_B.to(tl.int32)) > 0)
     return top, tl.where(good, log(tl.where(good, total, 1.0)), float("nan"))
 
 
@@ -187,7 +194,7 @@ def _merge_blocks(
         return
     score_B = tl.load(score_SB + at, mask=inside, other=-float("inf"))
     token_B = tl.load(token_SB + at, mask=inside, other=0)
-    z_B = tl.load(z_SB + at, mask=inside, other=0.0)
+    z_B = tl.load(z_SB + at, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     top_B = tl.load(top_SB + at, mask=inside, other=-float("inf"))
     sum_B = tl.load(sum_SB + at, mask=inside, other=0.0)
     best = tl.max(score_B)
@@ -195,7 +202,8 @@ def _merge_blocks(
     token = tl.sum(tl.where(blocks == winner, token_B, 0))
     top, rest = normaliser(top_B, sum_B)
     tl.store(token_S + s, tl.where(rest == rest, token, 0))
-    tl.store(logprob_S + s, (tl.sum(tl.where(blocks == winner, z_B, 0.0)) - top) - rest)
+    z = tl.sum(tl.where(blocks == winner, z_B, 0)).to(tl.float32, bitcast=True)
+    tl.store(logprob_S + s, (z - top) - rest)
 
 
 def sample(
