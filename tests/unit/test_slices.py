@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET, Struct, UnsetType
 
-from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices
+from tlt_server.frontend.dialects.replies.logprobs import (
+    Alternative,
+    ChatLogprobs,
+    ChatToken,
+    Logprobs,
+)
+from tlt_server.frontend.http.slices import SLICE_BYTES, json_slices, values
 from tlt_server.packed import PackedIds, PackedText
 from tlt_server.records import TokenLogprobs
 
@@ -60,6 +66,44 @@ def test_slices_join_to_the_encoding_in_one_piece(content: Any) -> None:
 )
 def test_no_slice_of_a_large_content_is_large(content: Any) -> None:
     assert max(map(len, json_slices(content))) < 4 * SLICE_BYTES
+
+
+SCORED = {
+    "plain": {"token_ids": [*range(256)], "logprobs": [-1 / 3] * 256, "text": "a text " * 256},
+    "completion": Logprobs(["a"] * 256, [-1 / 3] * 256, [{"a": -1 / 3}] * 256, [*range(256)]),
+    "chat": ChatLogprobs([ChatToken("a", -1 / 3, [97], [Alternative("a", -1 / 3, [97])])] * 256),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_reply_of_256_tokens_is_encoded_in_one_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = {"choices": [Node(long_name=SCORED[name])]}
+    whole, calls, encode = msgspec.json.encode(content), 0, msgspec.json.encode
+
+    def counted(part: Any) -> bytes:
+        nonlocal calls
+        calls += 1
+        return encode(part)
+
+    monkeypatch.setattr(msgspec.json, "encode", counted)
+    assert [*json_slices(content)] == [whole]
+    assert calls == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [0.5, [[0.5] * 1000] * 1000],
+        ["a", [[0.5] * 1000] * 1000],
+        {"a": 0.5, "b": [[0.5] * 1000] * 1000},
+        [{"a": 0.5}, {"a": [[0.5] * 1000] * 1000}],
+        (0.5, (iter(()),)),
+    ],
+)
+def test_large_member_after_small_ones_is_counted(content: Any) -> None:
+    assert values(content) > 1024
 
 
 @pytest.mark.parametrize("content", ["é\n" * 50_000, {"text": "a" * 20_000}, ["b" * 20_000, 1]])
