@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.loop_holds import loop_holds
 from tlt_client.rpc.rollout_pb2 import GenerateRequest, ItemResult
 from tlt_client.rpc.rollout_pb2_grpc import RolloutServiceStub
-from tlt_server.frontend.generation.generation import OUTPUT_BYTES, VALUE_BYTES, Generations
+from tlt_server.frontend.generation.generation import (
+    OUTPUT_BYTES,
+    PATIENCE_S,
+    VALUE_BYTES,
+    Generations,
+)
 from tlt_server.frontend.generation.items import FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.generation.text import Text
@@ -294,6 +300,37 @@ def test_the_text_of_every_choice_that_ends_is_charged_to_the_key(
     steps = 8 * (TOKENS // 8 + 1)
     own = steps * OUTPUT_BYTES + 8 * TOKENS * 2 * VALUE_BYTES
     assert sum(charged) - len(reply.content) > own + 8 * (TOKENS - 8) * VALUE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("stop", "stream", "patient"),
+    [([], False, True), (["no such text"], False, False), ([], True, False)],
+)
+def test_whole_reply_takes_few_turns_for_many_tokens(
+    server: LiveServer,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: list[str],
+    stream: bool,
+    patient: bool,
+) -> None:
+    turns = 0
+
+    async def turn(share: LoopShare, owner: str, size: int) -> None:
+        nonlocal turns
+        turns += 1
+
+    monkeypatch.setattr(LoopShare, "turn", turn)
+    sampling = {"max_tokens": 8 * 64, "ignore_eos": True, "stop": stop}
+    began_s = time.monotonic()
+    reply = httpx.post(
+        f"{server.url}/generate",
+        json={"requests": [{"token_ids": [65, 66, 67]}], "sampling": sampling, "stream": stream},
+        timeout=60,
+    )
+    assert reply.status_code == 200
+    # The first output, the last ones with the choice that ends, the reply; and more of a slow one.
+    few = 6 + (time.monotonic() - began_s) / PATIENCE_S
+    assert turns <= few if patient else turns > 12
 
 
 @pytest.mark.parametrize(

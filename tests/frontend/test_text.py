@@ -162,15 +162,14 @@ def grown(
     while at < len(token_ids):
         end = min(len(token_ids), at + groups[group % len(groups)])
         last = end == len(token_ids)
-        delta = sequence.push(
-            StepOutput(
-                id="r",
-                token_ids=token_ids[at:end],
-                logprobs=[-float(i) for i in range(at, end)],
-                finish_reason="length" if last else None,
-                weight_version="0",
-            )
+        output = StepOutput(
+            id="r",
+            token_ids=token_ids[at:end],
+            logprobs=[-float(i) for i in range(at, end)],
+            finish_reason="length" if last else None,
+            weight_version="0",
         )
+        delta = sequence.push([output])
         shown += delta.text or ""
         at, group = end, group + 1
     choice = sequence.choice()

@@ -8,7 +8,7 @@ A stop token (or EOS) is in the token ids and not in the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import msgspec
@@ -35,7 +35,7 @@ class FinishedChoice(Struct, frozen=True, kw_only=True):
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """The tokens and text that one output added. Text may come later than its tokens; the choice's
+    """The tokens and text that outputs added. Text may come later than its tokens; the choice's
     text is the sum of its deltas.
     """
 
@@ -45,24 +45,6 @@ class Delta(Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     top_logprobs: list[TokenLogprobs] | UnsetType = UNSET
     prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET  # with the first tokens
-
-
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """Return successive deltas of a choice as one."""
-    first = deltas[0]
-    if len(deltas) == 1:
-        return first
-    texts = [delta.text for delta in deltas if delta.text is not None]
-    return Delta(
-        index=first.index,
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        text="".join(texts) if texts else None,
-        logprobs=[value for delta in deltas for value in delta.logprobs],
-        top_logprobs=UNSET
-        if first.top_logprobs is UNSET
-        else [best for delta in deltas for best in delta.top_logprobs or ()],
-        prompt_logprobs=first.prompt_logprobs,
-    )
 
 
 class GrowingChoice:
@@ -99,22 +81,21 @@ class GrowingChoice:
         self._accepted: list[int] = []  # per draft step
         self._last: StepOutput | None = None
 
-    def push(self, output: StepOutput) -> Delta:
-        """Take an output in. After the one with a `finish_reason`, `choice()` is complete."""
+    def push(self, outputs: Iterable[StepOutput]) -> Delta:
+        """Take outputs in. After the one with a `finish_reason`, `choice()` is complete."""
         before = len(self.token_ids)
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs = output.prompt_logprobs
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         shown: list[str] = []
-        if self._stops.matched is None:  # tokens after a stop string do not count
-            self._count(output)
-            shown = self._take(output)
-        self._span(output.weight_version, before, len(self.token_ids))
-        if output.finish_reason is not None:
-            self._last = output
-            if self._incremental is not None and self._stops.matched is None:
-                shown.append(self._stops.push(self._incremental.flush(), armed=self._armed()))
-                shown.append(self._stops.flush())
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                self._prompt_logprobs = output.prompt_logprobs
+            self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+            start = len(self.token_ids)
+            if self._stops.matched is None:  # tokens after a stop string do not count
+                self._count(output)
+                shown += self._take(output)
+            self._span(output.weight_version, start, len(self.token_ids))
+            if output.finish_reason is not None:
+                shown += self._end(output)
         self._shown += shown
         return Delta(
             index=self.index,
@@ -127,7 +108,21 @@ class GrowingChoice:
             else UNSET,
         )
 
+    def _end(self, last: StepOutput) -> list[str]:
+        """Return the text that was held back."""
+        self._last = last
+        if self._incremental is None or self._stops.matched is not None:
+            return []
+        text = self._stops.push(self._incremental.flush(), armed=self._armed())
+        return [text, self._stops.flush()]
+
     def _take(self, output: StepOutput) -> list[str]:
+        if self._incremental is None:
+            self.token_ids += output.token_ids
+            self._logprobs += output.logprobs
+            self._raw += output.raw_logprobs or ()
+            self._top += output.top_logprobs or ()
+            return []
         shown: list[str] = []
         for i, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
@@ -137,7 +132,7 @@ class GrowingChoice:
             if output.top_logprobs is not None:
                 self._top.append(output.top_logprobs[i])
             is_last = i + 1 == len(output.token_ids)
-            if self._incremental is None or (is_last and self._hides_last(output)):
+            if is_last and self._hides_last(output):
                 continue
             shown.append(self._stops.push(self._incremental.push(token_id), armed=self._armed()))
             if self._stops.matched is not None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 
 import structlog
 
 from tlt_server.frontend.generation.batch import RequestBatch
-from tlt_server.frontend.generation.choice import Delta, GrowingChoice, joined
-from tlt_server.frontend.generation.items import Event, FailedItem, Items, TokenEvent
+from tlt_server.frontend.generation.choice import GrowingChoice
+from tlt_server.frontend.generation.items import Event, FailedItem, Items
 from tlt_server.frontend.generation.named import Named
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.loop_share import FREED, LoopShare
@@ -33,6 +34,7 @@ log = structlog.get_logger()
 Keep = Callable[[list[StepOutput]], None]
 OUTPUT_BYTES = 512  # cost of an output without its tokens
 SHED_TOKENS = 512  # freed at once
+PATIENCE_S = 0.25  # time that outputs may lie before they are taken, where nobody waits for them
 VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token or alternative
 
 
@@ -104,7 +106,11 @@ class Generation:
         self.turn = shared.share.of(owner)  # await it before a slice of work for the reply
         self._measured = _Measured(shared)
         self._submission = self._engine.submit(
-            items.open(), deadline_s=deadline_s, resumes=keep is not None, accepted=accepted
+            items.open(),
+            deadline_s=deadline_s,
+            resumes=keep is not None,
+            accepted=accepted,
+            patience_s=0.0 if items.needs_each_output else PATIENCE_S,
         )
         self._owner = owner
         self._names = items.named
@@ -123,8 +129,14 @@ class Generation:
             await self.turn(size)
             if self._keep is not None:
                 self._keep(few)
-            for event in _coalesced(event for output in few for event in self._take(output)):
-                yield event
+            for id, successive in groupby(few, attrgetter("id")):
+                outputs = [*successive]
+                if outputs[-1].finish_reason is not None:  # its whole text may be decoded
+                    tokens = sum(len(output.token_ids) for output in outputs)
+                    tokens += len(self._items[id].token_ids)
+                    await self.turn(VALUE_BYTES * tokens)
+                for event in self._take(id, outputs):
+                    yield event
 
     def cached_tokens(self, id: str) -> int:
         """Return how many prompt tokens of an item the prefix index has served so far."""
@@ -159,43 +171,21 @@ class Generation:
             await self.turn(SLICE_BYTES)
 
     def _size(self, output: StepOutput) -> int:
-        """Estimate the bytes of JSON whose encoding takes as long as this output. The last one of a
-        sequence makes its whole choice, so its text is decoded.
-        """
+        """Estimate the bytes of JSON whose encoding takes as long as this output."""
         best = output.top_logprobs[0].token_ids if output.top_logprobs else ()
         values = len(output.token_ids) * (2 + 2 * len(best)) + len(output.prompt_logprobs or ())
-        if output.finish_reason is not None:
-            values += len(self._items[output.id].token_ids)
         return OUTPUT_BYTES + VALUE_BYTES * values
 
-    def _take(self, output: StepOutput) -> list[Event]:
-        sequence = self._items[output.id]
+    def _take(self, id: str, outputs: Sequence[StepOutput]) -> list[Event]:
+        sequence = self._items[id]
         before = len(sequence.token_ids)
-        events = self._items.take(output)
-        self._measured.take(output, sequence, before)
+        events = self._items.take(outputs)
+        self._measured.take(outputs, sequence, before)
         if any(isinstance(event, FailedItem) for event in events):
             self._engine.abort(
-                [id for id in self._items.siblings(output.id) if id in self._submission.open]
+                [other for other in self._items.siblings(id) if other in self._submission.open]
             )
         return events
-
-
-def _coalesced(events: Iterable[Event]) -> list[Event]:
-    """Join the token events of each choice. They stand before the ends of items."""
-    growing: dict[tuple[str, int], TokenEvent] = {}
-    deltas: dict[tuple[str, int], list[Delta]] = {}
-    ends: list[Event] = []
-    for event in events:
-        if isinstance(event, TokenEvent):
-            choice = event.id, event.delta.index
-            growing[choice] = event
-            deltas.setdefault(choice, []).append(event.delta)
-        else:
-            ends.append(event)
-    return [
-        *(event._replace(delta=joined(deltas[choice])) for choice, event in growing.items()),
-        *ends,
-    ]
 
 
 class _Measured:
@@ -208,31 +198,26 @@ class _Measured:
             shared.engine,
         )
         self._accepted_s, self._trace = self._clock(), CURRENT.get()
-        self._last_token_s: dict[str, float] = {}
         self._begun_s: dict[str, tuple[float, float]] = {}  # when started, and its first token
 
     @property
     def age_s(self) -> float:
         return self._clock() - self._accepted_s
 
-    def take(self, output: StepOutput, sequence: GrowingChoice, before: int) -> None:
-        """Count an output. `before`: tokens that the sequence had without this output."""
+    def take(self, outputs: Sequence[StepOutput], sequence: GrowingChoice, before: int) -> None:
+        """Count outputs of a sequence. `before`: tokens that it had without them."""
         metrics, now, new = self._metrics, self._clock(), len(sequence.token_ids) - before
+        first, last = outputs[0], outputs[-1]
         metrics.generated.inc(new)
-        metrics.cached.inc(output.cached_tokens)
-        if new:
-            last, self._last_token_s[output.id] = self._last_token_s.get(output.id), now
-            if last is not None:
-                metrics.inter_token_s.observe((now - last) / new)
-            elif not before:  # else it continues what an earlier engine began
-                metrics.queued_s.observe(output.queued_s)
-                metrics.first_token_s.observe(now - self._accepted_s)
-                self._begun_s[output.id] = min(self._accepted_s + output.queued_s, now), now
-        if output.finish_reason is not None:
-            error = output.error[0] if output.error else output.finish_reason
+        if first.cached_tokens:
+            metrics.cached.inc(first.cached_tokens)
+        if new and not before:  # else it continues what an earlier engine began
+            self._begun_s[last.id] = min(self._accepted_s + first.queued_s, now), now
+        if last.finish_reason is not None:
+            error = last.error[0] if last.error else last.finish_reason
             reason = sequence.finish_reason or error
             metrics.ended.labels(reason).inc()
-            self._record(sequence, self._begun_s.pop(output.id, None), now, reason)
+            self._record(sequence, self._begun_s.pop(last.id, None), now, reason)
             metrics.end_to_end_s.observe(now - self._accepted_s)
             metrics.stale.inc(self._stale_tokens(sequence))
 

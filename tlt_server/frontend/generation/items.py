@@ -6,7 +6,7 @@ give the same events, whether they come from the engine or from a journal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tlt_server.errors import EngineFailed, Poisoned, TltError, from_code
@@ -123,20 +123,32 @@ class Items:
             len(choice.token_ids) for item in self._items for choice in item.growing.values()
         )
 
-    def take(self, output: StepOutput) -> list[Event]:
-        item, index = self._owner[output.id]
-        if output.finish_reason is not None:
-            self._open.discard(output.id)
-        if output.finish_reason == "error":
-            return item.fail(
-                from_code(*(output.error or (EngineFailed.code, "the engine gave no reason")))
-            )
+    @property
+    def needs_each_output(self) -> bool:
+        """False where nobody sees outputs before the last one of a sequence."""
+        return self._stream or any(
+            request.sampling.stop for item in self._items for request in item.requests
+        )
+
+    def take(self, outputs: Sequence[StepOutput]) -> list[Event]:
+        """Take in successive outputs of a sequence."""
+        last = outputs[-1]
+        item, index = self._owner[last.id]
+        if last.finish_reason is not None:
+            self._open.discard(last.id)
+        if last.finish_reason != "error":
+            return self._grow(item, index, outputs)
+        error = from_code(*(last.error or (EngineFailed.code, "the engine gave no reason")))
+        grown = self._grow(item, index, outputs[:-1]) if len(outputs) > 1 else []
+        return [*grown, *item.fail(error)]
+
+    def _grow(self, item: _OpenItem, index: int, outputs: Sequence[StepOutput]) -> list[Event]:
         sequence = item.sequence(index)
-        delta = sequence.push(output)
+        delta = sequence.push(outputs)
         if item.failed:
             return []
         events: list[Event] = []
-        choice = sequence.choice() if output.finish_reason is not None else None
+        choice = sequence.choice() if sequence.finish_reason is not None else None
         if self._stream and (delta.token_ids or delta.text or choice is not None):
             events.append(TokenEvent(item.id, delta, choice))
         if choice is not None:

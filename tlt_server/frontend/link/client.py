@@ -212,17 +212,22 @@ class EngineClient:
         deadline_s: float | None = None,
         resumes: bool = False,
         accepted: bool = False,
+        patience_s: float = 0.0,
     ) -> Submission:
         """Hand over a batch, all of it or nothing. `Unavailable` or (unless it was `accepted`
         before) an error of `Admission` when it cannot be taken.
 
         When the engine dies, sequences that are open end with `engine_failed`, or with `resumes`
         the next epoch continues them, by the same ids. A request that may have crashed the engine
-        ends with `poisoned`.
+        ends with `poisoned`. `patience_s`: as `Submission` has it.
         """
         self.check_available()
         return self._sequences.submit(
-            requests, deadline_s=deadline_s, resumes=resumes, accepted=accepted
+            requests,
+            deadline_s=deadline_s,
+            resumes=resumes,
+            accepted=accepted,
+            patience_s=patience_s,
         )
 
     @property

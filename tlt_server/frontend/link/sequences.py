@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import structlog
@@ -72,6 +72,7 @@ class OpenSequences:
         deadline_s: float | None,
         resumes: bool,
         accepted: bool,
+        patience_s: float = 0.0,
     ) -> Submission:
         """Admit a batch and hand it to the engine, all of it or (with an error of `Admission`)
         nothing. An `accepted` batch was admitted before.
@@ -79,11 +80,15 @@ class OpenSequences:
         if not accepted:
             self._admission.admit(Demand.of(requests))
         submission = Submission(
-            [request.id for request in requests], self._abandon, resumes=resumes
+            [request.id for request in requests],
+            self._abandon,
+            resumes=resumes,
+            patience_s=patience_s,
         )
         self._admission.open(requests)
+        accepted_s = time.monotonic()
         self._routes.update(
-            (request.id, Route(submission, request, held=True)) for request in requests
+            (request.id, Route(submission, request, accepted_s, held=True)) for request in requests
         )
         self._count()
         tried: list[GenerateRequest] = []
@@ -100,8 +105,25 @@ class OpenSequences:
         return submission
 
     def dispatch(self, outputs: Iterable[StepOutput]) -> None:
+        """Hand on the outputs of an event, which all came at the same time. Most sequences have
+        waited equally long for theirs, so equal times are observed together.
+        """
+        now_s, metrics = time.monotonic(), self._metrics.sequences
+        gaps: Counter[tuple[float, int]] = Counter()
         for output in outputs:
-            self._route(output)
+            route = self._routes.get(output.id)
+            if route is None:
+                continue  # ended here before the engine knew: aborted, expired or abandoned
+            if output.token_ids:
+                if route.last_s:
+                    gaps[route.last_s, len(output.token_ids)] += 1
+                elif not route.request.generated:  # else it continues what an earlier one began
+                    metrics.queued_s.observe(output.queued_s)
+                    metrics.first_token_s.observe(now_s - route.accepted_s)
+                route.last_s = now_s
+            self._give(route, output)
+        for (last_s, tokens), count in gaps.items():
+            metrics.inter_token_s.observe_many((now_s - last_s) / tokens, count)
 
     def abort(self, ids: Iterable[str], finish_reason: str) -> int:
         """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many
@@ -268,14 +290,14 @@ class OpenSequences:
         self._finish(id, "error", (error.code, error.message))
 
     def _finish(self, id: str, finish_reason: str, error: tuple[str, str] | None = None) -> None:
-        self._route(
-            StepOutput(id=id, token_ids=[], logprobs=[], finish_reason=finish_reason, error=error)
-        )
+        if id in self._routes:
+            output = StepOutput(
+                id=id, token_ids=[], logprobs=[], finish_reason=finish_reason, error=error
+            )
+            self._give(self._routes[id], output)
 
-    def _route(self, output: StepOutput) -> None:
-        route = self._routes.get(output.id)
-        if route is None:
-            return  # ended here before the engine knew: aborted, expired, or past its stop string
+    def _give(self, route: Route, output: StepOutput) -> None:
+        first = not route.tokens
         route.take(output)
         self._admission.take(output)
         if output.finish_reason is not None:
@@ -283,7 +305,7 @@ class OpenSequences:
             self._count()
             if output.finish_reason in ("stop", "length"):
                 self._suspects.completed(route.request)
-        route.submission.put(output)
+        route.submission.put(output, first=first)
         self._tried(output.id, math.inf if output.finish_reason is not None else route.tokens)
 
     def _abandon(self, submission: Submission) -> None:

@@ -17,24 +17,39 @@ class Submission:
     """The outputs that have come and were not taken yet, by sequence."""
 
     def __init__(
-        self, ids: Sequence[str], close: Callable[[Submission], None], *, resumes: bool = False
+        self,
+        ids: Sequence[str],
+        close: Callable[[Submission], None],
+        *,
+        resumes: bool = False,
+        patience_s: float = 0.0,
     ) -> None:
-        """`resumes`: the sequences go on after a death of the engine."""
+        """`resumes`: the sequences go on after a death of the engine. `patience_s`: time that
+        outputs may lie here before they are taken, except the first and last of a sequence.
+        """
         self.open = set(ids)
         self.resumes = resumes
+        self._patience_s = patience_s
         self._outputs: OrderedDict[str, list[StepOutput]] = OrderedDict()
         self._some = asyncio.Event()
         self._close = close
         self._timer: asyncio.TimerHandle | None = None
+        self._wake: asyncio.TimerHandle | None = None
 
-    def put(self, output: StepOutput) -> None:
-        if output.id in self.open:
-            if output.finish_reason is not None:
-                self.open.discard(output.id)
-                if not self.open and self._timer is not None:
-                    self._timer.cancel()
-            self._outputs.setdefault(output.id, []).append(output)
+    def put(self, output: StepOutput, *, first: bool = False) -> None:
+        """Add an output. `first`: of its sequence."""
+        if output.id not in self.open:
+            return
+        if output.finish_reason is not None:
+            self.open.discard(output.id)
+            if not self.open and self._timer is not None:
+                self._timer.cancel()
+        self._outputs.setdefault(output.id, []).append(output)
+        if first or output.finish_reason is not None or not self._patience_s:
             self._some.set()
+        elif self._wake is None:
+            loop = asyncio.get_running_loop()
+            self._wake = loop.call_later(self._patience_s, self._some.set)
 
     def expire_at(self, when: float, expire: Callable[[], None]) -> None:
         self._timer = asyncio.get_running_loop().call_later(
@@ -50,22 +65,31 @@ class Submission:
         """
         while self.open or self._outputs:
             await self._some.wait()
+            self._some.clear()
+            self._sleep_on()
+            arrived, self._outputs = self._outputs, OrderedDict()
             few: list[StepOutput] = []
             size = 0
-            while self._outputs:
-                _, outputs = self._outputs.popitem(last=False)
+            while arrived:
+                _, outputs = arrived.popitem(last=False)
                 for output in outputs:
                     few.append(output)
                     size += size_of(output)
                     if size >= limit:
                         yield few, size
                         few, size = [], 0
-            self._some.clear()
             if few:
                 yield few, size
 
+    def _sleep_on(self) -> None:
+        """Cancel the wake-up for outputs that lie here."""
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+
     def close(self) -> None:
         """Abort what has not ended; the engine's answers to that are dropped."""
+        self._sleep_on()
         if self._timer is not None:
             self._timer.cancel()
         self._close(self)
@@ -76,6 +100,8 @@ class Route(Struct, gc=False):
 
     submission: Submission
     request: GenerateRequest
+    accepted_s: float = 0.0  # time.monotonic()
+    last_s: float = 0.0  # likewise, of the last output with tokens; 0: there was none
     tokens: int = 0  # tokens given so far
     generated: list[int] = []  # these tokens, of a sequence that can resume; not the request's own
     held: bool = False  # the sequence waits here, and the engine does not know it

@@ -85,7 +85,7 @@ class KeptRollout:
         for output in said.outputs:
             ended |= {
                 event.id: event
-                for event in items.take(output)
+                for event in items.take([output])
                 if isinstance(event, FinishedItem | FailedItem)
             }
         return Replayed(said.length, items, ended, said.end is not None)
