@@ -99,11 +99,11 @@ class Phase(Struct, frozen=True, tag="phase"):
 
 
 class PhaseProgress(Struct, frozen=True, tag="phase_progress"):
-    """The progress of a long start-up phase."""
+    """A start-up phase has begun, or a step of it is done."""
 
     name: str
     done: int  # steps
-    of: int
+    of: int  # 0: it has none that are counted
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):

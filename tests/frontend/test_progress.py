@@ -6,8 +6,9 @@ import io
 
 import pytest
 
-from tlt_server.events import Phase, PhaseProgress
+from tlt_server.events import Phase
 from tlt_server.frontend.link.progress import REWRITE, ProgressLines
+from tlt_server.frontend.link.starting import UnderWay
 from tlt_server.operator_lines import lasting
 
 
@@ -24,26 +25,42 @@ class Unread(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
+def under_way(done: int, of: int = 57, seconds: float = 0.0) -> UnderWay:
+    return UnderWay("capturing graphs", done, of, seconds)
+
+
 def test_a_terminal_shows_each_step_in_one_line_that_the_next_one_writes_over() -> None:
     stream = Terminal()
     progress = ProgressLines(stream, clock=lambda: 0.0)
     for done in (1, 2):
-        progress.phase_progress(PhaseProgress("prepare runner", done, 57))
+        progress.under_way(under_way(done))
     progress.phase(Phase("prepare runner", 9.5, "57 graphs"))
     first, second, third = stream.getvalue().split(REWRITE)[1:]
-    assert first.split() == ["prepare", "runner", "1", "of", "57"] and "\n" not in first + second
+    assert "capturing graphs (1 of 57)" in first and "\n" not in first + second
     assert third.endswith("57 graphs\n")
     progress.listening("http://x")
     assert stream.getvalue().count(REWRITE) == 3
 
 
-def test_elsewhere_a_line_every_ten_seconds() -> None:
+def test_elsewhere_a_line_at_the_first_step_and_every_ten_seconds() -> None:
     stream, now = io.StringIO(), 0.0
     progress = ProgressLines(stream, clock=lambda: now)
-    for done in range(1, 26):
+    for second in range(26):
+        progress.under_way(under_way(second, seconds=now))
         now += 1.0
-        progress.phase_progress(PhaseProgress("prepare runner", done, 57))
-    assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["10", "20"]
+    said = [line.split("(")[1].split()[0] for line in stream.getvalue().splitlines()]
+    assert said == ["0", "10", "20"]
+
+
+def test_phase_without_steps_is_said_every_ten_seconds() -> None:
+    stream, now = io.StringIO(), 0.0
+    progress = ProgressLines(stream, clock=lambda: now)
+    for _ in range(26):
+        progress.under_way(UnderWay("loading weights", 0, 0, now))
+        now += 1.0
+    assert stream.getvalue().splitlines() == [
+        f"  loading weights, for {seconds} s so far ..." for seconds in (10, 20)
+    ]
 
 
 def test_a_stream_that_takes_no_line_stops_nothing() -> None:

@@ -119,3 +119,8 @@ def test_empty_cache_is_filled_once_with_progress(
 
     assert start() == "3 [(0, 3), (1, 3), (2, 3)] True"
     assert start() == "0 [] True"
+    asked = "from tlt_server.doctor.compute import kernels; print(kernels().found)"
+    found = subprocess.check_output([sys.executable, "-c", asked], text=True)
+    rest = len(kernels()) - 3
+    assert f"{rest} of {rest + 3} kernels are not in its cache {tmp_path}" in found
+    assert "the first start on a CPU compiles them, once per machine" in found

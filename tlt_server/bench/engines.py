@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, Quiet, make_device
+from tlt_server.engine.devices import Device, Equipped, Memory, Quiet, make_device
+from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.models.config import ModelConfig

@@ -16,8 +16,8 @@ from tlt_server.demo.rounds import Moment, Round, RoundOutcome
 
 PLAIN_EVERY_S = 5.0
 STARTING = (
-    "starting `tlt serve` (the very first start on a machine also compiles kernels, about 20 s; "
-    "they are kept)"
+    "starting `tlt serve` (the very first start on a machine also compiles kernels, for about 20 s "
+    "of an idle core; they are kept)"
 )
 
 

@@ -58,7 +58,7 @@ def gpu() -> Finding:
     about = (
         f"{found.description}, {found.free_bytes // choice.MIB} MiB free; "
         f"driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}, "
-        f"Triton {_version('triton')}; attention {', '.join(backends)}"
+        f"Triton {_version('triton')}; attention {', '.join(backends)}; {_kept_starts()}"
     )
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return warn(
@@ -66,6 +66,16 @@ def gpu() -> Finding:
             "install gcc: Triton needs one for kernels that are not in its cache yet",
         )
     return ok(about)
+
+
+def _kept_starts() -> str:
+    from tlt_server.engine.gpu.kernel_records import cache_directory, records, toolchain
+
+    cache, own = cache_directory(), toolchain()
+    kept = sum(each.toolchain == own and each.complete(cache) for each in records(cache))
+    if kept:
+        return f"Triton's cache {cache} has the kernels of {kept} starts"
+    return f"Triton's cache {cache} has no start's kernels yet: the first one compiles them"
 
 
 def _driver() -> str:
@@ -86,11 +96,22 @@ def _version(distribution: str) -> str:
 def kernels() -> Finding:
     import numba
 
-    import tlt_kernels.cpu.sampling  # noqa: F401 (its import is the check)
+    from tlt_kernels.cpu.compiled import cache_directory, kernels
 
     if numba.njit(lambda x: x + 1)(1) != 2:
         return fail(
             f"numba {numba.__version__} compiles wrongly",
             "pip install --force-reinstall numba llvmlite",
         )
-    return ok(f"numba {numba.__version__} compiles")
+    compiles = f"numba {numba.__version__} compiles"
+    try:
+        needed = kernels()
+    except (ImportError, OSError):  # torch, which has a check of its own
+        return ok(compiles)
+    missing, cache = sum(not each.cached for each in needed), cache_directory()
+    if missing:
+        return ok(
+            f"{compiles}; {missing} of {len(needed)} kernels are not in its cache {cache} yet: the "
+            "first start on a CPU compiles them, once per machine, in about 20 s of an idle core"
+        )
+    return ok(f"{compiles}; all kernels are in its cache {cache}")

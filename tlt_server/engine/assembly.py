@@ -14,14 +14,14 @@ from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
 from tlt_server.commands import SetPolicy
-from tlt_server.engine.devices import COMPILING, Device, Equipped, Memory, OnProgress, make_device
+from tlt_server.engine.devices import Device, Equipped, Memory, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.knowledge_file import KnowledgeFile, code
 from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
-from tlt_server.engine.phases import OnPhase, Phases
+from tlt_server.engine.phases import OnPhase, OnProgress, Phases
 from tlt_server.engine.profiling import StepProfile, nothing_learnt, warm_up
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.running import RunningSet
@@ -67,17 +67,17 @@ def assemble(
     """Return a ready engine and its description. `StartupError` names what cannot be used and the
     remedy.
 
-    `on_start`: see `Scheduler`. `on_progress`: gets the name of a long phase, the steps done and
-    their number.
+    `on_start`: see `Scheduler`. `on_progress`: gets the name of a phase that begins, with
+    0 of 0, or of a part of it that has steps, with those done and their number.
     """
-    phase = Phases(on_phase)
+    phase = Phases(on_phase, on_progress)
     with phase("choose device") as detail:
         gpu = look() if settings.device in (None, "cuda") else Gpu()
         choice = choose(settings, gpu, ModelFiles(Path(settings.model)))
         settings = choice.settings
         device = make_device(settings)
         detail.append(choice.describe())
-    with phase(COMPILING) as detail:
+    with phase("load kernels") as detail:
         detail.append(device.compile(on_progress))
     spool = (
         Spool(Path(settings.state_dir), str(Path(settings.model).resolve()))

@@ -28,6 +28,7 @@ import zmq
 from tlt_kernels.parents import end_with
 from tlt_server.commands import decode_command
 from tlt_server.engine.faults import describe, trace
+from tlt_server.engine.phases import Phases
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.events import Event, Failed, Heartbeat, Phase, PhaseProgress, Ready, of_step
@@ -46,18 +47,19 @@ def serve(
 ) -> None:
     """Build the engine, then step until a `Stop` has ended it."""
     assert settings.directory is not None
-    started = time.perf_counter()
+
+    def on_phase(name: str, seconds: float, detail: str) -> None:
+        send(Phase(name, seconds, detail))
+
+    def on_progress(name: str, done: int, of: int) -> None:
+        send(PhaseProgress(name, done, of))
+
     # Imported here, as this takes a while and may fail: a phase like the others.
-    with loading():
+    with Phases(on_phase, on_progress)("import libraries"), loading():
         from tlt_server.engine.assembly import assemble
 
-    send(Phase("import libraries", time.perf_counter() - started))
-    engine, info = assemble(
-        settings,
-        lambda name, seconds, detail: send(Phase(name, seconds, detail)),
-        StartedFile(settings.directory).note,
-        lambda name, done, of: send(PhaseProgress(name, done, of)),
-    )
+    note = StartedFile(settings.directory).note
+    engine, info = assemble(settings, on_phase, note, on_progress)
     gc.collect()
     gc.freeze()  # what was loaded stays; a collection of it would stop the loop for 0.25 s
     send(Ready(info))

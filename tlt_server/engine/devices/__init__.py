@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tlt_kernels.cpu.compiled import cache_directory, compile_all
 from tlt_server.engine.capture import StateSource
 from tlt_server.engine.loop import Runner
+from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.scheduler import unpadded
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import DecidedSettings
@@ -43,8 +44,7 @@ DEVICES = Registry(
 )
 
 
-COMPILING = "compile kernels"  # the phase; on a GPU also a part of "prepare runner"
-OnProgress = Callable[[str, int, int], None]  # what is done, steps done, of how many
+COMPILING, CAPTURING = "compile kernels", "capture graphs"  # parts of phases, with steps
 # Whether the whole device may be waited for: no kernel on it waits for another process.
 Quiet = Callable[[], bool]
 
@@ -100,7 +100,7 @@ def make_device(settings: DecidedSettings) -> Device:
 def compiled(modules: tuple[str, ...], on_progress: OnProgress) -> str:
     """Make the CPU kernels of these modules ready, and describe what that took."""
     new = compile_all(modules, partial(on_progress, COMPILING))
-    return f"{new} for the first time, now kept in {cache_directory()}" if new else "all from cache"
+    return f"{new} compiled, once per machine, into {cache_directory()}" if new else "from cache"
 
 
 class Device(Protocol):

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from tlt_kernels.cpu.compiled import MODULES
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.capture import CachedStates, describe_states
-from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet, compiled
+from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
 from tlt_server.engine.devices.fingerprints import of_cpu
 from tlt_server.engine.orders import Allocate, FreePages, Install
+from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.ranks import NO_RANKS, RankOrders, Ranks, reclaim_on
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sequence import Sequence

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.tensors import PAGE_SIZE
-from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet, compiled
+from tlt_server.engine.devices import Equipped, Memory, Quiet, compiled
 from tlt_server.engine.devices.choice import gpu_split, wider_settings
 from tlt_server.engine.devices.fingerprints import GPU_PROMISES, of_gpu
 from tlt_server.engine.devices.training import describe_share
@@ -42,6 +42,7 @@ from tlt_server.engine.gpu.runner import RING, GpuRunner
 from tlt_server.engine.gpu.texts import Texts
 from tlt_server.engine.gpu.window_sizes import exchange_bytes, window_sizes
 from tlt_server.engine.orders import Allocate, Install
+from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.ranks import NO_RANKS, RankOrders
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.shared_models import key_of

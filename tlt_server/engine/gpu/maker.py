@@ -16,7 +16,6 @@ from tlt_server.attention import GPU_BACKENDS
 from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.devices import OnProgress
 from tlt_server.engine.gpu.agreement import Agreement
 from tlt_server.engine.gpu.buckets import (
     MAX_VERIFIED,
@@ -36,6 +35,7 @@ from tlt_server.engine.gpu.page_states import PageStates
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.preparing import Keys, StepRunner, load_exchange, prepare
 from tlt_server.engine.gpu.state import SCORED, DeviceState, KVSlots
+from tlt_server.engine.phases import OnProgress
 from tlt_server.engine.sampling import MAX_LISTED
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig

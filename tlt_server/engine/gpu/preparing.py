@@ -11,12 +11,13 @@ from functools import partial
 from typing import Protocol
 
 from tlt_kernels.gpu.variants import Unloaded, Variant, listed, load, only_loaded
-from tlt_server.engine.devices import OnProgress
+from tlt_server.engine.devices import CAPTURING, COMPILING
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import Extend, ExtendKey, SecondHalf
 from tlt_server.engine.gpu.kernel_start import KernelStart
 from tlt_server.engine.gpu.passes import Passes
 from tlt_server.engine.gpu.refusals import BUSY
+from tlt_server.engine.phases import OnProgress
 from tlt_server.models.gpu.swapping import Stored, compile_swaps
 from tlt_server.weights.storage import ran_out
 
@@ -57,9 +58,9 @@ def prepare(
         return [*found]
 
     with kernels.recorded():
-        kernels.load(list_kernels, partial(on_progress, "compile kernels"))
+        kernels.load(list_kernels, partial(on_progress, COMPILING))
         on_compiled()
-        capture(runner, keys, partial(on_progress, "prepare runner"))
+        capture(runner, keys, partial(on_progress, CAPTURING))
         load_exchange(networks)
 
 

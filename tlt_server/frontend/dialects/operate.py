@@ -21,6 +21,7 @@ from tlt_server.frontend.dialects.replies.status import Status
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.link.starting import UnderWay
 from tlt_server.frontend.service import Service
 
 
@@ -29,6 +30,9 @@ class Startup(Struct, frozen=True):
 
     started: Annotated[bool, Meta(description="whether the engine has been ready")]
     phases: Annotated[list[Phase], Meta(description="phases that have ended, in order")]
+    under_way: Annotated[
+        UnderWay | None, Meta(description="the phase of a start, or of a restart, that runs now")
+    ]
 
 
 ROUTES = Routes()
@@ -60,8 +64,11 @@ async def live(service: Service, request: Request) -> Response:
 
 @ROUTES.get("/startupz", needs="open", gives=Startup, gives_also_at=(503,))
 async def started(service: Service, request: Request) -> Response:
-    """Show how long each start-up phase took; the status is 503 until the engine is ready."""
-    state = Startup(service.engine.info is not None, service.engine.phases)
+    """Show how long each start-up phase took, and which one is under way; the status is 503 until
+    the engine is ready.
+    """
+    start = service.engine.start
+    state = Startup(service.engine.info is not None, start.phases, start.under_way)
     return json_response(state, 200 if state.started else 503)
 
 

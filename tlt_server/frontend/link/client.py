@@ -27,7 +27,16 @@ from tlt_server.commands import (
     WeightCommand,
 )
 from tlt_server.errors import EngineFailed, Unavailable, from_code
-from tlt_server.events import ControlReport, EngineInfo, Event, Outputs, Phase, Ready, WeightReport
+from tlt_server.events import (
+    ControlReport,
+    EngineInfo,
+    Event,
+    Outputs,
+    Phase,
+    PhaseProgress,
+    Ready,
+    WeightReport,
+)
 from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Answers
@@ -35,6 +44,7 @@ from tlt_server.frontend.link.changes import Changes
 from tlt_server.frontend.link.link import Death, EngineLink
 from tlt_server.frontend.link.pause import PauseState
 from tlt_server.frontend.link.sequences import OpenSequences
+from tlt_server.frontend.link.starting import StartState
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.versions import WantedVersions
 from tlt_server.metrics import Metrics
@@ -76,7 +86,7 @@ class EngineClient:
         self.drafted: deque[Cycle] = deque(maxlen=DRAFTED)  # the last steps that verified drafts
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
         self.switches: deque[Switch] = deque(maxlen=SWITCHES)
-        self.phases: list[Phase] = []
+        self.start = StartState()  # of the epoch that starts, or has started
         self.failure = ""  # why there is no engine, from a death until the next epoch is ready
         self._over = False  # there will be none any more
         self._again_s = 0.0  # time in which there may be one again
@@ -92,7 +102,7 @@ class EngineClient:
 
     def connect(self, link: EngineLink) -> None:
         """Begin an epoch. Until it is ready nothing is submitted to it."""
-        self._link, self.phases = link, []
+        self._link, self.start = link, StartState()
 
     def take(self, event: Event) -> None:
         """Take an event of the current epoch in."""
@@ -100,7 +110,9 @@ class EngineClient:
             case Outputs():
                 self._dispatch(event)
             case Phase():
-                self.phases.append(event)
+                self.start.ended(event)
+            case PhaseProgress():
+                self.start.progressed(event)
             case Ready(info):
                 self._begin(info)
             case WeightReport():
@@ -119,7 +131,7 @@ class EngineClient:
         """End everything open with a typed error, except what can resume, and return the number of
         sequences that can. `restart_in_s`: None for never; `start_s`: how long a start then takes.
         """
-        self._link = None
+        self._link, self.start.over = None, True
         self.activity.set("engine", 1)  # it starts again, and measures its steps
         self.pauses.died()
         reason = death.error.message
@@ -142,7 +154,7 @@ class EngineClient:
     def _begin(self, info: EngineInfo) -> None:
         """Give the epoch that is ready what was set while serving, then what was cut off."""
         self.info = self.admission.engine = info
-        self.failure = ""
+        self.failure, self.start.over = "", True
         self._metrics.engine_ready(info)
         self.versions.begin(info, unanswered=self._unanswered)
         self._unanswered = False
@@ -265,13 +277,12 @@ class EngineClient:
                 "the server is draining before it stops; send the request to another replica",
                 retry_after_s=5,
             )
+        doing = self.start.under_way
         if self.failure:
-            raise Unavailable(self.failure, retry_after_s=self._again_s)
+            now = f"; now {doing}" if doing else ""
+            raise Unavailable(self.failure + now, retry_after_s=self._again_s)
         if self.info is None:
-            raise Unavailable(
-                f"the engine is starting ({len(self.phases)} phases done); poll /readyz",
-                retry_after_s=2,
-            )
+            raise Unavailable(f"the engine is starting: {doing}; poll /readyz", retry_after_s=2)
 
     def check_alive(self) -> None:
         """`Unavailable` when the engine is gone and will not be restarted."""

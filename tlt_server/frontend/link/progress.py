@@ -1,7 +1,7 @@
 """Lines for an operator while the server starts: one per phase, and one that says what runs.
 
-A long phase shows its progress: on a terminal in one line that is written over, elsewhere in a line
-every ten seconds.
+A phase that is under way is shown on a terminal in one line that is written over, elsewhere when
+its first step begins and every ten seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tlt_server.config import ResolvedConfig
-from tlt_server.events import EngineInfo, Phase, PhaseProgress
+from tlt_server.events import EngineInfo, Phase
+from tlt_server.frontend.link.starting import UnderWay
 from tlt_server.operator_lines import lasting
 from tlt_server.speculation.drafters import weights_directory
 
@@ -24,20 +25,18 @@ class ProgressLines:
     def __init__(
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stream, self._clock = lasting(stream or sys.stderr), clock
-        self._said_s = clock()
+        self._stream, self._clock, self._said_s = lasting(stream or sys.stderr), clock, clock()
         self._unfinished = False  # the cursor is at the end of a line to be written over
 
     def phase(self, phase: Phase) -> None:
         self._say(f"  {phase.name:<28} {phase.seconds:8.2f} s  {phase.detail}".rstrip())
 
-    def phase_progress(self, phase: PhaseProgress) -> None:
-        line = f"  {phase.name:<28} {phase.done:>4} of {phase.of}"
+    def under_way(self, phase: UnderWay) -> None:
         if self._stream.isatty():
-            print(f"{REWRITE}{line}", end="", file=self._stream, flush=True)
+            print(f"{REWRITE}  {phase} ...", end="", file=self._stream, flush=True)
             self._unfinished = True
-        elif self._clock() - self._said_s >= EVERY_S:
-            self._say(line)
+        elif self._clock() - self._said_s >= EVERY_S or (phase.of and not phase.done):
+            self._say(f"  {phase} ...")
 
     def listening(self, url: str, grpc_address: str = "", probe_url: str = "") -> None:
         if probe_url:

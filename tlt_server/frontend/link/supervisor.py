@@ -30,6 +30,7 @@ from tlt_server.metrics import Metrics
 from tlt_server.private import private_directory
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
+SAID_EVERY_S = 1.0  # while the engine starts
 NAMED = 16  # sequences in the log line of a death
 
 log = structlog.get_logger()
@@ -100,6 +101,7 @@ class Supervisor:
     async def _live(self, directory: Path) -> Death:
         """Run one epoch in a directory of its own, and return how it ended."""
         ending: Ending = "not_launched"
+        saying = asyncio.create_task(self._say_how_far())
         try:
             with contextlib.ExitStack() as stack:
                 with self._reserve.released():
@@ -112,6 +114,7 @@ class Supervisor:
             reason = f"the system did not {did}: {error.strerror or error}"
             return Death(ending, EngineFailed(reason), set())
         finally:
+            saying.cancel()
             shutil.rmtree(directory, ignore_errors=True)
 
     def _connect(self, directory: Path) -> EngineLink:
@@ -156,7 +159,7 @@ class Supervisor:
         if isinstance(event, Phase):
             self._progress.phase(event)
         if isinstance(event, PhaseProgress):
-            self._progress.phase_progress(event)
+            self._say_under_way()
         if isinstance(event, Ready):
             now_s = time.monotonic()
             self._start_s = now_s - self._launched_s
@@ -177,6 +180,16 @@ class Supervisor:
                 )
             else:
                 self._back(event.info, now_s - self._gone_s)
+
+    async def _say_how_far(self) -> None:
+        """Show the phase of a start that is under way, also where nothing of it is counted."""
+        while not self._client.start.over:
+            await asyncio.sleep(SAID_EVERY_S)
+            self._say_under_way()
+
+    def _say_under_way(self) -> None:
+        if doing := self._client.start.under_way:
+            self._progress.under_way(doing)
 
     def _back(self, info: EngineInfo, after_s: float) -> None:
         log.warning("engine_back", epoch=self._epochs, seconds=round(after_s, 3), lost=info.lost)

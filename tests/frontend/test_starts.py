@@ -1,0 +1,69 @@
+"""Messages of a server while its engine starts: the phase under way, and how far it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.frontend.fake_engine import DIES
+from tests.frontend.live_server import live_server
+from tests.waiting import until
+from tlt_client import Client
+from tlt_server.errors import Unavailable
+from tlt_server.events import Phase, PhaseProgress
+from tlt_server.frontend.link.admission import Admission
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.starting import StartState
+from tlt_server.metrics import Metrics
+
+COMPILING = "compiling kernels, once per machine (3 of 22)"
+
+
+def test_phase_under_way_is_named_with_progress_and_time() -> None:
+    now = 10.0
+    start = StartState(lambda: now)
+    assert str(start.under_way) == "launching the engine, for 0 s so far"
+    start.progressed(PhaseProgress("load kernels", 0, 0))
+    start.progressed(PhaseProgress("compile kernels", 0, 22))
+    now = 22.0
+    start.progressed(PhaseProgress("compile kernels", 3, 22))
+    assert str(start.under_way) == f"{COMPILING}, for 12 s so far"
+    start.ended(Phase("load kernels", 12.0))
+    start.progressed(PhaseProgress("load model", 0, 0))
+    assert str(start.under_way) == "loading weights, for 0 s so far"
+    start.over = True
+    assert start.under_way is None and [phase.name for phase in start.phases] == ["load kernels"]
+
+
+def test_requests_before_the_first_start_learn_the_phase() -> None:
+    admission = Admission(max_queue=1, max_queue_tokens=1, max_page_forecast=1.0)
+    client = EngineClient(admission, Metrics())
+    client.take(PhaseProgress("compile kernels", 3, 22))
+    for check in (client.check_available, client.check_running):
+        with pytest.raises(Unavailable) as refused:
+            check()
+        assert f"the engine is starting: {COMPILING}" in refused.value.message
+
+
+def test_probes_and_requests_learn_the_phase_of_a_restart(model: Path) -> None:
+    with live_server(model, max_restarts=100, restart_window_s=1.0) as server:
+        assert httpx.get(f"{server.url}/startupz").json()["under_way"] is None
+        server.call(server.may_launch.clear)
+        with Client(server.url, timeout_s=30) as client:
+            client.generate([{"token_ids": [DIES]}])
+        until(lambda: "launching the engine" in httpx.get(f"{server.url}/readyz").text)
+        for done in (0, 3):
+            event = PhaseProgress("compile kernels", done, 22)
+            server.call(lambda event=event: server.supervisor._take(event))
+        asked = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
+        for response in (asked, httpx.get(f"{server.url}/readyz")):
+            assert response.status_code == 503 and f"; now {COMPILING}" in response.text
+        shown = httpx.get(f"{server.url}/startupz").json()["under_way"]
+        assert (shown["phase"], shown["done"], shown["of"]) == (
+            *("compiling kernels, once per machine", 3, 22),
+        )
+        assert "compiling kernels, once per machine (0 of 22)" in server.said.getvalue()
+        server.call(server.may_launch.set)
+        until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)

@@ -1,0 +1,69 @@
+"""The start of an engine in the words of its readers: operators, probes and refused requests.
+
+`client` notes the phases of each epoch here; `/startupz`, every 503 of a start and the lines of
+`progress` say which one is under way, how far it is and how long it has taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from tlt_server.events import Phase, PhaseProgress
+
+LAUNCHING = PhaseProgress("launch", 0, 0)  # until the engine process says what it does
+DOING = {
+    "launch": "launching the engine",
+    "import libraries": "importing libraries",
+    "choose device": "choosing the device",
+    "load kernels": "loading kernels",
+    "compile kernels": "compiling kernels, once per machine",
+    "load model": "loading weights",
+    "allocate KV": "allocating KV pages",
+    "prepare runner": "preparing the runner",
+    "capture graphs": "capturing graphs",
+    "warm up": "warming up",
+    "measure steps": "measuring the time of steps",
+}
+
+
+class UnderWay(Struct, frozen=True):
+    """The phase of a start that is under way."""
+
+    phase: Annotated[str, Meta(description="what the engine does now")]
+    done: Annotated[int, Meta(description="steps of it that are done")]
+    of: Annotated[int, Meta(description="all of its steps; 0: it has none that are counted")]
+    seconds: Annotated[float, Meta(description="time since the phase began")]
+
+    def __str__(self) -> str:
+        counted = f" ({self.done} of {self.of})" if self.of else ""
+        return f"{self.phase}{counted}, for {self.seconds:.0f} s so far"
+
+
+class StartState:
+    """The phases of one epoch's start."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.over = False  # the engine is ready, or gone
+        self.phases: list[Phase] = []  # those that have ended
+        self._progress, self._since_s = LAUNCHING, clock()
+
+    def progressed(self, progress: PhaseProgress) -> None:
+        if progress.name != self._progress.name:
+            self._since_s = self._clock()
+        self._progress = progress
+
+    def ended(self, phase: Phase) -> None:
+        self.phases.append(phase)
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """None once the engine is ready, or gone."""
+        if self.over:
+            return None
+        name, done, of = self._progress.name, self._progress.done, self._progress.of
+        return UnderWay(DOING.get(name, name), done, of, self._clock() - self._since_s)
