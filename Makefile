@@ -108,6 +108,7 @@ bench-one-gpu: padded
 	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) --json "$(RESULTS)/rollout-http-gpu.json"
 	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) --penalties --workload 512 --policy goodput --json "$(RESULTS)/rollout-http-penalties-gpu.json"
 	"$(BIN)/tlt" bench rollout --http $(ON_PAIR) $(foreach n,1 2 4 8 16 32 64 128 192 256,--workload "full $(n)") --policy goodput --policy off --json "$(RESULTS)/rollout-http-sweep-gpu.json"
+	"$(BIN)/tlt" bench load $(ON_PAIR) --json "$(RESULTS)/load-gpu.json"
 	test -f "$(HARD)/drafter/config.json" || "$(BIN)/tlt" bench pad --shape "$(SHAPE)" --out "$(HARD)" --device cuda --target benchmarks/pairs/hard/target --drafter benchmarks/pairs/hard/drafter
 	"$(BIN)/tlt" bench rollout --http --pair hard --device cuda --model "$(HARD)/target" --drafter "$(HARD)/drafter" $(ARGS) --json "$(RESULTS)/rollout-http-hard-gpu.json"
 	"$(BIN)/tlt" bench record $(ON_PAIR) --out "$(HARD)/rollout.safetensors"

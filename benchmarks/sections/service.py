@@ -1,5 +1,5 @@
-"""Sections about the server under load: overload, hostile clients, ranks that die, long tests, and
-the tests on a GPU.
+"""Sections about the server under load: many clients, overload, hostile clients, ranks that die,
+long tests, and the tests on a GPU.
 """
 
 from __future__ import annotations
@@ -7,8 +7,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.markdown import number, table
-from benchmarks.sections.figures import Figures
+from benchmarks.sections.figures import Figures, model
 from tlt_server.bench.hostile import rows as hostile_rows
+
+
+def load(figures: Figures) -> Iterator[str]:
+    yield model(figures)
+    yield (
+        f"{figures['clients']} requests of {figures['max_tokens']} tokens with log-probs, sent at "
+        "once: in one batch, or by as many clients, whole or streamed. Medians of "
+        f"{figures['rounds']} rounds; `frontend`: processor time. Texts that differ from the "
+        f"batch's: {figures['texts_differing']}."
+    )
+    yield table(
+        ("policy", "way", "tokens/s", "of one batch", "frontend, us per token"),
+        (
+            (
+                r["policy"],
+                r["way"],
+                number(r["tokens_per_s"]),
+                f"{r['of_batch']:.2f}x",
+                f"{r['frontend_us_per_token']:.1f}",
+            )
+            for r in figures["rows"]
+        ),
+    )
 
 
 def overload(figures: Figures) -> Iterator[str]:

@@ -26,6 +26,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
     "training": ("Training the drafter", training.training),
     "objectives": ("Objectives of the drafter's training", training.objectives),
     "interrupt": ("Interrupting the drafter's training", training.interrupt),
+    "load": ("Many clients at once", service.load),
     "overload": ("Overload", service.overload),
     "hostile": ("Hostile clients", service.hostile),
     "faults": ("Ranks that die or stop", service.faults),

@@ -117,6 +117,16 @@ def test_rollouts_over_http_give_the_same_responses(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_load_gives_clients_the_texts_of_one_batch(tmp_path: Path) -> None:
+    said = bench("load", tmp_path / "load.json", "--policy", "off", "--policy", "fixed:eagle:4x1x5")
+    assert said["texts_differing"] == 0
+    rows = {(row["policy"], row["way"]): row for row in said["rows"]}
+    assert len(rows) == 6 and all(row["tokens_per_s"] > 0 for row in rows.values())
+    assert rows["off", "batch"]["of_batch"] == 1 and rows["off", "batch"]["clients"] == 1
+    assert rows["off", "streamed"]["clients"] == said["clients"] == 16
+
+
+@pytest.mark.long
 def test_a_rollout_is_recorded_and_judged_without_the_model(tmp_path: Path) -> None:
     record, plots = tmp_path / "rollout.safetensors", tmp_path / "plots"
     few = ("--requests", "4", "--max-tokens", "24", "--policy", "off", "--policy", "goodput")
@@ -238,7 +248,7 @@ def test_hostile_measures_every_row_of_its_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["exact", "rollout", "decode", "cycle", "graphs", "overload", "hostile"]
+    "name", ["exact", "rollout", "decode", "cycle", "graphs", "overload", "load", "hostile"]
 )
 def test_a_model_that_is_not_there_is_one_line_with_the_remedy(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,8 @@ from benchmarks.plot import PICTURE, drawn
 from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import PLANS, figures
 from benchmarks.report import PAGE, README, RESULTS, page
+from tlt_server.bench.clients import Sent
+from tlt_server.bench.clients import figures as load_figures
 from tlt_server.bench.rollout_http import RolloutRun
 from tlt_server.bench.rollout_http import figures as rollout_figures
 from tlt_server.bench.weights import MeasuredPush, row
@@ -104,6 +106,10 @@ PUSHES = [
 def rollout_run(seconds: float) -> RolloutRun:
     counted = {"step_s": {"eagle chain": seconds}}
     return RolloutRun(seconds, 60_000, 9_000.0, b"same", 900, 700, counted)
+
+
+def sent(seconds: float) -> Sent:
+    return Sent(seconds, 60_000, 0.6, ["a text"] * 256)
 
 
 EXAMPLES = [
@@ -280,6 +286,21 @@ EXAMPLES = [
         **COMMON,
     ),
     result(
+        "load-h200.json",
+        bench="load",
+        clients=256,
+        max_tokens=256,
+        rounds=2,
+        **load_figures(
+            {
+                ("off", "batch"): [sent(2.0), sent(4.0)],
+                ("off", "whole"): [sent(2.5), sent(4.0)],
+                ("off", "streamed"): [sent(4.0), sent(8.0)],
+            }
+        ),
+        **COMMON,
+    ),
+    result(
         "rollout-http-h200.json",
         bench="rollout-http",
         seeds=[1, 2],
@@ -398,6 +419,9 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
         "|1000|disk|4.00|2.00x|4.00|97.00|",
         "|ipc|15.2|2.00|7.6|",
         "by rows: 1.034 (256).",
+        "|256 clients at once, whole replies, against one batch, speculation off, x|0.88 / 0.95|"
+        "[0.900](../benchmarks/results/load-h200.json)|reached|",
+        "|off|streamed|11250|0.50x|10.0|",
         "with an imported cache, s|20 / 15|[14.80](",
         "|imported|14.8|3.2|",
         "512 requests, % of the time|5 / 2|[4.30](",

@@ -11,7 +11,7 @@ from tlt_server.bench.gemm_arguments import add_gemm
 from tlt_server.bench.numbers import count, seed, whole
 from tlt_server.bench.pad_arguments import add_pad
 from tlt_server.bench.padding.shapes import SHAPES
-from tlt_server.bench.replaying.arguments import add_record, add_replay
+from tlt_server.bench.replaying.arguments import add_record, add_replay, policy
 from tlt_server.bench.rollout_arguments import add_rollout
 from tlt_server.bench.serve_arguments import add_serve
 from tlt_server.shared_settings import SPLITS
@@ -116,6 +116,30 @@ def _ranks(
         choices=("auto", "shared", "replicated"),
         default="auto",
         help="whether GPUs share the drafter [default where that is faster]",
+    )
+
+
+def _load(parser: argparse.ArgumentParser) -> None:
+    _engine(parser)
+    _ranks(parser)
+    parser.add_argument(
+        "--clients", type=count, default=256, metavar="N", help="sent at once [default 256]"
+    )
+    parser.add_argument(
+        "--max-tokens", type=count, default=256, metavar="N", help="per reply [default 256]"
+    )
+    parser.add_argument(
+        "--rounds", type=count, default=3, metavar="N", help="of every way [default 3]"
+    )
+    parser.add_argument(
+        "--max-running", type=count, default=256, metavar="N", help="of the server [default 256]"
+    )
+    parser.add_argument(
+        "--policy",
+        type=policy,
+        action="append",
+        metavar="NAME",
+        help="run under this policy, e.g. goodput [default off and a fixed chain]",
     )
 
 
@@ -341,6 +365,9 @@ BENCHES = {
     "serve": Bench(
         "load a running server; TTFT, TPOT, ITL, E2E percentiles, goodput",
         lambda parser: add_serve(parser, add_json),
+    ),
+    "load": Bench(
+        "time many clients at once, whole and streamed, against one batch", _load, module="clients"
     ),
     "hostile": Bench("attack a server as hostile clients; what others feel of it", _hostile),
     "structures": Bench("time requests with a JSON schema against ones without", _structures, True),

@@ -39,7 +39,7 @@ from tlt_server.bench.settings import (
     at_most_what_it_takes,
     described,
     fingerprint_of,
-    rank_flags,
+    serve_flags,
     settings_of,
 )
 from tlt_server.commands import SetPolicy
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     commands = args.policy or _commands(args.device)
     arms = {policy_name(command): command for command in commands}
     console = wide_console()
-    flags = _flags(args, at_most_what_it_takes(settings.model, most + 256))
+    flags = serve_flags(args, at_most_what_it_takes(settings.model, most + 256))
     said: dict[str, Any] = {
         "bench": "rollout-http",
         "quick": bool(args.quick),
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             )
             if workload.running:
                 requests = [shortened(r, min(most, FULL_TOKENS)) for r in requests]
-            _set(client, arms[arm])
+            set_policy(client, arms[arm])
             client.clear_cache()
             found = _rollout(server, client, requests, workload.running, args.penalties)
             progress.update(task, advance=1)
@@ -162,7 +162,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary["responses_differing"] else 0
 
 
-def _set(client: Client, command: SetPolicy) -> None:
+def set_policy(client: Client, command: SetPolicy) -> None:
+    """Put a policy in force. `StartupError`: the server does not have it."""
     try:
         client.set_strategy(command.policy, command.strategy.name if command.strategy else None)
     except InvalidRequest as error:
@@ -229,18 +230,6 @@ def _ratio(slower: list[RolloutRun], faster: list[RolloutRun]) -> float:
     """Return the median over seeds of how many times faster the second is."""
     ratios = [a.seconds / b.seconds for a, b in zip(slower, faster, strict=True)]
     return round(statistics.median(ratios), 3)
-
-
-def _flags(args: argparse.Namespace, max_model_len: int) -> list[str]:
-    settings = settings_of(args)
-    return [
-        *("--model", str(settings.model), "--drafter", settings.drafter),
-        *("--device", args.device, "--dtype", str(settings.dtype)),
-        *("--threads", str(settings.threads), "--max-running", str(args.max_running)),
-        *("--max-model-len", str(max_model_len), "--log-level", "warning"),
-        *("--default-timeout-s", "600"),
-        *rank_flags(args),
-    ]
 
 
 def _rollout(

@@ -62,6 +62,19 @@ def rank_flags(args: argparse.Namespace) -> list[str]:
     return [word for pair in asked_of_ranks(args).items() for word in pair]
 
 
+def serve_flags(args: argparse.Namespace, max_model_len: int) -> list[str]:
+    """Return the flags of `tlt serve` for a server of its own that a bench measures."""
+    settings = settings_of(args)
+    return [
+        *("--model", str(settings.model), "--drafter", settings.drafter),
+        *("--device", args.device, "--dtype", str(settings.dtype)),
+        *("--threads", str(settings.threads), "--max-running", str(args.max_running)),
+        *("--max-model-len", str(max_model_len), "--log-level", "warning"),
+        *("--default-timeout-s", "600"),
+        *rank_flags(args),
+    ]
+
+
 def at_most_what_it_takes(model: Path, tokens: int) -> int:
     """Return a max_model_len of `tokens`, or the model's own limit."""
     return min(tokens, ModelConfig.read(model).max_position)

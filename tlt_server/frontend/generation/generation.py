@@ -34,7 +34,7 @@ log = structlog.get_logger()
 Keep = Callable[[list[StepOutput]], None]
 OUTPUT_BYTES = 512  # cost of an output without its tokens
 SHED_TOKENS = 512  # freed at once
-PATIENCE_S = 0.25  # time that outputs may lie before they are taken, where nobody waits for them
+PATIENCE_S = 0.25  # time that outputs may lie before they are taken, where no reader waits
 VALUE_BYTES = 16  # about the JSON of one number: the id or log-prob of a token or alternative
 
 

@@ -125,7 +125,7 @@ class Items:
 
     @property
     def needs_each_output(self) -> bool:
-        """False where nobody sees outputs before the last one of a sequence."""
+        """False where only the last output of a sequence leads to an event or a stop."""
         return self._stream or any(
             request.sampling.stop for item in self._items for request in item.requests
         )

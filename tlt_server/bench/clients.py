@@ -1,0 +1,273 @@
+"""`tlt bench load`: many clients at once against one batch of the same requests.
+
+An engine gives its tokens a step at a time for all sequences. One batch hands them to one reply;
+as many clients, whole or streamed, cost the frontend a reply each. Requests ask for log-probs, as
+trainers do, and are greedy, so the texts of all ways are compared. The ways take turns in each
+round; `of_batch` is the median over rounds of a way's tokens per second over the batch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import uvloop
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tlt_client import Client
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.replaying.names import policy_name
+from tlt_server.bench.rollout_http import FIXED, set_policy
+from tlt_server.bench.settings import (
+    at_most_what_it_takes,
+    described,
+    fingerprint_of,
+    serve_flags,
+    settings_of,
+)
+from tlt_server.commands import SetPolicy
+from tlt_server.demo.server import ServerProcess
+from tlt_server.errors import StartupError
+from tlt_server.records import parse_strategy
+
+WAYS = ("batch", "whole", "streamed")
+PROMPT_TOKENS = 256  # at most
+REPLY_S = 600.0
+
+
+class _Choice(Struct):
+    text: str
+    index: int = 0
+
+
+class _Usage(Struct):
+    completion_tokens: int
+
+
+class _Completion(Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class Sent(NamedTuple):
+    """One round of one way."""
+
+    seconds: float
+    tokens: int
+    frontend_s: float  # processor time of the server's frontend
+    texts: list[str]  # by prompt
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON; 0 when the texts of all ways are equal."""
+    from tlt_server.demo.workload import problems_as_requests
+
+    settings = settings_of(args)
+    count, tokens, rounds = (
+        (16, 48, 1) if args.quick else (args.clients, args.max_tokens, args.rounds)
+    )
+    prompts = [
+        [*request.token_ids]
+        for request in problems_as_requests(settings.model, count, group=1, seed=args.seed)
+    ]
+    commands = args.policy or [
+        SetPolicy("off"),
+        SetPolicy("fixed", parse_strategy(FIXED[args.device][0])),
+    ]
+    console = wide_console()
+    flags = serve_flags(args, at_most_what_it_takes(settings.model, tokens + PROMPT_TOKENS))
+    seen: dict[tuple[str, str], list[Sent]] = {}
+    with (
+        ServerProcess(
+            *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
+        ) as server,
+        Client(server.url, timeout_s=60) as client,
+        progress_bar(console) as progress,
+    ):
+        task = progress.add_task("load", total=len(commands) * (1 + rounds * len(WAYS)))
+
+        def play(command: SetPolicy, way: str) -> Sent:
+            progress.update(task, description=f"{policy_name(command).replace(':', ' ')} {way}")
+            set_policy(client, command)
+            client.clear_cache()
+            sent = uvloop.run(_send(server, prompts, tokens, way))
+            progress.update(task, advance=1)
+            return sent
+
+        for command in commands:
+            play(command, WAYS[0])  # prepares what a policy's first steps need
+        for _ in range(rounds):
+            for command in commands:
+                for way in WAYS:
+                    seen.setdefault((policy_name(command), way), []).append(play(command, way))
+        said = {
+            "bench": "load",
+            "quick": bool(args.quick),
+            "clients": count,
+            "max_tokens": tokens,
+            "rounds": rounds,
+            **described(settings, fingerprint_of(client)),
+            "max_running": args.max_running,
+        }
+    summary = {**said, **figures(seen)}
+    _print(console, summary)
+    finish(args, summary, on_gpu=args.device == "cuda")
+    return 1 if summary["texts_differing"] else 0
+
+
+def figures(seen: dict[tuple[str, str], list[Sent]]) -> dict[str, Any]:
+    """Return a row per policy and way, and how many texts differ from the batch's."""
+    rows, differing = [], 0
+    for (policy, way), runs in seen.items():
+        batches = seen[policy, WAYS[0]]
+        differing += sum(
+            own != text
+            for run, batch in zip(runs, batches, strict=True)
+            for own, text in zip(run.texts, batch.texts, strict=True)
+        )
+        ratios = [
+            (run.tokens / run.seconds) / (batch.tokens / batch.seconds)
+            for run, batch in zip(runs, batches, strict=True)
+        ]
+        rows.append(
+            {
+                "policy": policy,
+                "way": way,
+                "clients": 1 if way == WAYS[0] else len(runs[0].texts),
+                "tokens_per_s": round(statistics.median(r.tokens / r.seconds for r in runs)),
+                "of_batch": round(statistics.median(ratios), 3),
+                "frontend_us_per_token": round(
+                    statistics.median(r.frontend_s / r.tokens for r in runs) * 1e6, 1
+                ),
+                "runs_s": [round(r.seconds, 3) for r in runs],
+            }
+        )
+    return {"rows": rows, "texts_differing": differing}
+
+
+async def _send(server: ServerProcess, prompts: list[list[int]], tokens: int, way: str) -> Sent:
+    """Send all prompts at once in one of the ways, and wait for the last reply."""
+    asked: dict[str, Any] = {
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "logprobs": 1,
+    }
+    if way == "streamed":
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    bodies = (
+        [{"prompt": prompts, **asked}]
+        if way == "batch"
+        else [{"prompt": prompt, **asked} for prompt in prompts]
+    )
+    address = urlsplit(server.url)
+    assert address.hostname is not None and address.port is not None
+    loop = asyncio.get_running_loop()
+    opened = [await loop.create_connection(Awaited, address.hostname, address.port) for _ in bodies]
+    cpu_s, began_s = _processor_s(server.process.pid), time.perf_counter()
+    for (transport, _), body in zip(opened, bodies, strict=True):
+        transport.write(posted("/v1/completions", msgspec.json.encode(body)))
+    async with asyncio.timeout(REPLY_S):
+        await asyncio.gather(*(awaited.over for _, awaited in opened))
+    seconds = time.perf_counter() - began_s
+    cpu_s = _processor_s(server.process.pid) - cpu_s
+    read = [read_reply(awaited.reply) for _, awaited in opened]
+    return Sent(seconds, sum(count for count, _ in read), cpu_s, [t for _, ts in read for t in ts])
+
+
+def posted(path: str, body: bytes) -> bytes:
+    """Return a request after whose reply the server closes the connection."""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+class Awaited(asyncio.Protocol):
+    """The connection of one request. Its reply is read when all of it is there, so hundreds of
+    streams cost this process little.
+    """
+
+    def __init__(self) -> None:
+        self.over = asyncio.get_running_loop().create_future()
+        self._parts: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    @property
+    def reply(self) -> bytes:
+        return b"".join(self._parts)
+
+
+def read_reply(reply: bytes) -> tuple[int, list[str]]:
+    """Return the tokens and the texts, by prompt, of a whole or streamed completion."""
+    head, _, body = reply.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200"):
+        raise StartupError(f"/v1/completions answers {reply[:300]!r}")
+    if b"transfer-encoding: chunked" in head.lower():
+        body = _joined(body)
+    streamed = body.startswith(b"data: ")
+    parts = [
+        msgspec.json.decode(event.removeprefix(b"data: ") if streamed else event, type=_Completion)
+        for event in (body.split(b"\n\n") if streamed else [body])
+        if event and event != b"data: [DONE]"
+    ]
+    texts: dict[int, str] = {}
+    for part in parts:
+        for choice in part.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    tokens = sum(part.usage.completion_tokens for part in parts if part.usage is not None)
+    return tokens, [texts[index] for index in sorted(texts)]
+
+
+def _joined(body: bytes) -> bytes:
+    """Return a body that came in chunks, each after its size in hexadecimal digits."""
+    chunks, at = [], 0
+    while (size := int(body[at : (start := body.index(b"\r\n", at) + 2)], 16)) > 0:
+        chunks.append(body[start : start + size])
+        at = start + size + 2
+    return b"".join(chunks)
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor time that a process has taken."""
+    try:
+        said = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        raise StartupError(
+            "this bench reads the processor time of its server from /proc, which is not there; "
+            "run it on Linux"
+        ) from None
+    return (int(said[11]) + int(said[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _print(console: Console, summary: dict[str, Any]) -> None:
+    table = Table(
+        title=f"tlt bench load: {summary['clients']} requests of {summary['max_tokens']} tokens, "
+        "sent at once by one client or by as many"
+    )
+    for heading in ("policy", "way", "tokens/s", "of one batch", "frontend, us per token"):
+        table.add_column(heading, justify="left" if heading in ("policy", "way") else "right")
+    for row in summary["rows"]:
+        table.add_row(
+            Text(row["policy"]),
+            row["way"],
+            str(row["tokens_per_s"]),
+            f"{row['of_batch']:.2f}x",
+            f"{row['frontend_us_per_token']:.1f}",
+        )
+    console.print(table)
+    console.print(f"texts that differ from the batch's: {summary['texts_differing']}")
