@@ -47,3 +47,11 @@ def command(pid: str) -> bytes:
 def ranks(engine: int) -> list[int]:
     """Return the pids of the processes with which an engine shares its target."""
     return [pid for pid, command in _children(engine).items() if b"engine.rank" in command]
+
+
+def descendants(ancestor: int, word: bytes) -> list[int]:
+    """Return the pids of the processes below one whose command lines hold a word."""
+    found = []
+    for pid, line in _children(ancestor).items():
+        found += [pid] * (word in line) + descendants(pid, word)
+    return found

@@ -295,7 +295,8 @@ class ServerSettings(SharedSettings):
         bool,
         Doc(
             "true | false",
-            "Requests may bring a chat template, which runs in a sandbox for 2 s at most.",
+            "Requests may bring a chat template, which runs in a process of its own, in a sandbox, "
+            "for 2 s at most.",
         ),
     ] = False
     tool_call_parser: Annotated[

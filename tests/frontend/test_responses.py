@@ -16,7 +16,7 @@ from tests.frontend.openai_calls import post
 from tests.frontend.saying import EOS, write_saying
 from tests.frontend.test_tools import ARGUMENTS, CALL
 from tlt_server.errors import NotFound
-from tlt_server.frontend.dialects.openai.requests import ChatMessage
+from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.growing import GrowingResponse, kept_messages
 from tlt_server.frontend.dialects.openai.responses.items import messages_of
 from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest

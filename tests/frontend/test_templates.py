@@ -1,58 +1,249 @@
-"""Templates that requests bring: none runs longer than it may, even within one line."""
+"""Templates that requests bring: each runs in a process of its own, with bounds, and shows nothing
+of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tlt_server.errors import InvalidRequest
+from tests.processes import descendants
+from tlt_server.errors import InvalidRequest, QueueFull, Unavailable
 from tlt_server.frontend.generation import tokenizing
+from tlt_server.frontend.generation.templates import ChatTemplate
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.reading import asking
+from tlt_server.frontend.reading import asking, renderer
 from tlt_server.frontend.reading.asking import Asker
 from tlt_server.frontend.reading.reader import Reader
-from tlt_server.frontend.reading_process.deadline import OutOfTime, time_limit
 
-LINES = "{% for i in range(99999) %}{% for i in range(99999) %}\n{% endfor %}{% endfor %}"
-ONE_LINE = "{% set a = [0] * 99999 %}{% set b = [0] * 99999 %}{{ ([a] * 999999).count(b) }}"
+SAID = [{"role": "user", "content": "hi"}]
+DEEP = (
+    "{% set n = namespace(a=[0], b=[0]) %}{% for i in range(60) %}"
+    "{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
+)
+DOUBLED = (
+    "{% set n = namespace(a='ab') %}{% for i in range(60) %}{% set n.a = n.a + n.a %}{% endfor %}"
+)
+# Templates that would take long, or need much memory, where nothing small stands for them.
+DEADLY = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}\n{% endfor %}{% endfor %}",
+    "compares": DEEP + "{{ n.a == n.b }}",
+    "writes": DEEP + "{{ n.a ~ '' }}",
+    "doubles": DOUBLED,
+    "recurses": "{% macro m(x) %}{{ m([x, x]) }}{% endmacro %}{{ m(0) }}",
+    "nests": "{{ " + "(" * 30_000 + "1" + ")" * 30_000 + " }}",
+    "nests ifs": "{% if 1 %}" * 6000 + "{% endif %}" * 6000,
+    "negates": "{{ " + "-" * 60_000 + "1 }}",
+}
+# Templates whose one operation makes something large. They are refused before it does.
+LARGE = (
+    "{{ 'a'|center(3999999999) }}",
+    "{{ 'a'.center(3999999999) }}",
+    "{{ 'a'.ljust(3999999999) }}",
+    "{{ 'a'.zfill(3999999999) }}",
+    "{{ '\t\t\t'.expandtabs(999999) }}",
+    "{{ (1).to_bytes(length=3999999999, byteorder='big') }}",
+    "{{ [1] | tojson(indent=2000000000) }}",
+    "{{ [1] | tojson(separators=(',' * 999999, ':')) }}",
+    "{{ '%0999999999d' % 1 }}",
+    "{{ '%.999999999f' % 1.0 }}",
+    "{{ '%*d' % (999999999, 1) }}",
+    "{{ ('%99999d' * 99) % ((1,) * 99) }}",
+    "{{ '%(a)999999999d' | format(a=1) }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ '{:{w}}'.format(1, w=999999999) }}",
+    "{{ ('{:99999}' * 99).format(*range(99)) }}",
+    "{{ '{a:.999999999f}'.format_map({'a': 1.0}) }}",
+    "{{ ('<b>{:999999999}' | safe).format(1) }}",
+    "{{ 'a\n' | indent(999999999) }}",
+    "{{ 1 | round(999999999, 'floor') }}",
+    "{{ [1] | batch(999999999, 0) | list }}",
+    "{{ [1] | slice(999999999) | list }}",
+    "{{ range(999999999) | list }}",
+    "{{ lipsum(999999999) }}",
+    "{{ 'a' * 10**9 }}",
+    "{{ 9 ** (9 ** 7) % 10 }}",
+    DEEP + "{{ n.a }}",
+    DEEP + "{{ n.a | tojson }}",
+    DEEP + "{{ n.a | join }}",
+    DEEP + "{{ n.a | string }}",
+)
+# What a template may hold that is not data.
+SHOWN = (
+    "'x'.format_map",
+    "'x'.format",
+    "'x'.upper",
+    "'x' | attr('upper')",
+    "{}.items",
+    "[range]",
+    "{'a': cycler}",
+    "range",
+    "dict",
+    "cycler",
+    "cycler('a')",
+    "cycler('a').next",
+    "joiner(',')",
+    "namespace",
+    "namespace(a=range)",
+    "raise_exception",
+    "strftime_now",
+    "messages | map('upper')",
+    "messages | select",
+    "'ab' | reverse",
+    "[1] | batch(1)",
+    "{} | items",
+    "[1] | unique",
+    "self",
+    "self.block",
+    "macro",
+    "missing",
+    "messages.upper",
+)
+WRITES = (
+    "{{ %s }}",
+    "{{ (%s) ~ '' }}",
+    "{{ '%%s %%r' %% ([%s], 1) }}",
+    "{{ '{} {!r}'.format(%s, 1) }}",
+    "{{ (%s) | string | upper }}",
+    "{{ [%s] | join }}",
+    "{{ [%s] | pprint }}",
+    "{{ [[%s]] | map('string') | join }}",
+    "{{ (%s) | tojson }}",
+    "{{ (%s) + 1 }}",
+    "{{ (%s).foo.bar }}",
+    "{{ raise_exception(%s) }}",
+)
 
 
-@pytest.mark.parametrize("template", [LINES, ONE_LINE], ids=["in lines", "in one line"])
-def test_a_template_that_takes_too_long_is_refused_and_others_go_on(
-    model: Path, template: str
-) -> None:
+Render = Callable[..., Awaitable[str]]
+
+
+def run(model: Path, work: Callable[[Reader, Render], Awaitable[None]]) -> None:
+    """Do the work with a reader, and with what renders a template of a key."""
+
+    async def connected() -> Any:
+        await asyncio.sleep(3600)
+
     async def main() -> None:
-        async def connected() -> Any:
-            await asyncio.sleep(3600)
-
         with closing(Reader(model)) as reader:
-            asking._ASKER.set(Asker(reader, "", connected))
-            text, said = Text.load(model), [{"role": "user", "content": "hi"}]
-            assert str(await tokenizing.render(text, said, template="ready")) == "ready"
-            began = time.monotonic()
-            with pytest.raises(InvalidRequest, match="more than 2 s"):
-                await asyncio.wait_for(tokenizing.render(text, said, template=template), 20)
-            assert time.monotonic() - began > 1.5
-            asking._ASKER.set(Asker(reader, "other", connected))
-            assert str(await tokenizing.render(text, said, template="on")) == "on"
+            text = Text.load(model)
+
+            async def render(template: str, key: str = "") -> str:
+                asking._ASKER.set(Asker(reader, key, connected))
+                found = await tokenizing.render(text, SAID, template=template)
+                return found if isinstance(found, str) else found.whole()
+
+            await work(reader, render)
 
     asyncio.run(main())
 
 
-def test_the_time_limit_ends_a_loop_and_leaves_no_trace() -> None:
-    with pytest.raises(OutOfTime, match=r"more than 0\.05 s"), time_limit(0.05):
-        _loop()
-    with time_limit(0.05):
-        pass
-    time.sleep(0.06)
-    assert sum(range(9)) == 36
+def test_a_deadly_template_is_refused_and_delays_no_one(model: Path) -> None:
+    async def work(reader: Reader, render: Render) -> None:
+        assert await render("ready {{ messages[0].content }}") == "ready hi"
+
+        async def deadly() -> None:
+            for name, template in DEADLY.items():
+                with pytest.raises(InvalidRequest, match="chat.template") as refused:
+                    await render(template, "hostile")
+                assert "/" not in refused.value.message, name
+
+        hostile, waits = asyncio.create_task(deadly()), []
+        while not hostile.done():
+            began = time.monotonic()
+            assert await asyncio.create_task(render("on", "other")) == "on"
+            waits.append(time.monotonic() - began)
+            await asyncio.sleep(0.1)
+        await hostile
+        assert max(waits) < 1.5, "of a fork and a render on a machine that is busy"
+        assert reader.pid is None, "the reading process has no part in it"
+
+    run(model, work)
 
 
-def _loop() -> None:
-    while True:
-        pass
+@pytest.mark.parametrize("template", LARGE)
+def test_an_operation_that_makes_much_is_refused_before(template: str) -> None:
+    began = time.process_time()
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
+        ChatTemplate.brought(template, {}).render(SAID)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_a_template_shows_nothing_of_its_process(shown: str) -> None:
+    macro = "{% block block %}{% endblock %}{% macro macro() %}{% endmacro %}"
+    for writes in WRITES:
+        try:
+            found = ChatTemplate.brought(macro + writes % shown, {}).render(SAID)
+        except InvalidRequest as error:
+            found = error.message
+        for part in ("0x", "jinja2", "tlt_server", "built-in", "<class", "object at", "/"):
+            assert part not in found.lower(), found
+
+
+def test_a_namespace_takes_no_names_of_python() -> None:
+    for template in (
+        "{{ namespace(__html__=range) }}",
+        "{% set n = namespace() %}{% set n._a = 1 %}",
+    ):
+        with pytest.raises(InvalidRequest, match="leave out the underscore"):
+            ChatTemplate.brought(template, {}).render(SAID)
+    for template in ("{{ namespace(self=1).self }}", "{{ dict.fromkeys([1], 2)[1] - 1 }}"):
+        assert ChatTemplate.brought(template, {}).render(SAID) == "1"
+
+
+def test_a_template_of_the_most_characters_is_rendered(model: Path) -> None:
+    async def work(reader: Reader, render: Render) -> None:
+        assert await render("\U0001f600" * 2**16) == "\U0001f600" * 2**16
+        with pytest.raises(InvalidRequest, match="half a character"):
+            await render(r"{{ '\ud83d' }}")
+
+    run(model, work)
+
+
+def test_templates_of_a_key_wait_for_each_other(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer, "MAX_WAITING_KEY", 3)
+
+    async def work(reader: Reader, render: Render) -> None:
+        await render("ready")
+        one = [asyncio.create_task(render(DEADLY["loops"], "one")) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        assert len(descendants(os.getpid(), b"templates")) == 2, "the process and a fork"
+        with pytest.raises(QueueFull, match="3 requests of this key"):
+            await render("on", "one")
+        for task in one:
+            task.cancel()
+        await asyncio.gather(*one, return_exceptions=True)
+        assert await render("on", "one") == "on"
+        for _ in range(100):
+            if len(descendants(os.getpid(), b"templates")) == 1:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("a fork goes on whose client has left")
+
+    run(model, work)
+
+
+def test_a_lost_process_of_templates_starts_again(model: Path) -> None:
+    async def work(reader: Reader, render: Render) -> None:
+        await render("ready")
+        assert (pid := reader.renderer.pid)
+        running = asyncio.create_task(render(DEADLY["loops"]))
+        await asyncio.sleep(0.3)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="send this one again"):
+            await running
+        assert await render("on") == "on"
+
+    run(model, work)
+    assert not descendants(os.getpid(), b"templates")

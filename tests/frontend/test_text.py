@@ -19,6 +19,7 @@ from tlt_server.errors import InvalidRequest, ModelError
 from tlt_server.frontend.generation.choice import GrowingChoice
 from tlt_server.frontend.generation.text import REPLACEMENT, Incremental, StopStrings, Text
 from tlt_server.records import GenerateRequest, Sampling, StepOutput
+from tlt_server.samples.identity import identity_of
 
 # Merges that cut characters in awkward places: the tail of one with the head of the next, a head
 # alone.
@@ -254,11 +255,38 @@ def test_template_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
 def test_template_files_and_named_templates_are_found(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": [{"name": "default", "template": "D"}]})
+        json.dumps(
+            {
+                "chat_template": [
+                    {"name": "default", "template": "D"},
+                    {"name": "tool_use", "template": "T{{ tools | length }}"},
+                    {"name": "rag", "template": "R"},
+                ]
+            }
+        )
     )
-    assert Text.load(tmp_path).render([]) == "D"
+    text, before = Text.load(tmp_path), identity_of(tmp_path).template
+    assert text.render([]) == text.render([], []) == "D"
+    assert text.render([], [{}]) == "T1"
+    assert text.render([], [{}], name="rag") == "R"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("F")
     (tmp_path / "chat_template.jinja").write_text("J")
-    assert Text.load(tmp_path).render([]) == "J"
+    text = Text.load(tmp_path)
+    assert (text.render([]), text.render([], [{}])) == ("J", "F")
+    assert sorted(text.templates) == ["default", "tool_use"], "files take the place of the list"
+    assert len({before, identity_of(tmp_path).template}) == 2
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(InvalidRequest, match="named default, only tool_use"):
+        Text.load(tmp_path).render([])
+
+
+@pytest.mark.parametrize("spoilt", [7, ["default"], [{"name": "default"}], {"default": 1}])
+def test_a_template_that_is_no_text_is_a_model_error(tmp_path: Path, spoilt: object) -> None:
+    write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": spoilt}))
+    with pytest.raises(ModelError, match="it must be a text, or a list"):
+        Text.load(tmp_path)
 
 
 def test_a_directory_without_tokenizer_serves_ids_only(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_a_command_whose_caller_has_ended_is_not_run() -> None:
         ("tlt_server.engine.rank", ["0", str(os.getpid())]),
         ("tlt_server.trainer.process", []),
         ("tlt_server.frontend.reading_process", []),
+        ("tlt_server.frontend.reading_process.templates", []),
     ],
 )
 def test_a_process_ignores_ctrl_c_before_it_imports_libraries(

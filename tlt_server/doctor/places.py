@@ -140,7 +140,7 @@ def tokenizer(config: Config) -> Finding:
             "replies have no text",
             "save the tokenizer into the model directory",
         )
-    if not text.has_template:
+    if not text.templates:
         return warn(
             f"{text.tokenizer.get_vocab_size()} tokens, no chat template: messages are refused, "
             "prompts are taken",

@@ -70,8 +70,9 @@ class Service:
 
     @cached_property
     def parsers(self) -> Parsers:
-        config = self.config
-        return parsers_of(config.tool_call_parser, config.reasoning_parser, self.text.template)
+        config, template = self.config, self.text.template_for(tools=True)
+        source = template.source if template is not None else None
+        return parsers_of(config.tool_call_parser, config.reasoning_parser, source)
 
     @cached_property
     def pieces(self) -> Pieces:

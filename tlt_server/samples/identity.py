@@ -26,6 +26,8 @@ def identity_of(directory: Path) -> Identity:
     config = _json(directory / "config.json")
     shape = msgspec.json.encode({name: config.get(name) for name in SHAPE})
     template = _content(directory / "chat_template.jinja")
+    for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        template += path.name.encode() + b"\0" + _content(path)
     if not template:
         named = _json(directory / "tokenizer_config.json").get("chat_template")
         template = msgspec.json.encode(named) if named else b""

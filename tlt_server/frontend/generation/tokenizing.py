@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from tlt_server.errors import ContextExceeded, InvalidRequest, TooLarge
-from tlt_server.frontend.generation.text import Text, for_template
-from tlt_server.frontend.reading.asking import ask
+from tlt_server.errors import ContextExceeded, TooLarge
+from tlt_server.frontend.generation.templates import for_template
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.reading import asking
 from tlt_server.frontend.reading.frames import sliced
-from tlt_server.frontend.reading.jobs import Patience, Slice
-from tlt_server.frontend.reading.reader import LANES
+from tlt_server.frontend.reading.jobs import Slice
 from tlt_server.frontend.reading.trees import cut
 from tlt_server.packed import PackedIds, PackedText
 
@@ -26,9 +26,6 @@ SLICE_CHARS = 2**16
 SLICE_TEXTS = 512
 # Limit on one text. To tokenise it takes 310 bytes per character.
 MAX_TEXT_CHARS = 10 * 2**20
-TEMPLATE_S = 2.0  # time of a template of a request, which counts from line to line
-GRACE_S = 1.0  # what one line may take longer, before the process is ended
-READ_BYTES_S = 2**22  # a slow core reads more of a conversation in a second
 
 
 async def encode(
@@ -65,7 +62,7 @@ async def encode(
     ):
         return [*map(PackedIds.of, text.encode(plain, special=special))]
     largest = min(total, max(SLICE_CHARS, *map(len, texts)))
-    values = await ask(_slices(texts, special), total=total, largest=largest)
+    values = await asking.ask(_slices(texts, special), total=total, largest=largest)
     return [*chain.from_iterable(values)]
 
 
@@ -93,7 +90,7 @@ async def decode(text: Text, ids: Sequence[int] | PackedIds, *, special: bool) -
         return text.decode([*ids], special=special)
     data = (ids if isinstance(ids, PackedIds) else PackedIds.of(ids)).packed
     slices = [Slice(("decode", special), lambda: sliced([data]))]
-    [value] = await ask(slices, total=len(data), largest=len(data))
+    [value] = await asking.ask(slices, total=len(data), largest=len(data))
     found: str | PackedText = value
     return found
 
@@ -109,26 +106,23 @@ async def render(
 ) -> str | PackedText:
     """Return the conversation in the chat template, with `open_end` without what follows the text
     of the final message. Messages are objects, or structs that know theirs. A `template` of the
-    request takes the place of the model's, and never runs in this process.
+    request is the name of one of the model's, or takes its place, and then runs in a process of its
+    own.
     """
+    brought = template is not None and template not in text.templates
+    own = [template, text.tokens, open_end] if brought else []
     frames, size = list[bytes](), 0
-    for frame in cut([[*messages], tools, options]):
+    for frame in cut([[*messages], tools, options, *own]):
         frames.append(frame)
         size += len(frame)
         await asyncio.sleep(0)
-    inline = not text.has_template or size <= INLINE_CONVERSATION_BYTES
-    if template is None and inline:
-        return text.render(for_template(messages), tools, options, open_end=open_end)
+    found: str | PackedText
+    if brought:
+        found = await asking.render(Slice((size,), lambda: frames), size)
+        return found
+    if not text.templates or size <= INLINE_CONVERSATION_BYTES:
+        said = for_template(messages)
+        return text.render(said, tools, options, open_end=open_end, name=template)
     work = [Slice(("render", open_end, template), lambda: frames)]
-    # What a template of a request costs is not known, so it goes with the large ones.
-    total, patience = size, None
-    if template is not None:
-        total += LANES[0]
-        patience = Patience(TEMPLATE_S + GRACE_S + size / READ_BYTES_S, _template_hangs)
-    [value] = await ask(work, total=total, largest=size, patience=patience)
-    found: str | PackedText = value
+    [found] = await asking.ask(work, total=size, largest=size)
     return found
-
-
-def _template_hangs() -> Exception:
-    return InvalidRequest(f"chat_template takes more than {TEMPLATE_S:g} s: simplify it")

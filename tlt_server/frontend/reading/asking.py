@@ -62,6 +62,14 @@ async def ask(
     return await unless(asker.left(), work)
 
 
+async def render(slice: Slice, size: int) -> Any:
+    """Return the text that a template of the request at hand makes. `Cancelled`: the client has
+    left.
+    """
+    asker = _ASKER.get()
+    return await unless(asker.left(), asker.reader.renderer.render(asker.key, slice, size))
+
+
 async def unless(watch: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. If `watch` raises first, cancel `work` and raise that error."""
     working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)

@@ -10,9 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
-from tlt_server.errors import QueueFull
+import msgspec
+
+from tlt_server.errors import QueueFull, TltError
+from tlt_server.frontend.reading.frames import Channel
+from tlt_server.frontend.reading.trees import Builder
 from tlt_server.turns import Turns
 
 MAX_WAITING = 1024  # jobs of all keys
@@ -120,3 +125,26 @@ class JobQueue:
                 job.fail(error())
             self._turns.leave(key)
         self._jobs.clear()
+
+
+async def exchange(channel: Channel, job: Job) -> None:
+    """Have the next slice of a job done."""
+    assert job.slice is not None
+    header, payload = job.slice
+    error: TltError | None = None
+    try:
+        await channel.send(chain([msgspec.msgpack.encode(header)], payload()))
+    except TltError as refused:  # the payload cannot be sent; the process answers to what it got
+        error = refused
+        await channel.send(())
+    builder = Builder()
+    while piece := await channel.receive():
+        if error is None and not job.done.done():
+            try:
+                builder.take(piece)
+            except TltError as answered:
+                error = answered
+    if error is not None:
+        job.fail(error)
+    elif not job.done.done():
+        job.take(builder.value)

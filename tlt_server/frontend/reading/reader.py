@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ import structlog
 from tlt_server.errors import TltError, TooLarge, Unavailable
 from tlt_server.frontend.reading.doubling import DoublingWait
 from tlt_server.frontend.reading.frames import Channel
-from tlt_server.frontend.reading.jobs import Job, JobQueue, Patience, Slice
-from tlt_server.frontend.reading.trees import Builder
+from tlt_server.frontend.reading.jobs import Job, JobQueue, Patience, Slice, exchange
+from tlt_server.frontend.reading.renderer import Renderer
 
 LANES = (2**16, 2**20, 2**62)  # bytes of a job in the first lane, of one slice in the others
 MEMORY_MB = 4096  # what the process may have in addition to what it has after its start
@@ -60,6 +59,7 @@ class Reader:
         self._environment = {
             name: value for name, value in os.environ.items() if name not in {*secrets}
         } | ENVIRONMENT
+        self.renderer = Renderer(self._environment)
         self._hang_s, self._memory_mb = hang_s, memory_mb
         self._resting: set[str] = set()  # keys
         self._waits: dict[str, DoublingWait] = {}  # by key
@@ -109,6 +109,7 @@ class Reader:
     def close(self) -> None:
         """End the process, and what waits for it."""
         self.closed = True
+        self.renderer.close()
         if self._running is not None:
             self._running.cancel()
         if self._process is not None:
@@ -233,11 +234,11 @@ class Reader:
         try:
             async with asyncio.timeout(limit_s):
                 if job.patience is None:
-                    await _exchange(channel, job)
+                    await exchange(channel, job)
                 else:
-                    await _exchange(channel, _ready())  # the process may still be starting
+                    await exchange(channel, _ready())  # the process may still be starting
                     async with asyncio.timeout(job.patience.seconds):
-                        await _exchange(channel, job)
+                        await exchange(channel, job)
         except TimeoutError:
             self._hung = job
             return False
@@ -263,29 +264,6 @@ class Reader:
 
 def _ready() -> Job:
     return Job("", [Slice(("ready",), lambda: ())])
-
-
-async def _exchange(channel: Channel, job: Job) -> None:
-    """Have the next slice of a job done."""
-    assert job.slice is not None
-    header, payload = job.slice
-    error: TltError | None = None
-    try:
-        await channel.send(chain([msgspec.msgpack.encode(header)], payload()))
-    except TltError as refused:  # the payload cannot be sent; the process answers to what it got
-        error = refused
-        await channel.send(())
-    builder = Builder()
-    while piece := await channel.receive():
-        if error is None and not job.done.done():
-            try:
-                builder.take(piece)
-            except TltError as answered:
-                error = answered
-    if error is not None:
-        job.fail(error)
-    elif not job.done.done():
-        job.take(builder.value)
 
 
 def _closed() -> TltError:

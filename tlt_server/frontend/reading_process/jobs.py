@@ -4,49 +4,19 @@ request, and returns a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tlt_server.frontend.generation.text import Text, for_template
-from tlt_server.frontend.generation.tokenizing import TEMPLATE_S
-from tlt_server.frontend.reading.frames import BlockingChannel
-from tlt_server.frontend.reading.trees import Builder, named
-from tlt_server.frontend.reading_process.deadline import time_limit
+from tlt_server.frontend.generation.templates import for_template
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.reading.trees import named
+from tlt_server.frontend.reading_process.answers import Payload
 from tlt_server.grammars.compiler import Compiler
 from tlt_server.grammars.forms import grammar_of
 from tlt_server.packed import PackedIds, PackedText
 from tlt_server.records import Grammar
-
-
-class Payload:
-    """The frames after a request's header."""
-
-    def __init__(self, channel: BlockingChannel) -> None:
-        self._frames, self.bytes = channel.message(), 0
-
-    def __iter__(self) -> Iterator[bytes]:
-        for frame in self._frames:
-            self.bytes += len(frame)
-            yield frame
-
-    def joined(self) -> bytearray:
-        data = bytearray()
-        for frame in self:
-            data += frame
-        return data
-
-    def tree(self) -> Any:
-        """Return the value that was sent in pieces, without packed values in it."""
-        builder = Builder(packs=False)
-        for frame in self:
-            builder.take(frame)
-        return builder.value
-
-    def skip(self) -> None:
-        for _ in self:
-            pass
 
 
 def ready(text: Text, payload: Payload) -> None:
@@ -74,18 +44,12 @@ def decode(text: Text, payload: Payload, special: bool) -> PackedText:
 
 
 def render(
-    text: Text, payload: Payload, open_end: bool = False, template: str | None = None
+    text: Text, payload: Payload, open_end: bool = False, name: str | None = None
 ) -> PackedText:
-    """Return the conversation in the chat template, or in one of a request, which may not run as
-    long as it likes. A line of it that does ends the process.
-    """
+    """Return the conversation in the chat template of this name, or the one that suits it."""
     messages, tools, options = payload.tree()
     messages = for_template(messages)
-    if template is None:
-        return PackedText.of(text.render(messages, tools, options, open_end=open_end))
-    with time_limit(TEMPLATE_S):
-        own = text.with_template(template)
-        return PackedText.of(own.render(messages, tools, options, open_end=open_end))
+    return PackedText.of(text.render(messages, tools, options, open_end=open_end, name=name))
 
 
 def parse(text: Text, payload: Payload, function: str, *arguments: Any) -> Any:

@@ -71,10 +71,9 @@ async def prepared(
 
 def _check_shown(service: Service, asked: ChatRequest, must_call: bool) -> None:
     """Refuse tools that the model would not see, unless the answer is held to calls."""
-    text = service.text
-    if asked.chat_template is not None:
-        return
-    if asked.shown_tools() and not must_call and text.has_template and not text.reads("tools"):
+    tools = asked.shown_tools()
+    template = service.text.template_for(tools=bool(tools), name=asked.chat_template)
+    if tools and not must_call and template is not None and not template.reads("tools"):
         raise InvalidRequest(
             "tools is given, and the chat template of this model does not show them to it: leave "
             'them out, or set tool_choice to "none" or "required"'
@@ -91,9 +90,10 @@ async def conversation(
     where: str = "messages",
 ) -> tuple[str | PackedText, PackedIds]:
     """Return the text of a conversation, and its tokens."""
-    if arguments["template"] is not None and not service.config.allow_chat_template:
+    template = arguments["template"]
+    if template not in (None, *service.text.templates) and not service.config.allow_chat_template:
         raise InvalidRequest(
-            "chat_template is given, and this server runs only the model's own template: leave it "
+            "chat_template is given, and this server runs only the model's own templates: leave it "
             "out, or start the server with --allow-chat-template"
         )
     text = await tokenizing.render(service.text, **arguments)

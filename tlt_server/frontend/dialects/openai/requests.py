@@ -8,18 +8,18 @@ as absent. `known_fields` says which are refused instead.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, UnsetType
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
+from tlt_server.frontend.dialects.openai.messages import ChatMessage, Messages
 from tlt_server.frontend.dialects.openai.tools import Choice, Parallel, Tools, check_tools
 from tlt_server.frontend.dialects.structures import BothStructured
 from tlt_server.frontend.generation.batch import PromptReading, Words
 from tlt_server.frontend.generation.requests import (
     ITEMS,
-    MAX_MESSAGES,
     Alternatives,
     AnySeed,
     Count,
@@ -38,13 +38,11 @@ from tlt_server.frontend.generation.requests import (
     seed_of,
 )
 from tlt_server.frontend.http.bounds import Limit
-from tlt_server.frontend.http.fields import Open, RefusedField, Tolerant
-from tlt_server.frontend.http.parsing import any_json
+from tlt_server.frontend.http.fields import RefusedField, Tolerant
 from tlt_server.packed import PackedIds
 
 COMPLETION = Words("prompt[{i}]", "", "", clamps=True)
 CHAT = Words("messages", "", "", renamed={"logprobs": "top_logprobs"}, clamps=True)
-MAX_PARTS = 2**12  # limit on one message
 MAX_TEMPLATE = 2**16  # characters
 MAX_OPTIONS = 64  # limit on the options of a chat template
 
@@ -204,51 +202,6 @@ class CompletionRequest(Asked, frozen=True, kw_only=True):
         return self.prompt if isinstance(self.prompt, list) else [self.prompt]
 
 
-class Part(Tolerant, frozen=True, kw_only=True):
-    type: Annotated[Literal["text"], Meta(description="other types are refused")]
-    text: Annotated[str, Meta(description="a piece of the message")]
-
-
-class ChatMessage(Open, frozen=True, kw_only=True):
-    """A message of which the template sees every field; parts of the content are joined by
-    newlines.
-    """
-
-    role: Annotated[ShortName, Meta(description="whose turn it is, as the chat template knows it")]
-    content: Annotated[
-        str | None | Annotated[list[Part], Meta(max_length=MAX_PARTS)],
-        Meta(description="the text of the message"),
-    ] = ""
-
-    def for_template(self) -> dict[str, Any]:
-        content = (
-            "\n".join(part.text for part in self.content)
-            if isinstance(self.content, list)
-            else self.content or ""
-        )
-        fields = dict(self.more)
-        if isinstance(fields.get("tool_calls"), list):
-            fields["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
-        if "reasoning" in fields:  # as replies name it too
-            fields.setdefault("reasoning_content", fields["reasoning"])
-        return {"role": self.role, "content": content, **fields}
-
-
-def _with_arguments(call: Any) -> Any:
-    """Return a tool call as templates read it: the arguments as an object, not as a JSON string."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = any_json(function["arguments"] or "{}")
-    except InvalidRequest:
-        return call
-    return call | {"function": function | {"arguments": arguments}}
-
-
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
 # The inputs of the chat template other than the messages.
 Options = Annotated[
     dict[str, Scalar | None],
@@ -260,7 +213,10 @@ Options = Annotated[
 ]
 Template = Annotated[
     Annotated[str, Meta(max_length=MAX_TEMPLATE)] | None,
-    Meta(description="in place of the model's own, where the server has allow_chat_template"),
+    Meta(
+        description="the name of one of the model's, or one in its place, where the server has "
+        "allow_chat_template"
+    ),
 ]
 OpenTurn = Annotated[
     bool | None,

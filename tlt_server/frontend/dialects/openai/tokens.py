@@ -66,9 +66,9 @@ async def tokenize(service: Service, request: Request) -> Response:
 @ROUTES.get("/tokenizer_info", needs="data", gives=TokenizerInfo)
 async def tokenizer_info(service: Service, request: Request) -> Response:
     """Name the special tokens and the chat template."""
-    text, tokens = service.text, service.text.tokens
+    tokens, template = service.text.tokens, service.text.template_for(tools=False)
     info = TokenizerInfo(
-        chat_template=text.template,
+        chat_template=template.source if template is not None else None,
         bos_token=tokens.get("bos_token"),
         eos_token=tokens.get("eos_token"),
         pad_token=tokens.get("pad_token"),

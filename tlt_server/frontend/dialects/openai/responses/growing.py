@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from tlt_server.errors import TltError
-from tlt_server.frontend.dialects.openai.requests import ChatMessage
+from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.replies import (
     CallItem,
     Cut,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.openai.requests import ChatMessage
+from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.generation.requests import MAX_MESSAGES
 from tlt_server.frontend.http.fields import shown
 from tlt_server.packed import PackedText

@@ -9,7 +9,8 @@ from msgspec import Meta
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
-from tlt_server.frontend.dialects.openai.requests import ChatMessage, ChatRequest, Effort, Options
+from tlt_server.frontend.dialects.openai.messages import ChatMessage
+from tlt_server.frontend.dialects.openai.requests import ChatRequest, Effort, Options
 from tlt_server.frontend.dialects.openai.tools import (
     NamedFunction,
     NamedTool,

@@ -12,7 +12,7 @@ from tlt_server.errors import NotFound, TltError
 from tlt_server.frontend.dialects.models import named
 from tlt_server.frontend.dialects.openai.answers import read, started
 from tlt_server.frontend.dialects.openai.conversations import prepared
-from tlt_server.frontend.dialects.openai.requests import ChatMessage
+from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.growing import (
     GrowingResponse,
     Keep,

@@ -1,0 +1,189 @@
+"""Templates that requests bring, run by processes of their own.
+
+One process waits with all that a template needs, and forks for each. A key runs one at a time, and
+keys take turns, so no key stands in another's way. The fork bounds its own time and memory; what it
+leaves undone is a refusal of that template only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+
+from tlt_server.errors import InvalidRequest, QueueFull, Unavailable
+from tlt_server.frontend.reading.frames import Channel
+from tlt_server.frontend.reading.jobs import Job, Slice, exchange
+
+AT_ONCE = 4  # templates that run at once, of different keys
+MAX_WAITING_KEY = 64  # templates of one key
+PROCESSOR_S = 2  # time of a core for one template
+READ_BYTES_S = 2**22  # a slow core reads more of a conversation in a second
+MEMORY_MB = 256  # in addition to 16 times the size of the conversation
+TIME_S = 10.0  # until the end of a template on a machine that is busy
+START_S = 60.0  # until the process has imported what it needs
+# -P: a module in the current directory is none of ours.
+COMMAND = (sys.executable, "-P", "-m", "tlt_server.frontend.reading_process.templates")
+
+log = structlog.get_logger()
+
+
+class _Line:
+    """The templates of one key, which run one after another."""
+
+    def __init__(self) -> None:
+        self.lock, self.length = asyncio.Lock(), 0
+
+
+class Renderer:
+    """The processes that run templates of requests."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._lines: dict[str, _Line] = {}  # by key
+        self._free = asyncio.Semaphore(AT_ONCE)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process that forks, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    async def render(self, key: str, slice: Slice, size: int) -> Any:
+        """Return the text that a template makes of a conversation of `size` bytes.
+        `InvalidRequest`: it cannot, or takes too much time or memory.
+        """
+        async with self._turn(key), self._free:
+            return await self._run(slice, size)
+
+    def close(self) -> None:
+        """End the process, and what runs. A later template starts another."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()  # it is dead, so this does not wait
+        self._control = self._process = None
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, key: str) -> AsyncIterator[None]:
+        line = self._lines.setdefault(key, _Line())
+        if line.length >= MAX_WAITING_KEY:
+            raise QueueFull(
+                f"{line.length} requests of this key wait with a chat_template; the limit is "
+                f"{MAX_WAITING_KEY}: send fewer at once, or again later",
+                retry_after_s=1,
+            )
+        line.length += 1
+        try:
+            async with line.lock:
+                yield
+        finally:
+            line.length -= 1
+            if not line.length:
+                del self._lines[key]
+
+    async def _run(self, slice: Slice, size: int) -> Any:
+        channel = await Channel.over(self._fork())
+        clock = asyncio.get_running_loop().time
+        try:
+            with await _begun(channel):
+                job, began = Job("", [slice]), clock()
+                try:
+                    async with asyncio.timeout(TIME_S + size / READ_BYTES_S):
+                        await exchange(channel, job)
+                except TimeoutError:
+                    raise _slow(TIME_S) from None
+                except (OSError, EOFError):
+                    if self._ended:
+                        raise _gone() from None
+                    late = clock() - began >= PROCESSOR_S
+                    raise (_slow(PROCESSOR_S) if late else _large()) from None
+                [text] = await job.done
+                return text
+        finally:
+            channel.close()
+
+    @property
+    def _ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def _fork(self) -> socket.socket:
+        """Return the socket of a new process for one template."""
+        if self._ended:
+            self.close()
+            self._control, self._process = self._launch()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise _gone() from None
+        return ours
+
+    def _launch(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [*COMMAND, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=self._environment,
+                )
+            except OSError:  # no descriptor or no memory is left for a process
+                ours.close()
+                raise _gone() from None
+        log.info("templates_process_started", pid=process.pid)
+        return ours, process
+
+
+async def _begun(channel: Channel) -> contextlib.AbstractContextManager[None]:
+    """Wait until the fork has begun, and return what ends it."""
+    try:
+        async with asyncio.timeout(START_S):
+            pid = msgspec.msgpack.decode(await channel.receive())
+            await channel.receive()
+        return _killing(os.pidfd_open(pid))  # it waits for its template, so it is still there
+    except (OSError, EOFError):  # a timeout, too
+        raise _gone() from None
+
+
+@contextlib.contextmanager
+def _killing(process: int) -> Iterator[None]:
+    """End the process of this descriptor after the block."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+
+
+def _slow(seconds: float) -> InvalidRequest:
+    return InvalidRequest(f"chat_template takes more than {seconds:g} s: simplify it")
+
+
+def _large() -> InvalidRequest:
+    return InvalidRequest(
+        f"chat_template needs more than {MEMORY_MB} MiB of memory, or nests too deep: simplify it"
+    )
+
+
+def _gone() -> Unavailable:
+    return Unavailable(
+        "the process that runs chat templates of requests has ended; send this one again",
+        retry_after_s=1,
+    )

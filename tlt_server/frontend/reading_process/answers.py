@@ -1,0 +1,76 @@
+"""A request to a process that reads, and the answer to it in frames: the pieces of a value, or an
+error.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tlt_server.errors import TltError, TooLarge
+from tlt_server.frontend.reading.frames import BlockingChannel
+from tlt_server.frontend.reading.trees import Builder, cut
+
+
+class Payload:
+    """The frames after a request's header."""
+
+    def __init__(self, channel: BlockingChannel) -> None:
+        self._frames, self.bytes = channel.message(), 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for frame in self._frames:
+            self.bytes += len(frame)
+            yield frame
+
+    def joined(self) -> bytearray:
+        data = bytearray()
+        for frame in self:
+            data += frame
+        return data
+
+    def tree(self) -> Any:
+        """Return the value that was sent in pieces, without packed values in it."""
+        builder = Builder(packs=False)
+        for frame in self:
+            builder.take(frame)
+        return builder.value
+
+    def skip(self) -> None:
+        for _ in self:
+            pass
+
+
+def answered(work: Callable[[], Any], payload: Payload) -> Iterator[bytes]:
+    """Yield the pieces of what the work returns, or of its error. Read the whole payload first."""
+    try:
+        try:
+            yield from cut(work())
+        finally:
+            payload.skip()
+    except TltError as error:
+        yield _refusal(error)
+    except MemoryError:
+        yield _refusal(
+            TooLarge(
+                "the request needs more memory than the reading process may use; send it in "
+                "smaller parts"
+            )
+        )
+    except Exception as error:  # a bug of ours; its message may quote a prompt
+        yield _refusal(TltError(f"unexpected {type(error).__name__} in the reading process"))
+
+
+def _refusal(error: TltError) -> bytes:
+    return msgspec.msgpack.encode(["e", error.code, error.message, error.retry_after_s])
+
+
+def bound_memory(more: int) -> None:
+    """Limit what this process may have in addition to the memory that it has; in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
