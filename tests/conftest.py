@@ -29,6 +29,8 @@ from httpx._transports import default as httpx_transport
 from xdist import is_xdist_controller
 from xdist.scheduler import LoadScopeScheduling
 
+from tlt_server.demo.server import ServerProcess
+from tlt_server.faults import Containment
 from tlt_server.garbage import loading
 from tlt_server.models.environment import library_environment
 
@@ -46,6 +48,18 @@ _context = cache(lambda certificates, **given: _new_context(**given))
 httpx_transport.create_ssl_context = lambda **given: _context(
     os.environ.get("SSL_CERT_FILE"), **given
 )
+
+_stop = ServerProcess.stop
+
+
+def _stop_and_look(server: ServerProcess) -> int:
+    """Stop a server, and fail if it has contained a fault."""
+    status = _stop(server)
+    assert not [line for line in server.lines if "contained_fault" in line]
+    return status
+
+
+setattr(ServerProcess, "stop", _stop_and_look)  # noqa: B010 (mypy: no method may be assigned to)
 
 LONGEST = (  # more than 20 s each
     "tests/e2e/test_spot_training.py",
@@ -108,6 +122,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(2)
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def contained(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which a fault was contained in this process, unless it is marked
+    `contains_faults`.
+    """
+    before = Containment.total
+    yield
+    if request.node.get_closest_marker("contains_faults") is None:
+        assert Containment.total == before, "a fault was contained; its stack is among the output"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -295,5 +295,10 @@ class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False
     accepted: int = 0  # accepted draft rows, also those that a stop cut off
 
 
+def last_output(id: str, finish_reason: str, error: tuple[str, str] | None = None) -> StepOutput:
+    """Return the output that ends a sequence without further tokens."""
+    return StepOutput(id=id, token_ids=[], logprobs=[], finish_reason=finish_reason, error=error)
+
+
 def encode(message: Any) -> bytes:
     return msgspec.msgpack.encode(message)

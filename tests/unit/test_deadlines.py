@@ -126,4 +126,4 @@ def test_deadlines_that_are_far_off_do_not_pile_up() -> None:
     for i in range(2000):
         scheduler.submit([sequence(i, [1], 2, 0, begin_by_s=1e6, deadline_s=1e6)])
         scheduler.abort([f"r{i}"])
-    assert len(scheduler._deadlines._heap) <= 80
+    assert len(scheduler._open.deadlines._heap) <= 80

@@ -24,8 +24,7 @@ from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.recompute import Recomputing
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
-from tlt_server.errors import EngineFailed, TltError
-from tlt_server.records import GenerateRequest, StepOutput
+from tlt_server.records import GenerateRequest, StepOutput, last_output
 
 
 class Commands:
@@ -41,7 +40,7 @@ class Commands:
     ) -> None:
         self._gate, self._scheduler, self._pushes, self._halt = gate, scheduler, pushes, halt
         self._make_sequence, self._set_policy = make_sequence, set_policy
-        self._recomputing = recomputing
+        self._recomputing, self._faults = recomputing, scheduler.faults
         self._waiting: deque[Command] = deque()
         self.stopping = False
 
@@ -74,11 +73,13 @@ class Commands:
             case Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
                 return self._halt.apply(command)
             case Recompute():
-                if self._recomputing is not None:
-                    self._recomputing.ask(command)
+                with self._faults.containing("a wish to recompute states"):
+                    if self._recomputing is not None:
+                        self._recomputing.ask(command)
                 return []
-            case SetPolicy():
-                self._set_policy(command)
+            case SetPolicy(policy):
+                with self._faults.containing(f"a change to policy {policy!r}"):
+                    self._set_policy(command)
                 return []
             case Stop(drain):
                 self.stopping = True
@@ -94,19 +95,6 @@ class Commands:
                 raise self._pushes.refusal
             self._scheduler.submit([self._make_sequence(request) for request in requests])
         except Exception as cause:  # other requests must not suffer
-            error = (
-                cause
-                if isinstance(cause, TltError)
-                else EngineFailed(f"this batch cannot be run: {type(cause).__name__}: {cause}")
-            )
-            return [
-                StepOutput(
-                    id=request.id,
-                    token_ids=[],
-                    logprobs=[],
-                    finish_reason="error",
-                    error=(error.code, error.message),
-                )
-                for request in requests
-            ]
+            error = self._faults.typed(cause, f"a batch with request {requests[0].id}")
+            return [last_output(r.id, "error", (error.code, error.message)) for r in requests]
         return []

@@ -27,7 +27,6 @@ from tlt_server.engine import orders
 from tlt_server.engine.agreement import sum_of_states
 from tlt_server.engine.arena import layout
 from tlt_server.engine.exchange.gloo import GlooExchange
-from tlt_server.engine.faults import trace
 from tlt_server.engine.orders import (
     Allocate,
     CheckNumerics,
@@ -40,6 +39,7 @@ from tlt_server.engine.orders import (
 )
 from tlt_server.engine.rank_memory import RankMemory
 from tlt_server.errors import EngineFailed, TltError
+from tlt_server.faults import trace
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import empty_target

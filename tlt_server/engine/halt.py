@@ -100,6 +100,11 @@ class Halt:
             raise  # something has changed, so the next epoch begins
         except TltError as error:
             self._report(command.id, error)
+        except Exception as error:
+            if isinstance(command, Sleep | WakeUp):  # no check tells what memory is there
+                raise
+            name = type(command).__name__
+            self._report(command.id, self._scheduler.faults.contain(error, f"a {name} command"))
 
     def _do(self, command: ControlCommand) -> None:
         match command:

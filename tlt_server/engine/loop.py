@@ -26,7 +26,7 @@ from tlt_server.engine.structures import Structures
 from tlt_server.engine.traces import Recorder
 from tlt_server.errors import TltError
 from tlt_server.events import ControlReport, WeightReport
-from tlt_server.records import Cycle, GenerateRequest, StepOutput, Strategy
+from tlt_server.records import OFF, Cycle, GenerateRequest, StepContext, StepOutput, Strategy
 from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.knowledge import Knowledge
 from tlt_server.speculation.policies import Policy
@@ -74,7 +74,7 @@ class Engine:
         `training`: whether a drafter is being trained now.
         """
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
-        self.pushes, self.halt = pushes, halt
+        self.pushes, self.halt, self.faults = pushes, halt, scheduler.faults
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
         self.canary, self._make_policy, self._record = canary, make_policy, record
@@ -99,12 +99,12 @@ class Engine:
         outputs = self._commands.apply()  # only between steps
         if self._recorder and self._recorder.due:
             outputs += settle(self.scheduler, self.runner)
-            self._recorder.renew()
+            with self.faults.containing("the table of the drafter that is recorded"):
+                self._recorder.renew()
         batch = self.scheduler.next_batch()  # None when nothing can run
         if batch:
             # No speculation is an ordinary strategy.
-            strategy = self.canary.permitted(self.policy.choose(batch.context))
-            self.switches.chose(batch.context, strategy)
+            strategy = self._choose(batch.context)
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
             self.scheduler.launched(batch, strategy.depth)
         # On a CPU the result comes at once, on a GPU one step late.
@@ -120,6 +120,20 @@ class Engine:
         cycle = msgspec.structs.replace(
             finished.cycle, emitted=emitted, step_s=self._last_end - started
         )
+        self.last_cycle = cycle
+        with self.faults.containing("what is learnt from a step"):
+            self._learn(finished, cycle)
+        return outputs
+
+    def _choose(self, context: StepContext) -> Strategy:
+        """Return the strategy of the next step; none where choosing it raised."""
+        strategy = OFF
+        with self.faults.containing("the choice of a strategy"):
+            strategy = self.canary.permitted(self.policy.choose(context))
+            self.switches.chose(context, strategy)
+        return strategy
+
+    def _learn(self, finished: Finished, cycle: Cycle) -> None:
         self.scheduler.observe(finished.batch, 1e3 * cycle.step_s)
         training = self._training()
         predicted_s = self.knowledge.observe(cycle, finished.drafted, training=training)
@@ -127,7 +141,6 @@ class Engine:
         self.policy.observe(self.last_cycle)
         if news := self.canary.observe(self.last_cycle):
             print(f"tlt: {news}", file=sys.stderr)
-        return outputs
 
     @property
     def idle(self) -> bool:
@@ -175,6 +188,13 @@ class Engine:
         return self.halt.take_reports()
 
     def gauges(self) -> dict[str, float]:
+        """Return the figures; without those that cannot be told."""
+        found: dict[str, float] = {}
+        with self.faults.containing("the engine's figures"):
+            found = self._figures()
+        return {**found, "contained_faults": float(self.faults.count)}
+
+    def _figures(self) -> dict[str, float]:
         return {
             **self.scheduler.gauges(),
             **self.policy.gauges(),

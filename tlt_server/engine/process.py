@@ -27,11 +27,11 @@ import zmq
 
 from tlt_kernels.parents import end_with
 from tlt_server.commands import decode_command
-from tlt_server.engine.faults import describe, trace
 from tlt_server.engine.phases import Phases
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.events import Event, Failed, Heartbeat, Phase, PhaseProgress, Ready, of_step
+from tlt_server.faults import describe, trace
 from tlt_server.garbage import loading
 from tlt_server.records import encode
 from tlt_server.started import StartedFile

@@ -129,7 +129,8 @@ class WeightPushes:
         try:
             self._check_awake(command)
             self._apply(command)
-        except TltError as error:
+        except Exception as cause:
+            error = self._scheduler.faults.typed(cause, f"a {type(command).__name__} command")
             if isinstance(command, PushWeights):
                 self._refuse(command, error)
             else:

@@ -18,8 +18,8 @@ from typing import Any
 
 from tlt_server.commands import InFlight
 from tlt_server.engine.batch import Batch, Chunk, Emission
-from tlt_server.engine.deadlines import Deadlines
 from tlt_server.engine.gate import StepGate
+from tlt_server.engine.ledger import Ledger
 from tlt_server.engine.new_weights import NewWeights
 from tlt_server.engine.outputs import End, output, truncate
 from tlt_server.engine.running import RunningSet
@@ -29,7 +29,7 @@ from tlt_server.engine.starts import Starts
 from tlt_server.engine.step_cost import StepCost
 from tlt_server.engine.time_shares import TimeShares
 from tlt_server.engine.waiting import WaitingSequences
-from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
+from tlt_server.errors import InvalidRequest, TltError
 from tlt_server.records import OFF, LoadedAdapter, StepOutput, Strategy
 
 
@@ -62,11 +62,11 @@ class Scheduler:
         self.max_rows, self.lookahead = max_rows, lookahead
         self.weight_version = weight_version
         self.preemptions = 0
-        self._prompt_budget, self._on_start, self._on_end = prompt_budget, on_start, on_end
+        self._prompt_budget, self._on_start = prompt_budget, on_start
         self._save, self._clock = save, clock
         self._waiting = WaitingSequences()
-        self._by_id: dict[str, Sequence] = {}
-        self._deadlines = Deadlines(self._by_id)
+        self._open = Ledger(running, self._waiting, on_end, self.check)
+        self.faults = self._open.faults
         self._time_shares = TimeShares(
             running, self._waiting, cost or StepCost(), max_rows=max_rows
         )
@@ -90,7 +90,7 @@ class Scheduler:
                     f"max_tokens {sequence.request.sampling.max_tokens} needs {need} positions, "
                     f"this server holds {capacity}; lower max_tokens or start it with more pages"
                 )
-            if sequence.id in self._by_id or sequence.id in names:
+            if sequence.id in self._open or sequence.id in names:
                 raise InvalidRequest(
                     f"request id {sequence.id!r} is already in use; "
                     "ids must be unique while a request runs"
@@ -99,19 +99,13 @@ class Scheduler:
         for sequence in batch:
             sequence.arrived_s = self._clock()
             sequence.start_over(self.weight_version)
-            self._by_id[sequence.id] = sequence
-            self._waiting.add(sequence)
-            self._deadlines.add(sequence)
+        self._open.open(batch)
 
     def abort(
         self, ids: Iterable[str], finish_reason: str = "abort", *, all: bool = False
     ) -> list[StepOutput]:
-        """End these sequences (or all), each once, with the tokens they have. Unknown ids are
-        treated as finished.
-        """
-        names = list(self._by_id) if all else dict.fromkeys(ids)
-        chosen = [self._by_id[name] for name in names if name in self._by_id]
-        return [self._end(sequence, End(finish_reason)) for sequence in chosen]
+        """End these sequences (or all) as `Ledger.abort` does."""
+        return self._open.abort(ids, finish_reason, all=all)
 
     def abandon(self) -> None:
         """End what runs or waits in the background, without an output."""
@@ -120,54 +114,22 @@ class Scheduler:
 
     def fail(self, error: TltError) -> list[StepOutput]:
         """End all sequences with this error."""
-        return [
-            self._end(sequence, End("error", error=error))
-            for sequence in list(self._by_id.values())
-        ]
+        return self._open.fail(error)
 
     def expire(self) -> list[StepOutput]:
-        """End every sequence whose deadline has passed, running or waiting, and every one that has
-        not started by the time it asked for.
-        """
-        now, ended = self._clock(), []
-        for sequence in self._deadlines.due(now):
-            request = sequence.request
-            error: TltError | None = None
-            if request.deadline_s is not None and request.deadline_s <= now:
-                error = DeadlineExceeded(
-                    "the request's deadline passed before it finished; "
-                    "raise timeout_s or ask for fewer tokens"
-                )
-            elif not sequence.has_started:
-                error = QueueTimeout(
-                    "the engine did not start this sequence within its queue_timeout_s, as others "
-                    "came first; send it again later or raise queue_timeout_s"
-                )
-            if error is not None:
-                ended.append(self._end(sequence, End("error", error=error)))
-        return ended
-
-    def _end(self, sequence: Sequence, end: End, emission: Emission | None = None) -> StepOutput:
-        if sequence.trace is not None:
-            sequence.trace.ended(sequence, end.finish_reason)
-        if sequence.batch_slot >= 0:
-            self.running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        del self._by_id[sequence.id]
-        self._on_end(sequence)
-        return output(sequence, emission or Emission(), end)
+        """End every sequence one of whose deadlines has passed."""
+        return self._open.expire(self._clock())
 
     # -- the next step -----------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        return not self._by_id
+        return not self._open
 
     @property
     def in_background(self) -> bool:
         """Tell whether what there is runs in the background. Then it is alone."""
-        return any(sequence.background for sequence in islice(self._by_id.values(), 1))
+        return any(sequence.background for sequence in islice(self._open, 1))
 
     @property
     def due(self) -> bool:
@@ -291,9 +253,17 @@ class Scheduler:
             said
             for chunk, emission in zip(batch.chunks, emissions, strict=True)
             if not chunk.void
-            and (said := self._apply(chunk, emission, batch.weight_version, strategy))
+            and (said := self._take_in(chunk, emission, batch.weight_version, strategy))
             and not chunk.sequence.background
         ]
+
+    def _take_in(
+        self, chunk: Chunk, emission: Emission, version: str, strategy: Strategy
+    ) -> StepOutput | None:
+        try:
+            return self._apply(chunk, emission, version, strategy)
+        except Exception as error:
+            return self._open.failed(chunk.sequence, error)
 
     def observe(self, batch: Batch, ms: float) -> None:
         """Take in how long a step has taken."""
@@ -315,18 +285,19 @@ class Scheduler:
             return None
         if emission.error is not None:
             self.pool.withdraw(sequence.pages)  # where its KV went wrong is not known
-            return self._end(sequence, End("error", error=emission.error))
+            return self._open.end(sequence, End("error", error=emission.error))
         # Without a token the request wanted the prompt only.
         end = truncate(emission, sequence.state.stop_ids, sequence.remaining)
         emission.weight_version = sequence.version_of(version) if emission.tokens else ""
         if sequence.trace is not None:
-            sequence.trace.emitted(sequence, emission, strategy, decodes=chunk.decodes)
+            with self.faults.containing(f"the record of sequence {sequence.id}"):
+                sequence.trace.emitted(sequence, emission, strategy, decodes=chunk.decodes)
         sequence.append(emission.tokens)
         self._waiting.emitted(sequence, len(emission.tokens))
         sequence.computed = sequence.length - 1
         sequence.launched = sequence.length if sequence.sure else sequence.computed
         self._publish(sequence)
-        return self._end(sequence, end, emission) if end else output(sequence, emission)
+        return self._open.end(sequence, end, emission) if end else output(sequence, emission)
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self.pool.page_size
@@ -341,7 +312,7 @@ class Scheduler:
 
     def using(self, adapter: str = "") -> list[Sequence]:
         """Return the sequences with this adapter; all where it is empty."""
-        return [s for s in self._by_id.values() if adapter in ("", s.request.lora)]
+        return [s for s in self._open if adapter in ("", s.request.lora)]
 
     def started(self, adapter: str = "") -> int:
         """Count those of them of which a version has computed something."""
@@ -368,22 +339,15 @@ class Scheduler:
             "pages_free": self.pool.available,
             "pages_cached": self.pool.cached,
             "preemptions": self.preemptions,
-            "spanning": sum(s.mixed_version for s in self._by_id.values()),
+            "spanning": sum(s.mixed_version for s in self._open),
         }
 
     def check(self) -> None:
         """Assert every invariant; the property tests call this after each operation."""
         self._gate.check()
         self.running.check()
-        self._deadlines.check()
         self._waiting.check()
-        assert len({s.background for s in self._by_id.values()}) < 2, "a request is not alone"
-        running = {s.id for s in self.running}
-        waiting = {s.id for s in self._waiting}
-        assert running | waiting == set(self._by_id), "a sequence is lost"
-        assert len(running) + len(self._waiting) == len(self._by_id), (
-            "a sequence both runs and waits"
-        )
+        self._open.check()
         for s in self.running:
             assert 0 <= s.computed < s.length and s.computed <= s.capacity, (
                 f"{s.id}: computed {s.computed}, capacity {s.capacity}"

@@ -93,6 +93,10 @@ TOTALS = {  # likewise, counted by the engine since it started
         "tlt_drafter_capture_seconds",
         "Time that the engine's thread spent on handing features to the trainer.",
     ),
+    "contained_faults": (
+        "tlt_contained_faults",
+        "Exceptions that ended one command, one sequence or one figure, and nothing else.",
+    ),
     "preemptions": (
         "tlt_preemptions",
         "Sequences preempted: their pages were taken for older ones.",
@@ -123,6 +127,7 @@ class EngineMetrics:
             self.restarts.labels(reason)
         self._gauges = {name: kinds.gauge(*metric) for name, metric in GAUGES.items()}
         self._totals = {name: kinds.counter(*metric) for name, metric in TOTALS.items()}
+        self.contained_faults = self._totals["contained_faults"]  # those of the frontend, too
         self._counted = dict.fromkeys(TOTALS, 0.0)
         self._ratio = kinds.gauge(
             "tlt_sd_accepted_over_predicted",

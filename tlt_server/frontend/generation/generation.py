@@ -180,7 +180,8 @@ class Generation:
         sequence = self._items[id]
         before = len(sequence.token_ids)
         events = self._items.take(outputs)
-        self._measured.take(outputs, sequence, before)
+        with self._engine.faults.containing("the figures of a sequence"):
+            self._measured.take(outputs, sequence, before)
         if any(isinstance(event, FailedItem) for event in events):
             self._engine.abort(
                 [other for other in self._items.siblings(id) if other in self._submission.open]

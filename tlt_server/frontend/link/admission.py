@@ -303,19 +303,21 @@ class Admission:
         opened.given += len(output.token_ids)
         if output.finish_reason is not None:
             self.close(output.id)
-            if not opened.max_tokens:
-                return  # a prompt that was only scored tells nothing of outputs
-            if output.finish_reason in ("stop", "length"):
-                self.forecast.ended(opened.given, opened.max_tokens)
-            elif (
-                output.error is not None
-                and output.error[0] == DeadlineExceeded.code
-                and opened.given
-            ):
-                self.forecast.cut_off(opened.given, opened.max_tokens)
+            self._learn(output, opened)
+
+    def _learn(self, output: StepOutput, opened: _Open) -> None:
+        if not opened.max_tokens:
+            return  # a prompt that was only scored tells nothing of outputs
+        if output.finish_reason in ("stop", "length"):
+            self.forecast.ended(opened.given, opened.max_tokens)
+        elif output.error is not None and output.error[0] == DeadlineExceeded.code and opened.given:
+            self.forecast.cut_off(opened.given, opened.max_tokens)
 
     def close(self, id: str) -> None:
-        closed = self._open.pop(id)
+        """Count a sequence out, unless that was done."""
+        closed = self._open.pop(id, None)
+        if closed is None:
+            return
         unstarted = 0 if closed.given else -1
         self._add(closed.owner, -1, -closed.prompt_tokens, -closed.max_tokens, unstarted)
         if not self._held[closed.owner].sequences:

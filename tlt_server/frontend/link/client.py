@@ -37,6 +37,7 @@ from tlt_server.events import (
     Ready,
     WeightReport,
 )
+from tlt_server.faults import Containment
 from tlt_server.frontend.http.traces import CURRENT
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.answers import Answers
@@ -69,8 +70,13 @@ class EngineClient:
         metrics.sequences.forecast_pages.set_function(lambda: admission.pages)
         metrics.sequences.forecast_wait_s.set_function(admission.wait_s)
         self._link: EngineLink | None = None
+        self.faults = Containment(log=self._contained)
         self._sequences = OpenSequences(
-            admission, metrics, self._send, lambda count: self.activity.set("sequences", count)
+            admission,
+            metrics,
+            self._send,
+            lambda count: self.activity.set("sequences", count),
+            self.faults,
         )
         self._weight_answers = Answers[WeightReport](self._send)
         self._control_answers = Answers[ControlReport](self._send)
@@ -105,7 +111,9 @@ class EngineClient:
         self._link, self.start = link, StartState()
 
     def take(self, event: Event) -> None:
-        """Take an event of the current epoch in."""
+        """Take an event of the current epoch in. A fault in doing so is none of the engine's; only
+        an epoch that cannot begin is of no use.
+        """
         match event:
             case Outputs():
                 self._dispatch(event)
@@ -116,16 +124,26 @@ class EngineClient:
             case Ready(info):
                 self._begin(info)
             case WeightReport():
-                self._weights_reported(event)
-            case ControlReport(id, error):
-                self.pauses.answered(event)
-                self.activity.sleeps(bool(self.pauses.asleep))
-                if error is not None and id not in self._control_answers:
-                    # the client has gone, or a new epoch got a command that was standing
-                    log.warning("control_failed", code=error[0], message=error[1])
+                with self.faults.containing("a weight report"):
+                    self._weights_reported(event)
+                self._weight_answers.settle(event)
+            case ControlReport():
+                with self.faults.containing("a control report"):
+                    self._controlled(event)
                 self._control_answers.settle(event)
         if not isinstance(event, Outputs):
             self.changes.tell()
+
+    def _contained(self, what: str, trace: str) -> None:
+        log.error("contained_fault", what=what, trace=trace)
+        self._metrics.engine.contained_faults.inc()
+
+    def _controlled(self, report: ControlReport) -> None:
+        self.pauses.answered(report)
+        self.activity.sleeps(bool(self.pauses.asleep))
+        if report.error is not None and report.id not in self._control_answers:
+            # the client has gone, or a new epoch got a command that was standing
+            log.warning("control_failed", code=report.error[0], message=report.error[1])
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
         """End everything open with a typed error, except what can resume, and return the number of
@@ -139,7 +157,8 @@ class EngineClient:
         self.failure = f"the engine is gone and {restart} restarted: {reason}"
         self._over = restart_in_s is None
         self._again_s = (restart_in_s or 0.0) + start_s
-        self._metrics.engine_gone()
+        with self.faults.containing("the figures of an engine that is gone"):
+            self._metrics.engine_gone()
         self._unanswered |= bool(self._weight_answers)
         for answers in (self._weight_answers, self._control_answers):
             answers.fail(
@@ -155,7 +174,8 @@ class EngineClient:
         """Give the epoch that is ready what was set while serving, then what was cut off."""
         self.info = self.admission.engine = info
         self.failure, self.start.over = "", True
-        self._metrics.engine_ready(info)
+        with self.faults.containing("the figures of an engine that is ready"):
+            self._metrics.engine_ready(info)
         self.versions.begin(info, unanswered=self._unanswered)
         self._unanswered = False
         if self.policy is not None:
@@ -168,6 +188,11 @@ class EngineClient:
         self._started.set()
 
     def _dispatch(self, message: Outputs) -> None:
+        with self.faults.containing("the figures of a step"):
+            self._count(message)
+        self._sequences.dispatch(message.outputs)
+
+    def _count(self, message: Outputs) -> None:
         self._metrics.engine.took(message)
         self.gauges = message.gauges
         self.switches.extend(message.switches)
@@ -176,7 +201,6 @@ class EngineClient:
             if message.cycle.drafted:
                 self.drafted.append(message.cycle)
             self.admission.stepped(message.cycle, message.gauges.get("waiting", 0.0))
-        self._sequences.dispatch(message.outputs)
 
     # the end of the server
 
@@ -340,12 +364,12 @@ class EngineClient:
                 drafter_version=report.state.drafter,
                 adapters=report.state.adapters,
             )
-        self._metrics.weights.reported(report)
+        with self.faults.containing("the figures of a push"):
+            self._metrics.weights.reported(report)
         waiting = bool(self.versions.lost)
         self.versions.reported(report)
         if waiting and not self.versions.lost:
             self._sequences.resume()
-        self._weight_answers.settle(report)
 
     async def _control(self, command: ControlCommand) -> None:
         if isinstance(command, Pause | Sleep) and command.in_flight == "abort":

@@ -17,12 +17,13 @@ import structlog
 
 from tlt_server.commands import Abort, Command, Submit
 from tlt_server.errors import DeadlineExceeded, Poisoned, TltError
+from tlt_server.faults import Containment
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.chores import Chores
 from tlt_server.frontend.link.submission import Route, Submission
 from tlt_server.frontend.link.suspects import KEPT_S, Suspects
 from tlt_server.metrics import Metrics
-from tlt_server.records import GenerateRequest, StepOutput
+from tlt_server.records import GenerateRequest, StepOutput, last_output
 
 # Limits on what is sent to the engine at once; on a slow core it takes up to 2 ms.
 SLICE_REQUESTS = 256
@@ -38,10 +39,11 @@ class OpenSequences:
         metrics: Metrics,
         send: Callable[[Command], bool],
         counted: Callable[[int], None] = lambda count: None,
+        faults: Containment | None = None,
     ) -> None:
         """`counted` is told how many are open."""
         self._admission, self._metrics, self._send = admission, metrics, send
-        self._counted = counted
+        self._counted, self._faults = counted, faults or Containment()
         self._suspects, self._chores = Suspects(), Chores()
         self._routes: dict[str, Route] = {}  # in order of arrival
         self._queue: deque[tuple[list[GenerateRequest], bool]] = (
@@ -108,7 +110,7 @@ class OpenSequences:
         """Hand on the outputs of an event, which all came at the same time. Most sequences have
         waited equally long for theirs, so equal times are observed together.
         """
-        now_s, metrics = time.monotonic(), self._metrics.sequences
+        now_s = time.monotonic()
         gaps: Counter[tuple[float, int]] = Counter()
         for output in outputs:
             route = self._routes.get(output.id)
@@ -118,12 +120,18 @@ class OpenSequences:
                 if route.last_s:
                     gaps[route.last_s, len(output.token_ids)] += 1
                 elif not route.request.generated:  # else it continues what an earlier one began
-                    metrics.queued_s.observe(output.queued_s)
-                    metrics.first_token_s.observe(now_s - route.accepted_s)
+                    with self._faults.containing("the latency of a first token"):
+                        self._first(route, output, now_s)
                 route.last_s = now_s
             self._give(route, output)
-        for (last_s, tokens), count in gaps.items():
-            metrics.inter_token_s.observe_many((now_s - last_s) / tokens, count)
+        with self._faults.containing("the latencies of tokens"):
+            for (last_s, tokens), count in gaps.items():
+                observe = self._metrics.sequences.inter_token_s.observe_many
+                observe((now_s - last_s) / tokens, count)
+
+    def _first(self, route: Route, output: StepOutput, now_s: float) -> None:
+        self._metrics.sequences.queued_s.observe(output.queued_s)
+        self._metrics.sequences.first_token_s.observe(now_s - route.accepted_s)
 
     def abort(self, ids: Iterable[str], finish_reason: str) -> int:
         """Ask the engine to end these; their last outputs carry `finish_reason`. Return how many
@@ -259,9 +267,19 @@ class OpenSequences:
                 first = left[0].request
                 self._on_trial = first.id if trial else ""
                 self._trial_tokens = self._suspects.trial(first) if trial else 0
-                sent = self._send(Submit([route.rest() for route in left]))
-                for route in left:
-                    route.held = not sent
+                self._hand_over(left)
+
+    def _hand_over(self, routes: list[Route]) -> None:
+        """Send these to the engine; if they cannot be sent, they end, and no others."""
+        try:
+            sent = self._send(Submit([route.rest() for route in routes]))
+        except Exception as error:
+            failed = self._faults.contain(error, f"the batch of {routes[0].request.id}")
+            for route in routes:
+                self._end(route.request.id, failed)
+        else:
+            for route in routes:
+                route.held = not sent
 
     def _slice(
         self, batch: list[GenerateRequest]
@@ -291,22 +309,36 @@ class OpenSequences:
 
     def _finish(self, id: str, finish_reason: str, error: tuple[str, str] | None = None) -> None:
         if id in self._routes:
-            output = StepOutput(
-                id=id, token_ids=[], logprobs=[], finish_reason=finish_reason, error=error
-            )
-            self._give(self._routes[id], output)
+            self._give(self._routes[id], last_output(id, finish_reason, error))
 
     def _give(self, route: Route, output: StepOutput) -> None:
         first = not route.tokens
-        route.take(output)
-        self._admission.take(output)
-        if output.finish_reason is not None:
-            del self._routes[output.id]
-            self._count()
-            if output.finish_reason in ("stop", "length"):
-                self._suspects.completed(route.request)
+        try:
+            self._take(output, route)
+        except Exception as error:
+            failed = self._faults.contain(error, f"an output of {output.id}")
+            output = last_output(output.id, "error", (failed.code, failed.message))
+            self._drop(output.id)
+            self._send(Abort([output.id]))
         route.submission.put(output, first=first)
         self._tried(output.id, math.inf if output.finish_reason is not None else route.tokens)
+
+    def _take(self, output: StepOutput, route: Route) -> None:
+        route.take(output)
+        try:
+            self._admission.take(output)
+        except Exception as error:
+            self._faults.contain(error, "the figures of open sequences")
+        if output.finish_reason is not None:
+            self._drop(output.id)
+            if output.finish_reason in ("stop", "length"):
+                self._suspects.completed(route.request)
+
+    def _drop(self, id: str) -> None:
+        """Forget a sequence, unless that was done."""
+        if self._routes.pop(id, None) is not None:
+            self._admission.close(id)
+            self._count()
 
     def _abandon(self, submission: Submission) -> None:
         ids = list(submission.open)
@@ -325,8 +357,9 @@ class OpenSequences:
         self._chores.add(ids, drop, self._count)
 
     def _count(self) -> None:
-        self._metrics.sequences.open.set(len(self._routes))
-        self._counted(len(self._routes))
+        with self._faults.containing("the number of open sequences"):
+            self._metrics.sequences.open.set(len(self._routes))
+            self._counted(len(self._routes))
         if self._routes:
             self.idle.clear()
         else:

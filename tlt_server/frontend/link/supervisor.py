@@ -141,9 +141,10 @@ class Supervisor:
             restart_in_s=delay_s,
         )
         waiting = self._client.died(death, delay_s, self._start_s)
-        if delay_s is not None:
-            self._progress.died(death.described, delay_s, waiting)
-            self._metrics.engine.restarts.labels(death.ending).inc()
+        with self._client.faults.containing("the report of an engine that is gone"):
+            if delay_s is not None:
+                self._metrics.engine.restarts.labels(death.ending).inc()
+                self._progress.died(death.described, delay_s, waiting)
 
     def _give_up(self, death: Death) -> EngineFailed:
         reason = (
@@ -156,6 +157,10 @@ class Supervisor:
 
     def _take(self, event: Event) -> None:
         self._client.take(event)
+        with self._client.faults.containing("the report of a start"):
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
         if isinstance(event, Phase):
             self._progress.phase(event)
         if isinstance(event, PhaseProgress):

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tlt_server.engine.faults import describe, trace
+from tlt_server.faults import describe, trace
 
 DETAILS = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call.\n"
@@ -66,7 +66,7 @@ def test_once_requests_come_a_fault_is_named_by_type_and_place() -> None:
             raise ValueError("a prompt")
         except ValueError as error:
             raise KeyError("a prompt") from error
-    place = r"KeyError at .*test_engine_faults\.py:\d+"
+    place = r"KeyError at .*test_faults\.py:\d+"
     assert re.fullmatch(f"{place}; the engine restarts", describe(caught.value, ready=True))
     stack = trace(caught.value, ready=True)
     assert "ValueError at" in stack and "KeyError at" in stack
