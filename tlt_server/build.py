@@ -224,6 +224,7 @@ def admission(config: Config) -> Admission:
         max_queue=config.max_queue,
         max_queue_tokens=config.max_queue_tokens,
         max_page_forecast=config.max_page_forecast,
+        restart_window_s=config.restart_window_s,
     )
 
 

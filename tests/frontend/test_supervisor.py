@@ -16,7 +16,7 @@ import pytest
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.waiting import until
-from tlt_client import Client
+from tlt_client import Client, ServerError
 from tlt_server.commands import SetPolicy
 from tlt_server.frontend.link.submission import Submission
 from tlt_server.frontend.link.supervisor import Backoff
@@ -408,6 +408,30 @@ def test_backoff_doubles_within_the_window_and_ends_at_the_limit(
 ) -> None:
     backoff = Backoff(restarts, window_s=10.0)
     assert [backoff.death(at_s) for at_s in deaths] == delays
+
+
+def test_a_key_that_ends_the_engine_rests_and_no_other(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a scopes=data name=a\nb scopes=data name=b\n")
+    with (
+        live_server(model, api_key_file=tmp_path / "keys", max_restarts=2) as server,
+        Client(server.url, api_key="a", timeout_s=30) as bad,
+        Client(server.url, api_key="b", timeout_s=30) as good,
+    ):
+        bystander = good.generate([{"token_ids": [HANGS]}], detach=True)
+        until(lambda: len(server.engine.running) == 1)
+        for epoch in (2, 3, 4):  # at the first death both keys' requests run
+            bad.generate([{"token_ids": [70 + epoch, DIES]}])
+            until(lambda n=epoch: len(server.engines) == n and not server.client.failure)
+            server.call(lambda: server.client.abort([*server.client.open_ids]))
+            bystander.result(30)
+        for prompt in range(80, 90):
+            with pytest.raises(ServerError) as caught:
+                bad.generate([{"token_ids": [70 + prompt, DIES]}])
+            error = caught.value
+            assert (error.status, error.code, error.retryable) == (503, "unavailable", True)
+            assert error.retry_after_s and 1 <= error.retry_after_s <= 15 and "rests" in str(error)
+        [result] = good.generate([{"token_ids": [65], "sampling": {"max_tokens": 3}}]).results
+        assert result.error is None and len(server.engines) == 4
 
 
 def test_a_frontend_that_was_held_up_itself_blames_nobody(model: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from tlt_server.frontend.link import suspects as module
 from tlt_server.frontend.link.suspects import Suspects
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.records import GenerateRequest, Grammar, Sampling
 from tlt_server.started import StartedFile, read_started
 
 
@@ -41,6 +41,26 @@ def test_two_crashes_without_progress_refuse_a_request_by_what_it_computes() -> 
     assert refused(suspects, asked, 1.0) == ["x"], (
         "another prompt or other sampling is another request"
     )
+
+
+def test_structures_are_known_by_their_form_and_their_key() -> None:
+    def structured(text: str, prompt: int = 1, kind: str = "regex") -> GenerateRequest:
+        grammar = msgspec.convert({"kind": kind, "text": text}, Grammar)
+        return request(prompt, structured_outputs=grammar)
+
+    suspects = Suspects()
+    killer = structured("(a?){5000}a{5000}")
+    for now_s in (0.0, 1.0):
+        crash(suspects, [(killer, 5)], now_s)
+    again = [structured("(b?){4001} b{4001}", 7), killer]
+    other = [
+        structured("(a?){5000}"),
+        structured("(a?){5000}a{5000}", kind="lark"),
+        request(),
+        msgspec.structs.replace(killer, owner="another"),
+    ]
+    found = suspects.sort([*again, *other], 1.0)
+    assert found.refused == again and found.free == other
 
 
 def test_who_ended_elsewhere_the_second_time_goes_on() -> None:

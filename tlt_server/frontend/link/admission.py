@@ -24,6 +24,7 @@ from msgspec import Struct
 from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
 from tlt_server.events import EngineInfo
 from tlt_server.frontend.link.forecast import Forecast
+from tlt_server.frontend.link.rests import Rests
 from tlt_server.records import Cycle, GenerateRequest, StepOutput
 
 # Factor on a forecast. Half of all waits are longer than their mean, and work that ends too late is
@@ -106,6 +107,7 @@ class Admission:
         max_queue_tokens: int,
         max_page_forecast: float,
         forecast: Forecast | None = None,
+        restart_window_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_queue, self.max_queue_tokens, self.max_page_forecast = (
@@ -113,7 +115,7 @@ class Admission:
             max_queue_tokens,
             max_page_forecast,
         )
-        self.forecast = forecast or Forecast()
+        self.forecast, self.rests = forecast or Forecast(), Rests(restart_window_s)
         self.engine: EngineInfo | None = None
         self.prompt_tokens = self.output_tokens = 0  # sums over the open sequences
         self._open: dict[str, _Open] = {}
@@ -137,6 +139,7 @@ class Admission:
 
     def admit(self, demand: Demand) -> None:
         """Raise if the demand cannot get in now. Changes nothing."""
+        self.rests.check(demand.owner, self._clock())
         for bound in self._bounds(demand):
             if bound.known and bound.asked > bound.limit:
                 raise TooLarge(

@@ -145,6 +145,14 @@ class EngineClient:
             # the client has gone, or a new epoch got a command that was standing
             log.warning("control_failed", code=report.error[0], message=report.error[1])
 
+    def blame(self, death: Death, now_s: float) -> str:
+        """Return the key whose requests alone can have caused this death, which may have to rest
+        now; empty where that is not known.
+        """
+        owner = self._sequences.alone(death.started)
+        self.admission.rests.died(owner, now_s)
+        return owner
+
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
         """End everything open with a typed error, except what can resume, and return the number of
         sequences that can. `restart_in_s`: None for never; `start_s`: how long a start then takes.

@@ -154,6 +154,14 @@ class OpenSequences:
         for id in self.ids:
             self._end(id, error)
 
+    def alone(self, started: Iterable[str]) -> str:
+        """Return the key of the request on trial, or of all that ran; empty where keys differ."""
+        ran = [self._routes[id].request for id in started if id in self._routes]
+        owners = {one.owner for one in ran if one.id == self._on_trial} or {
+            one.owner for one in ran
+        }
+        return owners.pop() if len(owners) == 1 else ""
+
     def died(self, started: Iterable[str], error: TltError) -> int:
         """End what cannot resume, hold the rest until `resume`, and return the number of the rest.
         `started`: ids of the sequences that ran when the engine died.
@@ -246,8 +254,8 @@ class OpenSequences:
                 request.id,
                 Poisoned(
                     "was running at two crashes of the engine and got no further in between, so it "
-                    "is not run again; leave it out, or change its prompt or sampling, or wait "
-                    f"{KEPT_S / 60:g} minutes"
+                    "is not run again; leave it out, or change its prompt, sampling or structure, "
+                    f"or wait {KEPT_S / 60:g} minutes"
                 ),
             )
 

@@ -12,9 +12,10 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 import zmq
@@ -26,6 +27,7 @@ from tlt_server.frontend.http.descriptors import Reserve
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import Death, EngineLink, EngineProcess
 from tlt_server.frontend.link.progress import ProgressLines
+from tlt_server.frontend.link.rests import DEATHS
 from tlt_server.metrics import Metrics
 from tlt_server.private import private_directory
 
@@ -36,6 +38,12 @@ NAMED = 16  # sequences in the log line of a death
 log = structlog.get_logger()
 
 
+class _Death(NamedTuple):
+    at_s: float
+    launched: bool
+    owner: str
+
+
 class Backoff:
     """The wait before the next epoch: nothing after a first death, then twice as long for each
     further one in the window.
@@ -43,17 +51,20 @@ class Backoff:
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts, self._window_s = max_restarts, window_s
-        self._deaths: deque[tuple[float, bool]] = deque()  # when, and whether it had been launched
+        self._deaths: deque[_Death] = deque()
 
-    def death(self, at_s: float, *, launched: bool = True) -> float | None:
+    def death(self, at_s: float, *, launched: bool = True, owner: str = "") -> float | None:
         """Return the seconds to wait, or None when this death was one too many. A launch that the
-        system refused is never one too many.
+        system refused is never one too many, nor is a death by a key that rests. `owner`: the key
+        whose requests alone can have caused it, if that is known.
         """
-        self._deaths.append((at_s, launched))
-        while self._deaths[0][0] <= at_s - self._window_s:
+        self._deaths.append(_Death(at_s, launched, owner))
+        while self._deaths[0].at_s <= at_s - self._window_s:
             self._deaths.popleft()
-        count = len(self._deaths)
-        if launched and sum(launched for _, launched in self._deaths) > self._max_restarts:
+        count, by_owner = len(self._deaths), Counter(death.owner for death in self._deaths)
+        resting = {name for name, deaths in by_owner.items() if name and deaths >= DEATHS}
+        counted = [each for each in self._deaths if each.launched and each.owner not in resting]
+        if launched and owner not in resting and len(counted) > self._max_restarts:
             return None
         return min(FIRST_DELAY_S * 2.0 ** min(count - 2, 32), MAX_DELAY_S) if count > 1 else 0.0
 
@@ -92,7 +103,11 @@ class Supervisor:
                     raise (
                         error if isinstance(error, StartupError) else StartupError(death.described)
                     )
-                delay_s = self._backoff.death(self._gone_s, launched=death.ending != "not_launched")
+                delay_s = self._backoff.death(
+                    self._gone_s,
+                    launched=death.ending != "not_launched",
+                    owner=self._client.blame(death, self._gone_s),
+                )
                 self._died(death, delay_s)
                 if delay_s is None:
                     return self._give_up(death)

@@ -1,17 +1,20 @@
 """Requests that may have crashed the engine. One that ran at two crashes, and got no further before
 the second one although it was on trial, is refused.
 
-A request is known by what it computes (prompt and sampling), not by its id or by a seed that the
-server chose. One that was elsewhere at the second crash was more likely a bystander, and one that
-completes is cleared. No request is refused for running next to the one that crashes the engine:
-suspects run one at a time, each until it has completed a step, or, where it was at the same place
-at both crashes, until it is past that place. Only a request that was on trial at a crash, or ran
-alone, can be refused. The number of suspects is bounded, and they are forgotten after a while.
+A request is known by its key and by what it computes (prompt and sampling), not by its id or by a
+seed that the server chose; one with a structured output by its key and the form of its grammar,
+whose numbers and names are easily others. One that was elsewhere at the second crash was more
+likely a bystander, and one that completes is cleared. No request is refused for running next to
+the one that crashes the engine: suspects run one at a time, each until it has completed a step, or,
+where it was at the same place at both crashes, until it is past that place. Only a request that was
+on trial at a crash, or ran alone, can be refused. The number of suspects is bounded, and they are
+forgotten after a while.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ KEPT = 4096  # requests remembered
 KEPT_S = 900.0  # after the last crash
 # output tokens that may be lost with the engine, so the same place can look earlier by this many
 UNHEARD = 16
+WORDS = re.compile(r"[\w\s]+")  # numbers, names and spaces of a grammar
 
 
 @dataclass
@@ -104,4 +108,8 @@ class Suspects:
 
 
 def fingerprint(request: GenerateRequest) -> bytes:
-    return hashlib.sha256(msgspec.msgpack.encode((request.token_ids, request.sampling))).digest()
+    grammar = request.sampling.structured_outputs
+    computes: object = (request.token_ids, request.sampling)
+    if grammar is not None:
+        computes = (grammar.kind, WORDS.sub("x", grammar.text))
+    return hashlib.sha256(msgspec.msgpack.encode((request.owner, computes))).digest()
