@@ -13,10 +13,20 @@ import torch
 
 from tests.engine.gpu_engine import checkpoints, drafting, on_cpu, request
 from tests.engine.pushing import Pushable
-from tlt_server.commands import Abort, ClearCache, LookAtWeights, Pause, Resume, SetPolicy, Sleep
+from tlt_server.commands import (
+    Abort,
+    ClearCache,
+    LookAtWeights,
+    Pause,
+    Recompute,
+    Resume,
+    SetPolicy,
+    Sleep,
+    Submit,
+)
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed
-from tlt_server.records import GenerateRequest
+from tlt_server.records import GenerateRequest, encode
 
 pytestmark = pytest.mark.contains_faults
 SECRET = "what a request says"
@@ -160,6 +170,28 @@ def test_commands_that_fail_are_refused(
     assert {report.error[0] for report in reports if report.error} == {"engine_failed"}
     engine.finish()
     assert same(engine, plain, "r0", "r1", "r2")
+
+
+def test_commands_that_are_not_valid_end_what_they_name(
+    engine: Pushable, plain: dict[str, Any]
+) -> None:
+    inner = engine.engine
+    impossible = msgspec.structs.replace(ASKED[0], id="bad", seed=-1)
+    unread: list[Any] = [
+        Submit([msgspec.structs.replace(ASKED[0], id="good"), impossible]),
+        Pause("p", "sometimes"),  # type: ignore[arg-type]
+        LookAtWeights("w", "yes"),  # type: ignore[arg-type]
+        Recompute([b""]),
+    ]
+    for command in unread:
+        inner.receive(encode(command))
+    engine.step()
+    assert [report.id for report in inner.control_reports()] == ["p"]
+    assert engine.reports["w"].result == "engine_failed"
+    found = ends(engine)
+    assert (found["good"], found["bad"]) == ("error", "error") and same(engine, plain, "r0", "r1")
+    with pytest.raises(msgspec.DecodeError):
+        inner.receive(encode(command)[:-1])
 
 
 def test_faults_that_concern_everybody_end_the_engine(

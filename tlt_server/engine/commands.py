@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import get_args
+
+import msgspec
 
 from tlt_server.commands import (
     Abort,
     ClearCache,
     Command,
+    ControlCommand,
     Pause,
     Recompute,
     Resume,
@@ -17,6 +21,7 @@ from tlt_server.commands import (
     Stop,
     Submit,
     WakeUp,
+    decode_command,
 )
 from tlt_server.engine.gate import Reason, StepGate
 from tlt_server.engine.halt import Halt
@@ -25,6 +30,8 @@ from tlt_server.engine.recompute import Recomputing
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.records import GenerateRequest, StepOutput, last_output
+
+CONTROL = {command.__struct_config__.tag for command in get_args(ControlCommand)}
 
 
 class Commands:
@@ -42,19 +49,36 @@ class Commands:
         self._make_sequence, self._set_policy = make_sequence, set_policy
         self._recomputing, self._faults = recomputing, scheduler.faults
         self._waiting: deque[Command] = deque()
+        self._unread: list[StepOutput] = []
         self.stopping = False
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._unread)
 
     def send(self, command: Command) -> None:
         self._waiting.append(command)
+
+    def receive(self, message: bytes) -> None:
+        """Queue a command that came as a message. If a value in it is not allowed, what it names
+        ends with an error.
+        """
+        try:
+            self.send(decode_command(message))
+        except msgspec.ValidationError as cause:
+            error = self._faults.contain(cause, "a command that is not valid")
+            fields = msgspec.msgpack.decode(message)
+            ids = [request["id"] for request in fields.get("requests", ())]
+            self._unread += [last_output(id, "error", (error.code, error.message)) for id in ids]
+            if fields["type"] in CONTROL:
+                self._halt.report(fields["id"], error)
+            elif "id" in fields:
+                self._pushes.reports.refuse(fields["id"], error)
 
     def apply(self) -> list[StepOutput]:
         """Execute what waits, then the changes whose moment has come. Return the outputs of steps
         that were in flight, and of sequences that end.
         """
-        ended = self._scheduler.expire()
+        ended, self._unread = self._unread + self._scheduler.expire(), []
         if self._waiting:
             self._scheduler.abandon()
         while self._waiting:

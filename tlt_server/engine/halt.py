@@ -95,16 +95,16 @@ class Halt:
         """Execute the command; after an error that is reported nothing has changed."""
         try:
             self._do(command)
-            self._report(command.id)
+            self.report(command.id)
         except EngineFailed:
             raise  # something has changed, so the next epoch begins
         except TltError as error:
-            self._report(command.id, error)
+            self.report(command.id, error)
         except Exception as error:
             if isinstance(command, Sleep | WakeUp):  # no check tells what memory is there
                 raise
             name = type(command).__name__
-            self._report(command.id, self._scheduler.faults.contain(error, f"a {name} command"))
+            self.report(command.id, self._scheduler.faults.contain(error, f"a {name} command"))
 
     def _do(self, command: ControlCommand) -> None:
         match command:
@@ -142,7 +142,7 @@ class Halt:
     def _call_off(self, waiting: Iterable[Pause | Sleep], by: str, never: str) -> None:
         for command in waiting:
             self._draining.remove(command)
-            self._report(
+            self.report(
                 command.id,
                 Conflict(
                     f"generation was {by} before everything had ended, so it was never {never}"
@@ -216,5 +216,5 @@ class Halt:
         ended, self._ended = self._ended, []
         return ended
 
-    def _report(self, id: str, error: TltError | None = None) -> None:
+    def report(self, id: str, error: TltError | None = None) -> None:
         self._reports.append(ControlReport(id, (error.code, error.message) if error else None))

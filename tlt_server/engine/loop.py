@@ -94,6 +94,10 @@ class Engine:
         """Queue a command; it takes effect before the next step."""
         self._commands.send(command)
 
+    def receive(self, message: bytes) -> None:
+        """Queue a command that came as a message."""
+        self._commands.receive(message)
+
     def step(self) -> list[StepOutput]:
         started = self._last_end if self.last_cycle else time.perf_counter()
         outputs = self._commands.apply()  # only between steps

@@ -26,7 +26,6 @@ from pathlib import Path
 import zmq
 
 from tlt_kernels.parents import end_with
-from tlt_server.commands import decode_command
 from tlt_server.engine.phases import Phases
 from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
@@ -74,7 +73,7 @@ def serve(
         patience_ms = BUSY_POLL_MS if engine.pushes.busy or compiling else IDLE_POLL_MS
         timeout_ms = patience_ms if (idle or compiling) and not more else 0
         while commands.poll(timeout_ms):
-            engine.send(decode_command(commands.recv()))
+            engine.receive(commands.recv())
             timeout_ms, came = 0, True
         outputs = engine.step()
         events: list[Event] = [*engine.reports()]

@@ -70,10 +70,10 @@ class WeightPushes:
         """
         self._gate, self.transaction, self._scheduler = gate, transaction, scheduler
         self._install, self._settle, self._confirm = install, settle, confirm
-        self._reports = WeightReports(transaction)
-        self._reads = WeightReads(transaction.versions, self._reports, costs)
-        self._joins = GroupJoins(transaction, self._reports)
-        self.unloads = Unloads(transaction, scheduler, self._reports)
+        self.reports = WeightReports(transaction)
+        self._reads = WeightReads(transaction.versions, self.reports, costs)
+        self._joins = GroupJoins(transaction, self.reports)
+        self.unloads = Unloads(transaction, scheduler, self.reports)
         self._rollback: _Rollback | None = None
         self._ended: list[StepOutput] = []
 
@@ -118,10 +118,10 @@ class WeightPushes:
         )
 
     def take_reports(self) -> list[WeightReport]:
-        return self._reports.take()
+        return self.reports.take()
 
     def state(self) -> WeightState:
-        return self._reports.state()
+        return self.reports.state()
 
     # -- commands ----------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class WeightPushes:
             if isinstance(command, PushWeights):
                 self._refuse(command, error)
             else:
-                self._reports.refuse(command.id, error)
+                self.reports.refuse(command.id, error)
 
     def _check_awake(self, command: WeightCommand) -> None:
         asleep = self._gate.held_for(Reason.WEIGHTS_ASLEEP)
@@ -153,7 +153,7 @@ class WeightPushes:
                 f"{error.message}; nothing takes what group {manifest.group!r} brings of it, so it "
                 "is left: join it again"
             )
-        self._reports.refuse(command.id, error, version=manifest.version, role=manifest.role)
+        self.reports.refuse(command.id, error, version=manifest.version, role=manifest.role)
 
     def _apply(self, command: WeightCommand) -> None:
         match command:
@@ -207,7 +207,7 @@ class WeightPushes:
         ready = transaction.ready_to_commit(command.version, command.session)
         if ready is None:
             live = transaction.versions.live_as(command.version)
-            self._reports.report(command.id, "unchanged", parts=live)
+            self.reports.report(command.id, "unchanged", parts=live)
             return
         push, staged = ready
         self._check_drains(push.manifest.in_flight, push.manifest.roles, push.manifest.adapter)
@@ -225,7 +225,7 @@ class WeightPushes:
             self._rollback = _Rollback(command.id, command.in_flight, parts)
         else:
             live = self.transaction.versions.live_as(command.to, command.role)
-            self._reports.report(command.id, "unchanged", parts=live)
+            self.reports.report(command.id, "unchanged", parts=live)
 
     def _abort(self, command: AbortWeights) -> None:
         anything = not (command.version or command.session)
@@ -233,11 +233,11 @@ class WeightPushes:
             waiting, self._rollback = self._rollback, None
             self._release()
             why = "the rollback was aborted before its moment came; nothing has changed"
-            self._reports.refuse(waiting.id, Conflict(why))
-            self._reports.report(command.id, "aborted")
+            self.reports.refuse(waiting.id, Conflict(why))
+            self.reports.report(command.id, "aborted")
             return
         push = self.transaction.abort(command.version, command.session)
-        self._reports.report(command.id, "aborted", version=push.version)
+        self.reports.report(command.id, "aborted", version=push.version)
 
     def _name(self, command: NameWeights) -> None:
         self._check_no_rollback()
@@ -247,11 +247,11 @@ class WeightPushes:
         changed = versions.rename(label, command.of)
         version = versions.live.target.version
         if not changed:
-            self._reports.report(command.id, "unchanged", version=version, role="target")
+            self.reports.report(command.id, "unchanged", version=version, role="target")
             return
         self._ended += self._settle()
         self._ended += self._scheduler.change_version(version, "continue")
-        self._reports.report(command.id, "named", version=version, role="target")
+        self.reports.report(command.id, "named", version=version, role="target")
 
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:
@@ -299,12 +299,12 @@ class WeightPushes:
             case Unchanged(changed):
                 self._close(push, "unchanged", parts=changed)
             case Gathering():
-                self._reports.answer(push, "gathering")
+                self.reports.answer(push, "gathering")
             case Staged() as staged if push.to_commit:
                 if self._may_change(push.manifest.in_flight, staged.changed):
                     self._commit(push, staged)
             case Staged(changed) if push.asked:
-                self._reports.answer(push, "staged", parts=changed)
+                self.reports.answer(push, "staged", parts=changed)
 
     def _start(self, push: Push) -> None:
         """Write in place, once no sequence and no reader could see half of the new weights."""
@@ -349,7 +349,7 @@ class WeightPushes:
         self._take_over(live, changed, push.manifest.in_flight)
         pause_s = push.phases["commit"] = time.perf_counter() - started_s
         self._release()
-        self._reports.answer(push, "committed", parts=changed, pause_ms=pause_s * 1e3)
+        self.reports.answer(push, "committed", parts=changed, pause_ms=pause_s * 1e3)
 
     def _roll_back(self, id: str, in_flight: InFlight, parts: Changed) -> None:
         started_s = time.perf_counter()
@@ -357,11 +357,11 @@ class WeightPushes:
         try:
             live = self.transaction.versions.roll_back(parts)
         except TltError as error:
-            self._reports.refuse(id, error)
+            self.reports.refuse(id, error)
         else:
             self._take_over(live, parts, in_flight)
             pause_s = time.perf_counter() - started_s
-            self._reports.report(
+            self.reports.report(
                 id, "rolled_back", parts=parts, phases={"commit": pause_s}, pause_ms=pause_s * 1e3
             )
         self._release()
@@ -391,7 +391,7 @@ class WeightPushes:
         self._release()
         if self.refusal is not None:
             self._ended += self._scheduler.fail(self.refusal)
-        self._reports.answer(push, result, parts=parts, error=error)
+        self.reports.answer(push, result, parts=parts, error=error)
 
     def _release(self) -> None:
         """Let steps run again after a change, unless live weights are in doubt."""

@@ -83,9 +83,10 @@ class Suspects:
         self._forget(now_s)
         if not self._suspects:
             return Sorted([*requests], [], [])
-        kinds, keys = Sorted([], [], []), dict[tuple[int, int], bytes]()
+        kinds, keys = Sorted([], [], []), dict[tuple[int, int, str], bytes]()
         for request in requests:
-            same = id(request.token_ids), id(request.sampling)  # equal for all choices of an item
+            # Equal for all choices of an item.
+            same = id(request.token_ids), id(request.sampling), request.owner
             key = keys[same] = keys.get(same) or fingerprint(request)
             known = self._suspects.get(key)
             (
