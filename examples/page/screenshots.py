@@ -74,6 +74,7 @@ def main() -> None:
             page.wait_for_timeout(2000)
             ask(page, problem(FIRST).prompt_text, seed="7")
             expect(page.locator("#figures")).to_contain_text("seed", timeout=SOON_MS)
+            page.hover("#chart-strategy", position={"x": 460, "y": 40})
             for theme in ("light", "dark"):
                 page.emulate_media(color_scheme=theme)
                 page.wait_for_timeout(300)

@@ -4,11 +4,14 @@ metrics that exist.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 from prometheus_client import Metric
 
 from tests.frontend.live_server import LiveServer, live_server
@@ -88,3 +91,62 @@ def test_every_metric_it_reads_exists() -> None:
 def _series(families: Iterator[Metric]) -> Iterator[str]:
     for family in families:
         yield from (family.name + suffix for suffix in SUFFIXES.get(family.type, ("",)))
+
+
+# Machado, Oliveira and Fernandes (2009): what is left of linear RGB without one kind of cones.
+SIGHTS = {
+    "all cones": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "no long": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "no medium": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "no short": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+OKLAB = (
+    ((0.4122, 0.5363, 0.0514), (0.2119, 0.6807, 0.1074), (0.0883, 0.2817, 0.6300)),
+    ((0.2105, 0.7936, -0.0041), (1.9780, -2.4286, 0.4506), (0.0259, 0.7828, -0.8087)),
+)
+Colour = tuple[float, ...]
+
+
+def linear(colour: str) -> Colour:
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return tuple(v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
+
+
+def times(matrix: tuple[Colour, ...], colour: Colour) -> Colour:
+    return tuple(sum(a * b for a, b in zip(row, colour, strict=True)) for row in matrix)
+
+
+def seen(colour: Colour, sight: str) -> Colour:
+    """Return a colour in OKLab, where distances are those that one sees."""
+    left = tuple(min(1.0, max(0.0, part)) for part in times(SIGHTS[sight], colour))
+    return times(OKLAB[1], tuple(part ** (1 / 3) for part in times(OKLAB[0], left)))
+
+
+def luminance(colour: Colour) -> float:
+    return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), colour, strict=True))
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_eight_hues_and_grey_differ_for_every_eye(theme: int) -> None:
+    found = re.findall(r"--(s\d|surface): light-dark\((#\w{6}), (#\w{6})\)", PAGE.read_text())
+    colours = {name: linear(pair[theme]) for name, *pair in found}
+    surface = luminance(colours.pop("surface"))
+    assert [*colours] == [f"s{at}" for at in range(9)]
+    for name, colour in colours.items():
+        low, high = sorted((surface, luminance(colour)))
+        assert name == "s0" or (high + 0.05) / (low + 0.05) >= 3, name  # WCAG 1.4.11
+    for sight in SIGHTS:
+        for one, other in itertools.combinations(colours, 2):
+            apart = math.dist(seen(colours[one], sight), seen(colours[other], sight))
+            assert apart > 0.09, (sight, one, other)  # 0.02 can just be seen
+
+
+def test_hues_patterns_and_lines_repeat_late() -> None:
+    """Counts without a common divisor give every pair once before one comes again."""
+    text = PAGE.read_text()
+    (counts,) = re.findall(r"const HUES = (\d+), PATTERNS = (\d+), LINES = (\d+);", text)
+    hues, patterns, lines = map(int, counts)
+    assert math.gcd(hues, patterns) == math.gcd(hues, lines) == 1
+    assert {*re.findall(r"\.hue(\d)", text)} == {str(at) for at in range(hues + 1)}
+    assert len(re.findall(r'<pattern id="h\d"', text)) == patterns - 1
+    assert {*re.findall(r"u\.line(\d)", text)} == {str(at) for at in range(1, lines)}
