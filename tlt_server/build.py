@@ -46,6 +46,7 @@ from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.directory import own_directory
 from tlt_server.frontend.link.progress import ProgressLines
+from tlt_server.frontend.link.starting import checked
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.link.trainer import TrainerLink
 from tlt_server.frontend.rollouts.rollouts import Rollouts
@@ -86,10 +87,8 @@ def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None
 async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
     text, progress = Text.load(config.model), ProgressLines()
     metrics = Metrics(config.aliases, config.served_model_name)
-    gate, certificates = (
-        Gate(config, metrics),
-        watched_certificates(config, partial(metrics.exchanges.file_read, "certificates")),
-    )
+    gate, read = Gate(config, metrics), partial(metrics.exchanges.file_read, "certificates")
+    certificates = watched_certificates(config, read)
     asyncio.get_running_loop().set_exception_handler(left_behind)
     if config.state_dir is not None:
         metrics.disk.watch(config.state_dir)
@@ -118,14 +117,8 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
                 uploads_of(config),
                 trainer,
             )
-            supervisor = Supervisor(
-                config,
-                partial(_launch, config, engine_command),
-                directory,
-                client,
-                metrics,
-                progress,
-            )
+            launch = partial(_launch, config, engine_command)
+            supervisor = Supervisor(config, launch, directory, client, metrics, progress)
             if trainer is not None:
                 stack.push_async_callback(_cancel, trainer_task(trainer, service))
             await service.exports.clear()
@@ -133,6 +126,8 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             stack.callback(service.reader.close)
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
+            signals = _signals()
+            await checked(client.checked, supervised, signals[0])
             await rollouts.open()
             app = build_app(service, gate, begin)
             grpc_address = await stack.enter_async_context(
@@ -147,7 +142,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             stack.push_async_callback(rollouts.close)  # before that, where their journals last
             url = _url(config, listener)
             progress.listening(url, grpc_address, _url(config, probes) if probes else "")
-            return await _run(config, client, supervised, rollouts, progress, url)
+            return await _run(config, client, supervised, rollouts, progress, url, signals)
 
 
 async def _run(
@@ -157,11 +152,12 @@ async def _run(
     rollouts: Rollouts,
     progress: ProgressLines,
     url: str,
+    signals: tuple[asyncio.Event, asyncio.Event],
 ) -> int:
     """Run from the start to the stop and return the exit status; the caller tears down.
     `supervised` ends when there is no engine any more.
     """
-    stop, stop_now = _signals()
+    stop, stop_now = signals
     stopping, starting = asyncio.create_task(stop.wait()), asyncio.create_task(client.ready())
     await asyncio.wait({starting, stopping, supervised}, return_when=asyncio.FIRST_COMPLETED)
     if starting.done():

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from tlt_server.fingerprint import Fingerprint
 from tlt_server.records import Cycle, StepOutput, Switch
 
+CHECKED = "check files"  # the phase after which device and files are known to be usable
 MAX_OUTPUTS = 256  # in one event; on a slow core the frontend takes 2 ms to take them in
 
 

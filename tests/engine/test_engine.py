@@ -4,20 +4,26 @@ tokens and the same bits.
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from numba.core.event import install_recorder
 
 from tests.engine.slow_rows import slow_rows
 from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_kernels.cpu.compiled import kernels
 from tlt_server.commands import Abort, Pause, Resume, SetPolicy, Submit
 from tlt_server.engine import assembly
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.errors import StartupError
+from tlt_server.errors import ModelError, StartupError
+from tlt_server.events import CHECKED
 from tlt_server.records import (
     OFF,
     Arms,
@@ -28,6 +34,7 @@ from tlt_server.records import (
     StepContext,
     StepOutput,
     Strategy,
+    parse_strategy,
 )
 from tlt_server.speculation.policies.fixed import Fixed
 
@@ -427,6 +434,58 @@ def test_memory_that_cannot_be_had_is_refused_with_value_and_remedy(base: Engine
         assemble(replace(base, kv_memory_mb=1))
     _, info = assemble(replace(base, pages=3))
     assert info.max_model_len == 48, "what the pages hold limits a sequence"
+
+
+def cut(source: str, target: Path) -> str:
+    """Return a copy of a checkpoint whose tensors end too early."""
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    return str(target)
+
+
+UNFIT: dict[str, Callable[[EngineSettings, Path], dict[str, object]]] = {
+    "target": lambda base, path: {"model": cut(base.model, path)},
+    "drafter": lambda base, path: {"drafter": cut(str(base.drafter), path)},
+    "memory": lambda base, path: {"kv_memory_mb": 1},
+    "device": lambda base, path: {"device": "cuda"},
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_misfits_are_refused_before_kernels_and_weights(
+    base: EngineSettings, tmp_path: Path, what: str
+) -> None:
+    begun: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((StartupError, ModelError)):
+        patch.setattr(assembly, "look", lambda: Gpu(unusable="torch finds no GPU"))
+        assemble(
+            replace(base, **UNFIT[what](base, tmp_path / "cut")),
+            on_progress=lambda name, done, of: begun.append(name),
+        )
+    assert begun[-1] == ("choose device" if what == "device" else CHECKED)
+
+
+def test_kernels_are_ready_and_none_is_compiled_in_a_step(base: EngineSettings) -> None:
+    engine, _ = assemble(base)
+    assert all(kernel.ready for kernel in kernels())
+    names = ("eagle:4x2x9", "eagle:1x1x2", "history:8x2x9", "history:7x1x8", "history:8x4x33")
+    policies = [
+        *(SetPolicy("fixed", parse_strategy(name)) for name in names),
+        *(SetPolicy(name) for name in ("off", "beg", "goodput")),
+    ]
+    limits = (True, False, DraftLimits(max_depth=1), DraftLimits(max_rows=2))
+    with install_recorder("numba:compile") as compiled:
+        for n, policy in enumerate(policies):
+            engine.send(policy)
+            batch = [
+                msgspec.structs.replace(request, id=f"{n}-{request.id}", sd=limits[i % len(limits)])
+                for i, request in enumerate(requests())
+            ]
+            engine.send(Submit(batch))
+            while not engine.idle:
+                assert not any(output.error for output in engine.step())
+    assert not compiled.buffer
 
 
 def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:

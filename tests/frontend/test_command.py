@@ -380,6 +380,7 @@ def test_an_engine_that_cannot_start_is_a_message_and_status_2(
     with served(mode, model) as server:
         assert server.ended() == 2
         assert says in server.lines[-1] and not any("Traceback" in line for line in server.lines)
+        assert not any("listening" in line for line in server.lines), "no port was open"
 
 
 def test_a_port_in_use_is_a_message_and_status_2(model: Path) -> None:

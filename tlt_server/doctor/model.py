@@ -1,11 +1,10 @@
-"""Checks of the checkpoints by the loader's own rules, on torch's device without storage: no weight
-is read. Run in the child process.
+"""Checks of device, checkpoints and memory by the rules of the engine, without reading weights. Run
+in the child process.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +13,13 @@ from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.engine.checkpoints import (
+    check_drafter,
+    check_target,
+    empty_drafter,
+    empty_model,
+    kv_bytes,
+)
 from tlt_server.engine.devices.choice import (
     DeviceChoice,
     Gpu,
@@ -23,26 +29,21 @@ from tlt_server.engine.devices.choice import (
     look,
     wider_settings,
 )
-from tlt_server.engine.devices.cpu import check_own_head
 from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.gpu.window_sizes import exchange_bytes
 from tlt_server.engine.settings import DecidedSettings
-from tlt_server.engine.sizing import kv_pages, served_length, training_share
+from tlt_server.engine.sizing import training_share
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.eagle import EagleNetwork
 from tlt_server.models.gpu.draft_part import drafter_part
-from tlt_server.models.gpu.limits import check_shape
-from tlt_server.models.loader import check_files, empty_target, unread
 from tlt_server.models.numerics import BLOCKS, Numerics, WeightSlice
 from tlt_server.models.shards import rank_config, values_of
-from tlt_server.models.split import WHOLE, Split
+from tlt_server.models.split import Split
 from tlt_server.speculation.drafters import drafter_in, weights_directory
-from tlt_server.speculation.drafters.loading import find_loader
 from tlt_server.weights.parts import DrafterNetwork
 from tlt_server.weights.spool import Spool
 
@@ -85,27 +86,10 @@ def device(config: Config) -> Finding:
     return ok(choice.describe())
 
 
-def _model(config: Config, split: Split = WHOLE) -> Decoder:
-    """The target without storage, or a rank's part of it."""
-    settings, raw = engine_settings(config), ModelConfig.read(config.model)
-    directory = weights_directory(config.drafter)
-    layers = find_loader(directory, "cpu").feature_layers(directory, raw) if directory else ()
-    with torch.device("meta"):
-        return empty_target(
-            config.model,
-            config=replace(raw, max_position=served_length(settings, raw)),
-            numerics=Numerics("strict"),
-            page_size=settings.page_size,
-            feature_layers=layers,
-            split=split,
-        )
-
-
 def target(config: Config) -> Finding:
-    model = _model(config)
-    if _on_gpu(config):
-        check_shape(model.config, model.shape(model.config), str(config.model))
-    check_files(model.parameters(), config.model, ignored=unread(model.config))
+    settings = engine_settings(config)
+    model = empty_model(settings)
+    check_target(settings, model, on_gpu=_on_gpu(config))
     return ok(
         f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is "
         "there"
@@ -116,12 +100,9 @@ def drafter(config: Config) -> Finding:
     directory = weights_directory(config.drafter)
     if directory is None:
         return ok(config.drafter)
-    network = _network(config, directory)
-    loader = find_loader(directory, "cuda" if _on_gpu(config) else "cpu")
-    loader.check(network, directory)
-    loader.calibration(directory)
-    if config.tensor_parallel > 1 and isinstance(network, EagleNetwork):  # a CPU's
-        check_own_head(network, directory)
+    settings = engine_settings(config)
+    network = empty_drafter(directory, empty_model(settings))
+    check_drafter(settings, network, "cuda" if _on_gpu(config) else "cpu")
     values = sum(view.numel() for view in network.parameters().values())
     return ok(f"{drafter_in(directory)}, {values / 1e6:,.1f} M parameters, fits the target")
 
@@ -143,7 +124,7 @@ def numerics(config: Config) -> Finding:
             "strict: kernels that add in a fixed order, tested where they are made and not here"
         )
     settings, tested = chosen[0].settings, Numerics("strict", threads=config.threads)
-    of_rank = _model(config, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
+    of_rank = empty_model(settings, Split(settings.reduction_leaves, 0, settings.tensor_parallel))
     tested.self_test(*_stand_ins(of_rank))
     if tested.method is BLOCKS:
         return warn(
@@ -183,23 +164,21 @@ def memory(config: Config) -> Finding:
     chosen = _chosen(config)
     if chosen is None:
         return UNDECIDED
-    settings, model = chosen[0].settings, _model(config)
+    settings, model = chosen[0].settings, empty_model(chosen[0].settings)
     if settings.device == "cuda":
         return _gpu_memory(config, model)
     ranks = settings.tensor_parallel
-    of_rank = _model(config, Split(settings.reduction_leaves, 0, ranks))
-    per_page = of_rank.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
-    pages = kv_pages(settings, per_page, model.max_position)
+    kv = kv_bytes(settings)
     staged = config.channels and config.weight_staging in (None, "device", "host")
     versions = 3 if staged else 1  # live, before that, and the one being staged
-    need = 4 * _values(model) * versions + ranks * pages * per_page
+    need = 4 * _values(model) * versions + ranks * kv
     found = (
         f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and "
-        f"{pages * per_page / GIB:.2f} GiB of KV{f' on each of {ranks} ranks' * (ranks > 1)}"
+        f"{kv / GIB:.2f} GiB of KV{f' on each of {ranks} ranks' * (ranks > 1)}"
     )
     directory = weights_directory(config.drafter)
     if settings.feature_bytes and directory is not None:
-        share = training_share(settings, _network(config, directory)).host
+        share = training_share(settings, empty_drafter(directory, model)).host
         need, found = need + share, f"{found}, {share / GIB:.2f} GiB to train the drafter"
     available, total = host_memory()
     found += f"; {available / GIB:.2f} GiB are available"
@@ -211,7 +190,7 @@ def memory(config: Config) -> Finding:
 
 def _gpu_memory(config: Config, model: Decoder) -> Finding:
     (chosen, gpu), directory = _choice(config), weights_directory(config.drafter)
-    settings, network = chosen.settings, _network(config, directory) if directory else None
+    settings, network = chosen.settings, empty_drafter(directory, model) if directory else None
     free, total = gpu.free_bytes, gpu.total_bytes
 
     def planned(settings: DecidedSettings) -> MemoryPlan:
@@ -253,13 +232,6 @@ def _gpu_needs(settings: DecidedSettings, model: Decoder, network: DrafterNetwor
     shapes = Shapes(settings.max_running, MIN_DEPTH)
     exchange = exchange_bytes(settings, model.config, shapes)
     return Needs.of(settings, own, network, values, model.feature_width, part, exchange)
-
-
-def _network(config: Config, directory: Path) -> DrafterNetwork:
-    """The drafter without storage."""
-    with torch.device("meta"):
-        network: DrafterNetwork = find_loader(directory, "cpu").empty(directory, _model(config))
-        return network
 
 
 def _chosen(config: Config) -> tuple[DeviceChoice, Gpu] | None:

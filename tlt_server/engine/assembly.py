@@ -14,6 +14,7 @@ from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
 from tlt_server.commands import SetPolicy
+from tlt_server.engine.checkpoints import check_checkpoints
 from tlt_server.engine.devices import Device, Equipped, Memory, make_device
 from tlt_server.engine.devices.choice import DeviceChoice, Gpu, ModelFiles, choose, look
 from tlt_server.engine.gate import StepGate
@@ -33,7 +34,7 @@ from tlt_server.engine.sizing import served_length
 from tlt_server.engine.structures import Structures
 from tlt_server.engine.traces import recorder_of
 from tlt_server.errors import InvalidRequest
-from tlt_server.events import EngineInfo
+from tlt_server.events import CHECKED, EngineInfo
 from tlt_server.machine import processor
 from tlt_server.models.config import ModelConfig
 from tlt_server.records import Arms, GenerateRequest, Strategy
@@ -77,6 +78,8 @@ def assemble(
         settings = choice.settings
         device = make_device(settings)
         detail.append(choice.describe())
+    with phase(CHECKED):
+        check_checkpoints(settings)
     with phase("load kernels") as detail:
         detail.append(device.compile(on_progress))
     spool = (

@@ -28,6 +28,7 @@ from tlt_server.commands import (
 )
 from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.events import (
+    CHECKED,
     ControlReport,
     EngineInfo,
     Event,
@@ -82,6 +83,7 @@ class EngineClient:
         self._control_answers = Answers[ControlReport](self._send)
         self._unanswered = False  # weight commands were open at a death; False again when ready
         self._command_ids = itertools.count(1)
+        self.checked = asyncio.Event()  # an engine has found device and files usable
         self._started = asyncio.Event()
         self.changes = Changes()
         self.versions = WantedVersions()
@@ -119,6 +121,8 @@ class EngineClient:
                 self._dispatch(event)
             case Phase():
                 self.start.ended(event)
+                if event.name == CHECKED:
+                    self.checked.set()
             case PhaseProgress():
                 self.start.progressed(event)
             case Ready(info):
@@ -193,6 +197,7 @@ class EngineClient:
         if not self.versions.lost:
             self._sequences.resume()
         self.activity.set("engine", 0)
+        self.checked.set()
         self._started.set()
 
     def _dispatch(self, message: Outputs) -> None:

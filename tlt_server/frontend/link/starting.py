@@ -6,19 +6,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tlt_server.events import Phase, PhaseProgress
+from tlt_server.errors import EngineFailed
+from tlt_server.events import CHECKED, Phase, PhaseProgress
 
 LAUNCHING = PhaseProgress("launch", 0, 0)  # until the engine process says what it does
 DOING = {
     "launch": "launching the engine",
     "import libraries": "importing libraries",
     "choose device": "choosing the device",
+    CHECKED: "checking the files of the model",
     "load kernels": "loading kernels",
     "compile kernels": "compiling kernels, once per machine",
     "load model": "loading weights",
@@ -67,3 +70,17 @@ class StartState:
             return None
         name, done, of = self._progress.name, self._progress.done, self._progress.of
         return UnderWay(DOING.get(name, name), done, of, self._clock() - self._since_s)
+
+
+async def checked(
+    event: asyncio.Event, supervised: asyncio.Task[EngineFailed], stop: asyncio.Event
+) -> None:
+    """Wait until the engine has found device and files usable (`event`), so that no port is open
+    before. `StartupError` says why they are not.
+    """
+    waits = [asyncio.create_task(each.wait()) for each in (event, stop)]
+    await asyncio.wait({*waits, supervised}, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if supervised.done():
+        supervised.result()
