@@ -51,9 +51,9 @@ DEEPSEEK_CALLS = (
 @dataclass(frozen=True)
 class Family:
     special: tuple[str, ...]  # the first one ends a text
-    plain: tuple[str, ...] = ()  # added tokens that are not special
+    plain: tuple[str, ...] = ()  # the other added tokens
     bos: str | None = None  # comes before a bare text
-    digits: str = ""  # that may be in one token
+    digits: str = ""  # limit on those in one token
     nfc: bool = True
     merges: tuple[tuple[bytes, bytes], ...] = MERGES
 
@@ -79,7 +79,6 @@ class Family:
             **({"chat_template": template} if template is not None else {}),
         }
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
-        (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
         return directory
 
 

@@ -4,6 +4,7 @@ and this template puts the answer there.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.frontend.tiny_model import SPECIALS
@@ -21,6 +22,7 @@ def write_saying(
     directory: Path, template: str = SAYS, family: Family = FAMILIES["no marks"]
 ) -> Path:
     """Write a model with this template."""
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
     return family.write(directory, template)
 
 

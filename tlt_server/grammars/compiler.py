@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.vocabulary import Vocabulary, read_tokenizer
 from tlt_server.records import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
 
 STACK_BYTES = 2**26  # the library descends once per rule or reference
 # White space between the tokens of JSON: a space, or a line break with an indent. With more than a
@@ -69,7 +71,7 @@ class Compiler:
 
         tokenizer = self._tokenizer
         try:
-            source = _source(grammar)
+            source = self._source(grammar)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # some limits show only here
@@ -79,18 +81,37 @@ class Compiler:
             raise InvalidRequest(_phrase(grammar, matcher.get_error()))
         return matcher
 
+    def _source(self, grammar: Grammar) -> str:
+        """Return a grammar in the library's own form."""
+        from llguidance import LLMatcher
+
+        if grammar.kind == "json_schema":
+            found: str = LLMatcher.grammar_from_json_schema(
+                grammar.text, overrides={"whitespace_pattern": WHITE_SPACE}
+            )
+        elif grammar.kind == "regex":
+            found = LLMatcher.grammar_from_regex(grammar.text)
+        else:
+            found = LLMatcher.grammar_from_lark(self._vocabulary.by_id(grammar.text))
+        return found
+
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
+        vocabulary = cast("TokenizerWrapper", self._vocabulary)  # in form
+        return LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=self._eos)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
         path = self._model / "tokenizer.json"
         if not path.exists():
             raise InvalidRequest(
                 "structured_outputs needs text, and this model directory has no tokenizer.json"
             )
         try:
-            return LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=self._eos)
-        except (ValueError, RuntimeError) as error:
+            return Vocabulary(read_tokenizer(path), self._vocab_size, self._eos)
+        except Exception as error:  # the libraries raise bare Exception, too
             raise InvalidRequest(
                 f"structured_outputs cannot be kept with this model's tokenizer: {str(error)[:200]}"
             ) from None
@@ -117,21 +138,6 @@ def _submit(
         return thread.submit(work, grammar)  # the first one starts the thread
     finally:
         threading.stack_size(before)
-
-
-def _source(grammar: Grammar) -> str:
-    """Return a grammar in the library's own form."""
-    from llguidance import LLMatcher
-
-    if grammar.kind == "json_schema":
-        found: str = LLMatcher.grammar_from_json_schema(
-            grammar.text, overrides={"whitespace_pattern": WHITE_SPACE}
-        )
-    elif grammar.kind == "regex":
-        found = LLMatcher.grammar_from_regex(grammar.text)
-    else:
-        found = LLMatcher.grammar_from_lark(grammar.text)
-    return found
 
 
 def _phrase(grammar: Grammar, error: str) -> str:

@@ -23,6 +23,7 @@ from tlt_server.frontend.generation.templates import (
     ChatTemplate,
     template_sources,
 )
+from tlt_server.grammars.vocabulary import read_tokenizer
 
 REPLACEMENT = "\ufffd"
 # tokens of context kept before new ones, since some decoders treat the first token of a text in a
@@ -60,7 +61,7 @@ class Text:
         if not path.exists():
             return cls(None, directory=model)
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = read_tokenizer(path)
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"cannot read {path}: {error}") from None
         tokenizer.no_truncation()

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from tlt_server.frontend.parsers.json_call import SPACE, JsonCall
 from tlt_server.frontend.parsers.pieces import MAX_SPACE, Form, Piece, SpokenText, partial
+from tlt_server.grammars.vocabulary import CALL
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = CALL
 
 
 class Hermes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tlt_server.frontend.parsers.pieces import MAX_SPACE, Piece, SpokenText, ThoughtText, partial
+from tlt_server.grammars.vocabulary import THINK
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN, CLOSE = THINK
 SPACE = " \t\r\n"
 
 

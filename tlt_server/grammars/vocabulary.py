@@ -1,0 +1,76 @@
+"""The tokens of a model as text. No torch.
+
+An added token is text like any other unless its file calls it special. Marks of reasoning and calls
+are text in any case, since answers are read by them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
+MARKS = frozenset((*THINK, *CALL))
+# A string, regex or comment of a grammar in Lark's form, or a token by its text.
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/|#[^\n]*|<[^<>\s"\[\]]+>')
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of a `tokenizer.json`, in which no mark is special."""
+    tokenizer = Tokenizer.from_file(str(path))
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.special and token.content in MARKS for token in added):
+        content = json.loads(tokenizer.to_str())
+        for token in content["added_tokens"]:
+            token["special"] &= token["content"] not in MARKS
+        tokenizer = Tokenizer.from_str(json.dumps(content))
+    return tokenizer
+
+
+class Vocabulary:
+    """The bytes of each token and an encoder, in the form in which `LLTokenizer` takes them.
+
+    The library itself would take every added token in angle brackets for special. In a structure's
+    text a token that is not special stands for its bytes, and its bytes may also be spelled out.
+    Special tokens are never part of a text: text that reads like one is spelled out.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> None:
+        from llguidance import LLTokenizer
+
+        self._encoder = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=[*eos], slices=[])
+        self.eos_token_id = eos[0]
+        added = tokenizer.get_added_tokens_decoder().items()
+        text = {id for id, token in added if not token.special}.difference(eos)
+        ids = range(self._encoder.vocab_size)
+        self.tokens = [self._encoder.decode_bytes([id]) for id in ids]
+        self.special_token_ids = [
+            id for id in ids if self._encoder.is_special_token(id) and id not in text
+        ]
+        self._special = frozenset(self.special_token_ids)
+        self._named = {token.content: id for id, token in added if id in text}
+
+    def by_id(self, lark: str) -> str:
+        """Return a grammar whose rules name by id those tokens that are not special."""
+
+        def named(found: re.Match[str]) -> str:
+            id = self._named.get(found[0])
+            return found[0] if id is None else f"<[{id}]>"
+
+        return _LARK.sub(named, lark)
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text to which a structure holds the output."""
+        ids: list[int] = self._encoder.tokenize_str(text)
+        spelled = b"".join(self.tokens[id] for id in ids)
+        if self._special.isdisjoint(ids) and spelled == text.encode():
+            return ids
+        greedy: list[int] = self._encoder.greedy_tokenize(text)
+        return greedy
