@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.gbnf import as_lark
 from tlt_server.grammars.schemas import check_schema, read_json
 from tlt_server.grammars.tags import Specials, lark_of_tags
 from tlt_server.records import Grammar
@@ -16,7 +17,6 @@ NO_SPECIALS: Specials = MappingProxyType({})
 MAX_CHARS = 2**18 - 1  # in Lark's form, which may be longer than what was asked for
 MAX_RULES = 1024  # limit on a grammar; the library descends once per rule
 _RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _JSON = re.compile(r"%json\b\s*")
 # Attributes of rules that the sampler here would not follow. No search passes a bracket twice.
 _UNFOLLOWED = re.compile(r"\[[^\]\[\n]*\b(max_tokens|temperature)\s*=")
@@ -61,7 +61,7 @@ def _choice(text: str) -> Grammar:
 
 
 def _grammar(text: str) -> Grammar:
-    lark = _of_gbnf(text) if _GBNF.search(text) else text
+    lark = as_lark(text)
     rules = len(_RULE.findall(lark))
     if rules > MAX_RULES:
         raise InvalidRequest(
@@ -86,21 +86,6 @@ def _check_inner(lark: str, begin: int) -> None:
             f"the grammar has no JSON schema after %json at character {begin + 1}"
         ) from None
     check_schema(schema, f"the JSON schema at character {begin + 1} of the grammar")
-
-
-def _of_gbnf(text: str) -> str:
-    """Return a grammar in GBNF in Lark's form."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
-    try:
-        lark: str = gbnf_to_lark(text)
-    except GbnfToLarkError as error:
-        raise InvalidRequest(f"the grammar is not GBNF: {str(error)[:300]}") from None
-    except (RecursionError, IndexError, ValueError, KeyError) as error:
-        raise InvalidRequest(
-            f"the grammar cannot be read as GBNF: {type(error).__name__} {str(error)[:80]}"
-        ) from None
-    return lark
 
 
 def quoted(text: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.gbnf import as_lark
 from tlt_server.grammars.schemas import MAX_LEVELS, SPACED, check_schema
 
 MAX_PARTS = 1024
@@ -24,10 +25,10 @@ def lark_of_tags(content: Any, specials: Specials) -> str:
     """Return the grammar of a structural tag."""
     if not isinstance(content, dict):
         raise _wrong("structural_tag", content, "be an object")
-    return _Writer(specials).whole(_format(content))
+    return _Writer(specials).whole(format_of(content))
 
 
-def _format(content: dict[str, Any]) -> Any:
+def format_of(content: dict[str, Any]) -> Any:
     """Return the newer form of a structural tag."""
     if "format" in content:
         return content["format"]
@@ -52,6 +53,7 @@ class _Writer:
             "const_string": lambda part: self._literal(_get(part, "value", str)),
             "json_schema": self._schema,
             "regex": lambda part: self._regex(_get(part, "pattern", str)),
+            "grammar": lambda part: f"%lark {{\n{as_lark(_get(part, 'grammar', str))}\n}}",
             "sequence": lambda part: " ".join(self._elements(part)),
             "or": lambda part: " | ".join(self._elements(part)),
             "tag": self._tag,
@@ -103,8 +105,11 @@ class _Writer:
 
     @staticmethod
     def _regex(pattern: str) -> str:
-        escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), pattern)
-        return f"/{escaped}/"
+        def escaped(found: re.Match[str]) -> str:
+            return {"/": r"\/", "\n": r"\n"}.get(found[0].removeprefix("\\"), found[0])
+
+        body = re.sub(r"\\.|/|\n", escaped, pattern, flags=re.DOTALL)
+        return f"/{body}/" if body else '""'
 
     def _tag(self, part: dict[str, Any], begun: str = "") -> str:
         """Return the body of a tag, without the text that has begun it."""
@@ -114,10 +119,7 @@ class _Writer:
         if not isinstance(ends, list) or not ends or any(not isinstance(e, str) for e in ends):
             raise _wrong("end", end, "be a string")
         if isinstance(content, dict) and content.get("type") == "any_text":
-            if ends == [""]:
-                return f"{self._literal(begin)} TEXT"
-            lazy = " | ".join(self._rule(f"TEXT {self._literal(e)}", "[lazy]") for e in ends)
-            return f"{self._literal(begin)} ({lazy})"
+            return f"{self._literal(begin)} ({' | '.join(map(self._until, ends))})"
         closing = " | ".join(self._literal(e) or '""' for e in ends)
         return f"{self._literal(begin)} {self._part(content)} ({closing})"
 
@@ -128,7 +130,7 @@ class _Writer:
             begun = next((t for t in triggers if isinstance(t, str) and begin.startswith(t)), "")
             if not begun:
                 raise _wrong("begin", begin, "begin with one of the triggers")
-            bodies.append(f"{self._trigger(begun)} {self._tag(tag, begun)}")
+            bodies.append(f"{self._until(begun)} {self._tag(tag, begun)}")
         if not bodies:
             raise _wrong("tags", [], "have at least one")
         tags = self._rule(" | ".join(bodies))
@@ -136,11 +138,13 @@ class _Writer:
             return tags
         return f"{tags}{'+' if part.get('at_least_one') else '*'} TEXT"
 
-    def _trigger(self, text: str) -> str:
-        """Return the rule of free text that ends with a trigger for the first time."""
-        if text in self._specials:
-            return f"TEXT <[{self._specials[text]}]>"
-        return self._rule(f"TEXT {json.dumps(text, ensure_ascii=False)}", "[lazy]")
+    def _until(self, text: str) -> str:
+        """Return free text that ends with a text for the first time. A special token is no text."""
+        first, *rest = self._pieces(text) or [""]
+        if first.startswith('"'):
+            first = self._rule(f"TEXT {first}", "[lazy]")
+            return " ".join([first, *rest])
+        return " ".join(["TEXT", first, *rest])
 
     def _separated(self, part: dict[str, Any]) -> str:
         tags = self._rule(" | ".join(self._tag(tag) for tag in _get(part, "tags", list)))
@@ -150,16 +154,18 @@ class _Writer:
 
     def _literal(self, text: str) -> str:
         """Return a text as Lark's literals; special tokens in it by their ids."""
+        return " ".join(self._pieces(text))
+
+    def _pieces(self, text: str) -> list[str]:
         pieces, at = list[str](), 0
         for found in self._special.finditer(text) if self._special else ():
-            pieces += [text[at : found.start()], f"<[{self._specials[found[0]]}]>"]
+            pieces += [_quoted(text[at : found.start()]), f"<[{self._specials[found[0]]}]>"]
             at = found.end()
-        pieces.append(text[at:])
-        return " ".join(
-            piece if i % 2 else json.dumps(piece, ensure_ascii=False)
-            for i, piece in enumerate(pieces)
-            if piece
-        )
+        return [piece for piece in (*pieces, _quoted(text[at:])) if piece]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def _get(part: Any, name: str, kind: type, where: str = "format") -> Any:

@@ -19,6 +19,7 @@ from tlt_server.frontend.generation.structures import is_small
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.parsers.pieces import Form
 from tlt_server.frontend.parsers.thinking import CLOSE, OPEN
+from tlt_server.grammars.tags import format_of
 
 NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
 FREE = {"type": "any_text"}
@@ -51,13 +52,14 @@ def structure(
     """Return the client's field that asks for a structure, and the structure of the whole answer.
 
     `form` is that of calls, None where none are read; `prompt_opens` tells whether the end of the
-    prompt opens reasoning, None where reasoning is not told apart.
+    prompt opens reasoning, None where reasoning is not told apart. A call that must be made wins
+    over a format of answers.
     """
-    field, given = asked.structure
-    field = words.called(field)
+    name, given = asked.structure
+    field = words.called(name)
     functions = called(asked)
     if functions is not None:
-        if given is not UNSET:
+        if given is not UNSET and name != "response_format":
             raise InvalidRequest(
                 f"{field} asks for a structure and tool_choice for a call; give one of them"
             )
@@ -98,22 +100,25 @@ def _calls(functions: Mapping[str, dict[str, Any]], form: Form, *, single: bool)
 
 
 def _part(given: StructuredOutputs) -> Tag | None:
-    """Return a structure as a part of a structural tag, or None if it cannot be one."""
-    if given.json_schema is not None:
-        schema = given.json_schema
-        if not is_small(schema):
-            return None  # it is refused as it is
-        try:
-            schema = json.loads(schema) if isinstance(schema, str) else schema
-        except (ValueError, RecursionError):
-            return None
-        return {"type": "json_schema", "json_schema": schema}
+    """Return a structure as a part of a structural tag, or None if it is refused as it is."""
     if given.regex is not None:
         return {"type": "regex", "pattern": given.regex}
+    if given.grammar is not None:
+        return {"type": "grammar", "grammar": given.grammar}
     if given.choice is not None:
         texts = [{"type": "const_string", "value": text} for text in given.choice]
         return {"type": "or", "elements": texts}
-    return None
+    is_schema = given.json_schema is not None
+    content = given.json_schema if is_schema else given.structural_tag
+    if not is_small(content):
+        return None
+    try:
+        content = json.loads(content) if isinstance(content, str) else content
+    except (ValueError, RecursionError):
+        return None
+    if is_schema:
+        return {"type": "json_schema", "json_schema": content}
+    return format_of(content) if isinstance(content, dict) else None
 
 
 def _whole(part: Tag, prompt_opens: bool | None) -> StructuredOutputs:
