@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +18,8 @@ from tlt_server.frontend.dialects.openai import forced
 from tlt_server.frontend.dialects.openai.requests import CHAT, ChatRequest
 from tlt_server.frontend.generation import structures
 from tlt_server.frontend.generation.requests import StructuredOutputs
-from tlt_server.grammars.forms import check_grammar
+from tlt_server.grammars.compiler import Compiler
+from tlt_server.grammars.forms import check_grammar, grammar_of
 from tlt_server.records import Grammar
 
 
@@ -123,7 +125,7 @@ def test_a_structural_tag_as_deep_as_the_limit_is_taken(server: LiveServer) -> N
 
 
 def test_the_engine_gets_one_form(server: LiveServer) -> None:
-    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
+    schema = {"type": "object", "additionalProperties": {}, "properties": {"b": {}, "a": {}}}
     for structure, grammar in (
         ({"json_schema": schema}, ("json_schema", json.dumps(schema, separators=(",", ":")))),
         ({"json_schema": json.dumps(schema)}, ("json_schema", json.dumps(schema))),
@@ -160,7 +162,7 @@ def test_what_contradicts_a_structure_is_refused(
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
-JSON = Grammar(kind="json_schema", text=TEXT)
+JSON = Grammar(kind="json_schema", text=TEXT[:-1] + ',"additionalProperties":false}')
 OBJECT = Grammar(kind="json_schema", text='{"type":"object"}')
 REGEX = Grammar(kind="regex", text="[0-9]+")
 CHOICE = Grammar(kind="lark", text='start: "a" | "b"')
@@ -278,6 +280,27 @@ def test_a_structural_tag_that_cannot_be_kept_is_refused(server: LiveServer) -> 
     ):
         response = send(server, {"structural_tag": tag})
         assert response.status_code == 400 and says in response.text, tag
+
+
+BAR = {"type": "const_string", "value": "|"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [("a\\\nb", ["a\nb"]), ("a\nb", ["a\nb"]), ("a/\\/b", ["a//b"]), ("", [""])]
+    + [("a\\\\nb", ["a\\nb"]), ("[/\\\n]+", ["/", "\n/"]), ("a\\\tb", ["a\tb"])],
+)
+def test_the_regex_of_a_tag_means_what_a_regex_does(
+    model: Path, pattern: str, texts: list[str]
+) -> None:
+    part = {"type": "regex", "pattern": pattern}
+    tag = json.dumps({"format": {"type": "sequence", "elements": [part, BAR, part]}})
+    compiler = Compiler(model, 300, [256])
+    for form, content, output in (("structural_tag", tag, "{0}|{0}"), ("regex", pattern, "{0}")):
+        start = compiler.compile(grammar_of(form, content))
+        for text in texts:
+            state = start.deep_copy()
+            assert state.consume_tokens([*output.format(text).encode()]) and state.is_accepting()
 
 
 def test_a_request_names_only_so_many_structures(server: LiveServer) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.closing import closed
 from tlt_server.grammars.gbnf import as_lark
 from tlt_server.grammars.schemas import check_schema, read_json
 from tlt_server.grammars.tags import Specials, lark_of_tags
@@ -47,7 +48,10 @@ def _bounded(grammar: Grammar) -> Grammar:
 
 
 def _json_schema(text: str) -> Grammar:
-    check_schema(read_json(text))
+    schema = read_json(text)
+    check_schema(schema)
+    found = closed(schema)
+    text = text if found == schema else json.dumps(found, ensure_ascii=False, separators=(",", ":"))
     return Grammar(kind="json_schema", text=text)
 
 

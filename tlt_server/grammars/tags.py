@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.closing import closed
 from tlt_server.grammars.gbnf import as_lark
 from tlt_server.grammars.schemas import MAX_LEVELS, SPACED, check_schema
 
@@ -101,7 +102,7 @@ class _Writer:
         check_schema(schema, "the JSON schema of a tag")
         if not isinstance(schema, dict):
             schema = {}
-        return f"%json {json.dumps(schema | SPACED)}"
+        return f"%json {json.dumps(closed(schema) | SPACED)}"
 
     @staticmethod
     def _regex(pattern: str) -> str:
