@@ -111,13 +111,13 @@ class JsonCall:
         if not self._begun:
             end = min(end, start + MAX_HELD + 1 - self._held_size)
         self.at = self._value.feed(text, start, end)
-        taken = text[start : self.at]
+        taken = self._value.strict(text, start, self.at)
         if arguments and self._begun:
             if taken:
                 yield CallArguments(taken)
         else:
             (self._early if arguments else self._text).append(taken)
-            self._hold(taken)
+            self._hold(text[start : self.at])
         if self._value.failed:
             self.failed = True
         elif self._value.ended:

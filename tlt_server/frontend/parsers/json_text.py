@@ -1,7 +1,12 @@
-"""JSON as it comes: whether a text still is the beginning of a value, and where the value ends."""
+"""JSON as it comes: whether a text still is the beginning of a value, and where the value ends.
+
+Strings are read as models write them, with raw line breaks and tabs, and with a backslash before
+any letter. `strict` gives the text as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 
 MAX_LEVELS = 64
@@ -24,14 +29,26 @@ class JsonText:
         self._expects = "value"
         self._rest = ""  # what a word still needs, or what a number has so far
         self._hex = 0  # digits of an escape that are still to come
+        self._mends: list[
+            tuple[int, str]
+        ] = []  # in the newest text: a letter's place, and its JSON
 
     def feed(self, text: str, at: int, end: int) -> int:
         """Take in `text[at:end]`. Return where this stopped: after the value, at the first
         character that is wrong, or at the end.
         """
+        self._mends = []
         while at < end and not (self.ended or self.failed):
             at = self._step(text, at, end)
         return at
+
+    def strict(self, text: str, at: int, end: int) -> str:
+        """Return as JSON what the last `feed` has taken in, `text[at:end]`."""
+        parts = list[str]()
+        for place, letter in self._mends:
+            parts += [text[at:place], letter]
+            at = place + 1
+        return "".join([*parts, text[at:end]])
 
     def _step(self, text: str, at: int, end: int) -> int:
         match self._expects:
@@ -91,8 +108,7 @@ class JsonText:
         if text[at] == "\\":
             self._expects = "escape" if self._expects == "string" else "name escape"
         elif text[at] != '"':
-            self.failed = True  # a control character
-            return at
+            self._mends.append((at, _escaped(text[at])))  # a control character
         elif self._expects == "name":
             self._expects = "colon"
         else:
@@ -104,9 +120,11 @@ class JsonText:
             self._hex -= 1
         elif not self._hex and letter == "u":
             self._hex = 4
-        elif self._hex or letter not in _ESCAPED:
+        elif self._hex:
             self.failed = True
             return at
+        elif letter not in _ESCAPED:
+            self._mends.append((at, "\\" + _escaped(letter)))
         if not self._hex:
             self._expects = "string" if self._expects == "escape" else "name"
         return at + 1
@@ -131,3 +149,7 @@ class JsonText:
         if not self._rest:
             self._end_value()
         return at + 1
+
+
+def _escaped(letter: str) -> str:
+    return json.dumps(letter, ensure_ascii=False)[1:-1]
