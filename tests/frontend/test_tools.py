@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from tlt_server.records import Grammar
 
 F = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": F}, {"type": "function", "function": {"name": "g"}}]
+TAG = {"type": "regex", "pattern": "yes|no"}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "é": "🙂"}}\n</tool_call>'
 ARGUMENTS = '{"a": 1, "é": "🙂"}'
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES][:-1])
+@pytest.fixture(scope="module", params=FAMILIES)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
@@ -217,8 +219,14 @@ def matcher(server: LiveServer, grammar: Grammar) -> Callable[[str], bool]:
     compiled = Compiler(server.config.model, 300, [256]).compile(grammar)
 
     def accepts(text: str) -> bool:
-        state, tokens = compiled.deep_copy(), [*text.encode()]
-        return state.try_consume_tokens(tokens) == len(tokens) and state.is_accepting()
+        spelled, [tokens] = [*text.encode()], server.text.encode([text], special=False)
+        one, other = (
+            (state := compiled.deep_copy()).try_consume_tokens(ids) == len(ids)
+            and state.is_accepting()
+            for ids in (spelled, tokens)
+        )
+        assert one == other, "a mark is its token or its bytes"
+        return one
 
     return accepts
 
@@ -258,11 +266,50 @@ def test_an_answer_with_tools_is_held_to_calls_or_its_schema(server: LiveServer)
     for text in (CALL.replace(', "é": "🙂"', ""), '{"b": null}'):
         assert accepts(text) and accepts(f"<think>a</think>{text}")
     assert not accepts("so") and not accepts('{"b": 1}')
-    both = post(server, CHAT, **says("a", response_format=format, tool_choice="required"))
-    assert both.status_code == 400 and "give one of them" in both.text
+    assert not accepts(CALL), "the schema lists no other property"
     message(server, "a", tools=[], guided_choice=["x", "y"], separate_reasoning=False)
     accepts = matcher(server, server.engine.submitted[-1].sampling.structured_outputs)
     assert accepts("x") and not accepts("<think>a</think>x")
+
+
+def test_a_forced_call_wins_over_a_format_of_answers(server: LiveServer) -> None:
+    def held(path: str, **fields: Any) -> Grammar | None:
+        assert done(server, path, tool_choice="required", **fields)
+        return server.engine.submitted[-1].sampling.structured_outputs
+
+    schema = {"name": "x", "schema": {"type": "object"}}
+    format = {"type": "json_schema", **schema}
+    tools, asked = [{"type": "function", **TOOLS[0]["function"]}], says("a", tools=TOOLS[:1])
+    forced = held(CHAT, **asked)
+    assert forced == held(
+        CHAT, response_format={"type": "json_schema", "json_schema": schema}, **asked
+    )
+    assert forced == held("/v1/responses", input="a", tools=tools, text={"format": format})
+    both = post(server, CHAT, **says("a", guided_regex="a", tool_choice="required"))
+    assert both.status_code == 400 and "give one of them" in both.text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "(yes|no)"},
+        {"guided_choice": ["yes", "no"]},
+        {"guided_grammar": 'root ::= "yes" | "no"'},
+        {"ebnf": 'start: "yes" | "no"'},
+        {"response_format": {"type": "structural_tag", "format": TAG}},
+        {"structured_outputs": {"structural_tag": json.dumps({"format": TAG})}},
+    ],
+)
+def test_every_structure_begins_after_the_reasoning(
+    server: LiveServer, fields: dict[str, Any]
+) -> None:
+    message(server, "a", tools=[], **fields)
+    accepts = matcher(server, server.engine.submitted[-1].sampling.structured_outputs)
+    assert accepts("<think>I\nsay</think>\n\nno") and accepts("yes")
+    assert not accepts("<think>yes") and not accepts("<think>I</think>maybe")
+    message(server, "a", tools=[], separate_reasoning=False, **fields)
+    accepts = matcher(server, server.engine.submitted[-1].sampling.structured_outputs)
+    assert accepts("yes") and not accepts("<think>a</think>no")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +335,23 @@ def test_a_choice_that_cannot_be_held_is_refused(
     response = post(server, CHAT, **says("a", **fields))
     assert response.status_code == 400 and says_ in response.text, response.text
     assert response.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_special_token_may_be_a_stop_string(server: LiveServer) -> None:
+    text = server.text
+    special = next(token for token in reversed(text.specials) if token not in text.tokens.values())
+    for stop in (special, "</think>"):
+        prompt = f"ab{stop}cd"
+        found = done(server, "/v1/completions", prompt=prompt, max_tokens=30, stop=["x", stop])
+        assert (
+            found["choices"][0]["text"] == "ab" and found["choices"][0]["finish_reason"] == "stop"
+        )
+        sampling = {"max_new_tokens": 30, "stop": stop}
+        found = done(server, "/generate", text=prompt, sampling_params=sampling)
+        assert found["text"] == "ab" and found["meta_info"]["finish_reason"]["type"] == "stop"
+    response = post(server, "/v1/completions", prompt="a", max_tokens=3, stop=f"x{special}")
+    assert response.status_code == 400 and "special token" in response.text
+    assert f"give its id {text.specials[special]} in stop_token_ids" in response.text
 
 
 def test_a_prompt_is_rendered_without_an_answer(server: LiveServer) -> None:

@@ -28,7 +28,7 @@ MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 class Samplings:
     def __init__(self, config: ResolvedConfig, text: Text) -> None:
-        self._config, self._text = config, text
+        self._config, self._text, self._specials = config, text, text.specials
 
     def resolve(
         self,
@@ -73,12 +73,14 @@ class Samplings:
             info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
         )
         self._check_logprobs(words, get("logprobs"), get("prompt_logprobs"), prompt_logprobs)
+        stops = self._stop(where, get("stop"))
+        ends = [self._specials[stop] for stop in stops if stop in self._specials]
         fields = {name: get(name) for name in SamplingFields.__struct_fields__}
         fields |= {
             "max_tokens": max_tokens,
             "prompt_logprobs": prompt_logprobs,
-            "stop": self._stop(where, get("stop")),
-            "stop_token_ids": self._stop_token_ids(where, get("stop_token_ids"), info),
+            "stop": tuple(stop for stop in stops if stop not in self._specials),
+            "stop_token_ids": self._stop_token_ids(where, [*get("stop_token_ids"), *ends], info),
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),
             "allowed_token_ids": self._allowed(where, given("allowed_token_ids"), info),
             "bad_words": self._bad_words(where, get("bad_words"), bad_words),
@@ -121,6 +123,14 @@ class Samplings:
                 f"{where}stop needs text, and this model directory has no tokenizer.json; use "
                 "stop_token_ids"
             )
+        for stop in stops:
+            special = next((token for token in self._specials if token in stop), None)
+            if special is not None and stop not in self._specials:
+                raise InvalidRequest(
+                    f"{where}stop has {shown(stop)}, and the text of an output leaves out the "
+                    f"special token {shown(special)}: give its id {self._specials[special]} in "
+                    "stop_token_ids"
+                )
         return stops
 
     def _stop_token_ids(self, where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
