@@ -130,6 +130,8 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "text": ("ho", {}),
     "token_ids": ([104], {}),
     "input_ids": ([104], {"text": None}),
+    "return_prompt_token_ids": (True, {}),
+    "return_meta_info": (True, {}),
     "messages": ([{"role": "user", "content": "ho"}], {}),
     "tools": (TOOLS, {}),
     "tool_choice": ("none", {"tools": TOOLS}),

@@ -93,7 +93,8 @@ KNOWN = (
         (*OPENAI, SGLANG, SGLANG_SAMPLING),
         "custom_logit_processor custom_params",
     ),
-    Known(RefusedField(_MESSAGES), TALKING, "documents input_ids task web_search_options"),
+    Known(RefusedField(_MESSAGES), TALKING, "documents task web_search_options"),
+    Known(RefusedField(_MESSAGES), (RESPONSES,), "input_ids"),
     Known(RefusedField(_MESSAGES), (CHAT,), "reasoning"),
     Known(RefusedField(_MESSAGES), (COMPLETIONS,), "suffix"),
     Known(RefusedField(_MESSAGES), (*OPENAI, SGLANG), "session_params"),
@@ -128,7 +129,8 @@ KNOWN = (
         "return_cached_tokens_details skip_special_tokens spaces_between_special_tokens",
     ),
     Known(REPLY, (COMPLETIONS,), "include_reasoning"),
-    Known(REPLY, TALKING, "echo stream_reasoning return_meta_info"),
+    Known(REPLY, TALKING, "echo stream_reasoning"),
+    Known(REPLY, (COMPLETIONS,), "return_prompt_token_ids"),
     Known(REPLY, (TOKENIZE,), "return_token_strs"),
     Known(
         REPLY,
@@ -172,7 +174,8 @@ KNOWN = (
         RefusedField(_BY_CHAT),
         (RESPONSES,),
         "logprobs top_logprobs prompt_logprobs return_token_ids return_tokens_as_token_ids "
-        "return_weight_versions chat_template continue_final_message add_special_tokens "
+        "return_weight_versions return_meta_info return_prompt_token_ids chat_template "
+        "continue_final_message add_special_tokens "
         "include_stop_str_in_output no_stop_trim",
     ),
     Known(

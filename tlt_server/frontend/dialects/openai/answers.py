@@ -129,7 +129,8 @@ async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) ->
                 await generation.turn(SLICE_BYTES)
                 delta = whole(choice)
                 await phrase.hear(delta, True, generation.turn)
-                parts.append(phrase.part(positions[event.id], delta, choice))
+                part = phrase.part(positions[event.id], delta, choice, event.cached_tokens)
+                parts.append(part)
     parts.sort(key=lambda part: part.index)
     return sliced_response(phrase.reply(parts, count.usage()), generation.turn)  # type: ignore[arg-type]
 
@@ -150,7 +151,9 @@ async def _chunks(
                         cached = sum(map(generation.cached_tokens, positions))
                         so_far = usage_of(prompt_tokens, made, cached)
                     await phrase.hear(delta, ended is not None, generation.turn)
-                    chunk = phrase.reply([phrase.part(positions[id], delta, ended)], so_far)  # type: ignore[list-item]
+                    cached = generation.cached_tokens(id) if ended is not None else 0
+                    part = phrase.part(positions[id], delta, ended, cached)
+                    chunk = phrase.reply([part], so_far)  # type: ignore[list-item]
                     if not delta.prompt_logprobs:
                         yield event_frame(chunk)
                         continue

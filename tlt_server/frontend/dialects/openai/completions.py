@@ -19,18 +19,15 @@ from tlt_server.frontend.dialects.openai.replies import (
     Rendered,
     failure,
 )
-from tlt_server.frontend.dialects.openai.requests import (
-    CHAT,
-    COMPLETION,
-    ChatRequest,
-    CompletionRequest,
-)
+from tlt_server.frontend.dialects.openai.requests import COMPLETION, ChatRequest, CompletionRequest
 from tlt_server.frontend.dialects.openai.speaker import Speaker
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, Failure
+from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.replies import sliced_response
 from tlt_server.frontend.service import Service
+from tlt_server.labels import label_of
 from tlt_server.packed import PackedIds
 
 ROUTES = Routes(error_shape=failure)
@@ -88,13 +85,20 @@ async def chat(service: Service, request: Request) -> Response:
     and null means absent.
     """
     asked, info = await read(service, request, ChatRequest)
-    ready = await prepared(service, request, asked, info)
+    words = asked.words
+    ready = await prepared(service, request, asked, info, words)
     phrase = partial(
-        ChatPhrase, speaker=lambda: Speaker(ready.answer(), reasons=asked.include_reasoning)
+        ChatPhrase,
+        speaker=lambda: Speaker(
+            ready.answer(),
+            reasons=asked.include_reasoning,
+            silence="" if asked.return_meta_info else None,
+        ),
+        live_version=label_of(info.weight_version),
     )
     prompts: list[str | PackedIds] = [ready.token_ids]
     return await answer(
-        service, request, asked, info, prompts, CHAT, ready.held, "chatcmpl", phrase
+        service, request, asked, info, prompts, words, ready.held, "chatcmpl", phrase
     )
 
 
@@ -109,12 +113,15 @@ async def chat(service: Service, request: Request) -> Response:
 async def render(service: Service, request: Request) -> Response:
     """Return the prompt that a chat completion would have, and generate nothing."""
     asked, info = await read(service, request, ChatRequest)
-    ready = await prepared(service, request, asked, info)
+    ready = await prepared(service, request, asked, info, asked.words)
+    text = ready.text
+    if asked.input_ids is not None:
+        text = await tokenizing.decode(service.text, asked.input_ids, special=True)
     turn = service.generations.share.of(caller_of(request).name)
     return sliced_response(
         {
             "model": named(service, asked.model),
-            "prompt": ready.text,
+            "prompt": text,
             "token_ids": ready.token_ids,
             "count": len(ready.token_ids),
             "max_model_len": info.max_model_len,

@@ -25,7 +25,7 @@ from tlt_server.packed import PackedIds, PackedText, ending
 
 
 class Prepared(NamedTuple):
-    text: str | PackedText
+    text: str | PackedText  # of a prompt that is given as tokens, the end
     token_ids: PackedIds
     held: Held
     answer: Callable[[], AnswerReader | None]  # makes what reads one answer
@@ -40,15 +40,20 @@ async def prepared(
     """
     service.validator.check_choices(asked.n, caller_of(request))
     must_call = called(asked) is not None
-    _check_shown(service, asked, must_call)
-    text, token_ids = await conversation(
-        service,
-        info,
-        template_arguments(asked, asked.messages),
-        special=asked.add_special_tokens is True,
-        whole=asked.truncate_prompt_tokens is None,
-        where=words.item,
-    )
+    text: str | PackedText
+    if asked.input_ids is not None:
+        token_ids = asked.input_ids
+        text = service.text.decode(token_ids[-PROMPT_END:], special=True)
+    else:
+        _check_shown(service, asked, must_call)
+        text, token_ids = await conversation(
+            service,
+            info,
+            template_arguments(asked, asked.messages),
+            special=asked.add_special_tokens is True,
+            whole=asked.truncate_prompt_tokens is None,
+            where=words.item,
+        )
     parsers, tools = service.parsers, by_name(asked.shown_tools())
     end, reasons = ending(text, PROMPT_END), asked.separate_reasoning
     kind = parsers.forced if must_call else parsers.tools

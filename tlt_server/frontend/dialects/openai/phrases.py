@@ -7,6 +7,7 @@ of a stream add up to it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -28,6 +29,8 @@ from tlt_server.frontend.dialects.replies.logprobs import (
     scored,
     scored_prompt,
 )
+from tlt_server.frontend.dialects.replies.meta_info import MetaInfo
+from tlt_server.frontend.dialects.replies.meta_info import ended as with_end
 from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
@@ -87,7 +90,9 @@ class CompletionPhrase:
     async def hear(self, delta: Delta, ended: bool, turn: Turn) -> None:
         """Take a delta in before `part`."""
 
-    def part(self, prompt: int, delta: Delta, ended: FinishedChoice | None) -> CompletionChoice:
+    def part(
+        self, prompt: int, delta: Delta, ended: FinishedChoice | None, cached_tokens: int
+    ) -> CompletionChoice:
         """Return the part for a delta of a choice of that prompt; with `ended`, the last part."""
         asked, index = self._asked, prompt * self._asked.n + delta.index
         part = CompletionChoice(index=index, text=delta.text or "")
@@ -145,7 +150,10 @@ class ChatPhrase:
         model: str,
         *,
         speaker: Callable[[], Speaker],
+        live_version: str,
     ) -> None:
+        """`live_version` computed a choice of which no token tells."""
+        self._live_version, self._started_s = live_version, time.monotonic()
         self._asked, self._speller, self._new_speaker = asked, speller, speaker
         self._prompt_ids = batch.items[0].requests[0].token_ids
         self._ending = _Ending(asked.return_weight_versions, eos)
@@ -179,7 +187,9 @@ class ChatPhrase:
         if ended:
             speaker.end()
 
-    def part(self, prompt: int, delta: Delta, ended: FinishedChoice | None) -> ChatChoice:
+    def part(
+        self, prompt: int, delta: Delta, ended: FinishedChoice | None, cached_tokens: int
+    ) -> ChatChoice:
         """Return the part for a delta of a choice; with `ended`, its last part."""
         asked, index, speaker = self._asked, delta.index, self._speakers[delta.index]
         first = index in self._first
@@ -192,6 +202,8 @@ class ChatPhrase:
         if first:
             self._first.remove(index)
             speech.role = "assistant"
+            if asked.return_prompt_token_ids:
+                part.prompt_token_ids = [*self._prompt_ids]
             if asked.prompt_logprobs is not None and len(self._speakers) == 1:
                 self._head.prompt_logprobs = _prompt(
                     self._speller, [*self._prompt_ids], delta, asked.prompt_logprobs
@@ -204,4 +216,28 @@ class ChatPhrase:
             self._ending.put(part, ended)
             if speaker.calls and ended.finish_reason == "stop":
                 part.finish_reason = "tool_calls"
+            if asked.return_meta_info:
+                part.meta_info = self._meta(ended, cached_tokens)
         return part
+
+    def _meta(self, choice: FinishedChoice, cached_tokens: int) -> MetaInfo:
+        """Return the figures of a choice in SGLang's form."""
+        tokens = zip(choice.logprobs, choice.token_ids, strict=True)
+        id = self._head.id
+        meta = MetaInfo(
+            id=id if self._asked.n == 1 else f"{id}_{choice.index}",
+            finish_reason=None,
+            prompt_tokens=len(self._prompt_ids),
+            completion_tokens=len(choice.token_ids),
+            cached_tokens=cached_tokens,
+            weight_version=self._live_version,
+            e2e_latency=time.monotonic() - self._started_s,
+        )
+        if self._asked.alternatives() is not None:
+            meta = msgspec.structs.replace(
+                meta,
+                output_token_logprobs=[
+                    (logprob, token, self._speller.name(token)) for logprob, token in tokens
+                ],
+            )
+        return with_end(meta, choice)

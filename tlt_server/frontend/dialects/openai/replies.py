@@ -12,6 +12,7 @@ from tlt_client.wire import FinishReason, SdReport, VersionSpan
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.dialects.replies.errors import failure_naming
 from tlt_server.frontend.dialects.replies.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
+from tlt_server.frontend.dialects.replies.meta_info import MetaInfo
 from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
 
 
@@ -99,7 +100,10 @@ class Speech(Struct):
     role: Annotated[Literal["assistant"] | UnsetType, Meta(description="who speaks")] = UNSET
     content: Annotated[
         str | None | UnsetType,
-        Meta(description="the text, or in a chunk what was added; null next to calls alone"),
+        Meta(
+            description="the text, or in a chunk what was added; null next to calls alone, or with "
+            "return_meta_info empty"
+        ),
     ] = UNSET
     tool_calls: Annotated[
         list[ToolCall] | UnsetType, Meta(description="calls that the model made")
@@ -135,12 +139,20 @@ class ChatChoice(Struct, kw_only=True):
     token_ids: Annotated[
         list[int] | UnsetType, Meta(description="the tokens; with `return_token_ids`")
     ] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType,
+        Meta(description="the conversation's tokens; with `return_prompt_token_ids`"),
+    ] = UNSET
     weight_versions: Annotated[
         list[VersionSpan] | UnsetType,
         Meta(description="which weights computed which tokens; with `return_weight_versions`"),
     ] = UNSET
     metrics: Annotated[
         RequestMetrics | UnsetType, Meta(description="figures of its speculation")
+    ] = UNSET
+    meta_info: Annotated[
+        MetaInfo | UnsetType,
+        Meta(description="figures in SGLang's form, at the end; with `return_meta_info`"),
     ] = UNSET
 
 

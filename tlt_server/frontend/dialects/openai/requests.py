@@ -257,6 +257,21 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     top_logprobs: Annotated[
         Length | None, Meta(description="alternatives per token; needs logprobs")
     ] = None
+    input_ids: Annotated[
+        PromptIds | None, Meta(description="the prompt's tokens, in place of the chat template's")
+    ] = None
+    return_prompt_token_ids: Annotated[
+        bool, Meta(description="prompt_token_ids of the choices")
+    ] = False
+    return_meta_info: Annotated[
+        bool,
+        Meta(description="meta_info of the choices as SGLang has it, and no content that is null"),
+    ] = False
+
+    @property
+    def words(self) -> Words:
+        """Return the client's names of what the prompt is made from."""
+        return CHAT if self.input_ids is None else CHAT._replace(item="input_ids")
 
     def alternatives(self) -> int | None:
         if self.logprobs is False:

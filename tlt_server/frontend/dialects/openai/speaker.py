@@ -35,9 +35,14 @@ async def sliced(text: str, turn: Turn) -> AsyncIterator[str]:
 class Speaker:
     """Takes text in, and says what came since it last spoke."""
 
-    def __init__(self, answer: AnswerReader | None, *, reasons: bool) -> None:
-        """`answer` reads the text, None: all of it is content. `reasons`: reasoning is shown."""
+    def __init__(
+        self, answer: AnswerReader | None, *, reasons: bool, silence: str | None = None
+    ) -> None:
+        """`answer` reads the text, None: all of it is content. `reasons`: reasoning is shown.
+        `silence` is the content of a whole message that has only calls or reasoning.
+        """
         self.calls = 0  # said so far
+        self._silence = silence
         self._answer, self._reasons = answer, reasons
         self._pieces: list[Piece] = []
 
@@ -73,7 +78,7 @@ class Speaker:
         if calls:
             speech.tool_calls = calls
         if speech.content is UNSET:
-            speech.content = None if calls or speech.reasoning else ""
+            speech.content = self._silence if calls or speech.reasoning else ""
         return speech
 
     def _take_calls(self) -> list[ToolCall]:

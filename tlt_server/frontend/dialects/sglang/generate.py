@@ -12,15 +12,15 @@ from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import TltError
 from tlt_server.frontend.dialects.replies.logprobs import Scored, scored_prompt
+from tlt_server.frontend.dialects.replies.meta_info import MetaInfo, ended
 from tlt_server.frontend.dialects.sglang.growing import GrowingOutput, OutputLists, scored, triples
-from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo
+from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.batch import RequestBatch
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
@@ -55,8 +55,8 @@ async def _whole(phrase: Phrase, generation: Generation) -> Response:
                 await generation.turn(SLICE_BYTES)  # its text may be decoded again
                 index = phrase.index_of(event.id, choice.index)
                 found[index] = phrase.whole(event.id, choice, event.cached_tokens)
-    ended = [found[index] for index in sorted(found)]
-    return sliced_response(ended if phrase.asked.several else ended[0], generation.turn)
+    choices = [found[index] for index in sorted(found)]
+    return sliced_response(choices if phrase.asked.several else choices[0], generation.turn)
 
 
 async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes | LargeEvent]:
@@ -102,7 +102,7 @@ class Phrase:
         return Generated(
             text=self._final_text(choice),
             output_ids=lists.ids,
-            meta_info=self._ended(meta, id, choice),
+            meta_info=ended(meta, choice, **self._prompt(id, choice)),
         )
 
     def chunk(
@@ -122,29 +122,13 @@ class Phrase:
         chunk = Generated(
             text=growing.text if choice is None else growing.final_text(self._final_text(choice)),
             output_ids=lists.ids,
-            meta_info=meta if choice is None else self._ended(meta, id, choice),
+            meta_info=meta if choice is None else ended(meta, choice, **self._prompt(id, choice)),
             index=index if self.asked.several else UNSET,
         )
         growing.sent()
         if choice is not None:
             del self._growing[index]
         return chunk
-
-    def _ended(self, meta: MetaInfo, id: str, choice: FinishedChoice) -> MetaInfo:
-        """Return the figures of a choice with what only its end tells."""
-        sd, versions = choice.sd, choice.weight_versions
-        return msgspec.structs.replace(
-            meta,
-            finish_reason=_finish(choice),
-            weight_versions=versions,
-            weight_version=label_of(versions[-1].version) if versions else meta.weight_version,
-            spec_verify_ct=sd.draft_steps,
-            spec_accept_length=sd.mean_accept_length or 1.0,
-            spec_accept_rate=sd.accepted / sd.drafted if sd.drafted else 0.0,
-            spec_accept_token_num=sd.accepted,
-            spec_draft_token_num=sd.drafted,
-            **self._prompt(id, choice),
-        )
 
     def _meta(
         self, id: str, index: int, tokens: int, lists: OutputLists, cached_tokens: int
@@ -165,9 +149,14 @@ class Phrase:
         )
 
     def _prompt(self, id: str, choice: FinishedChoice) -> dict[str, Any]:
-        """Return the prompt's log-probs from the token on from which they are asked for."""
-        if not isinstance(choice.prompt_logprobs, list):
+        """Return the prompt's log-probs from the token on from which they are asked for. Where none
+        are, it is the last token without one, as clients of SGLang expect.
+        """
+        if not self.asked.return_logprob:
             return {}
+        if not isinstance(choice.prompt_logprobs, list):
+            last = self._prompts[id][-1]
+            return {"input_token_logprobs": [(None, last, self._spell(last))]}
         count, start = self.asked.top_logprobs_num, self.asked.logprob_start_len
         prompt, logprobs = [*self._prompts[id]], choice.prompt_logprobs
 
@@ -215,19 +204,3 @@ class Phrase:
         return self._service.text.decode(
             token_ids, special=not self.asked.sampling_params.skip_special_tokens
         )
-
-
-def _finish(choice: FinishedChoice) -> Finish:
-    match choice.finish_reason:
-        case "stop":
-            return Finish(
-                "stop", matched=UNSET if choice.stop_reason is None else choice.stop_reason
-            )
-        case "length":
-            return Finish("length", length=len(choice.token_ids))
-        case "abort":
-            return Finish(
-                "abort",
-                message="the request was aborted; this is what it had: send prompt and output "
-                "again to continue",
-            )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tlt_server.frontend.dialects.sglang.replies import Scored
+from tlt_server.frontend.dialects.replies.meta_info import Scored
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.choice import Delta
 from tlt_server.frontend.generation.text import Incremental, StopStrings, Text
