@@ -1,5 +1,5 @@
-"""The `tlt` command: serve | demo | bench | doctor | weights | cache | drafter. Parses arguments
-with the standard library only; heavy imports wait.
+"""The `tlt` command: serve | demo | bench | doctor | weights | cache | drafter | completion. Parses
+arguments with the standard library only; heavy imports wait.
 
 User errors (`StartupError`, `TltError`) end in one line on stderr and exit status 2.
 """
@@ -10,13 +10,14 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from tlt_server import __version__
+from tlt_server.command_line import SCRIPTS, completions, flags, reached, verbs
 from tlt_server.errors import StartupError, TltError
 
 
@@ -32,14 +33,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    verb, strange = reached(parser, argv)
+    if strange or (verbs(verb) and not {"-h", "--help", "--version"} & {*argv}):
+        _demand_verb(verb, strange)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], flags(verb))}")
+    return known
+
+
+def _demand_verb(parser: argparse.ArgumentParser, strange: str) -> NoReturn:
+    """End with the verbs that there are, where a line has none or an unknown one."""
+    said = f"{strange} is not a verb{_nearest(strange, verbs(parser))}"
+    parser.exit(2, f"{parser.format_help()}\n{parser.prog}: {said if strange else 'name a verb'}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tlt",
         description="Exact, adaptive speculative rollouts for reasoning-RL trainers.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    serve = verbs.add_parser(
+    add = parser.add_subparsers(title="verbs", metavar="VERB", required=True).add_parser
+    serve = add(
         "serve",
         help="serve a model",
         allow_abbrev=False,
@@ -50,12 +68,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     _add_settings(serve)
     serve.set_defaults(run=_serve)
-    demo = verbs.add_parser(
+    demo = add(
         "demo", help="serve the shipped pair and show exactness and speed-up", allow_abbrev=False
     )
     import_module("tlt_server.demo.arguments").add_arguments(demo)
     demo.set_defaults(run=_interruptible(_later("tlt_server.demo.command")))
-    doctor = verbs.add_parser(
+    doctor = add(
         "doctor",
         help="check whether serve with these flags would work here",
         allow_abbrev=False,
@@ -67,25 +85,25 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     _add_settings(doctor)
     import_module("tlt_server.doctor.arguments").add_arguments(doctor)
     doctor.set_defaults(run=_later("tlt_server.doctor.command"))
-    weights = verbs.add_parser(
+    weights = add(
         "weights",
         help="push weights to a running server, look at them, roll back",
         allow_abbrev=False,
     )
     import_module("tlt_server.push.arguments").add_arguments(weights)
     weights.set_defaults(run=_later("tlt_server.push.command"))
-    cache = verbs.add_parser(
+    cache = add(
         "cache",
         help="move compiled kernels and measured step times between machines",
         allow_abbrev=False,
     )
     import_module("tlt_server.cache.arguments").add_arguments(cache)
     cache.set_defaults(run=_later("tlt_server.cache.command"))
-    drafter = verbs.add_parser(
+    drafter = add(
         "drafter", help="make, train and judge drafters", allow_abbrev=False
     ).add_subparsers(metavar="VERB", required=True)
     import_module("tlt_server.drafter.arguments").add_arguments(drafter, _later, _with_engine)
-    benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(
+    benches = add("bench", help="benchmarks", allow_abbrev=False).add_subparsers(
         metavar="NAME", required=True
     )
     for name, kind in import_module("tlt_server.bench.arguments").BENCHES.items():
@@ -95,10 +113,23 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         kind.add(bench)
         verb, ended = (_with_engine, _in_folder) if kind.loads_engine else (_later, _interruptible)
         bench.set_defaults(run=ended(verb(f"tlt_server.bench.{kind.module or name}")))
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], parser, argv)}")
-    return known
+    completion = add(
+        "completion",
+        help="print what completes verbs and flags in a shell",
+        allow_abbrev=False,
+        description='For example, in ~/.bashrc: eval "$(tlt completion bash)"',
+    )
+    completion.add_argument("shell", choices=SCRIPTS)
+    completion.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    completion.set_defaults(run=lambda arguments: _complete(parser, arguments))
+    return parser
+
+
+def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.words:
+        print("\n".join(completions(parser, arguments.words)))
+    else:
+        print(SCRIPTS[arguments.shell], end="")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -191,24 +222,10 @@ def _on_end(handler: Callable[[int, FrameType | None], Any]) -> None:
             signal.signal(number, handler)
 
 
-def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:
-    """The closest flag of the verb in use."""
+def _nearest(name: str, known: Iterable[str]) -> str:
     from tlt_server.wording import nearest
 
-    options: list[str] = []
-    for word in argv:
-        choices = next(
-            (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {}
-        )
-        if word in choices:
-            parser = choices[word]
-    options = [
-        option
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    ]
-    return nearest(name.partition("=")[0], options)
+    return nearest(name.partition("=")[0], known)
 
 
 if __name__ == "__main__":

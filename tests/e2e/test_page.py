@@ -145,7 +145,7 @@ def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(
 
 
 def strategies(count: int) -> Callable[[Page], None]:
-    """Return what has a page see this many strategies besides `off`, all in each second."""
+    """Return what has a page see this many strategies and `off`, all in each second."""
     names = ["off", *(f"eagle:{1 + k % 10}x{1 + k // 10}" for k in range(count))]
     served = itertools.count(1)
 

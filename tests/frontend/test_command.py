@@ -121,8 +121,10 @@ def test_serve_help_lists_every_setting_with_unit_and_default() -> None:
         (["serve", "--model", "/none", "--port", "x"], "port is 'x'"),
         (["serve"], "model is not set"),
         (["bench", "rollout", "--quik"], "did you mean --quick"),
-        (["sreve"], "sreve"),
-        ([], "required"),
+        (["sreve"], "tlt: sreve is not a verb; did you mean serve?"),
+        (["bench", "rolout"], "tlt bench: rolout is not a verb; did you mean rollout?"),
+        (["weights"], "tlt weights: name a verb"),
+        ([], "tlt: name a verb"),
     ],
 )
 def test_bad_command_lines_exit_with_2(arguments: list[str], says: str) -> None:

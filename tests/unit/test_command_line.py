@@ -1,0 +1,98 @@
+"""Verbs and flags of `tlt` that its errors list and that shells complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt_server.__main__ import _parse, _parser
+from tlt_server.command_line import SCRIPTS, completions, verbs
+from tlt_server.settings import settings
+
+SHELLS = {  # what a shell runs to complete `tlt serve --max-q`
+    "bash": 'COMP_WORDS=(tlt serve --max-q) COMP_CWORD=2; _tlt; printf "%s\\n" "${COMPREPLY[@]}"',
+    "zsh": "words=(tlt serve --max-q) CURRENT=3; _tlt",
+    "fish": "complete -C 'tlt serve --max-q'",
+}
+# zsh's own completion needs a terminal, so these say what they are given.
+ZSH = 'compdef() { :; }; compadd() { shift; print -l -- "$@"; }; '
+
+
+@pytest.mark.parametrize("line", [[], ["sreve"], ["serv", "--help"], ["--modle", "x"]])
+def test_every_verb_is_listed_where_one_is_wanted(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _parse(line)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and len(verbs(_parser())) == 8
+    for verb in verbs(_parser()):
+        assert f"\n  {verb}" in said.err.replace("    ", "  "), verb
+
+
+@pytest.mark.parametrize(
+    "verb", [name for name, parser in verbs(_parser()).items() if verbs(parser)]
+)
+def test_verbs_of_a_verb_are_listed_too(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    inner = verbs(verbs(_parser())[verb])
+    for line in ([verb], [verb, next(iter(inner))[:-1] + "_"]):
+        with pytest.raises(SystemExit) as ended:
+            _parse(line)
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and all(f"    {name}" in said for name in inner)
+    assert f"did you mean {next(iter(inner))}?" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["ser"], ["serve"]),
+        (["--ver"], ["--version"]),
+        (["serve", "--max-q"], ["--max-queue", "--max-queue-tokens"]),
+        (["serve", "--model", "some/dir"], []),
+        (["bench", "roll"], ["rollout"]),
+        (["bench", "rollout", "--qui"], ["--quick"]),
+        (["cache", ""], ["export", "import", "show", "--help"]),
+        (["completion", ""], [*SCRIPTS, "--help"]),
+        (["nope", ""], []),
+    ],
+    ids=" ".join,
+)
+def test_a_line_is_completed_by_what_may_stand_there(words: list[str], found: list[str]) -> None:
+    assert completions(_parser(), words) == found
+
+
+def test_every_setting_is_completed() -> None:
+    found = completions(_parser(), ["serve", "--"])
+    assert {setting.flag for setting in settings()} <= {*found}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes_by_the_script(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} on PATH")
+    given = (ZSH if shell == "zsh" else "") + SCRIPTS[shell] + SHELLS[shell]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [shell, "-c", given],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["--max-queue", "--max-queue-tokens"], done.stderr
+
+
+def test_the_verb_prints_what_a_shell_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell, script in SCRIPTS.items():
+        arguments = _parse(["completion", shell])
+        assert arguments.run(arguments) is None
+        assert capsys.readouterr().out == script
+        arguments = _parse(["completion", shell, "serve", "--max-queue-"])
+        arguments.run(arguments)
+        assert capsys.readouterr().out == "--max-queue-tokens\n"
