@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,12 +14,18 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
+from tlt_server.engine.lexers import DEAR
+from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.engine.structures import Structure, Structures
-from tlt_server.errors import StructureFailed
 from tlt_server.records import Grammar
 
 # The lexer has a state for each text of the last 21 letters.
 MANY_STATES = Grammar(kind="regex", text="(a|b)*a(a|b){20}")
+# Each letter adds to the work of the next mask, without an end.
+GROWING = [
+    Grammar(kind="regex", text="((a{1,20}){1,20}){1,20}b"),
+    Grammar(kind="lark", text='start: e\ne: e e | e "+" e | "a"'),
+]
 A, B = LETTERS.index("a"), LETTERS.index("b")
 
 
@@ -35,82 +43,157 @@ class Panic(BaseException):
     """An error as libraries in Rust raise them."""
 
 
-def begun(structures: Structures, grammar: Grammar = MANY_STATES) -> Structure:
-    found = structures.of(grammar, [EOS])
+def begun(structures: Structures, grammar: Grammar = MANY_STATES, owner: str = "") -> Structure:
+    found = structures.of(grammar, [EOS], owner)
     assert found is not None
     return found
 
 
-def mask(structure: Structure, path: list[int]) -> NDArray[np.int32]:
+def wait(structure: Structure) -> None:
+    """Sit out steps until a step may sample for the sequence."""
+    deadline = time.monotonic() + 60
+    while not structure.ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.0002)
+
+
+def mask(structure: Structure) -> NDArray[np.int32]:
     mask_W = np.zeros(-(-VOCAB // 32), np.int32)
-    structure.fill(path, mask_W)
+    wait(structure)
+    while not structure.fill([], mask_W):
+        wait(structure)
     return mask_W
+
+
+def drafted(structure: Structure, path: list[int]) -> NDArray[np.int32] | None:
+    """Return the mask after drafts, unless the step leaves the row out."""
+    mask_W = np.zeros(-(-VOCAB // 32), np.int32)
+    return mask_W if structure.fill(path, mask_W) else None
 
 
 def walk(structure: Structure, seed: int, count: int, depth: int) -> list[list[int]]:
     """Return the masks of a sequence that has wrong drafts of this depth."""
     own, drafts, found = Random(seed), Random(-1 - seed), []
     for _ in range(count):
-        found.append(mask(structure, []).tolist())
-        if depth:
-            assert mask(structure, drafts.choices((A, B), k=depth)).any()
+        found.append(mask(structure).tolist())
+        assert structure.error is None
+        path = drafts.choices((A, B), k=depth)
+        for end in range(1, depth + 1):
+            drafted(structure, path[:end])
         structure.commit([own.choice((A, B))])
     return found
 
 
 def test_what_others_and_drafts_explore_ends_no_sequence(structures: Structures) -> None:
-    plain = walk(begun(structures), 1, 400, 0)
+    plain = walk(begun(structures), 1, 120, 0)
     bystander = begun(structures)
     walk(bystander, 2, 10, 0)
     explored = begun(structures)
-    masters = explored._masters
-    before, drafts, count = masters.take(), Random(9), 0
-    while masters.take() is before:  # until drafts have used the lexer up
-        assert mask(explored, drafts.choices((A, B), k=40)).any()
+    wait(explored)
+    drafts, count = Random(9), 0
+    while explored.quick:  # until drafts have worn the lexer out
+        path = drafts.choices((A, B), k=40)
+        for end in range(1, 41):
+            drafted(explored, path[:end])
         count += 1
         assert count < 20_000
-    assert explored.error is None
-    assert walk(begun(structures), 1, 400, 8) == plain
+    assert mask(explored).any() and explored.error is None
+    assert structures.gauges()["structures_alone"] > 0
+    assert walk(begun(structures), 1, 120, 8) == plain
     assert walk(bystander, 2, 10, 0) == walk(begun(structures), 2, 20, 0)[10:]
 
 
-def test_a_sequence_that_uses_the_limit_up_by_itself_fails_at_the_same_token(
-    structures: Structures,
+@pytest.mark.parametrize("grammar", GROWING, ids=lambda grammar: grammar.kind)
+def test_a_structure_fails_at_the_same_token_whatever_was_drafted(
+    structures: Structures, grammar: Grammar
 ) -> None:
-    from llguidance import LLParserLimits
+    def end(*, drafts: int = 0, accepted: int = 1, resumed: int = 0) -> tuple[int, str]:
+        structure, at = begun(structures, grammar), resumed
+        structure.commit([A] * resumed)
+        while at < 1000:
+            if not mask(structure).any():
+                assert structure.error is not None
+                return at, structure.error.message
+            kept = 1
+            for count in range(1, drafts + 1):
+                if drafted(structure, [A] * count) is None:
+                    break
+                kept = min(accepted, count + 1)
+            structure.commit([A] * kept)
+            at += kept
+        raise AssertionError("no end")
 
-    structures._compiler.__dict__["_limits"] = LLParserLimits(
-        initial_lexer_fuel=500_000, max_lexer_states=1000, step_lexer_fuel=2_000_000
-    )
-    tokens = Random(5).choices((A, B), k=3000)
+    first, message = end()
+    assert 15 < first < 400 and "take too much work" in message
+    assert f"after {first} tokens" in message
+    kind = {"regex": "regex", "lark": "grammar"}[grammar.kind]
+    assert message.startswith(f"the {kind} cannot go on")
+    company = begun(structures, grammar)
+    mask(company)
+    ends = [end(drafts=4), end(drafts=4, accepted=3), end(drafts=8, accepted=9)]
+    ends += [end(resumed=first // 2), end(resumed=first - 1), end()]
+    assert ends == [(first, message)] * 6
 
-    def end(depth: int) -> int:
-        structure = begun(structures)
-        for at in range(3000):
-            if not mask(structure, []).any():
-                assert structure.error is not None and "too many states" in structure.error.message
-                return at
-            if depth:
-                mask(structure, [*tokens[at : at + depth // 2], *Random(at).choices((A, B), k=4)])
-            structure.commit([tokens[at]])
-        return 3000
 
-    first = end(0)
-    assert 100 < first < 3000
-    assert [end(0), end(8), end(0)] == [first] * 3
+def test_a_step_spends_little_on_masks_that_take_long(structures: Structures) -> None:
+    """A step gives up after one dear mask and leaves the rest to threads."""
+    structure = begun(structures, GROWING[0])
+    dear = 0
+    for _ in range(400):
+        mask_W = np.zeros(-(-VOCAB // 32), np.int32)
+        wait(structure)
+        before = structure._lexer.spent
+        structure.fill([], mask_W)
+        dear += structure._lexer.spent - before > DEAR
+        if structure.error is not None:
+            break
+        structure.commit([A])
+    assert structure.error is not None and dear <= 1
+
+
+def test_one_owner_holds_at_most_half_of_the_threads() -> None:
+    threads, begun = MaskThreads(4), list[str]()
+    go = {name: threading.Event() for name in ("a1", "a2", "a3", "b1", "b2", "b3", "c1")}
+
+    def work(name: str) -> None:
+        begun.append(name)
+        assert go[name].wait(60)
+
+    jobs = [threads.submit(name[0], partial(work, name)) for name in go]
+
+    def running(*names: str) -> None:
+        deadline = time.monotonic() + 60
+        while len(begun) < len(names) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert sorted(begun) == sorted(names)
+        assert max(threads.running.values()) <= threads.most == 2
+
+    running("a1", "a2", "b1", "b2")
+    go["b1"].set()
+    running("a1", "a2", "b1", "b2", "c1")  # not b3, whose owner has had a turn
+    go["a1"].set()
+    running("a1", "a2", "b1", "b2", "c1", "a3")
+    for event in go.values():
+        event.set()
+    for job in jobs:
+        job.result(60)
+    deadline = time.monotonic() + 60
+    while threads.running and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert not threads.running and sorted(begun) == sorted(go)
 
 
 def test_an_error_of_drafts_is_not_the_error_of_what_comes_instead(structures: Structures) -> None:
-    structure = begun(structures, Grammar(kind="regex", text="b{1,2}|a~"))  # no token has a tilde
-    assert mask(structure, []).any()
-    assert not mask(structure, [A]).any()
-    assert isinstance(structure.error, StructureFailed)  # if the walk takes the draft
+    grammar = Grammar(kind="regex", text="b{1,2}|a~")  # no token has a tilde
+    structure = begun(structures, grammar)
+    assert mask(structure).any()
+    assert drafted(structure, [A]) is None and structure.error is None
     structure.commit([B])
-    assert mask(structure, []).any() and structure.error is None
-    other = begun(structures, Grammar(kind="regex", text="b{1,2}|a~"))
-    assert not mask(other, [A]).any()
+    assert mask(structure).any() and structure.error is None
+    other = begun(structures, grammar)
+    assert mask(other).any() and drafted(other, [A]) is None
     other.commit([A])
-    assert other.error is not None
+    assert not mask(other).any() and other.error is not None
 
 
 def test_an_unforeseen_error_of_a_compilation_ends_its_sequences_only(
@@ -122,7 +205,7 @@ def test_an_unforeseen_error_of_a_compilation_ends_its_sequences_only(
     monkeypatch.setattr(structures._compiler, "_compile", broken)
     monkeypatch.setattr(type(structures._compiler), "_tokenizer", property(broken))
     structure = begun(structures)
-    assert not mask(structure, []).any()
+    assert not mask(structure).any()
     assert structure.error is not None and "does not compile" in structure.error.message
     structures.prepare()
 
@@ -146,6 +229,6 @@ def test_a_grammar_that_nothing_waits_for_any_more_is_not_compiled(
     last = begun(structures, Grammar(kind="regex", text="a{3}"))  # asked for once more
     go.set()
     for structure in (first, again, last):
-        assert mask(structure, []).any()
+        assert mask(structure).any()
     assert compiled == ["a{0}", "a{1}", "a{3}"]
     assert structures.gauges()["structures_compiled"] == 3

@@ -47,6 +47,11 @@ GRAMMARS = [
     Grammar(kind="regex", text="[a-f]{3,9}:[0-9]+"),
     Grammar(kind="lark", text='start: item ("," item)*\nitem: /[a-z]{1,3}/ | "[" start "]"'),
 ]
+# Each letter adds to the work of the next mask, without an end.
+GROWING = [
+    Grammar(kind="regex", text="((a{1,20}){1,20}){1,20}b"),
+    Grammar(kind="lark", text='start: e\ne: e e | e "+" e | "a"'),
+]
 STRATEGIES = [Strategy("eagle", 3, 1, 4), Strategy("eagle", 4, 3, 12), Strategy("history", 4, 2, 6)]
 
 
@@ -272,6 +277,28 @@ def test_failed_sequences_are_not_decodes(engine: Pushable) -> None:
         assert failed == 1
 
 
+@pytest.mark.parametrize("grammar", GROWING, ids=lambda grammar: grammar.kind)
+def test_masks_that_take_too_much_work_end_a_request_alike(
+    engine: Pushable, grammar: Grammar
+) -> None:
+    """Alone, in company and under every strategy it has the same tokens and the same error."""
+    biased = request(1, grammar, max_tokens=400, logit_bias={LETTERS.index("a"): 100.0})
+    other, same = request(2, None, max_tokens=40), request(3, GRAMMARS[1])
+    found = list[tuple[list[int], tuple[str, str] | None]]()
+    company = list[list[tuple[list[int], list[float]]]]()
+    for strategy in (None, *STRATEGIES):
+        engine.engine.send(SetPolicy("fixed", strategy) if strategy else SetPolicy("off"))
+        for batch in ([biased], [biased, other, same]):
+            outputs = engine.run(*batch)
+            found.append((engine.tokens("r1"), engine.said["r1"][-1].error))
+            company.append([outputs[id] for id in ("r2", "r3") if id in outputs])
+    tokens, error = found[0]
+    assert 15 < len(tokens) < 400 and error is not None and error[0] == "structure_failed"
+    assert f"after {len(tokens)} tokens" in error[1] and "too much work" in error[1]
+    assert found == [found[0]] * 8
+    assert company == [[], company[1]] * 4
+
+
 def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> None:
     """The slow twin: a matcher that has only ever seen the tokens before."""
     model, vocab_size, eos = _model(engine)
@@ -280,6 +307,8 @@ def test_what_may_follow_drafts_is_what_may_follow_tokens(engine: Pushable) -> N
     draw = np.random.default_rng(3)
     for grammar in GRAMMARS:
         tree, stops = structures.of(grammar, {*eos, 50}), {*eos, 50}
+        while tree is not None and not tree.ready:
+            time.sleep(0.001)
         start = Compiler(model, vocab_size, eos).compile(grammar)
         assert tree is not None
         committed: list[int] = []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.engine.structures import WORD
+from tlt_server.grammars.masks import WORD
 
 
 class _Ban(NamedTuple):
@@ -24,7 +24,7 @@ class _Ban(NamedTuple):
 class BadWords:
     """One sequence's bad words, in the form of a `Structure`."""
 
-    ready, error = True, None  # nothing is compiled, and some token can always follow
+    ready, quick, error = True, True, None  # nothing is compiled, and some token can always follow
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         """`words`: tokens of each, at least two."""
@@ -38,7 +38,7 @@ class BadWords:
         """Note output tokens that were appended to the sequence."""
         self._committed = [*self._committed, *tokens][-self._longest :]
 
-    def fill(self, path: Sequence[int], mask_W: NDArray[np.int32]) -> None:
+    def fill(self, path: Sequence[int], mask_W: NDArray[np.int32], certain: int = 0) -> bool:
         """Set the bit of each token that may follow the committed tokens and the drafts of `path`:
         of all but those that would end a word. Words count in the output only.
         """
@@ -47,3 +47,4 @@ class BadWords:
         for before, last in self._bans.get(text[-1], ()) if text else ():
             if text[-len(before) :] == before:
                 mask_W.view(np.uint32)[last // WORD] &= ~np.uint32(1 << last % WORD)
+        return True

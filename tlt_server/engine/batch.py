@@ -67,7 +67,7 @@ class Batch:
     def context(self) -> StepContext:
         decoding = [chunk for chunk in self.chunks if chunk.decodes]
         prompts = [chunk for chunk in self.chunks if not chunk.decodes]
-        limits = [chunk.sequence.request.draft_limits for chunk in decoding]
+        limits = [chunk.sequence.draft_limits for chunk in decoding]
         taken = [limit for limit in limits if limit is not None]
         own = [limit for limit in taken if limit is not NO_LIMITS]
         most = MAX_DRAFTS

@@ -38,6 +38,7 @@ from tlt_server.speculation.survival import OnlineTable
 from tlt_server.speculation.tree import select
 from tlt_server.tree_limits import MAX_ROWS
 
+LEFT_OUT = -2  # a token that no target samples
 NOT_FINITE = (
     "the model gave logits without a finite maximum for this request (NaN or overflow); check the "
     "weights that were loaded"
@@ -126,8 +127,8 @@ class CpuRunner:
         self._add_prompt_logprobs(batch, scored, forward, emissions)
         accepted_R = np.zeros(len(step.rows), np.int8)
         accepted_R[walk.row_A] = 1
-        # What a sequence that fails had drafted says nothing of drafts.
-        sound_W = np.array([emission.error is None for emission in emissions])
+        # Drafts of a sequence that fails or is left out say nothing of others.
+        sound_W = np.array([bool(emission.tokens) for emission in emissions])
         sound_N = sound_W[drafts.chunk_N]
         if self.learns:
             drafts.observe(np.where(sound_N, accepted_R[step.layout.parent_R >= 0], -1))
@@ -138,7 +139,7 @@ class CpuRunner:
             accepted=tuple(
                 len(emission.tokens) - 1
                 for chunk, emission in zip(batch.chunks, emissions, strict=True)
-                if chunk.decodes and emission.error is None
+                if chunk.decodes and emission.tokens
             ),
             drafted=int(sound_N.sum()),
         )
@@ -171,8 +172,10 @@ class CpuRunner:
         )
         target_R = np.full(len(step.rows), -1, np.int32)
         target_R[step.sampled_R] = sampled.token_S
+        token_R = layout.token_R.copy()
+        token_R[step.sampled_R[sampled.token_S < 0]] = LEFT_OUT
         return sampled, accept(
-            layout.root_W, layout.drafts_W + 1, layout.parent_R, layout.token_R, target_R
+            layout.root_W, layout.drafts_W + 1, layout.parent_R, token_R, target_R
         )
 
     def _commit_kv(self, step: LaidOut, walk: Walk) -> None:
@@ -267,7 +270,7 @@ def _draft(
         w: limits
         for w, chunk in enumerate(batch.chunks)
         if chunk.decodes
-        and (limits := chunk.sequence.request.draft_limits)
+        and (limits := chunk.sequence.draft_limits)
         and limits.permits(strategy.drafter)
     }
     if not strategy.drafter or not limits:
@@ -318,7 +321,7 @@ def _emissions(
     for w, chunk in enumerate(batch.chunks):
         path = [roots[w], *accepted[first : first + lengths[w]]]
         first += lengths[w]
-        if not chunk.samples:
+        if not chunk.samples or tokens[roots[w]] < 0:
             emissions.append(Emission())
             continue
         emission = Emission(

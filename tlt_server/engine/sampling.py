@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, mask_row, sample_rows, score_targets
 from tlt_server.engine.bad_words import BadWords
-from tlt_server.engine.structures import WORD, Structure, Structures
+from tlt_server.engine.structures import Structure, Structures
 from tlt_server.errors import InvalidRequest, StructureFailed
+from tlt_server.grammars.masks import WORD
 from tlt_server.records import GenerateRequest, Sampling, TokenLogprobs
 
 MAX_LISTED = 8192  # tokens that a sequence's biases and masks may name
@@ -71,7 +72,7 @@ class SamplingState:
         grammar = sampling.structured_outputs
         assert grammar is None or structures is not None, "a structure without a compiler"
         self.structure: Structure | BadWords | None = (
-            structures.of(grammar, self.stop_ids) if structures else None
+            structures.of(grammar, self.stop_ids, request.owner) if structures else None
         )
         if several := [ids for ids in sampling.bad_words if len(ids) > 1]:
             assert grammar is None, "a structure with bad words"
@@ -139,6 +140,13 @@ class SamplingState:
         return self.structure is None or self.structure.ready
 
     @property
+    def quick(self) -> bool:
+        """Tell whether a step may sample for the sequence before the host knows its newest tokens,
+        and verify drafts.
+        """
+        return self.structure is None or self.structure.quick
+
+    @property
     def error(self) -> StructureFailed | None:
         """The reason why no token can follow, if there is one."""
         return self.structure.error if self.structure is not None else None
@@ -155,9 +163,9 @@ class SamplingState:
         position: int,
         path_D: NDArray[np.int32],
         edited_V: NDArray[np.float32],
-    ) -> None:
+    ) -> bool:
         """Write the logits with bias, penalties and masks to `edited_V`. path_D: the draft tokens
-        after the committed output.
+        after the committed output. Return False if the step leaves the row out.
         """
         if self.penalised:
             on_path = int((path_D >= 0).sum())
@@ -188,8 +196,11 @@ class SamplingState:
             edited_V[self.allowed_ids] = kept
         if self.structure is not None:
             mask_W = np.empty(-(-len(logits_V) // WORD), np.int32)
-            self.structure.fill([token for token in path_D.tolist() if token >= 0], mask_W)
+            drafts = [token for token in path_D.tolist() if token >= 0]
+            taken = self.structure.fill(drafts, mask_W)
             mask_row(edited_V, mask_W)
+            return taken
+        return True
 
 
 class Sampled(NamedTuple):
@@ -197,7 +208,7 @@ class Sampled(NamedTuple):
     maximum).
     """
 
-    token_S: NDArray[np.int64]
+    token_S: NDArray[np.int64]  # -1 where the step leaves the row out
     # Under the processed distribution (T = 0: at temperature 1, no filters).
     logprob_S: NDArray[np.float32]
     # Under the unprocessed logits; NaN where not asked for; None if no row asks.
@@ -223,7 +234,7 @@ def sample(
     state_S = np.ascontiguousarray(state_S, np.int64)
     position_S = np.ascontiguousarray(position_S, np.int64)
     count, size = rows_SV.shape
-    edited_EV, edited_S = _edited(rows_SV, states, state_S, position_S, path_SD)
+    edited_EV, edited_S, left_out = _edited(rows_SV, states, state_S, position_S, path_SD)
     parameters = np.frombuffer(b"".join([state.packed for state in states]), PARAMETERS)
     depth = min(size, max((state.alternatives for state in states), default=0))
     raw = any(state.raw for state in states)
@@ -249,6 +260,7 @@ def sample(
         top_SK,
         top_logprobs_SK,
     )
+    token_S[left_out] = -1
     top: list[TokenLogprobs | None] = [None] * count
     if depth:
         for s in range(count):
@@ -296,22 +308,25 @@ def _edited(
     state_S: NDArray[np.int64],
     position_S: NDArray[np.int64],
     path_SD: NDArray[np.int32],
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Copy the rows that bias, penalties or masks change. Return the copies, and each row's index
-    into them (-1: the row itself).
+) -> tuple[NDArray[np.float32], NDArray[np.int64], list[int]]:
+    """Copy the rows that bias, penalties or masks change. Return the copies, each row's index into
+    them (-1: the row itself), and the rows that are left out.
     """
     count, size = logits_SV.shape
     edited_S = np.full(count, -1, np.int64)
     if not any(state.edits or state.structure for state in states):
-        return np.empty((0, size), np.float32), edited_S
+        return np.empty((0, size), np.float32), edited_S, []
     of_S = [states[state] for state in state_S]
     rows = [s for s in range(count) if of_S[s].structure or of_S[s].edits_at(int(position_S[s]))]
     edited_S[rows] = np.arange(len(rows))
     edited_EV = np.empty((len(rows), size), np.float32)
     path_SD = np.ascontiguousarray(path_SD, np.int32)
-    for e, s in enumerate(rows):
-        states[state_S[s]].edit(logits_SV[s], int(position_S[s]), path_SD[s], edited_EV[e])
-    return edited_EV, edited_S
+    left_out = [
+        s
+        for e, s in enumerate(rows)
+        if not of_S[s].edit(logits_SV[s], int(position_S[s]), path_SD[s], edited_EV[e])
+    ]
+    return edited_EV, edited_S, left_out
 
 
 def _alternatives(ids_K: NDArray[np.int64], logprobs_K: NDArray[np.float32]) -> TokenLogprobs:

@@ -61,7 +61,7 @@ class Scheduler:
         self._gate, self.running, self.pool = gate, running, running.pool
         self.max_rows, self.lookahead = max_rows, lookahead
         self.weight_version = weight_version
-        self.preemptions = 0
+        self.preemptions, self._stalled = 0, False  # stalled: the last step had nothing to run
         self._prompt_budget, self._on_start = prompt_budget, on_start
         self._save, self._clock = save, clock
         self._waiting = WaitingSequences()
@@ -138,10 +138,8 @@ class Scheduler:
 
     @property
     def compiling(self) -> bool:
-        """Tell whether all that there is waits for its grammar."""
-        if self.idle or self.running:
-            return False
-        return not any(sequence.state.ready for sequence in self._waiting)
+        """Tell whether the last step had nothing to run but what waits for its grammar or mask."""
+        return self._stalled and any(not s.state.ready for s in self._open)
 
     @property
     def holds_kv(self) -> bool:
@@ -154,9 +152,8 @@ class Scheduler:
         """Return the rows of the next step, with pages reserved; None when nothing can run."""
         if self._gate.closed:
             return None
-        background, max_rows = self.in_background, self.max_rows
-        if background:
-            max_rows = self._time_shares.soon_over(max_rows)
+        background = self.in_background
+        max_rows = self._time_shares.soon_over(self.max_rows) if background else self.max_rows
         cuts = self._time_shares.cuts()
         chunks = [
             chunk
@@ -185,6 +182,7 @@ class Scheduler:
         ]
         chunks = [chunk for chunk in chunks if chunk.sequence.batch_slot >= 0 and not chunk.void]
         self._time_shares.settled(cuts)
+        self._stalled = not chunks
         if not chunks:
             return None
         owners_now = () if background else tuple(self.running.owners)
@@ -297,6 +295,8 @@ class Scheduler:
         sequence.computed = sequence.length - 1
         sequence.launched = sequence.length if sequence.sure else sequence.computed
         self._publish(sequence)
+        if not end and not emission.tokens:
+            return None  # the step has left the sequence out, as its mask was not ready
         return self._open.end(sequence, end, emission) if end else output(sequence, emission)
 
     def _publish(self, sequence: Sequence) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tlt_server.engine.pages import PageKey, next_key, root_key
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.traces import Noting
-from tlt_server.records import GenerateRequest, LoadedAdapter, TokenLogprobs
+from tlt_server.records import DraftLimits, GenerateRequest, LoadedAdapter, TokenLogprobs
 
 
 class SavedKV(NamedTuple):
@@ -109,9 +109,11 @@ class Sequence:
     @property
     def due(self) -> bool:
         """Tell whether a decoding step may follow what is in flight, which does not end it for
-        certain.
+        certain. A sequence whose mask is not ready sits out the step.
         """
-        return not self.sure or self.sure < self.remaining
+        if self.sure:
+            return self.sure < self.remaining and self.state.quick
+        return self.state.ready
 
     @property
     def reports(self) -> bool:
@@ -157,6 +159,11 @@ class Sequence:
     def version_of(self, target: str) -> str:
         """Return the version of tokens that this version of the target computes for it."""
         return self.adapter.version_of(target) if self.adapter else target
+
+    @property
+    def draft_limits(self) -> DraftLimits | None:
+        """Return the limits on its drafts in the next step; None: it takes none."""
+        return self.request.draft_limits if self.state.quick else None
 
     @property
     def has_started(self) -> bool:

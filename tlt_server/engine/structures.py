@@ -2,37 +2,37 @@
 drafts on top of them.
 
 What may follow is a function of the grammar and of the tokens before, so it is the same whether
-these are drafts or not. `SamplingState.edit` and the GPU's runner ask; `SamplingState.commit` tells
-what was appended.
+these are drafts or not; and so is whether a structure fails (`lexers.py`). `SamplingState.edit` and
+the GPU's runner ask; `SamplingState.commit` tells what was appended. Masks that take long are found
+in threads, and the sequence sits out the steps until then.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_server.engine.lexers import DEAR, Advanced, Lexer, advance
+from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.errors import InvalidRequest, StructureFailed
 from tlt_server.grammars import KEPT
-from tlt_server.grammars.compiler import Compiler
+from tlt_server.grammars.compiler import FUEL, Compiler
+from tlt_server.grammars.masks import WORD, CannotFollow, MaskedText
 from tlt_server.records import Grammar
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
-UNMASKED = 32  # tokens that a lexer may read between masks, each of which renews its limit on work
-SPOILS = "lexer error"  # in the library's words about a limit of the lexer
 NO_TOKEN = "no token of this model can follow in the structure; use another one"
-WORD = 32  # tokens whose bits share one number
+FORMS = {"json_schema": "JSON schema", "regex": "regex", "lark": "grammar"}
+PATIENCE = 32  # cheap masks after a dear one until they are found within steps again
+NEAR = 8  # tokens that a step may follow; more are followed in a thread
+FEW = 8  # sequences that wear a lexer out: it is of no use to share one
 
 
 @dataclass
@@ -43,183 +43,201 @@ class Cost:
     cached: int = 0  # sequences whose grammar was there
     compile_s: float = 0.0
     mask_s: float = 0.0
-
-
-@dataclass(eq=False)
-class Master:
-    """A compiled matcher, of which sequences have copies that share its lexer."""
-
-    compiled: Future[LLMatcher]
-    copies: int = 0
-    spoiled: bool = False  # its lexer ran into a limit: no copy tells any more what fits
-
-
-class Masters:
-    """The matchers of one grammar, the newest in use. What sequences make of a lexer decides for no
-    other: after one is spoiled, they go on with a new one, which has seen none of it.
-    """
-
-    def __init__(self, compiler: Compiler, grammar: Grammar, compiled: Future[LLMatcher]) -> None:
-        self._begin = partial(compiler.begin_again, grammar)
-        self._now = Master(compiled)
-        self._spare: Future[LLMatcher] | None = None  # once it seems that one is needed
-        self._users = 0
-
-    def join(self, user: object) -> None:
-        """Note what needs the grammar as long as it lives. Without any, compiling it is called off
-        if that has not begun.
-        """
-        self._users += 1
-        weakref.finalize(user, self._leave).atexit = False
-
-    def _leave(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self._now.compiled.cancel()
-
-    @property
-    def ready(self) -> bool:
-        """Tell whether the grammar is compiled, or has failed to."""
-        return self.take().compiled.done()
-
-    @property
-    def called_off(self) -> bool:
-        return self._now.compiled.cancelled()
-
-    def take(self) -> Master:
-        """Return a master that is not spoiled. It may still be being compiled."""
-        if self._now.spoiled:
-            self._now = Master(self._spare or self._begin())
-            self._spare = self._begin()
-        return self._now
+    alone: int = 0  # sequences with a lexer of their own
+    dropped: int = 0  # rows left out, as their masks took too long for a step
 
 
 class Structure:
-    """One sequence's matcher. Its grammar may still be being compiled."""
+    """One sequence's text in its grammar, which may still be being compiled."""
 
     def __init__(
-        self, masters: Masters, stop_ids: Collection[int], vocab_size: int, cost: Cost
+        self,
+        grammar: Grammar,
+        owner: str,
+        stop_ids: Collection[int],
+        vocab_size: int,
+        lexer: Lexer,
+        shop: Structures,
     ) -> None:
         """`stop_ids` may come wherever the text is complete."""
-        self._masters, self._words, self._cost = masters, -(-vocab_size // WORD), cost
-        masters.join(self)
-        self._master: Master | None = None
-        self._matcher: LLMatcher | None = None  # a copy of it
+        self._grammar, self._owner, self._lexer, self._shop = grammar, owner, lexer, shop
+        lexer.join(self)
+        self._words = -(-vocab_size // WORD)
+        self.error: StructureFailed | None = None  # why no token can follow those of the sequence
         self._committed: list[int] = []
-        self._consumed = 0  # committed tokens that the matcher has seen
-        self._drafts: list[int] = []  # those that it has seen after them
+        self._text: MaskedText | None = None  # text of the first `_read` tokens
+        self._read = 0
+        self._ahead: dict[tuple[int, ...], MaskedText] = {}  # by the tokens after `_text`
+        self._account = FUEL
+        self._dear = 0  # cheap masks still needed until steps find them
+        self._job: Future[Advanced] | None = None
         self._stop_ids = frozenset(id for id in stop_ids if 0 <= id < vocab_size)
         self._stops_W = np.zeros(self._words, np.int32)
         for id in self._stop_ids:
             self._stops_W.view(np.uint32)[id // WORD] |= np.uint32(1 << id % WORD)
-        # The texts after which nothing can follow, of those that the sequence may still have.
-        self._errors: dict[tuple[int, ...], StructureFailed] = {}
+
+    @property
+    def quick(self) -> bool:
+        """Tell whether steps find masks themselves, also of drafts."""
+        return not (self._lexer.sole or self._dear or self._job or self._lexer.worn)
 
     @property
     def ready(self) -> bool:
-        return self._masters.ready
+        """Tell whether a step may sample for the sequence. If not, a thread is put to it."""
+        if self._job is not None and self._job.done():
+            job, self._job = self._job, None
+            self._take(job)
+        if self.error is not None:
+            return True
+        if self._lexer.worn and self._job is None:
+            self._go_alone()
+        if self._job is not None or not self._began():
+            return False
+        if self.error is not None or self._read == len(self._committed):
+            return True
+        if self.quick and len(self._committed) - self._read <= NEAR:
+            return True
+        assert self._text is not None
+        rest = self._committed[self._read :]
+        work = partial(advance, self._lexer, self._text, rest, self._account)
+        self._job = self._shop.threads.submit(self._owner, partial(_timed, self._shop.cost, work))
+        return False
 
-    @property
-    def error(self) -> StructureFailed | None:
-        """The reason why nothing can follow, if `fill` has found one on the sequence's way."""
-        return next(iter(self._errors.values()), None)
+    def _began(self) -> bool:
+        """Tell whether the grammar is compiled, or has failed to."""
+        if self._text is None:
+            if not self._lexer.compiled.done():
+                return False
+            why = self._lexer.compiled.exception()
+            if why is None:
+                self._text = self._lexer.compiled.result()
+            elif isinstance(why, InvalidRequest):
+                self.error = StructureFailed(why.message)
+            else:
+                self.error = StructureFailed(
+                    f"the grammar does not compile: {type(why).__name__}; use another one"
+                )
+        return True
+
+    def _take(self, job: Future[Advanced]) -> None:
+        """Take in what a thread has found."""
+        if (error := job.exception()) is not None:
+            self._fail(f"the library failed with {type(error).__name__}")
+            return
+        found = job.result()
+        self._text, self._account = found.text, found.account
+        self._read += found.read
+        self._note(found.work)
+        if found.why:
+            self._fail(found.why)
+
+    def _note(self, work: int) -> None:
+        self._dear = PATIENCE if work > DEAR else max(0, self._dear - 1)
+
+    def _fail(self, why: str) -> None:
+        """End the structure, if its own lexer says so; else ask that one."""
+        if not self._lexer.sole:
+            self._go_alone()
+            return
+        form = FORMS[self._grammar.kind]
+        self.error = StructureFailed(
+            f"the {form} cannot go on after {self._read} tokens: {why}; simplify it, above all its "
+            "repetitions and rules that allow a text in several ways"
+        )
+
+    def _go_alone(self) -> None:
+        self._lexer = self._shop.sole(self._grammar)
+        self._lexer.join(self)
+        self._text, self._read, self._account, self._job = None, 0, FUEL, None
+        self._ahead.clear()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Note output tokens that were appended to the sequence. None follows a stop token."""
-        self._committed += [token for token in tokens if token not in self._stop_ids]
-        if self._errors:
-            text = tuple(self._committed)
-            self._errors = {
-                end: error
-                for end, error in self._errors.items()
-                if end[: len(text)] == text[: len(end)]
+        for token in tokens:
+            if token in self._stop_ids:
+                continue
+            caught_up = self._read == len(self._committed)
+            self._committed.append(token)
+            if not caught_up:
+                continue
+            text = self._ahead.get((token,))
+            self._ahead = {
+                path[1:]: found
+                for path, found in self._ahead.items()
+                if path[0] == token and path[1:]
             }
+            if text is not None:
+                self._text, self._read = text, self._read + 1
 
-    def fill(self, path: Sequence[int], mask_W: NDArray[np.int32]) -> None:
-        """Set the bit of each token that may follow the committed tokens and the drafts of `path`;
-        all bits where these drafts break the structure, since the walk never gets there. No bit is
-        set where nothing can follow. That depends on these tokens alone.
+    def fill(self, path: Sequence[int], mask_W: NDArray[np.int32], certain: int = 0) -> bool:
+        """Set the bit of each token that may follow the committed tokens and those of `path`, of
+        which the first `certain` are the sequence's own and the others drafts. No bit is set where
+        nothing can follow what is certain. Return False if the step leaves the row out: after
+        drafts that do not fit or end the structure, or where a mask takes too long.
         """
         assert mask_W.shape == (self._words,) and mask_W.flags.c_contiguous
         started = time.perf_counter()
-        if self._errors and self._fails(path):
+        found = self._find((*path,), certain)
+        self._shop.cost.mask_s += time.perf_counter() - started
+        if self.error is not None and len(path) == certain:
             mask_W.fill(0)
-        elif (error := self._fill(path, mask_W)) is not None:
-            mask_W.fill(0)
-            self._errors[(*self._committed, *path)] = error
-        self._cost.mask_s += time.perf_counter() - started
-
-    def _fails(self, path: Sequence[int]) -> bool:
-        text = (*self._committed, *path)
-        return any(text[: len(end)] == end for end in self._errors)
-
-    def _fill(self, path: Sequence[int], mask_W: NDArray[np.int32]) -> StructureFailed | None:
-        while True:
-            master, alone = self._choose()
-            if (error := master.compiled.exception()) is not None:
-                return StructureFailed(
-                    error.message
-                    if isinstance(error, InvalidRequest)
-                    else f"the grammar does not compile: {type(error).__name__}; use another one"
-                )
-            if self._matcher is None:
-                self._matcher = master.compiled.result().deep_copy()
-            why = self._try(self._matcher, path, mask_W)
-            if not why:
-                return None
-            self._matcher = None
-            if SPOILS in why:
-                master.spoiled = True
-                if not alone:
-                    continue  # others, or drafts, may have used up what there is
-            why = " ".join(why.partition("\n")[0].split())[:200]
-            limit = f"the structure cannot go on: {why}; simplify it"
-            return StructureFailed(NO_TOKEN if "NoExtension" in why else limit)
-
-    def _choose(self) -> tuple[Master, bool]:
-        """Return the master that the matcher is, or is to be, a copy of, and whether nothing else
-        has used its lexer.
-        """
-        if self._matcher is not None and self._master and not self._master.spoiled:
-            return self._master, False
-        self._master, self._matcher = self._masters.take(), None
-        self._consumed, self._drafts = 0, []
-        self._master.copies += 1
-        return self._master, self._master.copies == 1
-
-    def _try(self, matcher: LLMatcher, path: Sequence[int], mask_W: NDArray[np.int32]) -> str:
-        """Fill the mask. Return why that fails, if it does; the matcher is of no use then. Drafts
-        stay in it, because the next row's path often begins with them.
-        """
-        behind = self._consumed < len(self._committed)
-        shared = 0 if behind else _shared(self._drafts, path)
-        if len(self._drafts) > shared:
-            matcher.rollback(len(self._drafts) - shared)
-            del self._drafts[shared:]
-        while new := self._committed[self._consumed : self._consumed + UNMASKED]:
-            if not matcher.consume_tokens(new):
-                return matcher.get_error() or "the tokens do not fit"
-            self._consumed += len(new)
-            if len(new) == UNMASKED:
-                matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        rest = [*path[shared:]]
-        accepted = matcher.try_consume_tokens(rest) if rest else 0
-        self._drafts += rest[:accepted]
-        if accepted < len(rest):
+            return True
+        if found is None or self.error is not None:
             mask_W.fill(-1)
-        else:
-            matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-            if matcher.is_accepting():
-                mask_W |= self._stops_W
-        if matcher.is_error():
-            return matcher.get_error() or "the limit is not named"
-        return "" if mask_W.any() else "NoExtension"
+            self._shop.cost.dropped += 1
+            return False
+        mask_W[:] = found.mask_W
+        if found.accepting:
+            mask_W |= self._stops_W
+        return True
+
+    def _find(self, path: tuple[int, ...], certain: int) -> MaskedText | None:
+        if not self.ready or self.error is not None:
+            return None
+        while self._read < len(self._committed):
+            text = self._next((), self._committed[self._read], certain=True)
+            if text is None:
+                return None
+            self._text, self._read = text, self._read + 1
+            self._ahead.clear()
+        text = self._text
+        for at, token in enumerate(path):
+            text = self._ahead.get(path[: at + 1])
+            text = text or self._next(path[:at], token, certain=at < certain)
+            if text is None:
+                return None
+            self._ahead[path[: at + 1]] = text
+        assert text is not None
+        if not (text.accepting or text.mask_W.any()):
+            if len(path) == certain:
+                self.error = StructureFailed(NO_TOKEN)
+            return None
+        return text
+
+    def _next(self, path: tuple[int, ...], token: int, *, certain: bool) -> MaskedText | None:
+        """Follow a token within a step, if that is quick."""
+        text = self._ahead[path] if path else self._text
+        assert text is not None
+        if not self.quick:
+            return None
+        try:
+            followed = self._lexer.follow(text, token, aside=False)
+        except CannotFollow:
+            followed = None
+        if followed is not None and self._lexer.keeps_accounts(followed):
+            self._note(followed.work)
+            return followed.text
+        if certain:
+            self._go_alone()
+        return None
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two paths have in common at their beginnings."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _timed(cost: Cost, work: Callable[[], Advanced]) -> Advanced:
+    started = time.perf_counter()
+    try:
+        return work()
+    finally:
+        cost.mask_s += time.perf_counter() - started
 
 
 class Structures:
@@ -228,39 +246,44 @@ class Structures:
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._compiler = Compiler(model, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
-        self._masters: OrderedDict[Grammar, Masters] = OrderedDict()
-        self._cost = Cost()
+        self._lexers: OrderedDict[Grammar, Lexer] = OrderedDict()
+        self.threads, self.cost = MaskThreads(), Cost()
 
-    def of(self, grammar: Grammar | None, stop_ids: Collection[int]) -> Structure | None:
+    def of(
+        self, grammar: Grammar | None, stop_ids: Collection[int], owner: str = ""
+    ) -> Structure | None:
         """Return the structure of a new sequence, whose grammar is compiled in the background."""
         if grammar is None:
             return None
-        found = self._masters.get(grammar)
-        if found is None or found.called_off:
-            found = Masters(self._compiler, grammar, self._begin(grammar))
-            self._masters[grammar] = found
-            if len(self._masters) > KEPT:
-                self._masters.popitem(last=False)
+        found = self._lexers.get(grammar)
+        if found is None or found.compiled.cancelled() or (found.worn and found.joined > FEW):
+            found = self._lexers[grammar] = Lexer(self._counted(self._compiler.begin(grammar)))
+            if len(self._lexers) > KEPT:
+                self._lexers.popitem(last=False)
         else:
-            self._cost.cached += 1
-        self._masters.move_to_end(grammar)
-        return Structure(found, stop_ids, self._vocab_size, self._cost)
+            self.cost.cached += 1
+        self._lexers.move_to_end(grammar)
+        return Structure(grammar, owner, stop_ids, self._vocab_size, found, self)
+
+    def sole(self, grammar: Grammar) -> Lexer:
+        """Return a lexer for one sequence."""
+        self.cost.alone += 1
+        return Lexer(self._counted(self._compiler.begin_again(grammar)), sole=True)
 
     def prepare(self) -> None:
         """Do what the first structure would wait for, unless that was done."""
         self._compiler.prepare()
 
     def gauges(self) -> dict[str, float]:
-        return {f"structures_{name}": value for name, value in asdict(self._cost).items()}
+        return {f"structures_{name}": value for name, value in asdict(self.cost).items()}
 
-    def _begin(self, grammar: Grammar) -> Future[LLMatcher]:
+    def _counted(self, compiled: Future[MaskedText]) -> Future[MaskedText]:
         started = time.perf_counter()
 
-        def done(compiled: Future[LLMatcher]) -> None:
+        def done(compiled: Future[MaskedText]) -> None:
             if not compiled.cancelled():
-                self._cost.compiled += 1
-                self._cost.compile_s += time.perf_counter() - started
+                self.cost.compiled += 1
+                self.cost.compile_s += time.perf_counter() - started
 
-        compiled = self._compiler.begin(grammar)
         compiled.add_done_callback(done)
         return compiled

@@ -1,7 +1,8 @@
 """Compiles grammars to matchers, which say after some tokens which may follow. No torch.
 
 llguidance does the work, without a lock on other threads. Its limits bound the time and memory of a
-compilation, and of each mask.
+compilation, and of each mask. The engine asks an `LLInterpreter`, which reports the work of each
+mask; whole texts are checked by an `LLMatcher`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.grammars.masks import WORD, CannotFollow, MaskedText
 from tlt_server.grammars.vocabulary import Vocabulary, read_tokenizer
 from tlt_server.records import Grammar
 
@@ -23,6 +28,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
+Compiled = TypeVar("Compiled")
+
+# Fuel of the library's lexer that one mask may take: about 5 ms.
+FUEL = 2**18
 STACK_BYTES = 2**26  # the library descends once per rule or reference
 # White space between the tokens of JSON: a space, or a line break with an indent. With more than a
 # pretty print needs a model could fill its output with spaces.
@@ -32,9 +41,9 @@ _WRAPPED = re.compile(r"regex parse error:\n +(?P<text>[^\n]*)\n(?P<at> *)\^+\ne
 
 
 class Compiler:
-    """The compiler for the tokens of one model. Copies of a matcher share its lexer, and the states
-    that any of them explores count against one limit. After an error of one copy, the others no
-    longer tell which tokens fit.
+    """The compiler for the tokens of one model. Copies of an interpreter share its lexer, and the
+    states that any of them explores count against one limit. After an error of one copy, the others
+    no longer tell which tokens fit.
     """
 
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -52,34 +61,56 @@ class Compiler:
             with contextlib.suppress(BaseException):
                 _ = self._tokenizer
 
-    def begin(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Compile in a thread. The result is the matcher of an empty output; `InvalidRequest` says
-        what is wrong with the grammar, and where.
+    def begin(self, grammar: Grammar) -> Future[MaskedText]:
+        """Compile in a thread. The result is the empty output; `InvalidRequest` says what is wrong
+        with the grammar, and where.
         """
         return _submit(self._thread, self._compile, grammar)
 
-    def begin_again(self, grammar: Grammar) -> Future[LLMatcher]:
+    def begin_again(self, grammar: Grammar) -> Future[MaskedText]:
         """Compile what has compiled before, and wait for no grammar that is new."""
         return _submit(self._other_thread, self._compile, grammar)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """Return what `begin` compiles."""
-        return self.begin(grammar).result()
+        """Return a matcher of whole texts. Raise `InvalidRequest` as `begin` does."""
+        return _submit(self._thread, self._matcher, grammar).result()
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
 
         tokenizer = self._tokenizer
-        try:
+        with _phrased(grammar):
             source = self._source(grammar)
             matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # some limits show only here
-        except (ValueError, RuntimeError) as error:
-            raise InvalidRequest(_phrase(grammar, str(error))) from None
         if matcher.is_error():
             raise InvalidRequest(_phrase(grammar, matcher.get_error()))
         return matcher
+
+    def _compile(self, grammar: Grammar) -> MaskedText:
+        from llguidance import LLInterpreter
+
+        tokenizer = self._tokenizer
+        with _phrased(grammar):
+            interpreter = LLInterpreter(
+                tokenizer,
+                self._source(grammar),
+                enable_backtrack=False,
+                enable_ff_tokens=False,
+                log_level=0,
+                limits=self._limits,
+            )
+            interpreter.start_without_prompt()
+            return MaskedText(interpreter, self._eos_W)
+
+    @cached_property
+    def _eos_W(self) -> NDArray[np.int32]:
+        words = np.zeros(-(-self._vocab_size // WORD), np.uint32)
+        for id in self._eos:
+            if 0 <= id < self._vocab_size:
+                words[id // WORD] |= np.uint32(1 << id % WORD)
+        return words.view(np.int32)
 
     def _source(self, grammar: Grammar) -> str:
         """Return a grammar in the library's own form."""
@@ -124,15 +155,22 @@ class Compiler:
             initial_lexer_fuel=500_000,
             max_grammar_size=100_000,
             max_lexer_states=50_000,  # about 100 MB
-            # About 0.2 s, far above what a mask takes: that depends on what the lexer has seen.
-            step_lexer_fuel=2_000_000,
+            step_lexer_fuel=FUEL,
             verbose_errors=False,
         )
 
 
+@contextlib.contextmanager
+def _phrased(grammar: Grammar) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, CannotFollow) as error:
+        raise InvalidRequest(_phrase(grammar, str(error))) from None
+
+
 def _submit(
-    thread: ThreadPoolExecutor, work: Callable[[Grammar], LLMatcher], grammar: Grammar
-) -> Future[LLMatcher]:
+    thread: ThreadPoolExecutor, work: Callable[[Grammar], Compiled], grammar: Grammar
+) -> Future[Compiled]:
     before = threading.stack_size(STACK_BYTES)
     try:
         return thread.submit(work, grammar)  # the first one starts the thread

@@ -164,7 +164,8 @@ class Extend:
         """Run the second half, once the masks are there."""
         assert self._masks is not None and self._features_RF is not None
         logits_SV = self._logits_SV
-        apply_masks(logits_SV, self.trees.sample_row_S, self._masks)
+        trees = self.trees
+        apply_masks(logits_SV, trees.sample_row_S, self._masks, self.rows.token_R, trees.count_E)
         self.finish(Forward(self._hidden_RH, self._features_RF), self.sample(logits_SV))
 
     def forward(self) -> Forward:

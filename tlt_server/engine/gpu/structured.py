@@ -4,7 +4,7 @@ A mask depends on the tokens that the step before gives and on the drafts on top
 are on the device first. So a step with such a request is launched in two halves: while the first
 one computes logits, the host reads the newest tokens and the trees, lets each sequence's matcher
 fill the masks of its rows, and uploads them; the second half samples. The slow twin is the CPU's
-sampler, which asks row by row.
+sampler, which asks row by row. A row whose mask takes too long is left out of the step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_kernels.gpu.structure import DRAFT_LEFT_OUT, ENTRY_LEFT_OUT, NO_MASK
 from tlt_server.engine.batch import Chunk
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
@@ -72,7 +73,7 @@ class StructureMasks:
         buffer = self._masks.take()
         mask_S = buffer.array[:samples]
         mask_MW = buffer.array[samples:].reshape(samples, words)
-        mask_S.fill(-1)
+        mask_S.fill(NO_MASK)
         used = 0
         assert self._selected is not None
         paths = _Paths(extend, self._selected)
@@ -82,9 +83,11 @@ class StructureMasks:
                 continue
             known = newest.get(work.sequence, [])
             for sample, path in paths.of(entry):
-                structure.fill([*known, *path], mask_MW[used])
-                mask_S[sample] = used
-                used += 1
+                if structure.fill([*known, *path], mask_MW[used], certain=len(known)):
+                    mask_S[sample] = used
+                    used += 1
+                else:
+                    mask_S[sample] = DRAFT_LEFT_OUT if path else ENTRY_LEFT_OUT - entry
         count = samples + used * words
         device.whole[:count].copy_(buffer.tensor[:count], non_blocking=True)
         buffer.mark()

@@ -1,0 +1,69 @@
+"""Masks of texts of a grammar: those that a thread finds are those that a step finds, and what they
+take is a function of the tokens.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
+from tlt_server.grammars.compiler import Compiler
+from tlt_server.grammars.masks import WORD, CannotFollow, MaskedText
+from tlt_server.records import Grammar
+
+GRAMMARS = [
+    Grammar(kind="regex", text="[a-f]{3,9}:[0-9]+"),
+    Grammar(kind="regex", text="(yes|no)"),
+    Grammar(kind="lark", text='start: item ("," item)*\nitem: /[a-z]{1,3}/ | "[" start "]"'),
+    Grammar(kind="lark", text='start: e\ne: e e | e "+" e | "a"'),
+    Grammar(kind="json_schema", text='{"type": "object", "properties": {"a": {"type": "number"}}}'),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    model = write_alphabet(write_target(tmp_path_factory.mktemp("masks") / "target"))
+    return Compiler(model, VOCAB, [EOS])
+
+
+def walk(text: MaskedText, seed: int, *, aside: bool) -> list[tuple[list[int], bool, int, int]]:
+    """Return the masks of a random text, with the work that each has taken."""
+    draw, found = Random(seed), []
+    for _ in range(40):
+        found.append((text.mask_W.tolist(), text.accepting, text.fuel, text.items_work))
+        fits = [id for id in range(VOCAB) if text.allows(id)]
+        if not fits:
+            break
+        text = text.follow(draw.choice(fits), aside=aside)
+    return found
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.text[:12])
+def test_masks_and_their_work_are_functions_of_the_tokens(
+    compiler: Compiler, grammar: Grammar
+) -> None:
+    for seed in range(3):
+        here, there, again = (
+            walk(compiler.begin(grammar).result(), seed, aside=aside)
+            for aside in (False, True, True)
+        )
+        assert here == there == again
+    shared = compiler.begin(grammar).result()
+    for seed in range(3):
+        own = walk(compiler.begin(grammar).result(), seed, aside=True)
+        seen = walk(shared, seed, aside=True)
+        assert [(mask, ends, items) for mask, ends, _, items in seen] == [
+            (mask, ends, items) for mask, ends, _, items in own
+        ]
+        assert seen[-1][2] >= own[-1][2], "what all have spent is at least what each would have"
+
+
+def test_a_token_that_does_not_fit_or_ends_the_text_is_not_followed(compiler: Compiler) -> None:
+    text = compiler.begin(Grammar(kind="regex", text="a*")).result()
+    assert text.accepting and int(text.mask_W.view(np.uint32)[EOS // WORD]) >> EOS % WORD & 1
+    for token in (EOS, LETTERS.index("b"), VOCAB, -1):
+        with pytest.raises(CannotFollow, match="do not fit"):
+            text.follow(token)

@@ -1,0 +1,116 @@
+"""Compiled grammars and the budgets of their masks.
+
+A lexer keeps what it has found, so what a mask takes depends on what others have asked. Whether a
+structure fails must not. So a sequence fails by its own account only: of a lexer that has seen its
+emitted tokens and no others (`sole`). It has one account from its start: each token adds REFILL, up
+to FUEL, and each mask takes its work; below zero the structure fails. While all sequences and
+drafts of a shared lexer together have spent less than SHARED, none of them can have spent its
+account, so nothing is counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from tlt_server.grammars.compiler import FUEL
+from tlt_server.grammars.masks import CannotFollow, MaskedText
+
+REFILL = 1024  # units that a token adds to its sequence's account
+SHARED = FUEL // 2  # half, since fuel depends a little on the order of what is found
+DEAR = 4096  # units of one mask, about 0.2 ms, after which masks are found in threads
+SLICE = 64  # tokens of one turn in a thread
+TOO_DEAR = "its masks take too much work"
+SPOILS = "lexer error"  # in the library's words about a limit of the lexer
+
+
+class Lexer:
+    """A compiled grammar, perhaps still being compiled, with what its lexer has found."""
+
+    def __init__(self, compiled: Future[MaskedText], *, sole: bool = False) -> None:
+        """`sole`: for one sequence, and none of its drafts."""
+        self.compiled, self.sole = compiled, sole
+        self.joined = 0  # sequences that have used it
+        self._users = 0
+        self._spent = 0  # fuel
+        self._spoiled = False  # it ran into a limit: no text tells any more what fits
+
+    def join(self, user: object) -> None:
+        """Note what needs it as long as it lives. Without any, compiling it is called off if that
+        has not begun.
+        """
+        self._users += 1
+        self.joined += 1
+        weakref.finalize(user, self._leave).atexit = False
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self.compiled.cancel()
+
+    @property
+    def used(self) -> bool:
+        return self._users > 0
+
+    @property
+    def spent(self) -> int:
+        """Fuel since it was compiled."""
+        done = self.compiled.done() and not self.compiled.cancelled()
+        if not done or self.compiled.exception() is not None:
+            return 0
+        return max(0, self._spent - self.compiled.result().fuel)
+
+    @property
+    def worn(self) -> bool:
+        """Tell whether a sequence on it may have spent its account."""
+        return not self.sole and (self._spoiled or self.spent > SHARED)
+
+    def follow(self, text: MaskedText, token: int, *, aside: bool) -> Followed:
+        """Return a text of this lexer with one more token."""
+        try:
+            found = text.follow(token, aside=aside)
+        except CannotFollow as error:
+            self._spoiled = self._spoiled or SPOILS in str(error)
+            raise
+        new = max(0, found.fuel - max(self._spent, text.fuel))
+        self._spent = max(self._spent, found.fuel)
+        return Followed(found, new + found.items_work)
+
+    def keeps_accounts(self, followed: Followed) -> bool:
+        """Tell whether no account on this shared lexer can be below zero after this mask."""
+        spent = followed.text.fuel - self.compiled.result().fuel
+        return spent <= SHARED and followed.text.items_work <= REFILL
+
+
+class Followed(NamedTuple):
+    text: MaskedText
+    work: int  # units spent on its mask
+
+
+class Advanced(NamedTuple):
+    """A text, and how far it has got with the tokens that were to follow."""
+
+    text: MaskedText
+    read: int  # tokens
+    account: int
+    work: int  # units of its dearest mask
+    why: str = ""  # the text cannot go on after these tokens, on this lexer
+
+
+def advance(lexer: Lexer, text: MaskedText, tokens: Sequence[int], account: int) -> Advanced:
+    """Follow the next tokens, a slice of them at most."""
+    dearest = 0
+    for count, token in enumerate(tokens[:SLICE]):
+        try:
+            followed = lexer.follow(text, token, aside=True)
+        except CannotFollow as error:
+            return Advanced(text, count, account, dearest, str(error))
+        dearest = max(dearest, followed.work)
+        if lexer.sole:
+            account = min(FUEL, account + REFILL) - followed.work
+        text = followed.text
+        if account < 0 or not (lexer.sole or lexer.keeps_accounts(followed)):
+            return Advanced(text, count + 1, account, dearest, TOO_DEAR)
+    return Advanced(text, len(tokens[:SLICE]), account, dearest)

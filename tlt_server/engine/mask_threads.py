@@ -1,0 +1,78 @@
+"""Threads that find masks of structured outputs while the model runs. The library lets other
+threads run meanwhile. The owner (API key) that holds the fewest of them comes first, and none holds
+more than half.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Generic, NamedTuple, TypeVar
+
+Found = TypeVar("Found")
+NICE = 10  # niceness of these threads: those of the model come first
+
+
+class _Job(NamedTuple, Generic[Found]):
+    work: Callable[[], Found]
+    found: Future[Found]
+
+
+class MaskThreads:
+    def __init__(self, count: int | None = None) -> None:
+        """`count`: threads, at least two; by default half of the cores."""
+        self._count = max(2, count or (os.cpu_count() or 1) // 2)
+        self._pool = ThreadPoolExecutor(self._count, "masks", initializer=_be_nice)
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by owner, next one first
+        self.running = Counter[str]()  # by owner
+
+    @property
+    def most(self) -> int:
+        """Threads that one owner may hold."""
+        return self._count // 2
+
+    def submit(self, owner: str, work: Callable[[], Found]) -> Future[Found]:
+        """Run `work` in a thread when its owner's turn comes, unless its future is cancelled."""
+        job = _Job(work, Future[Found]())
+        with self._lock:
+            self._waiting.setdefault(owner, deque()).append(job)
+            self._start()
+        return job.found
+
+    def _start(self) -> None:
+        """Hand out what may run. Called with the lock held."""
+        while self.running.total() < self._count:
+            owner = min(self._waiting, key=lambda owner: self.running[owner], default=None)
+            if owner is None or self.running[owner] >= self.most:
+                return
+            jobs = self._waiting[owner]
+            job = jobs.popleft()
+            if jobs:
+                self._waiting.move_to_end(owner)
+            else:
+                del self._waiting[owner]
+            self.running[owner] += 1
+            self._pool.submit(self._run, owner, job)
+
+    def _run(self, owner: str, job: _Job[Found]) -> None:
+        try:
+            if job.found.set_running_or_notify_cancel():
+                job.found.set_result(job.work())
+        except BaseException as error:  # a panic of the library, too, is for those who wait
+            job.found.set_exception(error)
+        finally:
+            with self._lock:
+                self.running[owner] -= 1
+                if not self.running[owner]:
+                    del self.running[owner]
+                self._start()
+
+
+def _be_nice() -> None:
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,96 @@
+"""The tokens that may follow a text of a grammar, and the work of finding them out. No torch.
+
+The work is counted in units of the library: fuel of its lexer, and items of its parser. Lexers keep
+what they have found, and copies share a lexer, so the fuel of a mask depends on what was asked
+before; `fuel` is what the lexer has spent since it was made. The items depend on the text alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from llguidance import LLInterpreter
+
+WORD = 32  # tokens whose bits share one number
+# Completing a row of the parser takes time with the square of its items: about 5 us for 50 units.
+ITEMS = 64
+_STATS = re.compile(
+    r'"rows":(\d+),"cached_rows":(\d+),"all_items":(\d+),"lexer_cost":(\d+),', re.ASCII
+)
+
+
+class CannotFollow(Exception):
+    """A limit of the library, or a token that does not fit."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(" ".join(why.partition("\n")[0].split())[:200])
+
+
+class MaskedText:
+    """The text of some tokens, with the mask of those that may follow. It never changes."""
+
+    __slots__ = ("_eos_W", "_interpreter", "accepting", "fuel", "items_work", "mask_W")
+
+    def __init__(
+        self,
+        interpreter: LLInterpreter,
+        eos_W: NDArray[np.int32],
+        spent: int = 0,
+        *,
+        aside: bool = True,
+    ) -> None:
+        """`interpreter` has the text's tokens. `eos_W`: the bits of tokens that end an output.
+        `spent`: fuel of the lexer that the interpreter has reported before. `aside`: in a thread,
+        so that others run meanwhile, which takes longer.
+        """
+        self._interpreter, self._eos_W = interpreter, eos_W
+        self.mask_W = np.zeros_like(eos_W)
+        try:
+            said = self._mask_aside() if aside else self._mask()
+        except (ValueError, RuntimeError) as error:
+            raise CannotFollow(str(error)) from None
+        self.accepting: bool = interpreter.is_accepting()
+        # Where nothing can follow, the library lets the text end, though it is not complete.
+        self.mask_W = self.mask_W | eos_W if self.accepting else self.mask_W & ~eos_W
+        found = _STATS.search(said)
+        assert found is not None, said
+        rows, cached, items, fuel = map(int, found.groups())
+        self.items_work = items * items // (ITEMS * max(1, rows + cached))
+        self.fuel = spent + fuel
+
+    def _mask(self) -> str:
+        """Fill the mask with the interpreter's lock held. Return the statistics."""
+        mask_W = self.mask_W
+        said: str = self._interpreter.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        return said
+
+    def _mask_aside(self) -> str:
+        mask, said = self._interpreter.compute_mask()
+        if mask is not None:  # a byte for each token
+            bits = np.packbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            self.mask_W.view(np.uint8)[: len(bits)] = bits
+        return str(said)
+
+    def allows(self, token: int) -> bool:
+        """Tell whether the text goes on with this token, which does not end it."""
+        bits = self.mask_W.view(np.uint32)
+        word, bit = divmod(token, WORD)
+        if not (0 <= word < len(bits) and int(bits[word]) >> bit & 1):
+            return False
+        return not int(self._eos_W.view(np.uint32)[word]) >> bit & 1
+
+    def follow(self, token: int, *, aside: bool = True) -> MaskedText:
+        """Return the text with one more token."""
+        if not self.allows(token):
+            raise CannotFollow("the tokens do not fit")
+        interpreter = self._interpreter.deep_copy()
+        try:
+            interpreter.commit_token(token)
+        except (ValueError, RuntimeError) as error:
+            raise CannotFollow(str(error)) from None
+        return MaskedText(interpreter, self._eos_W, self.fuel, aside=aside)
