@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.engine.tiny import EOS, LETTERS, VOCAB, write_alphabet, write_target
-from tlt_server.engine.lexers import DEAR
+from tlt_server.engine.lexers import DEAR, IDLE_S, LEAST_BYTES, KeptLexers
 from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.engine.structures import Structure, Structures
 from tlt_server.records import Grammar
@@ -181,6 +181,33 @@ def test_one_owner_holds_at_most_half_of_the_threads() -> None:
     while threads.running and time.monotonic() < deadline:
         time.sleep(0.001)
     assert not threads.running and sorted(begun) == sorted(go)
+
+
+def test_kept_grammars_are_bounded_by_bytes_and_per_owner(structures: Structures) -> None:
+    now = [0.0]
+    kept = structures.kept = KeptLexers(limit=20 * LEAST_BYTES, clock=lambda: now[0])
+
+    def ask(count: int, owner: str) -> list[Grammar]:
+        grammars = [Grammar(kind="regex", text=f"{owner}{{{i + 1}}}") for i in range(count)]
+        for grammar in grammars:
+            wait(begun(structures, grammar, owner))
+            assert kept.nbytes <= 22 * LEAST_BYTES
+        return grammars
+
+    [other] = ask(1, "b")
+    mine = ask(30, "a")
+    assert kept.get(other) is not None, "what one owner asks for costs others nothing"
+    assert kept.get(mine[0]) is None and kept.get(mine[-1]) is not None
+    assert 4 <= len(kept) < 12
+    now[0] = IDLE_S - 1
+    assert kept.get(other) is not None
+    kept.forget_idle()
+    now[0] = IDLE_S + 1
+    structures.prepare()
+    assert len(kept) == 1 and kept.get(other) is not None
+    now[0] = 3 * IDLE_S
+    structures.prepare()
+    assert len(kept) == 0 == structures.gauges()["structures_bytes"]
 
 
 def test_an_error_of_drafts_is_not_the_error_of_what_comes_instead(structures: Structures) -> None:

@@ -10,28 +10,39 @@ account, so nothing is counted.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from tlt_server.grammars import KEPT
 from tlt_server.grammars.compiler import FUEL
 from tlt_server.grammars.masks import CannotFollow, MaskedText
+from tlt_server.records import Grammar
 
 REFILL = 1024  # units that a token adds to its sequence's account
 SHARED = FUEL // 2  # half, since fuel depends a little on the order of what is found
 DEAR = 4096  # units of one mask, about 0.2 ms, after which masks are found in threads
 SLICE = 64  # tokens of one turn in a thread
 TOO_DEAR = "its masks take too much work"
+FEW = 8  # sequences that wear a lexer out: it is of no use to share one
+LEAST_BYTES, FUEL_BYTES = 2**16, 32  # memory of a lexer, and per unit of fuel that it has spent
+LIMIT = 2**28  # bytes of the lexers that are kept
+IDLE_S = 60.0
 SPOILS = "lexer error"  # in the library's words about a limit of the lexer
 
 
 class Lexer:
     """A compiled grammar, perhaps still being compiled, with what its lexer has found."""
 
-    def __init__(self, compiled: Future[MaskedText], *, sole: bool = False) -> None:
-        """`sole`: for one sequence, and none of its drafts."""
-        self.compiled, self.sole = compiled, sole
+    def __init__(
+        self, compiled: Future[MaskedText], owner: str = "", *, sole: bool = False
+    ) -> None:
+        """`owner` asked for it first. `sole`: for one sequence, and none of its drafts."""
+        self.compiled, self.owner, self.sole = compiled, owner, sole
+        self.used_s = 0.0  # when a sequence last joined
         self.joined = 0  # sequences that have used it
         self._users = 0
         self._spent = 0  # fuel
@@ -57,10 +68,18 @@ class Lexer:
     @property
     def spent(self) -> int:
         """Fuel since it was compiled."""
+        return max(0, self._spent - self._compiling)
+
+    @property
+    def nbytes(self) -> int:
+        """Return about what it holds: what it has found takes memory as it took fuel."""
+        return LEAST_BYTES + FUEL_BYTES * max(self._spent, self._compiling)
+
+    @property
+    def _compiling(self) -> int:
+        """Fuel that compiling it has taken."""
         done = self.compiled.done() and not self.compiled.cancelled()
-        if not done or self.compiled.exception() is not None:
-            return 0
-        return max(0, self._spent - self.compiled.result().fuel)
+        return self.compiled.result().fuel if done and not self.compiled.exception() else 0
 
     @property
     def worn(self) -> bool:
@@ -82,6 +101,57 @@ class Lexer:
         """Tell whether no account on this shared lexer can be below zero after this mask."""
         spent = followed.text.fuel - self.compiled.result().fuel
         return spent <= SHARED and followed.text.items_work <= REFILL
+
+
+class KeptLexers:
+    """The lexers that new sequences share, those used last: LIMIT bytes at most, half for each
+    owner, and none that no sequence has used for IDLE_S.
+    """
+
+    def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._clock = limit, clock
+        self._lexers: OrderedDict[Grammar, Lexer] = OrderedDict()  # used longest ago first
+
+    def __len__(self) -> int:
+        return len(self._lexers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(lexer.nbytes for lexer in self._lexers.values())
+
+    def get(self, grammar: Grammar) -> Lexer | None:
+        """Return the lexer of a grammar, unless it is of no use to a new sequence."""
+        found = self._lexers.get(grammar)
+        if found is None or found.compiled.cancelled() or (found.worn and found.joined > FEW):
+            return None
+        self._use(grammar, found)
+        return found
+
+    def keep(self, grammar: Grammar, lexer: Lexer) -> None:
+        """Keep a new lexer, in the place of others where the memory is used up."""
+        self._use(grammar, lexer)
+        sizes = {grammar: lexer.nbytes for grammar, lexer in self._lexers.items()}
+        of_owner = Counter[str]()
+        for each, kept in self._lexers.items():
+            of_owner[kept.owner] += sizes[each]
+        for each, kept in [*self._lexers.items()][:-1]:
+            over = of_owner[kept.owner] > self._limit // 2 or of_owner.total() > self._limit
+            if over or len(self._lexers) > KEPT:
+                of_owner[kept.owner] -= sizes[each]
+                del self._lexers[each]
+
+    def forget_idle(self) -> None:
+        """Give back what no sequence has asked for lately."""
+        while self._lexers:
+            grammar, lexer = next(iter(self._lexers.items()))
+            if self._clock() - lexer.used_s < IDLE_S:
+                return
+            del self._lexers[grammar]
+
+    def _use(self, grammar: Grammar, lexer: Lexer) -> None:
+        lexer.used_s = self._clock()
+        self._lexers[grammar] = lexer
+        self._lexers.move_to_end(grammar)
 
 
 class Followed(NamedTuple):

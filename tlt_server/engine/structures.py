@@ -10,7 +10,6 @@ in threads, and the sequence sits out the steps until then.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -20,10 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_server.engine.lexers import DEAR, Advanced, Lexer, advance
+from tlt_server.engine.lexers import DEAR, Advanced, KeptLexers, Lexer, advance
 from tlt_server.engine.mask_threads import MaskThreads
 from tlt_server.errors import InvalidRequest, StructureFailed
-from tlt_server.grammars import KEPT
 from tlt_server.grammars.compiler import FUEL, Compiler
 from tlt_server.grammars.masks import WORD, CannotFollow, MaskedText
 from tlt_server.records import Grammar
@@ -32,7 +30,6 @@ NO_TOKEN = "no token of this model can follow in the structure; use another one"
 FORMS = {"json_schema": "JSON schema", "regex": "regex", "lark": "grammar"}
 PATIENCE = 32  # cheap masks after a dear one until they are found within steps again
 NEAR = 8  # tokens that a step may follow; more are followed in a thread
-FEW = 8  # sequences that wear a lexer out: it is of no use to share one
 
 
 @dataclass
@@ -246,7 +243,7 @@ class Structures:
     def __init__(self, model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._compiler = Compiler(model, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
-        self._lexers: OrderedDict[Grammar, Lexer] = OrderedDict()
+        self.kept = KeptLexers()
         self.threads, self.cost = MaskThreads(), Cost()
 
     def of(
@@ -255,14 +252,12 @@ class Structures:
         """Return the structure of a new sequence, whose grammar is compiled in the background."""
         if grammar is None:
             return None
-        found = self._lexers.get(grammar)
-        if found is None or found.compiled.cancelled() or (found.worn and found.joined > FEW):
-            found = self._lexers[grammar] = Lexer(self._counted(self._compiler.begin(grammar)))
-            if len(self._lexers) > KEPT:
-                self._lexers.popitem(last=False)
+        found = self.kept.get(grammar)
+        if found is None:
+            found = Lexer(self._counted(self._compiler.begin(grammar)), owner)
+            self.kept.keep(grammar, found)
         else:
             self.cost.cached += 1
-        self._lexers.move_to_end(grammar)
         return Structure(grammar, owner, stop_ids, self._vocab_size, found, self)
 
     def sole(self, grammar: Grammar) -> Lexer:
@@ -271,11 +266,13 @@ class Structures:
         return Lexer(self._counted(self._compiler.begin_again(grammar)), sole=True)
 
     def prepare(self) -> None:
-        """Do what the first structure would wait for, unless that was done."""
+        """Do in idle time what the first structure would wait for, and give memory back."""
         self._compiler.prepare()
+        self.kept.forget_idle()
 
     def gauges(self) -> dict[str, float]:
-        return {f"structures_{name}": value for name, value in asdict(self.cost).items()}
+        found = {f"structures_{name}": value for name, value in asdict(self.cost).items()}
+        return found | {"structures_bytes": self.kept.nbytes}
 
     def _counted(self, compiled: Future[MaskedText]) -> Future[MaskedText]:
         started = time.perf_counter()

@@ -12,6 +12,7 @@ from typing import Any
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.grammars.compiler import WHITE_SPACE
+from tlt_server.grammars.repetitions import check_repetitions
 from tlt_server.wording import nearest
 
 ONE = frozenset({"items", "additionalProperties"})  # hold a schema
@@ -72,6 +73,7 @@ def check_schema(schema: Any, where: str = "the JSON schema") -> None:
                 "object, true or false"
             )
         _check_keywords(found, path, where)
+        _check_patterns(found, path, where)
         if (multiple := _multiple(found)) is not None:
             multiples.add(multiple)
             _check_multiples(multiples, path, where)
@@ -90,6 +92,13 @@ def _check_keywords(schema: Mapping[str, Any], path: str, where: str) -> None:
             f"{where} has the keyword {keyword[:80]!r} at {path or 'its top'}, which would be "
             f"ignored{nearest(keyword[:80], sorted(ENFORCED))}: leave it out, and check the output"
         )
+
+
+def _check_patterns(schema: Mapping[str, Any], path: str, where: str) -> None:
+    inner = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(inner if isinstance(inner, dict) else ())):
+        if isinstance(pattern, str):
+            check_repetitions(pattern, f"the pattern at {path or 'the top'} of {where}")
 
 
 def _multiple(schema: Mapping[str, Any]) -> Fraction | None:

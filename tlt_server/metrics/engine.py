@@ -38,6 +38,10 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
         "tlt_trainer_slowdown",
         "Time of a step while the trainer runs, over its time without.",
     ),
+    "structures_bytes": (
+        "tlt_structures_bytes",
+        "Memory of compiled grammars that are kept for later sequences.",
+    ),
     "pages_cached": (
         "tlt_pages_cached",
         "KV pages without a user that the prefix index could still serve.",
@@ -57,9 +61,17 @@ TOTALS = {  # likewise, counted by the engine since it started
         "tlt_structures_compile_seconds",
         "Seconds in which grammars were compiled, next to the engine's steps.",
     ),
+    "structures_alone": (
+        "tlt_structures_alone",
+        "Sequences whose masks took more work than sequences that share a lexer may.",
+    ),
+    "structures_dropped": (
+        "tlt_structures_dropped",
+        "Rows that steps left out, as their masks took too long.",
+    ),
     "structures_mask_s": (
         "tlt_structures_mask_seconds",
-        "Seconds that steps spent on what may follow in a structure.",
+        "Seconds that steps and threads spent on what may follow in a structure.",
     ),
     "drafter_collapses": (
         "tlt_drafter_collapses",
