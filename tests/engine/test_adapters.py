@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.engine.adapters import merged, write_adapter
 from tests.engine.pushing import Pushable
+from tests.engine.tiny import LAYERS
 from tests.engine.weight_cases import checkpoints, request, serving
 from tlt_server.commands import UnloadAdapter
 from tlt_server.engine.gate import Reason
@@ -280,13 +282,58 @@ def test_adapters_for_which_a_restart_has_no_room_are_named(
         assert all(f"--max-loras is {limit}" in each for each in said)
 
 
+PATHS = [
+    f"model.layers.{i}.self_attn.{name}" for i in range(LAYERS) for name in ("q_proj", "v_proj")
+]
+FORMS = {
+    "paths": PATHS,
+    "ends of paths": ["self_attn.q_proj", "self_attn.v_proj"],
+    "a pattern": r".*\.layers\.\d+\.self_attn\.(q|v)_proj",
+    "with others": ["q_proj", "v_proj", "query_key_value", "lm_head"],
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_say_what_is_adapted_in_any_form_of_target_modules(
+    refusing: Adapting, root: Path, tmp_path: Path, form: str
+) -> None:
+    given = {"rank": 3, "targets": ("q_proj", "v_proj"), "use_rslora": True}
+    plain = write_adapter(root / f"plain-{form}", root / "base", 3, **given)
+    path = write_adapter(root / form, root / "base", 3, **given, target_modules=FORMS[form])
+    assert refusing.load("forms", plain).result == "committed"
+    report = refusing.load("forms", path)
+    assert report.result == "unchanged", f"the same content: {report.error}"
+    refusing.report(refusing.send_unload("forms"))
+
+
+def test_layers_without_tensors_are_not_adapted(
+    refusing: Adapting, root: Path, tmp_path: Path
+) -> None:
+    path = write_adapter(root / "some", root / "base", 5, layers_to_transform=[1])
+    pairs = load_file(path / "adapter_model.safetensors")
+    some = {name: tensor for name, tensor in pairs.items() if ".layers.1." in name}
+    save_file(some, path / "adapter_model.safetensors")
+    assert refusing.load("some", path).result == "committed"
+    one = asked("some", 1, sampling=Sampling(temperature=0, max_tokens=24, ignore_eos=True))
+    tokens, logprobs = refusing.run(one)[one.id]
+    refusing.report(refusing.send_unload("some"))
+    whole, plain = (
+        merged(root / "base", path, tmp_path / "merged"),
+        msgspec.structs.replace(one, lora=""),
+    )
+    expected = Pushable(replace(refusing.settings, model=whole, max_loras=0)).run(plain)[one.id]
+    assert tokens == expected[0]
+    np.testing.assert_allclose(logprobs, expected[1], atol=2e-4)
+
+
 BAD = {
     "r": (0, "r is 0"),
     "lora_alpha": ("x", "lora_alpha is 'x'"),
     "use_dora": (True, "use_dora is True"),
     "bias": ("all", "bias is 'all'"),
     "modules_to_save": (["lm_head"], "modules_to_save"),
-    "target_modules": (["lm_head"], "'lm_head'"),
+    "target_modules": ({"q_proj": 4}, "target_modules"),
     "rank_pattern": ({"q_proj": 2}, "rank_pattern"),
     "init_lora_weights": ("pissa", "init_lora_weights"),
     "peft_type": ("IA3", "peft_type"),
@@ -311,8 +358,6 @@ def test_a_field_that_is_not_computed_is_refused_by_name(
 
 
 def test_tensors_that_do_not_fit_are_refused(refusing: Adapting, root: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     good = load_file(root / "a" / "adapter_model.safetensors")
     cases = {
         "shape": ({**good, CONTENT: good[CONTENT][:, 1:].contiguous()}, "has shape [4, 63]"),

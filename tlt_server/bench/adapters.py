@@ -25,7 +25,9 @@ def write_adapters(model: Path, root: Path, largest: int = RANK) -> None:
     for seed, name in enumerate(ADAPTERS[1:]):
         generator = torch.Generator().manual_seed(seed)
         rank = largest - seed
-        weights = AdapterWeights(config, AdapterConfig(rank, 1.0, tuple(BLOCKS)), torch.float32)
+        adapter = AdapterConfig(rank, 1.0, frozenset(BLOCKS))
+        maps = adapter.maps([], config.layers)
+        weights = AdapterWeights(config, adapter, torch.float32, maps)
         for _, _, (a_rK, b_Nr) in weights.pairs():
             a_rK.normal_(0, a_rK.shape[1] ** -0.5, generator=generator)
             b_Nr.normal_(0, EFFECT * rank**-0.5, generator=generator)

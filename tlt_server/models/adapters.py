@@ -1,8 +1,9 @@
 """LoRA adapters of a target in PEFT's layout: `adapter_config.json`, and two matrices for each
 linear map that is adapted, so that y = x W^T + scale * (x A^T) B^T.
 
-What this server cannot compute exactly as PEFT would (DoRA, biases, ranks that differ by module,
-other modules) is refused by field and value.
+The tensors' names say what is adapted: `target_modules` may hold paths or be a pattern, which is
+not evaluated. What this server cannot compute exactly as PEFT would (DoRA, biases, ranks that
+differ by module, other modules) is refused by field and value, or by the tensor.
 
 Legend: r rank, K inputs, N outputs.
 """
@@ -10,7 +11,8 @@ Legend: r rank, K inputs, N outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +31,9 @@ BLOCKS = {  # linear map -> the block of a layer that holds it
     "up_proj": "mlp",
     "down_proj": "mlp",
 }
-PREFIX = "base_model.model.model.layers."
+MODEL, PREFIX = "model.layers.", "base_model.model.model.layers."
+_MATRIX = re.compile(re.escape(PREFIX) + r"(\d{1,5})\.(\w+)\.(\w+)\.lora_[AB]\.weight")
+Map = tuple[int, str]  # a layer, and one of its linear maps
 # Fields without effect on what is computed.
 IGNORED = frozenset(
     "arrow_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config "
@@ -37,6 +41,8 @@ IGNORED = frozenset(
     "qalora_group_size revision runtime_config task_type".split()
 )
 READ = frozenset("r lora_alpha use_rslora target_modules peft_type init_lora_weights bias".split())
+# Fields that leave some modules out, which have no tensors then.
+SELECTING = frozenset("layers_to_transform layers_pattern exclude_modules".split())
 # Ways to begin that leave the weights of the model as they are.
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 MAX_ALPHA = 2**20
@@ -67,7 +73,7 @@ def linear_sizes(config: ModelConfig) -> dict[str, LinearSizes]:
 class AdapterConfig:
     rank: int
     scale: float
-    targets: tuple[str, ...]  # names of BLOCKS, in its order
+    named: frozenset[str]  # ends of the paths of modules that must have tensors
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], where: str, max_rank: int) -> AdapterConfig:
@@ -85,7 +91,22 @@ class AdapterConfig:
         if root not in (None, True, False):
             raise _wrong(where, "use_rslora", root, "it must be true or false")
         scale = alpha / (math.sqrt(rank) if root else rank)
-        return cls(rank, scale, _targets(raw.get("target_modules"), where))
+        return cls(rank, scale, _named(raw, where))
+
+    def maps(self, tensors: Iterable[str], layers: int) -> list[Map]:
+        """Return the maps of a model that have tensors of these names, or must have."""
+        found = {
+            (int(parts[1]), parts[3])
+            for parts in map(_MATRIX.fullmatch, tensors)
+            if parts is not None and BLOCKS.get(parts[3]) == parts[2]
+        }
+        return [
+            (layer, name)
+            for layer in range(layers)
+            for name, block in BLOCKS.items()
+            if (layer, name) in found
+            or not self.named.isdisjoint(_ends(f"{MODEL}{layer}.{block}.{name}"))
+        ]
 
 
 def _check_neutral(raw: Mapping[str, Any], where: str) -> None:
@@ -102,21 +123,27 @@ def _check_neutral(raw: Mapping[str, Any], where: str) -> None:
             "it changes the model's own weights, so the adapter does not fit them: convert it to "
             "an ordinary one (save_pretrained with path_initial_model_for_weight_conversion)",
         )
-    for name in sorted(raw.keys() - IGNORED - READ):
+    for name in sorted(raw.keys() - IGNORED - READ - SELECTING):
         if raw[name] not in NEUTRAL:
             raise _wrong(where, name, raw[name], "this server does not compute that: leave it out")
 
 
-def _targets(given: Any, where: str) -> tuple[str, ...]:
-    named = [*BLOCKS] if given == "all-linear" else given
-    if not isinstance(named, list) or not named or not all(isinstance(n, str) for n in named):
-        raise _wrong(where, "target_modules", given, f"it must list some of {', '.join(BLOCKS)}")
-    for name in named:
-        block, _, own = name.rpartition(".")
-        if own not in BLOCKS or block not in ("", BLOCKS[own]):
-            raise _wrong(where, "target_modules", name, f"only {', '.join(BLOCKS)} can be adapted")
-    wanted = {name.rpartition(".")[2] for name in named}
-    return tuple(name for name in BLOCKS if name in wanted)
+def _named(raw: Mapping[str, Any], where: str) -> frozenset[str]:
+    given = raw.get("target_modules")
+    if given == "all-linear":
+        given = [*BLOCKS]
+    if isinstance(given, str | None) or any(raw.get(name) not in NEUTRAL for name in SELECTING):
+        return frozenset()
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise _wrong(where, "target_modules", given, "it must be a list of names, or a pattern")
+    return frozenset(given)
+
+
+def _ends(path: str) -> Iterator[str]:
+    """Yield a module's path, and what is left of it after each dot."""
+    while path:
+        yield path
+        _, _, path = path.partition(".")
 
 
 def _whole(value: Any) -> bool:
@@ -143,8 +170,10 @@ class AdapterWeights:
 
     vocabulary_map: frozenset[str] = frozenset()  # a push of it brings no other tensors
 
-    def __init__(self, config: ModelConfig, adapter: AdapterConfig, dtype: torch.dtype) -> None:
-        """`config`: of the model that is adapted."""
+    def __init__(
+        self, config: ModelConfig, adapter: AdapterConfig, dtype: torch.dtype, maps: Iterable[Map]
+    ) -> None:
+        """`config`: of the model that is adapted; `maps`: those that have matrices."""
         self.config, self.adapter = config, adapter
         sizes = linear_sizes(config)
         self._pairs = {
@@ -152,8 +181,7 @@ class AdapterWeights:
                 torch.zeros(adapter.rank, sizes[name].inputs, dtype=dtype),
                 torch.zeros(sizes[name].outputs, adapter.rank, dtype=dtype),
             )
-            for layer in range(config.layers)
-            for name in adapter.targets
+            for layer, name in maps
         }
 
     def pairs(self) -> Iterator[tuple[int, str, MatrixPair]]:

@@ -22,7 +22,7 @@ from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import json_object
 from tlt_server.commands import Manifest, TensorEntry
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
-from tlt_server.models.adapters import AdapterConfig, AdapterWeights
+from tlt_server.models.adapters import BLOCKS, PREFIX, AdapterConfig, AdapterWeights
 from tlt_server.weights.arriving import Arriving, Enter, Steps, check_config
 from tlt_server.weights.checksums import digest
 from tlt_server.weights.declared import check_dtype
@@ -186,8 +186,14 @@ class Candidate:
         if self._steps.keep is not None:
             self._steps.keep("adapter", ADAPTER_CONFIG, [data or json.dumps(raw).encode()])
         config = AdapterConfig.parse(raw, where, self._max_lora_rank)
+        maps = config.maps(receiver.names["adapter"], model.config.layers)
+        if not maps:
+            raise WeightsRefused(
+                f"{receiver.places['adapter']}: no tensor is a matrix of {', '.join(BLOCKS)}; "
+                f"they are named like '{PREFIX}0.self_attn.q_proj.lora_A.weight'"
+            )
         dtype = next(iter(model.parameters().values())).dtype
-        return AdapterWeights(model.config, config, dtype)
+        return AdapterWeights(model.config, config, dtype, maps)
 
     def _network(
         self, name: str, live: Live, own_embedding: bool | None

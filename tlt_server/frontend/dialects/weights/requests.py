@@ -22,6 +22,8 @@ from tlt_server.frontend.weights.broadcasts import (
 )
 from tlt_server.frontend.weights.session import Directory, Version
 
+ModuleName = Annotated[str, Meta(max_length=1024)]  # PEFT's: an end of a path, or a pattern
+
 
 class TensorFields(Strict, frozen=True, kw_only=True):
     name: Annotated[
@@ -54,9 +56,12 @@ class AdapterFields(Strict, frozen=True, kw_only=True):
         bool, Meta(description="the scale is lora_alpha by the root of the rank")
     ] = False
     target_modules: Annotated[
-        list[Annotated[str, Meta(max_length=128)]],
-        Meta(min_length=1, max_length=64, description="linear maps that are adapted"),
-    ]
+        Annotated[list[ModuleName], Meta(max_length=16384)] | ModuleName | None,
+        Meta(
+            description="names of linear maps that must come; those whose tensors come are adapted "
+            "in any case, so that it may be a pattern, or absent"
+        ),
+    ] = None
 
 
 class ManifestFields(Strict, frozen=True, kw_only=True):
