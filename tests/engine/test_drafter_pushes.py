@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable
@@ -123,6 +124,24 @@ def test_a_drafter_goes_back_alone_where_both_had_a_version_of_one_name(
     assert engine.roll_back("initial", role="drafter").result == "unchanged"
     assert engine.roll_back("initial", role="target").state.target == "initial"
     assert engine.roll_back("v1", role="target").result == "conflict"
+
+
+def test_pushed_vocabulary_map_comes_in_any_type_of_integers(engine: Pushable, root: Path) -> None:
+    """The version's checksums are those of the types that are kept."""
+    directory = root / "other-types"
+    shutil.copytree(root / "new-drafter", directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {"d2t": tensors["d2t"].int(), "t2d": tensors["t2d"].to(torch.uint8)}
+    save_file(tensors, file)
+    report = engine.push(directory, "d1", role="drafter")
+    assert report.result == "committed", report.error
+    live = engine.checksums()
+    assert {
+        f"draft.{name}": value for name, value in report.checksums.items()
+    }.items() <= live.items()
+    again = engine.push(root / "new-drafter", "d1", role="drafter")
+    assert again.result == "unchanged", "the same content"
 
 
 def test_target_and_drafter_in_one_transaction(

@@ -165,6 +165,27 @@ def test_vocabulary_map_and_optional_parts(target, directory):
     assert torch.equal(Eagle3.load(directory, target).embedding_VH, own)
 
 
+@pytest.mark.parametrize("kinds", [(torch.int32, torch.uint8), (torch.int16, torch.int64)])
+def test_vocabulary_map_comes_in_any_type_of_integers(target, directory, kinds):
+    plain = Eagle3.load(directory, target)
+    tensors = load_file(directory / "model.safetensors")
+    for name, kind in zip(("d2t", "t2d"), kinds, strict=True):
+        tensors[name] = tensors[name].to(kind)
+    save_file(tensors, directory / "model.safetensors")
+    assert torch.equal(Eagle3.load(directory, target).target_ids, plain.target_ids)
+
+
+@pytest.mark.parametrize("name", ["norm_before_fc", "fc_norm", "norm_output"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_norms_that_are_not_computed_are_refused_by_name(target, directory, name, nested):
+    changes = {"eagle_config": {name: True}} if nested else {name: True}
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    with pytest.raises(ModelError, match=f"'{name}' is set: .* normed before .*without that"):
+        Eagle3.load(directory, target)
+    (directory / "config.json").write_text(json.dumps({**CONFIG, name: False}))
+    Eagle3.load(directory, target)
+
+
 def test_feature_layers_in_both_conventions(directory):
     def given(**changes):
         (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
@@ -184,6 +205,7 @@ def test_feature_layers_in_both_conventions(directory):
         ({"d2t": torch.full((C,), 39)}, ("d2t", "contradict")),
         ({"t2d": torch.zeros(V, dtype=torch.bool)}, ("t2d", "contradict")),
         ({"t2d": torch.zeros(V)}, ("t2d", "float32", "torch.bool")),
+        ({"t2d": torch.full((V,), 2, dtype=torch.uint8)}, ("t2d", "uint8", "other than 0 and 1")),
         ({"fc.weight": torch.zeros(H, H)}, ("fc.weight", "[32, 32]", "[32, 96]")),
         ({"lm_head.weight": None}, ("lm_head.weight", "missing")),
     ],

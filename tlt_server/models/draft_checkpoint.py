@@ -21,6 +21,7 @@ from tlt_server.models.draft_layouts import EAGLE1, EAGLE3, Raw, read_layout
 from tlt_server.models.loader import check_files, check_tensor, fill, read_tensors, tensor_files
 
 VOCABULARY_MAP = frozenset({"d2t", "t2d"})
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # The target's tensors, which checkpoints of a network without a head of its own repeat.
 COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
@@ -155,12 +156,14 @@ def describe(directory: Path, target: Served) -> Described:
             f"{target.feature_layers}; "
             "load the target with the drafter's feature layers"
         )
-    for field in ("hidden_size", "vocab_size"):
+    for field, remedy in (
+        ("hidden_size", "only drafters as wide as their target are served: use one of these"),
+        ("vocab_size", "use a drafter trained for this target"),
+    ):
         found, expected = getattr(config, field), getattr(target, field)
         if found != expected:
             raise ModelError(
-                f"{source}: {field!r} is {found}, the target's is {expected}; use a drafter "
-                "trained for this target"
+                f"{source}: {field!r} is {found}, the target's is {expected}; {remedy}"
             )
     least = 1 if architecture.own_head else config.vocab_size
     draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
@@ -231,10 +234,30 @@ def refuse_own_embedding(own_embedding: bool) -> None:
         )
 
 
+def map_tensor(name: str, tensor: Tensor, place: Path | str) -> Tensor:
+    """Return a tensor of the vocabulary map in the type that is kept: `d2t` as int64, `t2d` as
+    bool. Files have them in any type of integers. `ModelError` for another type or value.
+    """
+    kept = torch.int64 if name == "d2t" else torch.bool
+    if tensor.dtype not in (kept, *INTEGERS):
+        raise ModelError(
+            f"{place}: tensor {name!r} has dtype {tensor.dtype}, expected {kept} or integers; "
+            "convert the checkpoint"
+        )
+    converted = tensor.to(kept)
+    if not torch.equal(converted.to(tensor.dtype), tensor):
+        raise ModelError(
+            f"{place}: tensor {name!r} of {tensor.dtype} has values other than 0 and 1; export the "
+            "drafter again"
+        )
+    return converted
+
+
 def target_ids(d2t_C: Tensor, t2d_V: Tensor, count: int, vocab: int, path: Path) -> Tensor:
     """Draft id -> target id, int64 [C], as a checkpoint's two tensors say; `ModelError` where they
     disagree.
     """
+    d2t_C, t2d_V = map_tensor("d2t", d2t_C, path), map_tensor("t2d", t2d_V, path)
     check_tensor("d2t", d2t_C, torch.empty(count, dtype=torch.int64), path)
     check_tensor("t2d", t2d_V, torch.empty(vocab, dtype=torch.bool), path)
     ids = torch.arange(count) + d2t_C

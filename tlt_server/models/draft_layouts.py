@@ -16,6 +16,11 @@ from tlt_server.models.config import read_json
 
 Raw = dict[str, Any]  # a config.json
 EAGLE3, EAGLE1 = "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"
+NORMS = {
+    "norm_before_fc": "the target's joined features are normed before 'fc'",
+    "fc_norm": "each feature of the target is normed before 'fc'",
+    "norm_output": "the drafted feature is normed before the next draft step",
+}
 SPECULATORS = "speculators_model_type"  # the key by which a layout of vLLM's speculators is known
 
 
@@ -43,8 +48,21 @@ def _as_it_is(raw: Raw, source: str) -> Raw:
     known = {"EagleLlamaForCausalLM": EAGLE1, "Eagle3LlamaForCausalLM": EAGLE3}
     if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str):
         named = [known.get(named[0], named[0])]
+    if named == [EAGLE3]:
+        _check_norms(raw, source)
     bias = {"attention_bias": raw["qkv_bias"]} if "qkv_bias" in raw else {}
     return {**raw, "architectures": named, **bias}
+
+
+def _check_norms(raw: Raw, source: str) -> None:
+    """Refuse norms that some EAGLE-3 networks have, and that are not computed here."""
+    nested = raw.get("eagle_config")
+    for name, what in NORMS.items():
+        if raw.get(name) or (isinstance(nested, dict) and nested.get(name)):
+            raise ModelError(
+                f"{source}: {name!r} is set: {what}, which this server does not compute; use a "
+                "drafter without that norm"
+            )
 
 
 def _speculators(raw: Raw, source: str) -> Raw:
@@ -62,11 +80,7 @@ def _speculators(raw: Raw, source: str) -> Raw:
             f"{source}: 'transformer_layer_config' is {layer!r}; expected an object: download the "
             "file again"
         )
-    if raw.get("norm_before_fc"):
-        raise ModelError(
-            f"{source}: 'norm_before_fc' is {raw['norm_before_fc']!r}, and features are joined "
-            "without a norm here; choose a drafter without it"
-        )
+    _check_norms(raw, source)
     keys = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
     return {**layer, "architectures": [EAGLE3], **{key: raw[key] for key in keys if key in raw}}
 

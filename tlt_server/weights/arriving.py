@@ -20,6 +20,7 @@ from tlt_client.channels.tensors import written
 from tlt_server.commands import TensorEntry
 from tlt_server.errors import WeightsRefused
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.draft_checkpoint import VOCABULARY_MAP, map_tensor
 from tlt_server.models.draft_layouts import layout_of
 from tlt_server.models.loader import check_finite, check_layout, check_names
 from tlt_server.models.shards import Stored
@@ -142,13 +143,13 @@ class Arriving:
             checked = self._checked(_first(coming), declared, batch.where)
             enter("fill")
             for name, stored in checked.items():
-                tensor = coming.pop(name)
+                coming.pop(name)
                 if name in self.parameters:
                     self._write()
                     self.parameters[name].copy_(stored)
                 else:
                     # The channel may use its buffers again.
-                    self.found[name] = tensor.to("cpu", copy=True)
+                    self.found[name] = stored.to("cpu", copy=True)
         enter("spool")
         self._keep(batch)
 
@@ -178,6 +179,9 @@ class Arriving:
         """
         stored = {}
         for name, tensor in tensors.items():
+            if name in VOCABULARY_MAP and name in self.others:
+                stored[name] = map_tensor(name, tensor, where)
+                continue
             expected: Stored = self.parameters.get(name, tensor)
             check_layout(name, tensor.shape, tensor.dtype, expected, where)
             device = expected.device if tensor.device.type == "cpu" else tensor.device
