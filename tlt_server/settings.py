@@ -270,7 +270,14 @@ class ServerSettings(SharedSettings):
         ),
     ] = 3600.0
     drain_timeout_s: Annotated[
-        float, Doc("s", "Time that running requests have to finish after SIGTERM.", 0, 86400)
+        float,
+        Doc(
+            "s",
+            "Time that running requests have to finish after SIGTERM, or when their adapter is "
+            "unloaded.",
+            0,
+            86400,
+        ),
     ] = 60.0
     startup_timeout_s: Annotated[
         float, Doc("s", "Time that the engine has to get ready.", 1, 86400)

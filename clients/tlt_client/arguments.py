@@ -18,12 +18,28 @@ import msgspec
 from tlt_client.errors import InvalidArgument
 
 KEY = re.compile(r"[\x21-\x7e]+")
-# A URL whose last segment is dots alone names another place.
-VERSION = r"^[^/\x00-\x1f\x7f]*[^./\x00-\x1f\x7f][^/\x00-\x1f\x7f]*$"
+# Characters that no name has: controls, and formats, which turn or hide what is read around them.
+UNSEEN = (
+    r"\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f"
+    r"\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0001\U000e0020-\U000e007f"
+)
+SEEN = rf"^[^{UNSEEN}]*$"
+SEEN_MUST = "have no control or format character"
+# A URL whose last segment is dots alone names another place. Spans name an adapter's rows
+# VERSION+ADAPTER@VERSION, so only there an '@' follows a '+'.
+VERSION = rf"^(?!.*\+.*@)[^/{UNSEEN}]*[^./{UNSEEN}][^/{UNSEEN}]*$"
 MAX_VERSION = 256  # characters
 VERSION_MUST = (
-    f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, and not dots "
-    "alone, such as run-7"
+    f"have 1 to {MAX_VERSION} characters, none of them '/' or a control or format character, no "
+    "'@' after a '+', and not dots alone, such as run-7"
+)
+_PART = rf"[^/+@{UNSEEN}]*[^./+@{UNSEEN}][^/+@{UNSEEN}]*"
+ADAPTER = rf"^{_PART}(?:/{_PART})*$"
+ADAPTER_MUST = (
+    "have no '+', '@', control or format character, and no part between slashes that is empty or "
+    "dots alone, such as math"
 )
 
 

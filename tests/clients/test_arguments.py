@@ -97,8 +97,8 @@ def test_an_address_and_a_key_that_fit_are_taken() -> None:
 # versions
 
 ALLOWED = (
-    "have 1 to 256 characters, none of them '/' or a control character, and not dots alone, such "
-    "as run-7"
+    "have 1 to 256 characters, none of them '/' or a control or format character, no "
+    "'@' after a '+', and not dots alone, such as run-7"
 )
 CALLS: list[Callable[[Any, Any], Any]] = [
     lambda client, version: client.update_weights("p", version),

@@ -175,6 +175,7 @@ class FakeEngine:
     paused: bool = False
     asleep: set[str] = field(default_factory=set)
     draining: list[Pause | Sleep] = field(default_factory=list)
+    unloading: list[str] = field(default_factory=list)
 
     async def run(self, *, startup: bool = True) -> int:
         """Answer commands until `Stop`; return the exit status."""
@@ -290,7 +291,7 @@ class FakeEngine:
         """Commits at once; a path that names an error's code is answered by that error, a path or
         group `hangs` not at all.
         """
-        values, shape = b"", list[int]()
+        values, shape, ids = b"", list[int](), [command.id]
         result, error, version, role, sums = (
             "looked",
             None,
@@ -342,7 +343,11 @@ class FakeEngine:
                 result, self.weights = "left", msgspec.structs.replace(self.weights, groups=[])
             case RollbackWeights(_, to):
                 version, result, role = to or "v0", "rolled_back", "target"
+            case UnloadAdapter(id, "busy", "drain"):
+                self.unloading.append(id)  # a request that runs with it does not end
+                return
             case UnloadAdapter(_, name):
+                ids += self.unloading
                 result, role = "unloaded", "adapter"
                 left = {at: own for at, own in self.weights.adapters.items() if at != name}
                 if left == self.weights.adapters:
@@ -358,23 +363,24 @@ class FakeEngine:
             if result != "looked" and (error is None or self.reads)
             else {}
         )
-        await self._events.send(
-            encode(
-                WeightReport(
-                    id=command.id,
-                    state=self.weights,
-                    result=result,
-                    error=error,
-                    version=version,
-                    role=role,
-                    checksums=sums,
-                    phases=phases,
-                    pause_ms=1.0,
-                    values=values,
-                    shape=shape,
+        for id in ids:
+            await self._events.send(
+                encode(
+                    WeightReport(
+                        id=id,
+                        state=self.weights,
+                        result=result,
+                        error=error,
+                        version=version,
+                        role=role,
+                        checksums=sums,
+                        phases=phases,
+                        pause_ms=1.0,
+                        values=values,
+                        shape=shape,
+                    )
                 )
             )
-        )
 
     async def _step(self) -> None:
         outputs = []

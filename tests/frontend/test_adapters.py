@@ -86,16 +86,114 @@ def test_models_and_weights_list_adapters(server: LiveServer) -> None:
     assert 'name="math"' not in httpx.get(f"{server.url}/metrics").text
 
 
-def test_loading_again_needs_load_inplace_and_a_name_of_its_own(server: LiveServer) -> None:
+def test_loading_again_needs_load_inplace_in_the_form_of_vllm(server: LiveServer) -> None:
     load(server)
     again = load(server)
     assert again.status_code == 400 and "load_inplace" in again.text
     assert load(server, load_inplace=True).status_code == 200
-    taken = load(server, "tiny")
-    assert taken.status_code == 400 and "name of the model itself" in taken.text
-    assert load(server, "a/b").status_code == 400
     again = post(server, "/load_lora_adapter", lora_name="math", lora_path="a")
-    assert again.status_code == 409 and "unload it first" in again.text
+    assert again.status_code == 200, "prime-rl replaces its adapter so"
+
+
+@pytest.mark.parametrize("name", ["a+b", "a@b", "a\u202eb", "a\u200bb", "a\nb", "../a", "a//b"])
+def test_adapter_names_that_spans_cannot_show_are_refused(server: LiveServer, name: str) -> None:
+    for route in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+        refused = post(server, route, lora_name=name, lora_path="a")
+        assert refused.status_code == 400 and "no '+', '@', control or format" in refused.text
+    manifest = {"version": "1", "role": "adapter", "adapter": name, "path": "a"}
+    assert post(server, "/update_weights", **manifest).status_code == 400
+    assert not server.engine.weight_commands
+
+
+def test_names_of_requests_and_versions_have_nothing_unseen(server: LiveServer) -> None:
+    for name in ("a\u202eb", "a\u2028b", "a\nb", "a\x85b"):
+        native = {"requests": [{"prompt": "abc", "id": name}]}
+        grouped = {"requests": [{"prompt": "abc", "group_id": name}]}
+        for route, body in (
+            ("/generate", native),
+            ("/generate", grouped),
+            ("/generate", {"text": "abc", "rid": name}),
+            ("/v1/completions", {"prompt": "abc", "request_id": name}),
+            ("/inference/v1/generate", {"token_ids": [97], "request_id": name}),
+            ("/update_weights", {"version": name, "path": "a"}),
+            ("/update_weight_version", {"new_version": name}),
+        ):
+            refused = post(server, route, **body)
+            assert refused.status_code == 400, (route, name, refused.text)
+    ambiguous = post(server, "/update_weights", version="v0+math@1", path="a")
+    assert ambiguous.status_code == 400 and "no '@' after a '+'" in ambiguous.text
+
+
+def test_an_adapter_by_the_models_own_name_computes_its_requests(server: LiveServer) -> None:
+    assert load(server, "tiny").status_code == 200
+    for body in ({"model": "tiny"}, {}):
+        assert post(server, "/v1/completions", **body, **PROMPT).status_code == 200
+    assert [request.lora for request in server.engine.submitted] == ["tiny", ""]
+    [model] = httpx.get(f"{server.url}/v1/models").json()["data"][:1]
+    assert (model["id"], model["parent"]) == ("tiny", None)
+    assert httpx.delete(f"{server.url}/adapters/tiny").status_code == 200
+
+
+def test_names_with_slashes_are_unloaded_in_each_way(server: LiveServer) -> None:
+    load(server, "org/math")
+    assert httpx.delete(f"{server.url}/adapters/org/math").status_code == 200
+    load(server, "org/math")
+    with Client(server.url) as client:
+        assert client.unload_adapter("org/math")["state"] == "unloaded"
+
+
+def test_an_adapters_directory_by_weight_dir_is_loaded_for_the_model(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "step_3").mkdir()
+    (tmp_path / "step_3" / "adapter_config.json").write_text("{}")
+    (tmp_path / "whole").mkdir()
+    settings = {"served_model_name": "org/tiny", "max_loras": 1, "weight_root": tmp_path}
+    with live_server(model, **settings) as server:
+        for directory in ("whole", "none", "step_3", str(tmp_path / "step_3")):
+            assert post(server, "/update_weights", weight_dir=directory).status_code == 200
+        pushed = [command.manifest for command in server.engine.weight_commands]
+        *whole, adapted, absolute = pushed
+        assert (adapted.role, adapted.adapter, adapted.path) == ("adapter", "org/tiny", "step_3")
+        assert (absolute.role, absolute.adapter) == ("adapter", "org/tiny")
+        assert [(each.role, each.adapter) for each in whole] == [("target", "")] * 2
+        post(server, "/v1/completions", model="org/tiny", **PROMPT)
+        assert server.engine.submitted[-1].lora == "org/tiny"
+
+
+def test_adapters_have_no_owner(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(
+        "a scopes=data name=a\nb scopes=data name=b\n"
+        "p scopes=push-weights name=p\nq scopes=push-weights name=q\n"
+    )
+    keyed = {key: {"authorization": f"Bearer {key}"} for key in "abpq"}
+    with live_server(model, max_loras=2, api_key_file=tmp_path / "keys") as server:
+        named = {"lora_name": "math", "lora_path": "a"}
+        for key in "pq":
+            url = f"{server.url}/load_lora_adapter"
+            assert httpx.post(url, json=named, headers=keyed[key]).status_code == 200
+        asked = {"model": "math", **PROMPT}
+        for key in "ab":
+            url = f"{server.url}/v1/completions"
+            assert httpx.post(url, json=asked, headers=keyed[key]).status_code == 200
+            assert (
+                httpx.delete(f"{server.url}/adapters/math", headers=keyed[key]).status_code == 403
+            )
+        assert httpx.delete(f"{server.url}/adapters/math", headers=keyed["p"]).status_code == 200
+
+
+def test_an_unload_ends_what_runs_after_the_drain(model: Path) -> None:
+    with live_server(model, max_loras=2, drain_timeout_s=0.2) as server:
+        load(server, "busy")
+        began = time.monotonic()
+        assert httpx.delete(f"{server.url}/adapters/busy", timeout=30).status_code == 200
+        assert 0.2 <= time.monotonic() - began < 10
+        ends = [
+            each.in_flight
+            for each in server.engine.weight_commands
+            if isinstance(each, UnloadAdapter)
+        ]
+        assert ends == ["drain", "abort"]
 
 
 def test_adapters_are_unloaded_in_each_dialect(server: LiveServer) -> None:
@@ -152,7 +250,7 @@ def test_a_manifest_of_an_adapter_says_what_no_file_does(server: LiveServer) -> 
         ({"role": "target"}, "adapter"),
         ({"adapter_config": None}, "adapter_config"),
         ({"partial": True}, "partial"),
-        ({"adapter": "tiny"}, "name of the model itself"),
+        ({"adapter": "a@b"}, "adapter is 'a@b'"),
         ({"adapter_config": {**CONFIG, "use_dora": True}}, "use_dora"),
     ):
         body = {name: value for name, value in (shared | change).items() if value is not None}

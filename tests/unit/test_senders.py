@@ -124,7 +124,7 @@ def test_what_names_no_tensors_is_refused_in_the_same_words(
     [
         (7, "version is 7 of type int; it must be text, such as 'run-7'"),
         (None, "of type NoneType"),
-        ("run/7", "none of them '/' or a control character"),
+        ("run/7", "none of them '/' or a control or format character"),
         ("", "have 1 to 256 characters"),
     ],
 )

@@ -88,7 +88,7 @@ class Service:
 
     @cached_property
     def adapters(self) -> Adapters:
-        return Adapters(self.session, (self.config.served_model_name, str(self.config.model)))
+        return Adapters(self.session, self.config.drain_timeout_s)
 
     @cached_property
     def broadcasts(self) -> Broadcasts:

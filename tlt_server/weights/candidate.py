@@ -9,6 +9,7 @@ has left neither the old nor the new version, which `overwritten` says.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tlt_client.arguments import UNSEEN
 from tlt_client.channels import Receiver, owner
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG
 from tlt_client.channels.errors import ChannelError
@@ -144,7 +146,7 @@ class Candidate:
         if adapter is not None:
             return Changed(adapter=adapter).named(manifest.version or adapter.digest[:12])
         changed = Changed(target, drafter)
-        name = Path(manifest.path).name or manifest.channel
+        name = re.sub(f"[+{UNSEEN}]", "_", Path(manifest.path).name) or manifest.channel
         version = self._version or manifest.version or f"{name}@{digest(changed.sums)[:8]}"
         return changed.named(version)
 

@@ -83,6 +83,11 @@ class Files:
 def checkpoint(source: Source) -> Files:
     """Return the shards that an index lists, or the one file."""
     if not source.has(INDEX):
+        if source.has(ADAPTER_CONFIG) and not source.has(SINGLE):
+            raise ContentRefused(
+                f"{source.path} holds a LoRA adapter ({ADAPTER_CONFIG}), not a model's weights; "
+                "push it with role adapter, or load it by POST /load_lora_adapter"
+            )
         return Files(source, [SINGLE])
     expected: dict[str, set[str]] = {}
     for name, file in _weight_map(source).items():

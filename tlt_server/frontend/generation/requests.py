@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from tlt_client.arguments import SEEN
 from tlt_server.errors import ContextExceeded, TltError, TooLarge
 from tlt_server.frontend.http.bounds import MAX_INT32, Limit
 from tlt_server.frontend.http.fields import Strict
@@ -48,7 +49,7 @@ FORMS = ("json_schema", "regex", "choice", "grammar", "structural_tag")
 Json = dict[str, Any] | str  # an object, or its text
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 MAX_NAME = 256
-ShortName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
+ShortName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=SEEN)]
 Salt = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 Length = Annotated[int, Meta(ge=0, le=MAX_INT32)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from msgspec import DecodeError, Meta, MsgspecError, ValidationError
 from msgspec.json import Decoder, decode
 
-from tlt_client.arguments import VERSION, VERSION_MUST
+from tlt_client.arguments import ADAPTER, ADAPTER_MUST, SEEN, SEEN_MUST, VERSION, VERSION_MUST
 from tlt_server.frontend.http.wrong import must, no_text
 
 DIGITS = b"-0123456789"
@@ -29,7 +29,8 @@ _LENGTHS = (
     ("min_length", lambda value, limit: value >= limit, "have at least {} character{s}"),
     ("max_length", lambda value, limit: value <= limit, "have at most {} character{s}"),
 )
-_PATTERNS = {VERSION: VERSION_MUST}  # those that are better said in words
+# Patterns that are better said in words
+_PATTERNS = {VERSION: VERSION_MUST, ADAPTER: ADAPTER_MUST, SEEN: SEEN_MUST}
 
 
 class Scalar:

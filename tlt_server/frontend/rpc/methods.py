@@ -46,7 +46,9 @@ class Operation(NamedTuple):
         """Return the parts of the same request over HTTP, and its body in slices."""
         content |= self.fixed
         path = re.sub(
-            r"{(\w+)}", lambda match: _segment(match[1], content.pop(match[1], "")), self.path
+            r"{(\w+)(:path)?}",
+            lambda match: _segment(match[1], content.pop(match[1], ""), match[2] is not None),
+            self.path,
         )
         path = path.replace("//", "/")  # an empty segment is left out
         if self.ranged:
@@ -60,9 +62,9 @@ class Operation(NamedTuple):
         return Arrived(self.method, path, query=urlencode(query, quote_via=quote)), ()
 
 
-def _segment(name: str, value: str) -> str:
-    """Check that a value can be one segment of a path."""
-    if "/" in value:
+def _segment(name: str, value: str, several: bool) -> str:
+    """Check that a value can be one segment of a path, or `several`."""
+    if "/" in value and not several:
         raise InvalidRequest(
             f"{name} is {shown(value)}; it must have no '/', as it is a part of a path"
         )
@@ -102,7 +104,7 @@ OPERATIONS: dict[str, Operation] = {
     "CommitWeights": Operation("POST", "/weights/{version}/commit"),
     "AbortWeights": Operation("POST", "/weights/{version}/abort"),
     "Rollback": Operation("POST", "/weights/rollback"),
-    "UnloadAdapter": Operation("DELETE", "/adapters/{name}", in_query=True),
+    "UnloadAdapter": Operation("DELETE", "/adapters/{name:path}", in_query=True),
     "GetWeights": Operation("GET", "/weights", in_query=True),
     "GetInfo": Operation("GET", "/server_info", in_query=True),
     "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),

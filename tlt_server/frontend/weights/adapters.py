@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tlt_client.arguments import VERSION
+from tlt_client.arguments import ADAPTER
 from tlt_server.commands import Manifest, PushWeights, UnloadAdapter
-from tlt_server.errors import InvalidRequest
 from tlt_server.events import WeightReport
-from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.weights.session import WeightSession
 
 AdapterName = Annotated[
@@ -18,32 +17,44 @@ AdapterName = Annotated[
     Meta(
         min_length=1,
         max_length=128,
-        pattern=VERSION,
-        description="a name without slash or control characters, which the model does not have",
+        pattern=ADAPTER,
+        description="a name without '+', '@', control and format characters; the model's own: "
+        "requests that name the model have it",
     ),
 ]
 
 
-class Adapters:
-    def __init__(self, session: WeightSession, taken: tuple[str, ...]) -> None:
-        """`taken`: names of the model itself."""
-        self._session, self._taken = session, taken
+Ends = Literal["drain", "abort"]
 
-    def check_name(self, name: str) -> None:
-        if name in self._taken:
-            raise InvalidRequest(
-                f"adapter is {shown(name)}, a name of the model itself; give it another"
-            )
+
+class Adapters:
+    def __init__(self, session: WeightSession, drain_s: float) -> None:
+        """`drain_s`: how long the requests of an adapter that is unloaded may go on."""
+        self._session, self._drain_s = session, drain_s
+        self._unloads: set[asyncio.Task[WeightReport]] = set()
 
     async def load(self, name: str, path: str) -> WeightReport:
         """Push an adapter from a directory, outside of any weight update. Requests that run with
         another of its name go on with this one.
         """
-        self.check_name(name)
         manifest = Manifest(role="adapter", adapter=name, path=path)
         return await self._session.ask(PushWeights(self._session.command_id(), manifest))
 
-    async def unload(
-        self, name: str, in_flight: Literal["drain", "abort"] = "drain"
-    ) -> WeightReport:
+    async def unload(self, name: str, in_flight: Ends = "drain") -> WeightReport:
+        """Unload an adapter. What runs with it may go on for `drain_s`, also when the caller has
+        left; then it is ended.
+        """
+        unload = asyncio.create_task(self._unload(name, in_flight))
+        self._unloads.add(unload)
+        unload.add_done_callback(self._unloads.discard)
+        return await asyncio.shield(unload)
+
+    async def _unload(self, name: str, in_flight: Ends) -> WeightReport:
+        asked = asyncio.ensure_future(self._ask(name, in_flight))
+        await asyncio.wait({asked}, timeout=self._drain_s)
+        if not asked.done():
+            await self._ask(name, "abort")
+        return await asked
+
+    async def _ask(self, name: str, in_flight: Ends) -> WeightReport:
         return await self._session.ask(UnloadAdapter(self._session.command_id(), name, in_flight))

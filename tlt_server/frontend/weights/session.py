@@ -43,7 +43,8 @@ Version = Annotated[
         min_length=1,
         max_length=MAX_VERSION,
         pattern=VERSION,
-        description="a name without slash or control characters, which every token will carry",
+        description="a name without slash, control and format characters, and without '@' after "
+        "'+', which every token will carry",
     ),
 ]
 Directory = Annotated[str, Meta(max_length=4096)]  # the length of a path on Linux

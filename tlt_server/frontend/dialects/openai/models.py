@@ -46,5 +46,7 @@ def _models(service: Service, request: Request) -> dict[str, Model]:
     found = {name: Model(name, longest, root) for name in (served, root)}
     adapters = info.adapters if info is not None else {}
     return found | {
-        name: Model(name, longest, version, served) for name, version in adapters.items()
+        name: Model(name, longest, version, served)
+        for name, version in adapters.items()
+        if name not in found
     }

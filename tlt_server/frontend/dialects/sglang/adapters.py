@@ -18,7 +18,7 @@ from tlt_server.frontend.dialects.sglang.replies import LoadedAdapters, outcome_
 from tlt_server.frontend.dialects.sglang.requests import read
 from tlt_server.frontend.dialects.sglang.weight_requests import SglangLoad, SglangUnload
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.fields import AnyFields, shown
+from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 
@@ -35,16 +35,10 @@ REFUSED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
     raises=REFUSED,
 )
 async def load(service: Service, request: Request) -> Response:
-    """Load a LoRA adapter in PEFT's layout from a directory below the weight root. Requests name it
-    as their lora_path.
+    """Load a LoRA adapter in PEFT's layout from a directory below the weight root, in place of the
+    one that has the name. Requests name it as their lora_path.
     """
     asked = await read(service, SglangLoad, request)
-    service.engine.check_running()
-    info = service.engine.info
-    if info is not None and asked.lora_name in info.adapters:
-        raise Conflict(
-            f"lora_name is {shown(asked.lora_name)}, which is loaded already; unload it first"
-        )
     report = await service.adapters.load(asked.lora_name, asked.lora_path)
     return json_response(LoadedAdapters(report.state.adapters))
 

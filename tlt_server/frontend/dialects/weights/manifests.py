@@ -7,11 +7,16 @@ dialect `vllm_rl` send `update_info`; any other body is the native manifest.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, to_builtins
 
+from tlt_client.channels.checkpoint import ADAPTER_CONFIG
+from tlt_client.channels.errors import ChannelError
+from tlt_client.channels.source import Source
 from tlt_server.commands import Manifest, Role, TensorEntry
+from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields, ManifestFields
 from tlt_server.frontend.http.parsing import Forms
@@ -71,16 +76,21 @@ ANNOUNCED = Forms(_NAMES, _announces)
 PUSH = Forms(_NAMES, _form)
 
 
-def manifest_of(asked: ManifestFields | DirectoryFields, role: Role) -> Manifest:
+def manifest_of(
+    asked: ManifestFields | DirectoryFields, role: Role, config: ResolvedConfig
+) -> Manifest:
     """Return a push that the engine can try, or raise `InvalidRequest`.
 
-    `role` is that of a form that does not name it.
+    `role` is that of a form that does not name it. An adapter that comes so has no name, so it gets
+    the model's: requests that name the model have it.
     """
     if isinstance(asked, DirectoryFields):
         if not asked.weight_dir:
             raise InvalidRequest("weight_dir is ''; name a directory below the weight root")
+        adapted = _holds_adapter(config.weight_root, asked.weight_dir)
         return Manifest(
-            role=role,
+            role="adapter" if adapted else role,
+            adapter=config.served_model_name if adapted else "",
             version=asked.weight_version or asked.version or "",
             labelled=True,
             path=asked.weight_dir,
@@ -107,6 +117,14 @@ def manifest_of(asked: ManifestFields | DirectoryFields, role: Role) -> Manifest
         adapter=asked.adapter or "",
         adapter_config=to_builtins(asked.adapter_config) if asked.adapter_config else {},
     )
+
+
+def _holds_adapter(root: Path | None, directory: str) -> bool:
+    """Tell whether a directory holds a LoRA adapter. One that cannot be read is refused later."""
+    try:
+        return root is not None and Source(root, directory).has(ADAPTER_CONFIG)
+    except (ChannelError, OSError):
+        return False
 
 
 def _check_fields(asked: ManifestFields) -> None:

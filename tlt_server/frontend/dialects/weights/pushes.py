@@ -52,7 +52,7 @@ ADAPTER = Parameter("name", "path", "the adapter's name")
 ENDS = Parameter(
     "in_flight",
     "query",
-    "what becomes of its running requests: they end first, or are ended",
+    "what becomes of its running requests: they have drain_timeout_s to end, or are ended",
     {"type": "string", "enum": ["drain", "abort"], "default": "drain"},
 )
 VERSION = Parameter("version", "path", "the version that the push named")
@@ -82,7 +82,8 @@ async def push(service: Service, request: Request) -> Response:
 
     Nothing live changes until everything is verified. A repeated push of the same version and
     content is a success. With weight_dir in place of version and path, the form of trainers with a
-    shared disk, the version is the directory's name and digest. With update_info the named tensors
+    shared disk, the version is the directory's name and digest; a directory that holds a LoRA
+    adapter is loaded as one by the model's own name. With update_info the named tensors
     come through the group of POST /init_weight_transfer_engine, and the push ends with the call
     that brings the last tensor of the model. Between POST /start_weight_update and
     /finish_weight_update any push waits for the latter.
@@ -94,8 +95,7 @@ async def push(service: Service, request: Request) -> Response:
         async with service.broadcasts.announced(announced.group):
             asked = await service.bodies.read(PUSH, body)
             if not isinstance(asked, UpdateFields):
-                manifest = await asyncio.to_thread(manifest_of, asked, update.role)
-                service.adapters.check_name(manifest.adapter)
+                manifest = await asyncio.to_thread(manifest_of, asked, update.role, service.config)
         if isinstance(asked, UpdateFields):
             return outcome(await service.transfer.push(update, asked), labelled=True)
         if manifest.channel == "http" and service.uploads is not None:
@@ -129,7 +129,7 @@ def _may_pass(report: WeightReport) -> bool:
 
 
 @ROUTES.delete(
-    "/adapters/{name}",
+    "/adapters/{name:path}",
     needs="push-weights",
     parameters=(ADAPTER, ENDS),
     gives=PushReply,
@@ -137,7 +137,7 @@ def _may_pass(report: WeightReport) -> bool:
 )
 async def unload(service: Service, request: Request) -> Response:
     """Unload a LoRA adapter. New requests for it are refused at once; the reply comes when its last
-    request has ended.
+    request has ended, or was ended after drain_timeout_s.
     """
     ends = {"drain": False, "abort": True}.get(request.query_params.get("in_flight", "drain"))
     if ends is None:
