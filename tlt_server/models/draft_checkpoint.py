@@ -157,7 +157,10 @@ def describe(directory: Path, target: Served) -> Described:
             "load the target with the drafter's feature layers"
         )
     for field, remedy in (
-        ("hidden_size", "only drafters as wide as their target are served: use one of these"),
+        (
+            "hidden_size",
+            "no other width is served: use a drafter trained for this target that is as wide",
+        ),
         ("vocab_size", "use a drafter trained for this target"),
     ):
         found, expected = getattr(config, field), getattr(target, field)
