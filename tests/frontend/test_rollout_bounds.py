@@ -222,3 +222,23 @@ def test_a_journal_that_cannot_begin_keeps_no_descriptor(
     with pytest.raises(StorageFailed):
         Journal(tmp_path / "a.journal")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_rollouts_that_are_done_hold_no_file_open(model: Path) -> None:
+    def journals() -> list[str]:
+        opened = [each for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        return [path for each in opened if (path := os.readlink(each)).endswith(".journal")]
+
+    with live_server(model, max_rollouts=8) as server:
+        hangs = post(server, detach=True, requests=[{"token_ids": [HANGS]}]).json()["id"]
+        url, ids = (
+            f"{server.url}/rollouts",
+            [post(server, detach=True).json()["id"] for _ in range(3)],
+        )
+        first = [httpx.get(f"{url}/{id}?wait_s=30").json()["results"] for id in ids[:2]]
+        until(lambda: httpx.get(f"{url}/{ids[2]}?wait_s=1").json()["status"] == "done")
+        assert len(journals()) == 1, "that of the one that runs"
+        again = [httpx.get(f"{url}/{id}").json()["results"] for id in ids]
+        assert again[:2] == first and again[2]
+        httpx.delete(f"{url}/{hangs}")
+        assert not journals()

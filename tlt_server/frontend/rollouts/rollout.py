@@ -26,8 +26,8 @@ class Replayed(NamedTuple):
 
 
 class KeptRollout:
-    """One batch. While it runs, `items` grow. Its results stay in memory until they are fetched,
-    and then only in the journal.
+    """One batch. While it runs, `items` grow and its journal is open. Its results stay in memory
+    until they are fetched, and then only in the file.
     """
 
     def __init__(self, header: Header, path: Path) -> None:
@@ -40,6 +40,7 @@ class KeptRollout:
         self.items: Items | None = None
         self.ended: Ended | None = {}
         self.journal: Journal | None = None
+        self.written = False  # the file has its end
         self.task: asyncio.Task[None] | None = None
         self.expiry: asyncio.TimerHandle | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -89,6 +90,12 @@ class KeptRollout:
                 if isinstance(event, FinishedItem | FailedItem)
             }
         return Replayed(said.length, items, ended, said.end is not None)
+
+    def seal(self) -> None:
+        """Close the journal, which has its end."""
+        assert self.journal is not None
+        self.journal.close()
+        self.journal, self.written = None, True
 
     def count(self) -> tuple[int, int]:
         """Return the items that have ended and the tokens generated so far."""

@@ -226,9 +226,8 @@ class Rollouts:
         ended = rollout.ended
         if rollout.done_s is not None:
             rollout.fetched = True
-            if rollout.journal is not None:
-                rollout.journal.close()
-                rollout.journal = rollout.ended = None
+            if rollout.written:
+                rollout.ended = None
         if ended is None:
             async with self._replaying:  # one at a time: each holds a whole rollout
                 replayed = await asyncio.to_thread(rollout.replayed, self._generations.items)
@@ -371,6 +370,7 @@ class Rollouts:
                 raise error
             end = RolloutEnd(done.wall_s, rollout.tokens, done.boot, done.boot_s)
             self._shelf.append(rollout, frame(end))
+            rollout.seal()
         except (
             TltError
         ) as cause:  # keep the results in memory instead, and give the file's room back
