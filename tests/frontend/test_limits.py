@@ -435,7 +435,10 @@ def test_an_open_server_answers_to_its_own_machine_only(
         (b"GET /livez HTTP/1.1\r\n\r\n", 400, b"0 headers Host"),
         (b"GET /livez HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n", 400, b"2 headers"),
         (b"GET /livez HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n", 400, b"2 headers Host"),
-        (b"GET http://localhost/livez HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"be a path"),
+        (b"GET http://other/livez HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"or a URL of the"),
+        (b"GET http://a@localhost/livez HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"or a URL"),
+        (b"GET ftp://localhost/livez HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"or a URL"),
+        (b"GET http:///livez HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b""),
         (b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"'*'; it must be a path"),
         (b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n", 400, b"it must be a path"),
         (b"GET /livez\r\n\r\n", 505, b"HTTP/0.9; send HTTP/1.1"),
@@ -601,3 +604,26 @@ def test_requests_whose_bodies_stall_do_not_take_the_places_of_others(
         until(lambda: httpx.get(f"{server.url}/server_info").status_code == 200)
         [reply] = refusals(stalled, 1)
         assert b"max_connections" in reply and b"slowest of the key" in reply
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "status"),
+    [
+        (b"GET http://localhost/livez HTTP/1.1", b"localhost", 200),
+        (b"GET HTTP://LOCALHOST:81/weights?x=1 HTTP/1.1", b"localhost:81", 200),
+        (b"GET https://[::1]:8000/weights HTTP/1.1", b"[::1]:8000", 200),
+        (b"GET http://localhost/weights HTTP/1.0", None, 200),
+        (b"GET http://localhost HTTP/1.1", b"localhost", 200),
+        (b"GET http://localhost?x=1 HTTP/1.1", b"localhost", 200),
+        (b"GET http://localhost/no HTTP/1.1", b"localhost", 404),
+        (b"GET http://other.example/weights HTTP/1.1", b"other.example", 403),
+        (b"GET http://other.example/weights HTTP/1.0", None, 403),
+    ],
+)
+def test_targets_that_are_urls_of_the_own_host_are_read_as_paths(
+    server: LiveServer, line: bytes, host: bytes | None, status: int
+) -> None:
+    named = b"host: %s\r\n" % host if host is not None else b""
+    with connect(server) as connection:
+        connection.sendall(line + b"\r\n" + named + b"connection: close\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 %d " % status)

@@ -9,6 +9,7 @@ the size of one more request, and the connection closes after the reply.
 from __future__ import annotations
 
 import asyncio
+import re
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +26,7 @@ from tlt_server.frontend.http.replies import error_reply
 
 VERSIONS = ("1.0", "1.1")
 FEED_BYTES = 2**14  # parsed before the bounds are checked again
+ABSOLUTE = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)  # RFC 9112, 3.2.2
 LINE_BYTES = 12  # the rest of a request line with method and target
 
 
@@ -176,14 +178,21 @@ class BoundedProtocol(HttpToolsProtocol):
             raise WrongHttpVersion(f"the request is HTTP/{version}; send HTTP/1.1")
         size = LINE_BYTES + len(self.parser.get_method()) + len(self.url)
         self._bound_headers(size + sum(len(name) + len(value) + 4 for name, value in self.headers))
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            raise InvalidRequest(f"the request has {len(hosts)} headers Host; send exactly one")
+        absolute = ABSOLUTE.match(self.url)
+        if absolute is not None and not hosts:
+            hosts = [absolute[1]]
+            self.headers.append((b"host", absolute[1]))
+        if absolute is not None and absolute[1].lower() == hosts[0].lower():
+            rest = self.url[absolute.end() :]
+            self.url = rest if rest.startswith(b"/") else b"/" + rest
         if not self.url.startswith(b"/"):
             raise InvalidRequest(
-                f"the target is {self.url[:100].decode('latin-1')!r}; it must be a path, and the "
-                "header Host name the server"
+                f"the target is {self.url[:100].decode('latin-1')!r}; it must be a path, or a URL "
+                "of the server that the header Host names"
             )
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
-            raise InvalidRequest(f"the request has {hosts} headers Host; send exactly one")
 
     def _bound_headers(self, size: int) -> None:
         if size > self.max_header_bytes:
