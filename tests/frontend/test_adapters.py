@@ -117,6 +117,7 @@ def test_names_of_requests_and_versions_have_nothing_unseen(server: LiveServer) 
             ("/inference/v1/generate", {"token_ids": [97], "request_id": name}),
             ("/update_weights", {"version": name, "path": "a"}),
             ("/update_weight_version", {"new_version": name}),
+            ("/destroy_weights_update_group", {"group_name": name}),
         ):
             refused = post(server, route, **body)
             assert refused.status_code == 400, (route, name, refused.text)

@@ -25,6 +25,7 @@ AdapterName = Annotated[
 
 
 Ends = Literal["drain", "abort"]
+AGAIN_S = 1.0  # between two tries to end what runs with an adapter
 
 
 class Adapters:
@@ -46,15 +47,22 @@ class Adapters:
         """
         unload = asyncio.create_task(self._unload(name, in_flight))
         self._unloads.add(unload)
-        unload.add_done_callback(self._unloads.discard)
+        unload.add_done_callback(self._ended)
         return await asyncio.shield(unload)
 
     async def _unload(self, name: str, in_flight: Ends) -> WeightReport:
         asked = asyncio.ensure_future(self._ask(name, in_flight))
         await asyncio.wait({asked}, timeout=self._drain_s)
-        if not asked.done():
-            await self._ask(name, "abort")
+        while not asked.done():
+            # Refused while the weights sleep. What it finds ended meanwhile is no error.
+            await asyncio.gather(self._ask(name, "abort"), return_exceptions=True)
+            await asyncio.wait({asked}, timeout=AGAIN_S)
         return await asked
+
+    def _ended(self, unload: asyncio.Task[WeightReport]) -> None:
+        self._unloads.discard(unload)
+        if not unload.cancelled():
+            unload.exception()  # mark it as retrieved: the caller may have left
 
     async def _ask(self, name: str, in_flight: Ends) -> WeightReport:
         return await self._session.ask(UnloadAdapter(self._session.command_id(), name, in_flight))

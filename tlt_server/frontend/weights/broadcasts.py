@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
+from tlt_client.arguments import SEEN
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.files import MAX_DIMENSION, MAX_DIMENSIONS, MAX_NAME
 from tlt_server.commands import InFlight, JoinGroup, LeaveGroup, Manifest, PushRole, TensorEntry
@@ -21,7 +22,9 @@ from tlt_server.errors import InvalidRequest, TltError
 from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.session import Selector, Update, WeightSession
 
-GroupName = Annotated[str, Meta(min_length=1, max_length=128, description="of the process group")]
+GroupName = Annotated[
+    str, Meta(min_length=1, max_length=128, pattern=SEEN, description="of the process group")
+]
 Address = Annotated[
     str, Meta(min_length=1, max_length=256, description="where the store is, which rank 0 hosts")
 ]
