@@ -102,7 +102,8 @@ class _Table:
 
     def template(self, path: str) -> str:
         """Return the route of a path, or "none": the set is bounded, so it can label metrics."""
-        return next((endpoint.path for endpoint in self.at(path)), "none")
+        found = (each.path for each in self.endpoints if each.path_regex.match(path))
+        return next(found, "none")
 
 
 class _Refusals:

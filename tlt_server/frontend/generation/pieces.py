@@ -17,8 +17,11 @@ class Piece(NamedTuple):
     characters: int  # 0 for special tokens, which are left out of texts
 
 
-class Pieces:
+class Pieces(dict[int, Piece]):
+    """The piece of each token, made when it is first asked for."""
+
     def __init__(self, text: Text) -> None:
+        super().__init__()
         tokenizer = text.tokenizer
         self._tokenizer = tokenizer
         self._added = tokenizer.get_added_tokens_decoder() if tokenizer is not None else {}
@@ -32,12 +35,9 @@ class Pieces:
             if b"ByteLevel" in decoder
             else None
         )
-        self._known: dict[int, Piece] = {}
 
-    def __getitem__(self, token_id: int) -> Piece:
-        piece = self._known.get(token_id)
-        if piece is None:
-            piece = self._known[token_id] = self._make(token_id)
+    def __missing__(self, token_id: int) -> Piece:
+        piece = self[token_id] = self._make(token_id)
         return piece
 
     def _make(self, token_id: int) -> Piece:

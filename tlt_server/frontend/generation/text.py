@@ -192,6 +192,8 @@ class StopStrings:
 
     def push(self, delta: str, *, armed: bool = True) -> str:
         """Take new text. `armed` false (before `min_tokens`): stop strings are ordinary text."""
+        if not self._stops:
+            return delta
         text = self._held + delta
         self._held = ""
         if armed:

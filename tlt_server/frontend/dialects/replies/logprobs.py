@@ -122,12 +122,16 @@ def scored(delta: Delta) -> list[Scored]:
     return [Scored(*each) for each in zip(delta.token_ids, delta.logprobs, best, strict=True)]
 
 
-def made(parts: Iterator[Part], tokens: Sequence[Scored]) -> list[Part]:
-    """Return the parts of a reply for these tokens as a list; or, if they are many, as an iterator,
-    from which `json_slices` makes each part when it encodes it.
+def made(parts: Iterable[Part], values: int) -> list[Part]:
+    """Return the parts of a reply for that many tokens and alternatives as a list; or, if they are
+    many, as an iterator, from which `json_slices` makes each part when it encodes it.
     """
-    best = len(tokens[-1].best.token_ids) if tokens else 0
-    return [*parts] if len(tokens) * (1 + best) <= MANY else cast(list[Part], parts)
+    return [*parts] if values <= MANY else cast(list[Part], parts)
+
+
+def told(tokens: Sequence[Scored]) -> int:
+    """Return the number of tokens and alternatives."""
+    return len(tokens) * (1 + len(tokens[-1].best.token_ids)) if tokens else 0
 
 
 class Speller:
@@ -144,12 +148,14 @@ class Speller:
 
         `offset` is where the first token begins.
         """
-        lengths = [self._pieces[token.token_id].characters for token in tokens]
-        *offsets, end = accumulate(lengths, initial=offset)
+        pieces = [self._pieces[token.token_id] for token in tokens]
+        *offsets, end = accumulate((piece.characters for piece in pieces), initial=offset)
         shape = Logprobs(
-            [self.name(token.token_id) for token in tokens],
+            [self.name(token.token_id) for token in tokens]
+            if self._as_ids
+            else [piece.text for piece in pieces],
             [token.logprob for token in tokens],
-            made(map(self._named, tokens), tokens),
+            made(map(self._named, tokens), told(tokens)),
             offsets,
         )
         return shape, end
@@ -165,7 +171,7 @@ class Speller:
         return top
 
     def chat(self, tokens: Sequence[Scored]) -> ChatLogprobs:
-        return ChatLogprobs(made(map(self._chat_token, tokens), tokens))
+        return ChatLogprobs(made(map(self._chat_token, tokens), told(tokens)))
 
     def _chat_token(self, token: Scored) -> ChatToken:
         return ChatToken(

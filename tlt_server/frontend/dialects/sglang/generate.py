@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import TltError
-from tlt_server.frontend.dialects.replies.logprobs import Scored, scored_prompt
+from tlt_server.frontend.dialects.replies.logprobs import Scored, made, scored_prompt
 from tlt_server.frontend.dialects.replies.meta_info import MetaInfo, ended
 from tlt_server.frontend.dialects.sglang.growing import GrowingOutput, OutputLists, scored, triples
 from tlt_server.frontend.dialects.sglang.replies import Generated
@@ -92,11 +92,14 @@ class Phrase:
         return self._positions[id] * self.asked.sampling_params.n + choice
 
     def whole(self, id: str, choice: FinishedChoice, cached_tokens: int) -> Generated:
-        """Return a choice whose lists are made when they are encoded."""
+        """Return a choice. Its lists, if they are long, are made when they are encoded."""
+        best = choice.top_logprobs or ()
+        alternatives = len(best[-1].token_ids) if best else 0
+        ids = choice.token_ids if self.asked.return_logprob else []  # those that are spelled
         lists = OutputLists(
             choice.token_ids,
-            scored(choice.logprobs, choice.token_ids, self._spell),
-            (triples(each, self._spell) for each in choice.top_logprobs or ()),
+            made(scored(choice.logprobs[: len(ids)], ids, self._spell), len(ids)),
+            made((triples(each, self._spell) for each in best), len(best) * (1 + alternatives)),
         )
         meta = self._meta(id, choice.index, len(choice.token_ids), lists, cached_tokens)
         return Generated(
