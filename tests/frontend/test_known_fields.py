@@ -64,7 +64,9 @@ IGNORED = [(body, name) for body, name, verdict in each() if not isinstance(verd
 
 TAG = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}]}
 # What the template reads. The answer begins with what was said in the first message.
-READS = "{{ messages[0].said }}{{ tools }}{{ reasoning_effort }}{{ enable_thinking }}"
+READS = (
+    "{{ messages[0].said }}{{ tools }}{{ reasoning_effort }}{{ verbosity }}{{ enable_thinking }}"
+)
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CALLS = [{"role": "user", "said": '<tool_call>{"name": "f"}</tool_call>' * 2}]
 THOUGHT = [{"role": "user", "said": "<think>hm</think>so"}]
@@ -141,6 +143,7 @@ DONE: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat_template": ("own {{ messages[0].content }}", {}),
     "chat_template_kwargs": ({"enable_thinking": True}, {}),
     "reasoning_effort": ("low", {}),
+    "verbosity": ("low", {}),
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {}),
     "add_special_tokens": (True, {}),

@@ -4,6 +4,7 @@ tolerance, typed refusals.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +337,19 @@ def test_without_a_tokenizer_token_ids_go_in_and_out(model: Path, tmp_path: Path
             (COMPLETIONS, {"prompt": "a"}),
         ):
             assert "no tokenizer.json" in post(server, path, **body).json()["error"]["message"]
+
+
+def test_models_tell_when_the_server_started(server: LiveServer) -> None:
+    models = httpx.get(f"{server.url}/v1/models", timeout=10).json()["data"]
+    assert all(time.time() - 3600 < model["created"] <= time.time() for model in models)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/models/tiny", "/health", "/version", "/openapi.json"]
+)
+def test_a_path_may_end_with_a_slash(server: LiveServer, path: str) -> None:
+    plain, slashed = (httpx.get(server.url + path + end, timeout=10) for end in ("", "/"))
+    assert (slashed.status_code, slashed.content) == (plain.status_code, plain.content)
+    assert plain.status_code == 200
+    assert httpx.get(f"{server.url}{path}//", timeout=10).status_code == 404
+    assert httpx.post(f"{server.url}/v1/completions/", json={}, timeout=10).status_code == 400

@@ -40,6 +40,8 @@ ROUTES = {
     ("post", "/v1/responses"),
     ("get", "/v1/responses/{id}"),
     ("delete", "/v1/responses/{id}"),
+    ("get", "/v1/responses/{id}/input_items"),
+    ("post", "/v1/responses/{id}/cancel"),
     ("post", "/tokenize"),
     ("post", "/detokenize"),
     ("get", "/openapi.json"),

@@ -229,7 +229,7 @@ def test_a_kept_conversation_takes_the_bytes_that_are_counted() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'"),
         ({"tool_choice": "required"}, "tool_choice asks for a call"),
         ({"text": {"format": {"type": "json_schema"}}}, "no schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'"),
+        ({"verbosity": "low"}, "verbosity is 'low'; its name is text.verbosity here"),
         ({"truncation": "auto"}, "truncation is 'auto'"),
         ({"background": True}, "background is True"),
         ({"max_output_tokens": -1}, "max_output_tokens is -1"),
@@ -298,3 +298,61 @@ def test_kept_responses_are_bounded_and_belong_to_a_key() -> None:
     kept.delete("b4", b)
     kept.check()
     assert not ResponseShelf(0, 100).keep(KeptResponse("a", "a", b"", b"a"))
+
+
+def get(server: LiveServer, path: str, **query: Any) -> httpx.Response:
+    return httpx.get(server.url + URL + path, params=query, timeout=10)
+
+
+def test_input_items_tell_the_whole_conversation(server: LiveServer) -> None:
+    first = respond(server, f"<think>hm</think>I look. {CALL}", tools=TOOLS)
+    *_, call = first["output"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "5"}
+    asked = [output, {"role": "user", "content": [{"type": "input_text", "text": "so"}]}]
+    second = respond(server, asked, previous_response_id=first["id"], instructions="Be.")
+    found = get(server, f"/{second['id']}/input_items", order="asc").json()
+    kinds = ["message", "reasoning", "message", "function_call", "function_call_output", "message"]
+    assert [item["type"] for item in found["data"]] == kinds
+    texts = [item["content"][0]["text"] for item in found["data"] if "content" in item]
+    assert texts[1:] == ["hm", "I look.", "so"]
+    assert found["data"][3]["call_id"] == found["data"][4]["call_id"] == call["call_id"]
+    assert found["data"][3]["arguments"] == ARGUMENTS and found["has_more"] is False
+    assert [found["first_id"], found["last_id"]] == [found["data"][at]["id"] for at in (0, -1)]
+    # The items can be sent again as an input.
+    assert messages_of(found["data"]) == messages_of(
+        [{"role": "user", "content": texts[0]}, *first["output"], *asked]
+    )
+    newest = get(server, f"/{second['id']}/input_items", limit=4).json()
+    assert newest["data"] == found["data"][:1:-1] and newest["has_more"] is True
+    rest = get(server, f"/{second['id']}/input_items", limit=4, after=newest["last_id"]).json()
+    assert rest["data"] == found["data"][1::-1] and rest["has_more"] is False
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [({"limit": 101}, "limit is"), ({"order": "up"}, "order is"), ({"after": "x"}, "after is")],
+)
+def test_a_list_of_input_items_is_bounded(
+    server: LiveServer, query: dict[str, Any], says: str
+) -> None:
+    id = respond(server, "so")["id"]
+    response = get(server, f"/{id}/input_items", **query)
+    assert response.status_code == 400 and says in response.text
+    assert get(server, "/resp_none/input_items").status_code == 404
+
+
+def test_a_response_under_way_is_cancelled_by_its_id(server: LiveServer) -> None:
+    body = {"input": "x" * 1000, "stream": True}
+    with httpx.stream("POST", server.url + URL, json=body, timeout=20) as stream:
+        lines = stream.iter_lines()
+        data = next(line for line in lines if line.startswith("data: "))
+        id = json.loads(data.removeprefix("data: "))["response"]["id"]
+        cancelled = httpx.post(f"{server.url}{URL}/{id}/cancel", timeout=10)
+        *_, last = (line for line in lines if line.startswith("data: "))
+    assert cancelled.json() == {"id": id, "object": "response", "status": "cancelled"}
+    ended = json.loads(last.removeprefix("data: "))["response"]
+    assert ended["status"] == "incomplete" and ended["incomplete_details"] == {"reason": "abort"}
+    again = httpx.post(f"{server.url}{URL}/{id}/cancel", timeout=10)
+    assert again.status_code == 400 and "has ended" in again.text
+    for name in ("resp_none", "0"):
+        assert httpx.post(f"{server.url}{URL}/{name}/cancel", timeout=10).status_code == 404

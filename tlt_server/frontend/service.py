@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -55,6 +56,7 @@ class Service:
     uploads: Uploads | None  # None: the server takes no weights by http
     trainer: TrainerLink | None = None  # None: nothing is recorded
     reading: Reading = field(default_factory=Reading)
+    started_s: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
 
     @cached_property
     def reader(self) -> Reader:

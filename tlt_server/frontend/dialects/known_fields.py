@@ -81,7 +81,6 @@ KNOWN = (
         COMPLETING,
         "n_predict num_predict",
     ),
-    Known(RefusedField(_OWN_SAMPLER, ("medium",)), TALKING, "verbosity"),
     Known(RefusedField(_STOP), (*OPENAI, SGLANG_SAMPLING), "stop_regex"),
     Known(RefusedField(_STOP), SAMPLED, "repetition_detection"),
     Known(RefusedField(_STOP, (-1,)), SAMPLED, "thinking_token_budget"),
@@ -169,6 +168,7 @@ KNOWN = (
         (RESPONSES,),
         "reasoning_effort",
     ),
+    Known(RefusedField("its name is text.verbosity here: use that"), (RESPONSES,), "verbosity"),
     Known(RefusedField("a response is one choice: ask several times", (1,)), (RESPONSES,), "n"),
     Known(
         RefusedField(_BY_CHAT),

@@ -54,6 +54,8 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"].endswith("/") and len(scope["path"]) > 1:  # some clients append one
+            scope = {**scope, "path": scope["path"][:-1]}
         request = _Request(scope, receive, send)
         started = time.perf_counter()
         trace = UNTRACED if scope["path"] in QUIET else self._begin(scope["headers"])

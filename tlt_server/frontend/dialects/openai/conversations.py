@@ -25,7 +25,7 @@ from tlt_server.packed import PackedIds, PackedText, ending
 
 
 class Prepared(NamedTuple):
-    text: str | PackedText  # of a prompt that is given as tokens, the end
+    text: str | PackedText  # the end alone where the prompt is given as tokens
     token_ids: PackedIds
     held: Held
     answer: Callable[[], AnswerReader | None]  # makes what reads one answer

@@ -43,10 +43,11 @@ def _models(service: Service, request: Request) -> dict[str, Model]:
     longest = info.max_model_len if info is not None else service.config.max_model_len
     assert isinstance(longest, int)
     served = service.config.served_model_name
-    found = {name: Model(name, longest, root) for name in (served, root)}
+    created = service.started_s
+    found = {name: Model(name, created, longest, root) for name in (served, root)}
     adapters = info.adapters if info is not None else {}
     return found | {
-        name: Model(name, longest, version, served)
+        name: Model(name, created, longest, version, served)
         for name, version in adapters.items()
         if name not in found
     }

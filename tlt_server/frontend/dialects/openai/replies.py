@@ -218,6 +218,7 @@ class ChatCompletion(Struct, kw_only=True):
 
 class Model(Struct, frozen=True):
     id: Annotated[str, Meta(description="the name to send as `model`")]
+    created: Annotated[int, Meta(description="when the server started, in Unix seconds")]
     max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
     root: Annotated[
         str,
@@ -229,7 +230,6 @@ class Model(Struct, frozen=True):
     parent: Annotated[
         str | None, Meta(description="of a LoRA adapter the model's name; else null")
     ] = None
-    created: Annotated[int, Meta(description="not known: 0")] = 0
     object: Annotated[Literal["model"], Meta(description="the kind of entry")] = "model"
     owned_by: Annotated[Literal["tlt"], Meta(description="always the same")] = "tlt"
 

@@ -227,6 +227,10 @@ Effort = Annotated[
     ShortName | None, Meta(description="the template sees it, if it reads reasoning_effort")
 ]
 
+Verbosity = Annotated[
+    ShortName | None, Meta(description="the template sees it, if it reads verbosity")
+]
+
 
 class ChatRequest(Asked, frozen=True, kw_only=True):
     refused: ClassVar[Mapping[str, RefusedField]] = known_fields.refused(known_fields.CHAT)
@@ -254,6 +258,7 @@ class ChatRequest(Asked, frozen=True, kw_only=True):
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
     reasoning_effort: Effort = None
+    verbosity: Verbosity = None
     top_logprobs: Annotated[
         Length | None, Meta(description="alternatives per token; needs logprobs")
     ] = None
@@ -314,6 +319,7 @@ class TokenizeRequest(Tolerant, frozen=True, kw_only=True):
     add_generation_prompt: OpenTurn = None
     continue_final_message: OpenEnd = False
     reasoning_effort: Effort = None
+    verbosity: Verbosity = None
     add_special_tokens: Annotated[
         bool | None, Meta(description="absent: true for a text, false for a conversation")
     ] = None
@@ -338,8 +344,9 @@ def template_arguments(
             "is continued has no turn after it: set one of them"
         )
     options: dict[str, Any] = {"add_generation_prompt": not continues if opens is None else opens}
-    if asked.reasoning_effort is not None:
-        options["reasoning_effort"] = asked.reasoning_effort
+    for name in ("reasoning_effort", "verbosity"):
+        if (value := getattr(asked, name)) is not None:
+            options[name] = value
     return {
         "messages": messages,
         "tools": asked.shown_tools() or None,

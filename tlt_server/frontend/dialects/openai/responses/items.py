@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
@@ -42,6 +42,34 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
         calls = [*open_turn.get("tool_calls", ()), *fields.pop("tool_calls", ())]
         open_turn |= fields | ({"tool_calls": calls} if calls else {})
     return [*found, *_closed(open_turn)]
+
+
+def items_of(id: str, messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
+    """Yield the items of a conversation, the inverse of `messages_of`. `id`: of its response."""
+    number = 0
+    for message in messages:
+        for item in _items(message):
+            yield {"id": f"item_{number}_{id.removeprefix('resp_')}", "status": "completed", **item}
+            number += 1
+
+
+def _items(message: ChatMessage) -> Iterator[dict[str, Any]]:
+    more, content = message.more, message.content
+    text = content if isinstance(content, str) else ""
+    if message.role == "tool":
+        call = more.get("tool_call_id", "")
+        yield {"type": "function_call_output", "call_id": call, "output": text}
+        return
+    if thought := more.get("reasoning_content"):
+        parts = [{"type": "reasoning_text", "text": thought}]
+        yield {"type": "reasoning", "summary": [], "content": parts}
+    calls = more.get("tool_calls", ())
+    if text or not (calls or thought):
+        kind = "output_text" if message.role == "assistant" else "input_text"
+        parts = [{"type": kind, "text": text}]
+        yield {"type": "message", "role": message.role, "content": parts}
+    for call in calls:
+        yield {"type": "function_call", "call_id": call["id"], **call["function"]}
 
 
 def _closed(turn: dict[str, Any] | None) -> Iterator[ChatMessage]:

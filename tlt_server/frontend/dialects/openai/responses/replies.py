@@ -103,6 +103,23 @@ class Deleted(Struct, frozen=True):
     deleted: Annotated[bool, Meta(description="always true")] = True
 
 
+class CancelledResponse(Struct, frozen=True):
+    id: Annotated[str, Meta(description="of the response, which ends with what it has")]
+    object: Annotated[Literal["response"], Meta(description="the kind of reply")] = "response"
+    status: Annotated[Literal["cancelled"], Meta(description="always the same")] = "cancelled"
+
+
+class InputItems(Struct, frozen=True):
+    data: Annotated[
+        list[dict[str, Any]],
+        Meta(description="messages, calls, outputs of calls and reasoning, each with an id"),
+    ]
+    first_id: Annotated[str | None, Meta(description="null: there is no item")]
+    last_id: Annotated[str | None, Meta(description="null: there is no item")]
+    has_more: Annotated[bool, Meta(description="whether items follow: ask for them by `after`")]
+    object: Annotated[Literal["list"], Meta(description="the kind of reply")] = "list"
+
+
 EVENTS = (
     *(f"response.{state}" for state in ("created", "in_progress", "completed", "incomplete")),
     "response.failed",

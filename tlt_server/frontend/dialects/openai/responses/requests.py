@@ -10,7 +10,7 @@ from msgspec import Meta
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
-from tlt_server.frontend.dialects.openai.requests import ChatRequest, Effort, Options
+from tlt_server.frontend.dialects.openai.requests import ChatRequest, Effort, Options, Verbosity
 from tlt_server.frontend.dialects.openai.tools import (
     NamedFunction,
     NamedTool,
@@ -54,11 +54,8 @@ class TextFormat(Tolerant, frozen=True, kw_only=True):
 
 
 class TextOptions(Tolerant, frozen=True, kw_only=True):
-    refused: ClassVar[Mapping[str, RefusedField]] = {
-        "verbosity": RefusedField("no such sampling here: leave it out", ("medium",))
-    }
-
     format: Annotated[TextFormat | None, Meta(description="what the text looks like")] = None
+    verbosity: Verbosity = None
 
 
 class ReasoningOptions(Tolerant, frozen=True, kw_only=True):
@@ -132,6 +129,7 @@ class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=format,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            verbosity=self.text.verbosity if self.text else None,
             chat_template_kwargs=self.chat_template_kwargs,
             stream=True,
             seed=self.seed,

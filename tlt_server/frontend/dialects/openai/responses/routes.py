@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import NotFound, TltError
+from tlt_server.errors import InvalidRequest, NotFound, TltError
 from tlt_server.frontend.dialects.models import named
 from tlt_server.frontend.dialects.openai.answers import read, started
 from tlt_server.frontend.dialects.openai.conversations import prepared
@@ -18,10 +18,12 @@ from tlt_server.frontend.dialects.openai.responses.growing import (
     Keep,
     kept_messages,
 )
-from tlt_server.frontend.dialects.openai.responses.items import messages_of
+from tlt_server.frontend.dialects.openai.responses.items import items_of, messages_of
 from tlt_server.frontend.dialects.openai.responses.replies import (
     EVENTS,
+    CancelledResponse,
     Deleted,
+    InputItems,
     ModelResponse,
     ResponseEvent,
 )
@@ -33,11 +35,14 @@ from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Token
 from tlt_server.frontend.http.access import given_id
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import NoFields, shown
+from tlt_server.frontend.http.queries import count, word
 from tlt_server.frontend.http.replies import json_response, unexpected
 from tlt_server.frontend.service import Service
 
 FIELDS = (*ResponseRequest.__struct_fields__, *ResponseRequest.refused, "tokens")
 ROUTES = Routes(error_shape=failure_naming(FIELDS))
+PREFIX = "resp_"
 ID = Parameter("id", "path", "id of a response that is kept")
 
 
@@ -69,7 +74,7 @@ async def create(service: Service, request: Request) -> Response:
     )
     chat = asked.for_chat([*said, *messages])
     ready = await prepared(service, request, chat, info, RESPONSE)
-    id = f"resp_{uuid.uuid4().hex}"
+    id = f"{PREFIX}{uuid.uuid4().hex}"
     names = (id, asked.request_id or given_id(request.headers.raw) or id)
     _, generation = await started(
         service, request, chat, info, [ready.token_ids], RESPONSE, ready.held, names
@@ -105,6 +110,60 @@ async def delete(service: Service, request: Request) -> Response:
     id = request.path_params["id"]
     service.responses.delete(id, caller_of(request))
     return json_response(Deleted(id))
+
+
+@ROUTES.get(
+    "/v1/responses/{id}/input_items",
+    needs="data",
+    parameters=(
+        ID,
+        Parameter("limit", "query", "items at most, from 1 to 100; absent: 20"),
+        Parameter("order", "query", "`asc`, or absent or `desc`: the newest first"),
+        Parameter("after", "query", "id of the item after which the list begins"),
+    ),
+    gives=InputItems,
+    raises=(NotFound, InvalidRequest),
+)
+async def input_items(service: Service, request: Request) -> Response:
+    """List the items from which a response that is kept was made, those before it included."""
+    kept = service.responses.find(request.path_params["id"], caller_of(request))
+    limit = count(request, "limit", 1, 100, 20)
+    items = [*items_of(kept.id, kept_messages(kept)[:-1])]
+    if word(request, "order", ("asc", "desc"), "desc") == "desc":
+        items.reverse()
+    after = request.query_params.get("after")
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequest(
+            f"after is {shown(after)}, which is no item of this response: send the last_id that "
+            "came"
+        )
+    begin = ids.index(after) + 1 if after is not None else 0
+    found = items[begin : begin + limit]
+    first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
+    return json_response(InputItems(found, first, last, begin + limit < len(items)))
+
+
+@ROUTES.post(
+    "/v1/responses/{id}/cancel",
+    needs="data",
+    parameters=(ID,),
+    takes=NoFields,
+    optional_body=True,
+    changes=True,
+    gives=CancelledResponse,
+    raises=(NotFound, InvalidRequest),
+)
+async def cancel(service: Service, request: Request) -> Response:
+    """End a response that is under way with what it has; its stream gets the end."""
+    await service.bodies.of(request, NoFields)
+    id, caller = request.path_params["id"], caller_of(request)
+    if not id.startswith(PREFIX) or not service.abort([id], caller):
+        service.responses.find(id, caller)
+        raise InvalidRequest(
+            f"the response {id[:100]} has ended; only one that is under way can be cancelled"
+        )
+    return json_response(CancelledResponse(id))
 
 
 async def _whole(growing: GrowingResponse, generation: Generation, keep: Keep) -> Response:
