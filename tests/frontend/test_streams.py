@@ -302,35 +302,52 @@ def test_the_text_of_every_choice_that_ends_is_charged_to_the_key(
     assert sum(charged) - len(reply.content) > own + 8 * (TOKENS - 8) * VALUE_BYTES
 
 
-@pytest.mark.parametrize(
-    ("stop", "stream", "patient"),
-    [([], False, True), (["no such text"], False, False), ([], True, False)],
-)
-def test_whole_reply_takes_few_turns_for_many_tokens(
-    server: LiveServer,
-    monkeypatch: pytest.MonkeyPatch,
-    stop: list[str],
-    stream: bool,
-    patient: bool,
-) -> None:
-    turns = 0
+LONG = {"max_tokens": 8 * 64}
+PATIENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "native": ("/generate", {"requests": [{"token_ids": [65, 66]}], "sampling": LONG}),
+    "completion": ("/v1/completions", {"prompt": [65, 66], **LONG}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT["messages"], **LONG}),
+    "response": ("/v1/responses", {"input": "a", "max_output_tokens": 8 * 64}),
+    "sglang": (
+        "/generate",
+        {"input_ids": [65], "sampling_params": {"max_new_tokens": 8 * 64}, "return_logprob": True},
+    ),
+    "vllm": ("/inference/v1/generate", {"token_ids": [65, 66], "sampling_params": LONG}),
+}
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the turns that replies take, which their tasks wake up for."""
+    taken: list[int] = []
 
     async def turn(share: LoopShare, owner: str, size: int) -> None:
-        nonlocal turns
-        turns += 1
+        taken.append(size)
 
     monkeypatch.setattr(LoopShare, "turn", turn)
-    sampling = {"max_tokens": 8 * 64, "ignore_eos": True, "stop": stop}
+    return taken
+
+
+@pytest.mark.parametrize("name", PATIENT)
+def test_whole_reply_takes_few_turns_for_many_tokens(
+    server: LiveServer, turns: list[int], name: str
+) -> None:
+    path, body = PATIENT[name]
     began_s = time.monotonic()
-    reply = httpx.post(
-        f"{server.url}/generate",
-        json={"requests": [{"token_ids": [65, 66, 67]}], "sampling": sampling, "stream": stream},
-        timeout=60,
-    )
-    assert reply.status_code == 200
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
     # The first output, the last ones with the choice that ends, the reply; and more of a slow one.
-    few = 6 + (time.monotonic() - began_s) / PATIENCE_S
-    assert turns <= few if patient else turns > 12
+    assert len(turns) <= 8 + (time.monotonic() - began_s) / PATIENCE_S
+
+
+@pytest.mark.parametrize("how", [{"stream": True}, {"stop": ["no such text"]}])
+def test_outputs_that_matter_at_once_are_taken_at_once(
+    server: LiveServer, turns: list[int], how: dict[str, Any]
+) -> None:
+    path, body = PATIENT["completion"]
+    reply = httpx.post(f"{server.url}{path}", json=body | how, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert len(turns) > 12
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class ResponseRequest(SharedSampling, Tolerant, frozen=True, kw_only=True):
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             verbosity=self.text.verbosity if self.text else None,
             chat_template_kwargs=self.chat_template_kwargs,
-            stream=True,
+            stream=self.stream,
             seed=self.seed,
             top_k=self.top_k,
             cache_salt=self.cache_salt,

@@ -29,6 +29,7 @@ from tlt_server.frontend.dialects.openai.responses.replies import (
 )
 from tlt_server.frontend.dialects.openai.responses.requests import RESPONSE, ResponseRequest
 from tlt_server.frontend.dialects.replies.errors import UNFINISHED, failure_naming
+from tlt_server.frontend.dialects.replies.logprobs import whole
 from tlt_server.frontend.generation.delivery import EventStream, LargeEvent, event_frame, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
@@ -169,10 +170,10 @@ async def cancel(service: Service, request: Request) -> Response:
 async def _whole(growing: GrowingResponse, generation: Generation, keep: Keep) -> Response:
     async for event in generation.events():
         match event:
-            case TokenEvent():
-                async for _ in growing.take(event, generation.turn):
+            case FinishedItem(id, [choice]):
+                said = TokenEvent(id, whole(choice), choice)
+                async for _ in growing.take(said, generation.turn):
                     pass
-            case FinishedItem():
                 for _ in growing.finish(event, keep):
                     pass
             case FailedItem(_, error):
