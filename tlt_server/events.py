@@ -54,6 +54,9 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
             )
         ),
     ] = ""
+    prepared: Annotated[
+        str, Meta(description="the strategies that a step can use at once, without a delay")
+    ] = ""
     graphs: Annotated[bool, Meta(description="whether steps are captured as CUDA graphs")] = False
     choices: Annotated[
         dict[str, str],

@@ -411,6 +411,7 @@ def test_a_policy_that_cannot_be_is_refused_and_nothing_changes(
     assert capsys.readouterr().err.count("is refused") == 2
 
 
+@pytest.mark.contains_faults
 def test_a_request_the_sampler_cannot_take_ends_alone(base: EngineSettings) -> None:
     engine, _ = assemble(base)
     good = requests(2)
@@ -466,9 +467,11 @@ def test_misfits_are_refused_before_kernels_and_weights(
     assert begun[-1] == ("choose device" if what == "device" else CHECKED)
 
 
-def test_kernels_are_ready_and_none_is_compiled_in_a_step(base: EngineSettings) -> None:
-    engine, _ = assemble(base)
-    assert all(kernel.ready for kernel in kernels())
+def test_kernels_are_ready_and_none_is_compiled_in_a_step(
+    base: EngineSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, info = assemble(base)
+    assert all(kernel.ready for kernel in kernels()) and "all strategies" in info.prepared
     names = ("eagle:4x2x9", "eagle:1x1x2", "history:8x2x9", "history:7x1x8", "history:8x4x33")
     policies = [
         *(SetPolicy("fixed", parse_strategy(name)) for name in names),
@@ -486,6 +489,9 @@ def test_kernels_are_ready_and_none_is_compiled_in_a_step(base: EngineSettings) 
             while not engine.idle:
                 assert not any(output.error for output in engine.step())
     assert not compiled.buffer
+    said = capsys.readouterr().err
+    for name in ("fixed", "off", "beg", "goodput"):
+        assert f"policy {name!r} is in force: all of its kernels are compiled" in said
 
 
 def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:

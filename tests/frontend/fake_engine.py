@@ -92,6 +92,7 @@ INFO = EngineInfo(
     dtype="float32",
     device="cpu",
     threads=1,
+    prepared="all strategies",
     phases={"load": 0.01},
     pid=os.getpid(),
 )

@@ -67,10 +67,12 @@ def test_what_the_choice_rests_on_is_shown(model: Path) -> None:
 def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: LiveServer) -> None:
     assert client.set_strategy("fixed", "eagle:7x4x16")["strategy"] == "eagle:7x4x16"
     assert client.set_strategy("off")["policy"] == "off"
+    assert client.set_strategy("off")["prepared"] == "all strategies"
     assert client.set_strategy("beg")["strategy"] is None
-    until(lambda: len(server.engine.policies) == 3)
+    until(lambda: len(server.engine.policies) == 4)
     assert server.engine.policies == [
         SetPolicy("fixed", Strategy("eagle", 7, 4, 16)),
+        SetPolicy("off"),
         SetPolicy("off"),
         SetPolicy("beg"),
     ]

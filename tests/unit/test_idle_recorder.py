@@ -110,6 +110,17 @@ def test_another_policy_brings_its_own_steps_first() -> None:
     assert {*plain} <= {*runner.graphs._graphs} and not record(short)
 
 
+def test_description_of_a_policy_counts_passes_with_graphs() -> None:
+    runner = Recording().started(short)
+    record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]
+    own, every = len(runner.shapes.captured(short)), len(runner.shapes.captured(wide))
+    assert record.prepared(short).startswith(f"{own} of {own} passes")
+    assert own < every and record.prepared(wide).startswith(f"{own} of {every} passes")
+    while record(wide):
+        pass
+    assert record.prepared(wide).startswith(f"{every} of {every} passes")
+
+
 def test_a_sleep_forgets_all_and_idle_time_records_all_again() -> None:
     runner = Recording().started(short)
     record = IdleRecorder(runner, runner.recordings)  # type: ignore[arg-type]

@@ -55,6 +55,7 @@ class ReadyFor:
         self._device, self._strategies = device, strategies
         self.name, self.warms_up, self.device = device.name, device.warms_up, device.device
         self.sizes, self.recordings = device.sizes, device.recordings
+        self.prepared = device.prepared
         self.compile, self.free = device.compile, device.free
 
     @property

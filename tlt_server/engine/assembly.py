@@ -240,6 +240,7 @@ def _connect(
         pushes,
         Halt(gate, scheduler, equipped, pushes, dormant, in_flight),
         equipped.record,
+        equipped.prepared,
         recorder,
         structures,
         lambda: activity is not None and activity.runs,
@@ -303,6 +304,7 @@ def _describe(
         gpu=gpu.description if device.name == "cuda" else "",
         products=equipped.matmuls,  # the name on the wire
         graphs=settings.graphs,
+        prepared=device.prepared,
         choices=choice.reasons,
         threads=settings.threads,
         phases=phases,

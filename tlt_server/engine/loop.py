@@ -66,18 +66,20 @@ class Engine:
         pushes: WeightPushes,
         halt: Halt,
         record: Callable[[Reach], bool],
+        prepared: Callable[[Reach], str],
         recorder: Recorder | None,
         structures: Structures,
         training: Callable[[], bool],
     ) -> None:
-        """`record`: see `devices.Equipped`. `recorder`: where sequences are kept for training.
-        `training`: whether a drafter is being trained now.
+        """`record`, `prepared`: see `devices.Equipped`. `recorder`: where sequences are kept for
+        training. `training`: whether a drafter is being trained now.
         """
         self.gate, self.scheduler, self.runner, self.policy = gate, scheduler, runner, policy
         self.pushes, self.halt, self.faults = pushes, halt, scheduler.faults
         self.knowledge, self.knowledge_file = knowledge, knowledge_file
         self.switches = switches
         self.canary, self._make_policy, self._record = canary, make_policy, record
+        self._prepared = prepared
         self._training, self._structures = training, structures
         self._recorder, self._recomputing = recorder, None
         if recorder and recorder.capture:
@@ -214,6 +216,8 @@ class Engine:
         try:
             self.policy = self._make_policy(command)
             self.switches.policy_replaced(command.pins)
+            prepared = self._prepared(self.policy.strategies)
+            print(f"tlt: policy {command.policy!r} is in force: {prepared}", file=sys.stderr)
         except TltError as error:  # the frontend checks first, so this has no asker to answer
             print(
                 f"tlt: policy {command.policy!r} is refused, {error.message}; the one in use stays",

@@ -71,6 +71,8 @@ class Equipped(NamedTuple):
     room: Callable[[int, int], int] = unpadded
     # Record one step that may come under a policy, while none runs; False: there is none to record.
     record: Callable[[Reach], bool] = lambda reach: False
+    # Describe what the first steps under a policy find prepared.
+    prepared: Callable[[Reach], str] = lambda reach: "all of its kernels are compiled"
     # The engine has warmed up: a rank that falls silent from now on compiles nothing.
     ready: Callable[[], None] = lambda: None
     # All ranks have what was staged; `EngineFailed` where one is gone or silent.
@@ -109,6 +111,7 @@ class Device(Protocol):
     device: torch.device
     sizes: Sizes  # the sizes that steps are padded to
     recordings: Recordings | None  # None: a device that records nothing
+    prepared: str  # which strategies a step can use without a delay, for `GET /strategy`
 
     @property
     def numerics(self) -> str:

@@ -70,6 +70,10 @@ class CudaDevice:
     name = "cuda"
     warms_up = True
     prompts = CAPTURED
+    prepared = (
+        "those that the policy of the start may choose; the first step with another one loads its "
+        "kernels, and its graphs are recorded then or in idle time"
+    )
 
     def __init__(self, settings: DecidedSettings, device: torch.device | None = None) -> None:
         self._settings = settings
@@ -280,6 +284,7 @@ class CudaDevice:
             shared = network.part.split.of > 1
             detail += f"; the drafter is {'shared by' if shared else 'whole on'} all ranks"
         dtype, intermediate = self._maker.placement.dtype, model.own_config.intermediate_size
+        idle = IdleRecorder(runner, self.recordings)
         return Equipped(
             runner,
             runner.texts.end,
@@ -291,7 +296,8 @@ class CudaDevice:
             detail,
             gemm.in_use(dtype, self.device, intermediate),
             self.sizes.room,
-            IdleRecorder(runner, self.recordings),
+            idle,
+            idle.prepared,
             self._orders.ready,
             self._orders.confirm,
             self._orders.pids,

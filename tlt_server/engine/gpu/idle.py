@@ -36,5 +36,14 @@ class IdleRecorder:
                 return True
         return False
 
+    def prepared(self, reach: Reach) -> str:
+        """Describe how many kinds of a policy's steps have their graphs."""
+        if not self._runner.graphs.captures:
+            return "its kernels are launched one by one, and loaded when a step first uses them"
+        keys = self._runner.shapes.captured(reach)
+        lacking = sum(map(self._lacks, keys))
+        found = f"{len(keys) - lacking} of {len(keys)} passes of its steps have their graphs"
+        return f"{found}; a step records another when it first uses it, as idle time does"
+
     def _lacks(self, key: DraftKey | ExtendKey) -> bool:
         return any(graph not in self._runner.graphs for graph in graphs_of(key))

@@ -109,6 +109,9 @@ class StrategyState(Struct, frozen=True, kw_only=True):
             "sequences than run at once"
         ),
     ]
+    prepared: Annotated[
+        str, Meta(description="the strategies that a step can use at once, without a delay")
+    ]
     policies: Annotated[list[str], Meta(description="policies that can be set")]
     drafters: Annotated[list[str], Meta(description="drafters that are loaded")]
     cost_error: Annotated[
@@ -176,6 +179,7 @@ def _state(service: Service) -> StrategyState:
             for pin in (*policy.pins, *limit(config.sd_max_batch))
             if pin.first <= info.max_running
         ],
+        prepared=info.prepared,
         policies=list(POLICIES),
         drafters=info.drafters,
         cost_error=gauges.get("cost_error"),
