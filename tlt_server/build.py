@@ -127,7 +127,7 @@ async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
             signals = _signals()
-            await checked(client.checked, supervised, signals[0])
+            await checked(client.start.checked, supervised, signals[0])
             await rollouts.open()
             app = build_app(service, gate, begin)
             grpc_address = await stack.enter_async_context(

@@ -25,15 +25,15 @@ def test_phase_under_way_is_named_with_progress_and_time() -> None:
     now = 10.0
     start = StartState(lambda: now)
     assert str(start.under_way) == "launching the engine, for 0 s so far"
-    start.progressed(PhaseProgress("load kernels", 0, 0))
-    start.progressed(PhaseProgress("compile kernels", 0, 22))
+    start.take(PhaseProgress("load kernels", 0, 0))
+    start.take(PhaseProgress("compile kernels", 0, 22))
     now = 22.0
-    start.progressed(PhaseProgress("compile kernels", 3, 22))
+    start.take(PhaseProgress("compile kernels", 3, 22))
     assert str(start.under_way) == f"{COMPILING}, for 12 s so far"
-    start.ended(Phase("load kernels", 12.0))
-    start.progressed(PhaseProgress("load model", 0, 0))
+    start.take(Phase("load kernels", 12.0))
+    start.take(PhaseProgress("load model", 0, 0))
     assert str(start.under_way) == "loading weights, for 0 s so far"
-    start.over = True
+    start.ready()
     assert start.under_way is None and [phase.name for phase in start.phases] == ["load kernels"]
 
 
@@ -44,7 +44,7 @@ def test_requests_before_the_first_start_learn_the_phase() -> None:
     for check in (client.check_available, client.check_running):
         with pytest.raises(Unavailable) as refused:
             check()
-        assert f"the engine is starting: {COMPILING}" in refused.value.message
+        assert f"the engine is starting; now {COMPILING}" in refused.value.message
 
 
 def test_probes_and_requests_learn_the_phase_of_a_restart(model: Path) -> None:

@@ -28,7 +28,6 @@ from tlt_server.commands import (
 )
 from tlt_server.errors import EngineFailed, Unavailable, from_code
 from tlt_server.events import (
-    CHECKED,
     ControlReport,
     EngineInfo,
     Event,
@@ -83,7 +82,6 @@ class EngineClient:
         self._control_answers = Answers[ControlReport](self._send)
         self._unanswered = False  # weight commands were open at a death; False again when ready
         self._command_ids = itertools.count(1)
-        self.checked = asyncio.Event()  # an engine has found device and files usable
         self._started = asyncio.Event()
         self.changes = Changes()
         self.versions = WantedVersions()
@@ -94,7 +92,7 @@ class EngineClient:
         self.drafted: deque[Cycle] = deque(maxlen=DRAFTED)  # the last steps that verified drafts
         self.gauges: Mapping[str, float] = {}  # the last that the engine sent
         self.switches: deque[Switch] = deque(maxlen=SWITCHES)
-        self.start = StartState()  # of the epoch that starts, or has started
+        self.start = StartState()
         self.failure = ""  # why there is no engine, from a death until the next epoch is ready
         self._over = False  # there will be none any more
         self._again_s = 0.0  # time in which there may be one again
@@ -110,7 +108,8 @@ class EngineClient:
 
     def connect(self, link: EngineLink) -> None:
         """Begin an epoch. Until it is ready nothing is submitted to it."""
-        self._link, self.start = link, StartState()
+        self._link = link
+        self.start.begin()
 
     def take(self, event: Event) -> None:
         """Take an event of the current epoch in. A fault in doing so is none of the engine's; only
@@ -119,12 +118,8 @@ class EngineClient:
         match event:
             case Outputs():
                 self._dispatch(event)
-            case Phase():
-                self.start.ended(event)
-                if event.name == CHECKED:
-                    self.checked.set()
-            case PhaseProgress():
-                self.start.progressed(event)
+            case Phase() | PhaseProgress():
+                self.start.take(event)
             case Ready(info):
                 self._begin(info)
             case WeightReport():
@@ -185,7 +180,8 @@ class EngineClient:
     def _begin(self, info: EngineInfo) -> None:
         """Give the epoch that is ready what was set while serving, then what was cut off."""
         self.info = self.admission.engine = info
-        self.failure, self.start.over = "", True
+        self.failure = ""
+        self.start.ready()
         with self.faults.containing("the figures of an engine that is ready"):
             self._metrics.engine_ready(info)
         self.versions.begin(info, unanswered=self._unanswered)
@@ -197,7 +193,6 @@ class EngineClient:
         if not self.versions.lost:
             self._sequences.resume()
         self.activity.set("engine", 0)
-        self.checked.set()
         self._started.set()
 
     def _dispatch(self, message: Outputs) -> None:
@@ -314,12 +309,11 @@ class EngineClient:
                 "the server is draining before it stops; send the request to another replica",
                 retry_after_s=5,
             )
-        doing = self.start.under_way
+        now = self.start.now
         if self.failure:
-            now = f"; now {doing}" if doing else ""
             raise Unavailable(self.failure + now, retry_after_s=self._again_s)
         if self.info is None:
-            raise Unavailable(f"the engine is starting: {doing}; poll /readyz", retry_after_s=2)
+            raise Unavailable(f"the engine is starting{now}; poll /readyz", retry_after_s=2)
 
     def check_alive(self) -> None:
         """`Unavailable` when the engine is gone and will not be restarted."""

@@ -47,21 +47,32 @@ class UnderWay(Struct, frozen=True):
 
 
 class StartState:
-    """The phases of one epoch's start."""
+    """The phases of the start of the newest epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.checked = asyncio.Event()  # an engine has found device and files usable
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch."""
         self.over = False  # the engine is ready, or gone
         self.phases: list[Phase] = []  # those that have ended
-        self._progress, self._since_s = LAUNCHING, clock()
+        self._progress, self._since_s = LAUNCHING, self._clock()
 
-    def progressed(self, progress: PhaseProgress) -> None:
-        if progress.name != self._progress.name:
-            self._since_s = self._clock()
-        self._progress = progress
+    def take(self, event: Phase | PhaseProgress) -> None:
+        if isinstance(event, PhaseProgress):
+            if event.name != self._progress.name:
+                self._since_s = self._clock()
+            self._progress = event
+            return
+        self.phases.append(event)
+        if event.name == CHECKED:
+            self.checked.set()
 
-    def ended(self, phase: Phase) -> None:
-        self.phases.append(phase)
+    def ready(self) -> None:
+        self.over = True
+        self.checked.set()
 
     @property
     def under_way(self) -> UnderWay | None:
@@ -70,6 +81,11 @@ class StartState:
             return None
         name, done, of = self._progress.name, self._progress.done, self._progress.of
         return UnderWay(DOING.get(name, name), done, of, self._clock() - self._since_s)
+
+    @property
+    def now(self) -> str:
+        """Return the end of a message, empty when nothing is under way."""
+        return f"; now {doing}" if (doing := self.under_way) else ""
 
 
 async def checked(
