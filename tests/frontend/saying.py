@@ -28,8 +28,7 @@ def write_saying(
 
 # A model that calls each tool once and then answers: it calls the first one that no message has
 # called, with arguments that fit its schema. A message that is JSON it says again.
-CALLS = (
-    """{%- macro value(schema, root) -%}
+CALLS = """{%- macro value(schema, root) -%}
 {%- if '$ref' in schema -%}{{ value(root['$defs'][schema['$ref'].split('/')[-1]], root) }}
 {%- elif 'enum' in schema -%}{{ schema.enum[0] | tojson }}
 {%- elif schema.type == 'integer' -%}22
@@ -60,6 +59,4 @@ CALLS = (
 {"name": "{{ found.tool.name }}", "arguments": {{ value(schema, schema) }}}
 </tool_call>
 {%- elif messages[-1].role == 'tool' -%}It is {{ said }}.
-{%- else -%}{{ said }}{%- endif -%}"""
-    + EOS
-)
+{%- else -%}{{ said }}{%- endif -%}{{ eos_token }}"""

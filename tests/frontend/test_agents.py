@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.saying import CALLS, write_saying
+from tests.tokenizers import FAMILIES
 
 MODEL = "tiny"
 
@@ -34,9 +35,11 @@ def degrees(city: str) -> str:
     return f"22 degrees in {city}"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    model = write_saying(tmp_path_factory.mktemp("model"), CALLS)
+@pytest.fixture(scope="module", params=FAMILIES)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    model = write_saying(tmp_path_factory.mktemp("model"), CALLS, FAMILIES[request.param])
     with live_server(
         model,
         served_model_name=MODEL,

@@ -13,8 +13,9 @@ from openai import OpenAI
 
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.openai_calls import post
-from tests.frontend.saying import EOS, write_saying
+from tests.frontend.saying import write_saying
 from tests.frontend.test_tools import ARGUMENTS, CALL
+from tests.tokenizers import FAMILIES
 from tlt_server.errors import NotFound
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
 from tlt_server.frontend.dialects.openai.responses.growing import GrowingResponse, kept_messages
@@ -26,7 +27,7 @@ from tlt_server.packed import PackedText
 
 # The answer is the last message; then the whole conversation, which the engine gets.
 HISTORY = (
-    "{{ messages[-1].content }}" + EOS + "<tool_call>{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{{ messages[-1].content }}{{ eos_token }}<tool_call>{{ tools | tojson if tools }}"
     "{% for m in messages %}|{{ m.role }}:{{ m.reasoning_content }}:{{ m.content }}:"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}"
     "{{ m.tool_call_id }}{% endfor %}"
@@ -35,9 +36,11 @@ TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
 URL = "/v1/responses"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    model = write_saying(tmp_path_factory.mktemp("model"), HISTORY)
+@pytest.fixture(scope="module", params=FAMILIES)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    model = write_saying(tmp_path_factory.mktemp("model"), HISTORY, FAMILIES[request.param])
     with live_server(
         model,
         served_model_name="tiny",
@@ -71,8 +74,7 @@ def plain(items: list[dict[str, Any]]) -> list[Any]:
 
 def seen(server: LiveServer) -> list[str]:
     """Return the messages that the engine got last, as the template shows them."""
-    text = bytes(token for token in server.engine.submitted[-1].token_ids if token < 256).decode()
-    return text.split("|")[1:]
+    return server.text.decode(server.engine.submitted[-1].token_ids).split("|")[1:]
 
 
 def test_a_response_has_items_and_usage(server: LiveServer) -> None:
@@ -89,7 +91,7 @@ def test_a_response_has_items_and_usage(server: LiveServer) -> None:
     assert (call["name"], call["arguments"], call["status"]) == ("f", ARGUMENTS, "completed")
     assert found["status"] == "completed" and found["metadata"] == {"a": "b"}
     usage = found["usage"]
-    assert usage["output_tokens"] == len(text.encode()) + 1
+    assert usage["output_tokens"] == len(server.text.encode([text], special=False)[0]) + 1
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert [part["type"] for part in found["output"]] == [
         "reasoning",

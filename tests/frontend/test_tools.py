@@ -337,6 +337,18 @@ def test_a_choice_that_cannot_be_held_is_refused(
     assert response.json()["error"]["param"] == "tool_choice"
 
 
+def test_llama_calls_are_read_with_their_special_token(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    model = write_saying(tmp_path_factory.mktemp("model"), family=FAMILIES["llama3"])
+    call = '<|python_tag|>{"name": "f", "parameters": {"a": 1}}'
+    with live_server(model, served_model_name="tiny", tool_call_parser="llama3_json") as server:
+        for fields in ({}, {"tool_choice": "required"}):
+            found = message(server, call, **fields)
+            assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+            assert found["content"] is None
+
+
 def test_a_special_token_may_be_a_stop_string(server: LiveServer) -> None:
     text = server.text
     special = next(token for token in reversed(text.specials) if token not in text.tokens.values())
