@@ -490,8 +490,8 @@ def test_kernels_are_ready_and_none_is_compiled_in_a_step(
                 assert not any(output.error for output in engine.step())
     assert not compiled.buffer
     said = capsys.readouterr().err
-    for name in ("fixed", "off", "beg", "goodput"):
-        assert f"policy {name!r} is in force: all of its kernels are compiled" in said
+    for name in (*(f"fixed with {each}" for each in names), "off", "beg", "goodput"):
+        assert f"policy {name} is in force: all of its kernels are compiled" in said
 
 
 def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:

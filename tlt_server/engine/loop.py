@@ -216,8 +216,9 @@ class Engine:
         try:
             self.policy = self._make_policy(command)
             self.switches.policy_replaced(command.pins)
+            named = f" with {command.strategy.name}" if command.strategy else ""
             prepared = self._prepared(self.policy.strategies)
-            print(f"tlt: policy {command.policy!r} is in force: {prepared}", file=sys.stderr)
+            print(f"tlt: policy {command.policy}{named} is in force: {prepared}", file=sys.stderr)
         except TltError as error:  # the frontend checks first, so this has no asker to answer
             print(
                 f"tlt: policy {command.policy!r} is refused, {error.message}; the one in use stays",

@@ -26,6 +26,7 @@ class ProgressLines:
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream, self._clock, self._said_s = lasting(stream or sys.stderr), clock, clock()
+        self._begun = ""  # the last phase with steps that was shown
         self._unfinished = False  # the cursor is at the end of a line to be written over
 
     def phase(self, phase: Phase) -> None:
@@ -35,7 +36,8 @@ class ProgressLines:
         if self._stream.isatty():
             print(f"{REWRITE}  {phase} ...", end="", file=self._stream, flush=True)
             self._unfinished = True
-        elif self._clock() - self._said_s >= EVERY_S or (phase.of and not phase.done):
+        elif self._clock() - self._said_s >= EVERY_S or (phase.of and phase.phase != self._begun):
+            self._begun = phase.phase
             self._say(f"  {phase} ...")
 
     def listening(self, url: str, grpc_address: str = "", probe_url: str = "") -> None:
