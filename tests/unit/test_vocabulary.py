@@ -42,7 +42,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def _model(directory: Path, family: Family) -> tuple[Compiler, Tokenizer]:
     model = family.write(directory / str(hash(family)))
-    return Compiler(model, VOCAB, [EOS]), read_tokenizer(model / "tokenizer.json")
+    return Compiler(model, VOCAB, [EOS]), Tokenizer.from_str(
+        read_tokenizer(model / "tokenizer.json")
+    )
 
 
 def allowed(matcher: LLMatcher) -> set[int]:

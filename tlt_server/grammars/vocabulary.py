@@ -11,24 +11,22 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 THINK, CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 MARKS = frozenset((*THINK, *CALL))
 # A string, regex or comment of a grammar in Lark's form, or a token by its text.
 _LARK = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/|#[^\n]*|<[^<>\s"\[\]]+>')
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a `tokenizer.json`, in which no mark is special."""
-    tokenizer = Tokenizer.from_file(str(path))
-    added = tokenizer.get_added_tokens_decoder().values()
-    if any(token.special and token.content in MARKS for token in added):
-        content = json.loads(tokenizer.to_str())
-        for token in content["added_tokens"]:
-            token["special"] &= token["content"] not in MARKS
-        tokenizer = Tokenizer.from_str(json.dumps(content))
-    return tokenizer
+def read_tokenizer(path: Path) -> str:
+    """Return the text of a `tokenizer.json`, in which no mark is special."""
+    text = path.read_text("utf-8")
+    content = json.loads(text)
+    marks = [token for token in content.get("added_tokens", ()) if token["content"] in MARKS]
+    if not any(token["special"] for token in marks):
+        return text
+    for token in marks:
+        token["special"] = False
+    return json.dumps(content)
 
 
 class Vocabulary:
@@ -42,20 +40,21 @@ class Vocabulary:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> None:
+    def __init__(self, tokenizer: str, size: int, eos: Sequence[int]) -> None:
+        """`tokenizer` is the text of its `tokenizer.json`."""
         from llguidance import LLTokenizer
 
-        self._encoder = LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=[*eos], slices=[])
+        self._encoder = LLTokenizer(tokenizer, n_vocab=size, eos_token=[*eos], slices=[])
         self.eos_token_id = eos[0]
-        added = tokenizer.get_added_tokens_decoder().items()
-        text = {id for id, token in added if not token.special}.difference(eos)
+        added = json.loads(tokenizer).get("added_tokens", ())
+        text = {token["id"] for token in added if not token["special"]}.difference(eos)
         ids = range(self._encoder.vocab_size)
         self.tokens = [self._encoder.decode_bytes([id]) for id in ids]
         self.special_token_ids = [
             id for id in ids if self._encoder.is_special_token(id) and id not in text
         ]
         self._special = frozenset(self.special_token_ids)
-        self._named = {token.content: id for id, token in added if id in text}
+        self._named = {token["content"]: token["id"] for token in added if token["id"] in text}
 
     def by_id(self, lark: str) -> str:
         """Return a grammar whose rules name by id those tokens that are not special."""

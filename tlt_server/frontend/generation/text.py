@@ -61,7 +61,7 @@ class Text:
         if not path.exists():
             return cls(None, directory=model)
         try:
-            tokenizer = read_tokenizer(path)
+            tokenizer = Tokenizer.from_str(read_tokenizer(path))
         except Exception as error:  # the library raises bare Exception
             raise ModelError(f"cannot read {path}: {error}") from None
         tokenizer.no_truncation()
