@@ -94,6 +94,31 @@ def test_two_ranks_have_the_bits_of_one(one: Pushable, shared: Pushable) -> None
             assert responses(shared, policy) == expected, policy
 
 
+@pytest.mark.contains_faults
+def test_a_contained_fault_is_rank_0s_alone(
+    one: Pushable, shared: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank never hears of it, and both go on with the same bits."""
+
+    def broken(tokens: list[int]) -> None:
+        raise KeyError("planted")
+
+    asked = requests(4)
+    plain = one.run(*asked)
+    shared.said.clear()
+    shared.submit(*asked)
+    shared.step(3)
+    failing = next(iter(shared.engine.scheduler.running))
+    monkeypatch.setattr(failing, "append", broken)
+    shared.finish()
+    assert shared.said[failing.id][-1].finish_reason == "error"
+    for id in plain.keys() - {failing.id}:
+        assert (shared.tokens(id), shared.logprobs(id)) == plain[id]
+    for each in asked:
+        del shared.said[each.id]
+    assert shared.run(*asked) == plain
+
+
 def test_sequences_of_two_versions_keep_their_bits_through_a_sleep(
     one: Pushable, shared: Pushable, root: Path
 ) -> None:
