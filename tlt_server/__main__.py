@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments) or 0)
     except (StartupError, TltError) as error:
-        print(f"tlt: {error.message}", file=sys.stderr)
+        for fault in error.message.splitlines():
+            print(f"tlt: {fault}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tlt_client.channels import CHANNELS
@@ -36,7 +36,7 @@ from tlt_server.shared_settings import (
     suited_policy,
 )
 from tlt_server.speculation.drafters import to_load, weights_directory, without_weights
-from tlt_server.wording import nearest, requirement
+from tlt_server.wording import bad_value, nearest, plain
 
 SAMPLE_RING_MB = 16  # about two million tokens
 RING_TOKENS = 16_384  # features in a ring, by default
@@ -92,38 +92,27 @@ class Config(BaseModel, ServerSettings):
 
     def checked(self) -> Self:
         """Check settings against each other, and return the configuration itself."""
-        self._check_listening()
-        self._check_directories()
-        self._check_channels()
-        self._check_speculation()
-        self._check_observing()
-        if self.device == "cpu" and self.dtype not in (None, "float32"):
-            raise StartupError(
-                f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a "
-                "checkpoint in half precision is read exactly), or device cuda"
-            )
-        if self.max_bodies_mb < self.max_body_mb:
-            raise StartupError(
-                f"max_bodies_mb is {self.max_bodies_mb}, below max_body_mb ({self.max_body_mb}); "
-                "raise it, or lower that"
-            )
-        if self.default_timeout_s > self.max_timeout_s:
-            raise StartupError(
-                f"default_timeout_s is {_plain(self.default_timeout_s)} s, above max_timeout_s "
-                f"({_plain(self.max_timeout_s)}); lower it, or raise that"
-            )
+        checks = (
+            self._check_listening,
+            self._check_directories,
+            self._check_channels,
+            self._check_speculation,
+            self._check_observing,
+            self._check_sizes,
+        )
+        _refuse([fault.message for check in checks for fault in check()])
         return self
 
-    def _check_listening(self) -> None:
+    def _check_listening(self) -> Iterator[StartupError]:
         if not is_loopback(self.host) and self.api_key_file is None and not self.api_key_variable:
-            raise StartupError(
+            yield StartupError(
                 f"host is {self.host}, which other machines can reach; name an api_key_file, or "
                 "bind 127.0.0.1"
             )
         if (self.tls_cert is None) != (self.tls_key is None) or (
             self.tls_client_ca is not None and self.tls_cert is None
         ):
-            raise StartupError(
+            yield StartupError(
                 f"tls_cert is {_named(self.tls_cert)}, tls_key {_named(self.tls_key)} and "
                 f"tls_client_ca {_named(self.tls_client_ca)}; give tls_cert and tls_key together, "
                 "and tls_client_ca only with them"
@@ -131,89 +120,106 @@ class Config(BaseModel, ServerSettings):
 
         for origin in self.origins:
             if not is_origin(origin):
-                raise StartupError(
+                yield StartupError(
                     f"allowed_origins names {origin[:80]!r}; an origin is what browsers send: "
                     "https://chat.example or http://localhost:3000, in lower case, without a path "
                     "or the scheme's own port, and never *"
                 )
 
-    def _check_directories(self) -> None:
+    def _check_directories(self) -> Iterator[StartupError]:
         if not self.model.is_dir():
-            raise StartupError(
+            yield StartupError(
                 f"model is {self.model}, which is not a directory; name one that holds config.json "
                 "and safetensors files"
             )
         directory = weights_directory(self.drafter)
         if directory is not None and not directory.is_dir():
-            raise StartupError(
+            yield StartupError(
                 f"drafter is {self.drafter!r}; it must be a directory, "
                 f"{', '.join(without_weights())} or none"
             )
         if self.weight_root is not None and not self.weight_root.is_dir():
-            raise StartupError(
+            yield StartupError(
                 f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), "
                 "or name another"
             )
 
-    def _check_channels(self) -> None:
+    def _check_channels(self) -> Iterator[StartupError]:
         for channel in self.channels:
             if channel not in CHANNELS:
-                raise StartupError(
+                yield StartupError(
                     f"weight_channels names {channel!r}{nearest(channel, CHANNELS)}; known are "
                     f"{', '.join(CHANNELS)}"
                 )
         if "disk" in self.channels and self.weight_root is None:
-            raise StartupError(
+            yield StartupError(
                 "weight_channels names disk, but there is no weight_root that directories may be "
                 "pushed from; name one"
             )
         if "http" in self.channels and self.state_dir is None:
-            raise StartupError(
+            yield StartupError(
                 "weight_channels names http, but there is no state_dir that parts could be put "
                 "into; name one"
             )
         if self.weight_staging == "disk" and self.state_dir is None:
-            raise StartupError("weight_staging is disk, but there is no state_dir for it; name one")
+            yield StartupError("weight_staging is disk, but there is no state_dir for it; name one")
 
-    def _check_speculation(self) -> None:
+    def _check_speculation(self) -> Iterator[StartupError]:
         device = self.drafter_training_device
         if device is not None and not TRAINING_DEVICE.fullmatch(device):
-            raise StartupError(
+            yield StartupError(
                 f"drafter_training_device is {device[:80]!r}; it must be auto, cpu or a GPU such "
                 "as cuda:1"
             )
         if device is not None and self.drafter_training != "device":
-            raise StartupError(
+            yield StartupError(
                 f"drafter_training_device is {device} and drafter_training {self.drafter_training}"
                 "; it is for drafter_training device, as the other modes train where the engine "
                 "computes"
             )
         if self.policy not in (None, "off") and self.drafter == "none":
-            raise StartupError(
+            yield StartupError(
                 f"policy is {self.policy} but drafter is none; name a drafter, or use policy off"
             )
         if (self.policy == "fixed") != bool(self.sd_strategy):
-            raise StartupError(
+            yield StartupError(
                 f"policy is {self.policy or AUTO} and sd_strategy is {self.sd_strategy!r}; "
                 "sd_strategy is for policy fixed, which needs one, for example eagle:7x4x32"
             )
         if self.strategy is not None and self.strategy.drafter not in to_load(self.drafter):
-            raise StartupError(
+            yield StartupError(
                 f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is "
                 f"{self.drafter!r}, which loads {', '.join(to_load(self.drafter))}; make them agree"
             )
 
-    def _check_observing(self) -> None:
+    def _check_observing(self) -> Iterator[StartupError]:
         for engine in self.aliases:
             if engine not in ENGINES:
-                raise StartupError(
+                yield StartupError(
                     f"metrics_aliases names {engine[:80]!r}{nearest(engine, ENGINES)}; known are "
                     f"{', '.join(ENGINES)}"
                 )
         if self.otlp_endpoint and not COLLECTOR.fullmatch(self.otlp_endpoint):
-            raise StartupError(
+            yield StartupError(
                 f"otlp_endpoint is {self.otlp_endpoint[:80]!r}; it must be a URL such as "
                 "http://127.0.0.1:4318"
+            )
+
+    def _check_sizes(self) -> Iterator[StartupError]:
+        if self.device == "cpu" and self.dtype not in (None, "float32"):
+            yield StartupError(
+                f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a "
+                "checkpoint in half precision is read exactly), or device cuda"
+            )
+        if self.max_bodies_mb < self.max_body_mb:
+            yield StartupError(
+                f"max_bodies_mb is {self.max_bodies_mb}, below max_body_mb ({self.max_body_mb}); "
+                "raise it, or lower that"
+            )
+        if self.default_timeout_s > self.max_timeout_s:
+            yield StartupError(
+                f"default_timeout_s is {plain(self.default_timeout_s)} s, above max_timeout_s "
+                f"({plain(self.max_timeout_s)}); lower it, or raise that"
             )
 
     def resolved(self) -> ResolvedConfig:
@@ -320,20 +326,30 @@ class _Sources(BaseSettings, Config):
         return init_settings, variables, lambda: dict(cls.file)
 
 
-def load(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
-    """Return the checked configuration. `flags` has only what the command line named."""
-    _refuse_unknown("flag", (name for name in flags if name not in _TABLE), list(_TABLE))
+def load(
+    flags: Mapping[str, Any], *, file: Path | None = None, ignoring: Collection[str] | None = None
+) -> Config:
+    """Return the checked configuration. `flags` has only what the command line named.
+
+    The error names every fault, a line each. With `ignoring`, the values of these settings and all
+    unknown names count as not given.
+    """
     links = frozenset(service_links(os.environ))
     given = [name for name in os.environ if name.startswith("TLT_") and name not in links]
     variables = [setting.variable for setting in _TABLE.values()]
-    _refuse_unknown("variable", (name for name in given if name not in variables), variables)
     keys = read_settings(file) if file is not None else {}
-    _refuse_unknown(f"key of {file}", (str(key) for key in keys if key not in _TABLE), list(_TABLE))
+    faults: list[str] = []
+    if ignoring is None:
+        faults += _unknown("flag", flags, _TABLE)
+        faults += _unknown("variable", given, variables)
+        faults += _unknown(f"key of {file}", map(str, keys), _TABLE)
+    usable = [name for name in _TABLE if name not in (ignoring or ())]
+    links |= {setting.variable for name, setting in _TABLE.items() if name not in usable}
     sources = type(
         "Sources",
         (_Sources,),
         {
-            "file": keys,
+            "file": {name: keys[name] for name in usable if name in keys},
             "links": links,
             "__annotations__": {
                 "file": ClassVar[Mapping[str, Any]],
@@ -342,49 +358,27 @@ def load(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
         },
     )
     try:
-        loaded = sources(**flags)
+        loaded = sources(**{name: flags[name] for name in usable if name in flags})
     except ValidationError as error:
-        raise StartupError(_explain(error.errors(), flags, given)) from None
+        for name, errors in groupby(error.errors(), lambda each: str(each["loc"][0])):
+            setting = _TABLE[name]
+            named = {setting.flag: name in flags, setting.variable: setting.variable in given}
+            source = next((by for by, there in named.items() if there), "the configuration file")
+            faults.append(bad_value(setting, [*errors], source))
+    _refuse(faults)
     return Config.model_construct(**{name: getattr(loaded, name) for name in _TABLE}).checked()
 
 
-def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None:
-    for name in unknown:
-        raise StartupError(
-            f"unknown {kind} {name}{nearest(name, known)} (tlt serve --help lists all settings)"
-        )
+def _refuse(faults: Sequence[str]) -> None:
+    if faults:
+        raise StartupError("\n".join(faults))
 
 
-def _explain(
-    errors: Sequence[ErrorDetails], flags: Mapping[str, Any], variables: Collection[str]
-) -> str:
-    error = errors[0]
-    setting = _TABLE[str(error["loc"][0])]
-    if error["type"] == "missing":
-        return (
-            f"{setting.name} is not set; give {setting.flag}, {setting.variable} or the key "
-            f"{setting.name}: {setting.doc.sentence}"
-        )
-    source = (
-        setting.flag
-        if setting.name in flags
-        else setting.variable
-        if setting.variable in variables
-        else "the configuration file"
-    )
-    must, (low, high) = (
-        requirement([other for other in errors if other["loc"][0] == setting.name]),
-        (setting.doc.low, setting.doc.high),
-    )
-    if setting.doc.auto:
-        must = must.replace("be '", "be 'auto', '", 1) if "be '" in must else f"{must} or 'auto'"
-    if low is not None and high is not None:
-        must = "be" if error["type"] == "value_error" else f"{must},"
-        must += f" from {_plain(low)} to {_plain(high)}"
-    return (
-        f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} "
-        f"({setting.doc.unit}). {setting.doc.sentence}"
-    )
+def _unknown(kind: str, names: Iterable[str], known: Collection[str]) -> Iterator[str]:
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known)
+            yield f"unknown {kind} {name}{hint} (tlt serve --help lists all settings)"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -394,7 +388,3 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _named(path: Path | None) -> str:
     return str(path) if path is not None else "none"
-
-
-def _plain(number: float) -> str:
-    return str(int(number)) if float(number).is_integer() else f"{number:g}"

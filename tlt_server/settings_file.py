@@ -38,7 +38,8 @@ def read_settings(file: Path) -> dict[Any, Any]:
     try:
         keys = yaml.load(file.read_text("utf-8"), Loader=_Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise StartupError(f"cannot read the configuration file {file}: {error}") from None
+        said = " ".join(str(error).split())  # in one line
+        raise StartupError(f"cannot read the configuration file {file}: {said}") from None
     if not isinstance(keys, dict | None):
         raise StartupError(
             f"the configuration file {file} holds a {type(keys).__name__}; it must map setting "

@@ -8,8 +8,12 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from pydantic_core import ErrorDetails
+
+if TYPE_CHECKING:  # most who look for a name need no settings
+    from tlt_server.settings import Setting
 
 _REQUIREMENTS = {  # pydantic's kind of error -> what a setting must be
     "int_type": "be a whole number",
@@ -41,6 +45,30 @@ def nearest(name: str, known: Iterable[str]) -> str:
         name.removeprefix(shared), [other.removeprefix(shared) for other in names], n=1, cutoff=0.5
     )
     return f"; did you mean {shared}{near[0]}?" if near else ""
+
+
+def bad_value(setting: Setting, errors: Sequence[ErrorDetails], source: str) -> str:
+    """Return what is wrong with a setting's value, or that it has none. `errors` are pydantic's."""
+    error, doc = errors[0], setting.doc
+    if error["type"] == "missing":
+        return (
+            f"{setting.name} is not set; give {setting.flag}, {setting.variable} or the key "
+            f"{setting.name}: {doc.sentence}"
+        )
+    must = requirement(errors)
+    if doc.auto:
+        must = must.replace("be '", "be 'auto', '", 1) if "be '" in must else f"{must} or 'auto'"
+    if doc.low is not None and doc.high is not None:
+        must = "be" if error["type"] == "value_error" else f"{must},"
+        must += f" from {plain(doc.low)} to {plain(doc.high)}"
+    return (
+        f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} "
+        f"({doc.unit}). {doc.sentence}"
+    )
+
+
+def plain(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
 
 
 def requirement(errors: Sequence[ErrorDetails]) -> str:

@@ -438,3 +438,56 @@ def test_the_ring_of_features_holds_16384_tokens_where_memory_is_available(
     (tmp_path / "config.json").write_text(json.dumps(description))
     monkeypatch.setattr(config, "host_memory", lambda: HostMemory(available, 2**41))
     assert load({"model": tmp_path, **flags}).resolved().drafter_ring_mb == ring_mb
+
+
+def test_every_fault_of_the_settings_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unknown names and bad values of all three sources are told at once, a line each."""
+    file = yaml_file(tmp_path, "port: eighty\nmax_queue: 0\nmax_qeue: 7\npolcy: off\n")
+    monkeypatch.setenv("TLT_THREADS", "many")
+    monkeypatch.setenv("TLT_MODLE", "x")
+    with pytest.raises(StartupError) as refused:
+        load({"model": str(model), "max_rows": "none", "prot": "1"}, file=file)
+    lines = refused.value.message.splitlines()
+    assert [line.partition("; ")[0] for line in lines] == [
+        "unknown flag prot",
+        "unknown variable TLT_MODLE",
+        f"unknown key of {file} max_qeue",
+        f"unknown key of {file} polcy",
+        "threads is 'many' (TLT_THREADS)",
+        "max_rows is 'none' (--max-rows)",
+        "port is 'eighty' (the configuration file)",
+        "max_queue is '0' (the configuration file)",
+    ]
+    assert not any(word in refused.value.message for word in RAW)
+
+
+def test_every_setting_that_does_not_fit_another_is_named(model: Path) -> None:
+    with pytest.raises(StartupError) as refused:
+        load(
+            {
+                "model": str(model),
+                "host": "0.0.0.0",
+                "weight_channels": "disk,http,flop",
+                "policy": "beg",
+                "max_body_mb": "500",
+            }
+        )
+    lines = refused.value.message.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "host",
+        "weight_channels",
+        "weight_channels",
+        "weight_channels",
+        "policy",
+        "max_bodies_mb",
+    ]
+    names = {setting.name for setting in settings()}
+    assert {line.split()[0] for line in lines} <= names and all("; " in line for line in lines)
+
+
+def test_what_is_ignored_counts_as_not_given(model: Path, tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "port: eighty\nmax_queue: 5\nmax_qeue: 7\n")
+    found = load({"model": str(model), "max_rows": "x"}, file=file, ignoring={"port", "max_rows"})
+    assert (found.port, found.max_queue, found.max_rows) == (8000, 5, None)

@@ -20,7 +20,8 @@ from packaging.specifiers import SpecifierSet
 from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import compute, host, places
-from tlt_server.doctor.finding import Finding, examine
+from tlt_server.doctor.finding import Finding, examine, ok
+from tlt_server.doctor.settings import read, usable_settings, written
 from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import Gpu
 
@@ -276,3 +277,44 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_torch_without_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     expect(found(compute.torch_import), "warn", "DEFAULT", "AVX2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "at_fault", "still_read"),
+    [
+        ({"port": "eighty"}, {"port"}, "max_queue"),
+        ({"port": "eighty", "max_queue": "0"}, {"port", "max_queue"}, "max_rows"),
+        ({"model": "/none", "max_rows": "9"}, {"model", "max_model_len"}, "max_rows"),
+        ({"modle": "/none"}, set(), "model"),
+        ({"max_bodies_mb": "1"}, {"max_bodies_mb", "max_body_mb"}, "port"),
+        ({"host": "0.0.0.0", "port": "x"}, {"host", "port"}, "api_key_file"),
+    ],
+    ids=str,
+)
+def test_sound_settings_are_checked_next_to_bad_ones(
+    flags: dict[str, Any], at_fault: set[str], still_read: str
+) -> None:
+    """The process of the checks that need torch gets the same."""
+    given = {"model": str(TARGET), "drafter": str(DRAFTER), **flags}
+    config, faults = usable_settings(given, None)
+    assert config is not None and faults
+    for sound in (config, read(written(config))):
+        getattr(sound, still_read)
+        for name in at_fault:
+            finding = found(lambda: ok(str(getattr(sound, name))))  # noqa: B023
+            expect(finding, "fail", f"not checked, as {name} is at fault", f"correct {name} first")
+
+
+def test_sound_settings_alone_have_no_fault(tmp_path: Path) -> None:
+    config, faults = usable_settings({"model": str(TARGET), "max_rows": "9"}, None)
+    assert config is not None and (config.max_rows, faults) == (9, [])
+    (tmp_path / "settings.yaml").write_text("port: [")
+    config, faults = usable_settings({"model": str(TARGET)}, tmp_path / "settings.yaml")
+    assert config is None and "cannot read the configuration file" in faults[0].message
+
+
+def test_a_model_that_cannot_be_described_leaves_other_checks(tmp_path: Path) -> None:
+    config, faults = usable_settings({"model": str(tmp_path), "port": "0"}, None)
+    assert config is not None and "config.json" in faults[0].message
+    assert found(places.port, config).status == "ok"
+    expect(found(lambda: ok(str(config.model))), "fail", "as model is at fault")

@@ -9,13 +9,13 @@ import sys
 
 import msgspec
 
-from tlt_server.config import Config
 from tlt_server.doctor.checks import chosen
+from tlt_server.doctor.settings import read
 
 
 def main() -> int:
     data = sys.stdin.read()
-    config = Config.model_validate_json(data) if data else None
+    config = read(data) if data else None
     with os.fdopen(os.dup(1), "w") as report:
         os.dup2(2, 1)  # what a library prints is no finding
         for check in chosen(config, in_child=True):

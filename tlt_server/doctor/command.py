@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tlt_kernels.parents import bound
-from tlt_server.config import Config, load
+from tlt_server.config import Config
 from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor.checks import Check, chosen
-from tlt_server.doctor.finding import Finding, examine, ok
+from tlt_server.doctor.finding import Finding, refused
+from tlt_server.doctor.settings import usable_settings, written
 from tlt_server.exits import exit_of
 from tlt_server.models.environment import library_environment
 
@@ -45,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         findings.append(finding)
         if not arguments.as_json:
             _print(console, finding)
-    failed = [finding.check for finding in findings if finding.status == "fail"]
+    names = {finding.check for finding in findings}
+    failed = [*dict.fromkeys(each.check for each in findings if each.status == "fail")]
     if arguments.as_json:
         print(
             json.dumps(
@@ -60,28 +62,26 @@ def run(arguments: argparse.Namespace) -> int:
         warned = sum(finding.status == "warn" for finding in findings)
         warnings = f", {warned} with a warning" if warned else ""
         console.print(
-            f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}{warnings}"
+            f"{len(failed)} of {len(names)} checks failed: {', '.join(failed)}{warnings}"
             if failed
-            else f"{len(findings)} checks, none failed{warnings}"
+            else f"{len(names)} checks, none failed{warnings}"
             if warned
-            else f"all {len(findings)} checks passed",
+            else f"all {len(names)} checks passed",
             style="bold",
         )
     return 1 if failed else 0
 
 
 def examine_all(flags: Mapping[str, object], file: Path | None) -> Iterator[Finding]:
-    """Findings in the order of the table; checks that need settings are left out when these cannot
-    be used.
+    """Findings in the order of the table. Each fault of the settings is one; a check that needs a
+    setting at fault fails, and says so.
     """
-    config: Config | None = None
-
-    def settings() -> Finding:
-        nonlocal config
-        config = load(flags, file=file).resolved()
-        return ok(f"model {config.model}, drafter {config.drafter}, policy {config.policy}")
-
-    yield examine("settings", settings)
+    config, faults = usable_settings(flags, file)
+    if config is not None and not faults:
+        described = f"model {config.model}, drafter {config.drafter}, policy {config.policy}"
+        yield Finding("ok", described, check="settings")
+    for fault in faults:
+        yield msgspec.structs.replace(refused(fault), check="settings")
     with _child(config) as child:
         for check in chosen(config, in_child=False):
             yield check.run(config)
@@ -97,7 +97,7 @@ def _child(config: Config | None) -> Iterator[subprocess.Popen[str]]:
     assert child.stdin is not None
     try:
         with contextlib.suppress(BrokenPipeError), child.stdin:
-            child.stdin.write(config.model_dump_json() if config else "")
+            child.stdin.write(written(config) if config else "")
         child.stdin = None  # said all
         yield child
     finally:
