@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -381,3 +383,15 @@ def test_null_is_allowed_where_it_is_the_same_as_absent(document: dict[str, Any]
             ), (name, field)
     assert {"type": "null"} in schemas["ItemFields"]["properties"]["seed"]["anyOf"]
     assert "anyOf" not in schemas["ItemFields"]["properties"]["n"]
+
+
+def test_types_of_all_bodies_free_their_memory_once() -> None:
+    """msgspec 0.22 frees the pattern of a text twice that stands in a union with a list."""
+    script = (
+        "from tlt_server.frontend.dialects import DIALECTS\n"
+        "from tlt_server.frontend.http.openapi import document\n"
+        "document({name: DIALECTS.resolve(name) for name in DIALECTS}, keyed=False)"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, timeout=120, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
+from tlt_client.arguments import SEEN, SEEN_MUST
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.dialects import known_fields
 from tlt_server.frontend.dialects.structures import SglangStructured
@@ -46,6 +47,9 @@ RENAMED = {
     "prompt_logprobs": "top_logprobs_num",
 }
 Body = TypeVar("Body")
+# A text with a pattern in a union with a list makes msgspec 0.22 free memory twice, so the pattern
+# of this one is checked below.
+OneName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 NameOrNone = Annotated[ShortName | None, Meta(description="null: none")]
 
 
@@ -95,11 +99,11 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
     ] = None
     sampling_params: Annotated[SglangSampling, Meta(description="how to sample")] = SglangSampling()
     rid: Annotated[
-        ShortName | Annotated[list[ShortName], Meta(min_length=1, extra={"limit": NAMES})] | None,
+        OneName | Annotated[list[ShortName], Meta(min_length=1, extra={"limit": NAMES})] | None,
         Meta(description="names the request, or each prompt, for POST /abort_request"),
     ] = None
     lora_path: Annotated[
-        ShortName | Annotated[list[NameOrNone], Meta(min_length=1, extra={"limit": NAMES})] | None,
+        OneName | Annotated[list[NameOrNone], Meta(min_length=1, extra={"limit": NAMES})] | None,
         Meta(description="the LoRA adapter that computes it, or of each prompt, by name"),
     ] = None
     return_logprob: Annotated[bool, Meta(description="report log-probs")] = False
@@ -182,6 +186,9 @@ class GenerateFields(Tolerant, frozen=True, kw_only=True):
                 f"text is {'absent' if self.text is None else 'given'} and so is input_ids; give "
                 "exactly one of them"
             )
+        for field, name in (("rid", self.rid), ("lora_path", self.lora_path)):
+            if isinstance(name, str) and not re.fullmatch(SEEN, name):
+                raise InvalidRequest(f"{field} is {shown(name)}; it must {SEEN_MUST}")
         params = self.sampling_params
         given: Any = self.input_ids if self.text is None else self.text
         prompts: list[str | PackedIds] = given if isinstance(given, list) else [given]
