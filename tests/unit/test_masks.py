@@ -4,7 +4,9 @@ take is a function of the tokens.
 
 from __future__ import annotations
 
+import ctypes
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +61,48 @@ def test_masks_and_their_work_are_functions_of_the_tokens(
             (mask, ends, items) for mask, ends, _, items in own
         ]
         assert seen[-1][2] >= own[-1][2], "what all have spent is at least what each would have"
+
+
+class Panic(BaseException):
+    """An error as libraries in Rust raise them."""
+
+
+class Broken:
+    """An interpreter that fails at its second token."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> str:
+        ctypes.memset(pointer, 255, size)
+        return '"rows":1,"cached_rows":0,"all_items":1,"lexer_cost":1,'
+
+    def is_accepting(self) -> bool:
+        return False
+
+    def deep_copy(self) -> Broken:
+        return self
+
+    def commit_token(self, token: int) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "spoils"),
+    [
+        (ValueError("lexer error: too much\nat row 3"), "^lexer error: too much$", True),
+        (ValueError("row has too many items"), "too many items", False),
+        (Panic("index out of bounds"), "failed with Panic", True),
+    ],
+)
+def test_an_error_of_the_library_concerns_its_text(
+    error: BaseException, says: str, spoils: bool
+) -> None:
+    broken: Any = Broken(error)
+    text = MaskedText(broken, np.zeros(2, np.int32), aside=False)
+    with pytest.raises(CannotFollow, match=says) as found:
+        text.follow(3)
+    assert found.value.spoils == spoils
 
 
 def test_a_token_that_does_not_fit_or_ends_the_text_is_not_followed(compiler: Compiler) -> None:

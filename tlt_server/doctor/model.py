@@ -33,6 +33,7 @@ from tlt_server.engine.gpu.buckets import MIN_DEPTH, Shapes
 from tlt_server.engine.gpu.memory import MemoryPlan, Needs, Wider
 from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.gpu.window_sizes import exchange_bytes
+from tlt_server.engine.lexers import LIMIT as GRAMMARS
 from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import training_share
 from tlt_server.errors import StartupError
@@ -171,10 +172,11 @@ def memory(config: Config) -> Finding:
     kv = kv_bytes(settings)
     staged = config.channels and config.weight_staging in (None, "device", "host")
     versions = 3 if staged else 1  # live, before that, and the one being staged
-    need = 4 * _values(model) * versions + ranks * kv
+    need = 4 * _values(model) * versions + ranks * kv + GRAMMARS
     found = (
         f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and "
-        f"{kv / GIB:.2f} GiB of KV{f' on each of {ranks} ranks' * (ranks > 1)}"
+        f"{kv / GIB:.2f} GiB of KV{f' on each of {ranks} ranks' * (ranks > 1)}, "
+        f"{GRAMMARS / GIB:.2f} GiB of grammars"
     )
     directory = weights_directory(config.drafter)
     if settings.feature_bytes and directory is not None:

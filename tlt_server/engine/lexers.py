@@ -31,7 +31,6 @@ FEW = 8  # sequences that wear a lexer out: it is of no use to share one
 LEAST_BYTES, FUEL_BYTES = 2**16, 32  # memory of a lexer, and per unit of fuel that it has spent
 LIMIT = 2**28  # bytes of the lexers that are kept
 IDLE_S = 60.0
-SPOILS = "lexer error"  # in the library's words about a limit of the lexer
 
 
 class Lexer:
@@ -91,7 +90,7 @@ class Lexer:
         try:
             found = text.follow(token, aside=aside)
         except CannotFollow as error:
-            self._spoiled = self._spoiled or SPOILS in str(error)
+            self._spoiled = self._spoiled or error.spoils
             raise
         new = max(0, found.fuel - max(self._spent, text.fuel))
         self._spent = max(self._spent, found.fuel)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, Protocol
 
+from tlt_server.engine.lexers import LIMIT as GRAMMARS
 from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.machine import host_memory
@@ -106,10 +107,10 @@ def kv_pages(settings: DecidedSettings, bytes_per_page: int, max_model_len: int)
             )
         pages = min(pages, need * settings.max_running)  # more could never be in use at once
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if pages * bytes_per_page > installed:
+    if pages * bytes_per_page + GRAMMARS > installed:
         raise StartupError(
-            f"{pages} pages of {settings.page_size} tokens take "
-            f"{pages * bytes_per_page // 2**20} MiB, this machine has {installed // 2**20}; lower "
+            f"{pages} pages of {settings.page_size} tokens take {pages * bytes_per_page // MIB} "
+            f"MiB and grammars {GRAMMARS // MIB}, this machine has {installed // MIB}; lower "
             "pages, page_size or kv_memory_mb"
         )
     return pages

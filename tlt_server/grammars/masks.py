@@ -25,10 +25,22 @@ _STATS = re.compile(
 
 
 class CannotFollow(Exception):
-    """A limit of the library, or a token that does not fit."""
+    """A limit of the library, or a token that does not fit. `spoils`: no text of the lexer tells
+    any more what fits.
+    """
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, *, spoils: bool = False) -> None:
         super().__init__(" ".join(why.partition("\n")[0].split())[:200])
+        self.spoils = spoils
+
+    @classmethod
+    def of(cls, error: BaseException) -> CannotFollow:
+        """Return what an error of the library means; its panics are no `Exception`."""
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise error
+        panic = not isinstance(error, ValueError | RuntimeError)
+        why = f"the library failed with {type(error).__name__}" if panic else str(error)
+        return cls(why, spoils=panic or "lexer error" in why)
 
 
 class MaskedText:
@@ -52,8 +64,8 @@ class MaskedText:
         self.mask_W = np.zeros_like(eos_W)
         try:
             said = self._mask_aside() if aside else self._mask()
-        except (ValueError, RuntimeError) as error:
-            raise CannotFollow(str(error)) from None
+        except BaseException as error:
+            raise CannotFollow.of(error) from None
         self.accepting: bool = interpreter.is_accepting()
         # Where nothing can follow, the library lets the text end, though it is not complete.
         self.mask_W = self.mask_W | eos_W if self.accepting else self.mask_W & ~eos_W
@@ -91,6 +103,6 @@ class MaskedText:
         interpreter = self._interpreter.deep_copy()
         try:
             interpreter.commit_token(token)
-        except (ValueError, RuntimeError) as error:
-            raise CannotFollow(str(error)) from None
+        except BaseException as error:
+            raise CannotFollow.of(error) from None
         return MaskedText(interpreter, self._eos_W, self.fuel, aside=aside)
