@@ -26,7 +26,6 @@ ATTACKS = {
     # Just below the limit on products of counts.
     "counted": Grammar(kind="regex", text="((a{1,21}){1,21}){1,21}b"),
     "ambiguous": Grammar(kind="lark", text='start: e\ne: e e | e "+" e | "(" e ")" | "a"'),
-    "last letters": Grammar(kind="regex", text="(a|b)*a(a|b){20}"),
 }
 TREE = Strategy("eagle", 4, 2, 9)
 

@@ -24,7 +24,7 @@ from tlt_server.records import Grammar
 
 REFILL = 1024  # units that a token adds to its sequence's account
 SHARED = FUEL // 2  # half, since fuel depends a little on the order of what is found
-DEAR = 4096  # units of one mask, about 0.2 ms, after which masks are found in threads
+DEAR = 2048  # units of one mask, about 0.1 ms, after which masks are found in threads
 SLICE = 64  # tokens of one turn in a thread
 TOO_DEAR = "its masks take too much work"
 FEW = 8  # sequences that wear a lexer out: it is of no use to share one

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from llguidance import LLInterpreter
 
 WORD = 32  # tokens whose bits share one number
-# Completing a row of the parser takes time with the square of its items: about 5 us for 50 units.
-ITEMS = 64
+# Completing a row of the parser takes time with the square of its items: this much is one unit.
+ITEMS = 10
 _STATS = re.compile(
     r'"rows":(\d+),"cached_rows":(\d+),"all_items":(\d+),"lexer_cost":(\d+),', re.ASCII
 )
