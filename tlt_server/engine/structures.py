@@ -123,6 +123,7 @@ class Structure:
             return
         found = job.result()
         self._text, self._account = found.text, found.account
+        self._ahead.clear()
         self._read += found.read
         self._note(found.work)
         if found.why:
