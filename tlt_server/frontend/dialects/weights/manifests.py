@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, to_builtins
 
@@ -16,11 +16,13 @@ from tlt_client.channels.checkpoint import ADAPTER_CONFIG
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import Source
 from tlt_server.commands import Manifest, Role, TensorEntry
-from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields, ManifestFields
 from tlt_server.frontend.http.parsing import Forms
 from tlt_server.frontend.weights.transfer import GROUP, UpdateFields
+
+if TYPE_CHECKING:  # pydantic takes time to load, and the reading process needs none
+    from tlt_server.config import ResolvedConfig
 
 NEEDS = {  # channel -> fields of its manifest
     "disk": ("path",),
