@@ -14,7 +14,7 @@ from tlt_server.bench.hostile import rows as hostile_rows
 def load(figures: Figures) -> Iterator[str]:
     yield model(figures)
     yield (
-        f"{figures['clients']} requests of {figures['max_tokens']} tokens with log-probs, sent at "
+        f"{figures['clients']} requests of {figures['max_tokens']} tokens, sent at "
         "once: in one batch, or by as many clients, whole or streamed. Medians of "
         f"{figures['rounds']} rounds; `frontend`: processor time. Texts that differ from the "
         f"batch's: {figures['texts_differing']}."

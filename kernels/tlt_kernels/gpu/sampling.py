@@ -29,7 +29,8 @@ BLOCK = 1024  # width of one partial sum; changing it changes bits
 BLOCK_WARPS = 1
 MERGE_WARPS = 1
 NONE = tl.constexpr(2**30)  # above every token
-UNIT = tl.constexpr(2.0**40)  # of the sum of exponentials: 2^22 blocks have room in 64 bits
+# Units of 1 in the sum of exponentials: sums of up to 2^22 tokens fit 64 bits.
+UNIT = tl.constexpr(2.0**40)
 
 
 @triton.jit
