@@ -111,7 +111,7 @@ class Device(Protocol):
     device: torch.device
     sizes: Sizes  # the sizes that steps are padded to
     recordings: Recordings | None  # None: a device that records nothing
-    prepared: str  # which strategies a step can use without a delay, for `GET /strategy`
+    prepared: str  # strategies that a step can use without a delay, for `GET /strategy`
 
     @property
     def numerics(self) -> str:
