@@ -356,6 +356,7 @@ def test_commands_in_any_order_end_what_they_name(driven: Driven) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(14400)
 def test_commands_in_any_order_for_long(driven: Driven, record_property: Any) -> None:
     """20,000 examples on a CPU; an interpreted step takes 30 times as long."""
     count = 20_000 if driven.settings.device == "cpu" else 500
