@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from random import Random
 
@@ -100,20 +101,13 @@ def test_others_go_on_while_masks_are_not_ready(
     ids = attack(engine, "counted", 4)
     while not structures.gauges()["structures_alone"]:
         engine.step()
-    monkeypatch.setattr(structures.threads, "submit", lambda owner, work: Pending())
+    monkeypatch.setattr(structures.threads, "submit", lambda owner, work: Future())
     for i in range(3):
         one_token_s(engine, f"other {i}")
         assert engine.said[f"other {i}"][-1].error is None
     assert not any(output.finish_reason for id in ids for output in engine.said.get(id, []))
     engine.engine.scheduler.abort(ids)
     assert engine.engine.scheduler.idle
-
-
-class Pending:
-    """A result that does not come."""
-
-    def done(self) -> bool:
-        return False
 
 
 @pytest.mark.soak

@@ -1,6 +1,6 @@
-"""Threads that find masks of structured outputs while the model runs. The library lets other
-threads run meanwhile. The owner (API key) that holds the fewest of them comes first, and none holds
-more than half.
+"""Threads that find masks of structured outputs, and compile grammars again, as the model runs: the
+library lets other threads run meanwhile. The owner (API key) that holds the fewest of them comes
+first, and none holds more than half.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Generic, NamedTuple, TypeVar
+
+from tlt_server.grammars.compiler import STACK_BYTES
 
 Found = TypeVar("Found")
 NICE = 10  # niceness of these threads: those of the model come first
@@ -57,7 +59,11 @@ class MaskThreads:
             else:
                 del self._waiting[owner]
             self.running[owner] += 1
-            self._pool.submit(self._run, owner, job)
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                self._pool.submit(self._run, owner, job)  # may start a thread
+            finally:
+                threading.stack_size(before)
 
     def _run(self, owner: str, job: _Job[Found]) -> None:
         try:

@@ -144,7 +144,7 @@ class Structure:
         )
 
     def _go_alone(self) -> None:
-        self._lexer = self._shop.sole(self._grammar)
+        self._lexer = self._shop.sole(self._grammar, self._owner)
         self._lexer.join(self)
         self._text, self._read, self._account, self._job = None, 0, FUEL, None
         self._ahead.clear()
@@ -261,10 +261,11 @@ class Structures:
             self.cost.cached += 1
         return Structure(grammar, owner, stop_ids, self._vocab_size, found, self)
 
-    def sole(self, grammar: Grammar) -> Lexer:
-        """Return a lexer for one sequence."""
+    def sole(self, grammar: Grammar, owner: str) -> Lexer:
+        """Return a lexer for one sequence, which is compiled when its owner has a thread."""
         self.cost.alone += 1
-        return Lexer(self._counted(self._compiler.begin_again(grammar)), sole=True)
+        compiled = self.threads.submit(owner, partial(self._compiler.again, grammar))
+        return Lexer(self._counted(compiled), owner, sole=True)
 
     def prepare(self) -> None:
         """Do in idle time what the first structure would wait for, and give memory back."""

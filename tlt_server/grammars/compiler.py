@@ -50,7 +50,6 @@ class Compiler:
         """`model` is its directory, whose `tokenizer.json` is read by the first compilation."""
         self._model, self._vocab_size, self._eos = model, vocab_size, [*eos_token_ids]
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._other_thread = ThreadPoolExecutor(1, "grammars again")
         self._prepared = False
 
     def prepare(self) -> None:
@@ -67,9 +66,9 @@ class Compiler:
         """
         return _submit(self._thread, self._compile, grammar)
 
-    def begin_again(self, grammar: Grammar) -> Future[MaskedText]:
-        """Compile what has compiled before, and wait for no grammar that is new."""
-        return _submit(self._other_thread, self._compile, grammar)
+    def again(self, grammar: Grammar) -> MaskedText:
+        """Compile in this thread, whose stack has STACK_BYTES, what has compiled before."""
+        return self._compile(grammar)
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Return a matcher of whole texts. Raise `InvalidRequest` as `begin` does."""
