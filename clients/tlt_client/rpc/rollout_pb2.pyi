@@ -441,7 +441,7 @@ class Pin(_message.Message):
     def __init__(self, batch: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ...) -> None: ...
 
 class StrategyState(_message.Message):
-    __slots__ = ("policy", "strategy", "in_force", "expected_tokens_per_s", "arms", "pins", "policies", "drafters", "cost_error", "outlook_ratio", "calibration_error", "switches")
+    __slots__ = ("policy", "strategy", "in_force", "expected_tokens_per_s", "arms", "pins", "policies", "drafters", "cost_error", "outlook_ratio", "calibration_error", "switches", "prepared")
     class OutlookRatioEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -468,6 +468,7 @@ class StrategyState(_message.Message):
     OUTLOOK_RATIO_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_ERROR_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     policy: str
     strategy: str
     in_force: str
@@ -480,7 +481,8 @@ class StrategyState(_message.Message):
     outlook_ratio: _containers.ScalarMap[str, float]
     calibration_error: _containers.ScalarMap[str, float]
     switches: _containers.RepeatedCompositeFieldContainer[Switch]
-    def __init__(self, policy: _Optional[str] = ..., strategy: _Optional[str] = ..., in_force: _Optional[str] = ..., expected_tokens_per_s: _Optional[float] = ..., arms: _Optional[_Iterable[str]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., policies: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Iterable[str]] = ..., cost_error: _Optional[float] = ..., outlook_ratio: _Optional[_Mapping[str, float]] = ..., calibration_error: _Optional[_Mapping[str, float]] = ..., switches: _Optional[_Iterable[_Union[Switch, _Mapping]]] = ...) -> None: ...
+    prepared: str
+    def __init__(self, policy: _Optional[str] = ..., strategy: _Optional[str] = ..., in_force: _Optional[str] = ..., expected_tokens_per_s: _Optional[float] = ..., arms: _Optional[_Iterable[str]] = ..., pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., policies: _Optional[_Iterable[str]] = ..., drafters: _Optional[_Iterable[str]] = ..., cost_error: _Optional[float] = ..., outlook_ratio: _Optional[_Mapping[str, float]] = ..., calibration_error: _Optional[_Mapping[str, float]] = ..., switches: _Optional[_Iterable[_Union[Switch, _Mapping]]] = ..., prepared: _Optional[str] = ...) -> None: ...
 
 class Switch(_message.Message):
     __slots__ = ("time_s", "strategy", "before", "reason", "batch")
@@ -867,7 +869,7 @@ class Fingerprint(_message.Message):
     def __init__(self, leaves: _Optional[int] = ..., dtype: _Optional[str] = ..., architecture: _Optional[str] = ..., numerics: _Optional[str] = ..., attention: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device", "adapters", "fingerprint", "tensor_parallel", "rank_pids")
+    __slots__ = ("model", "weight_version", "drafter_version", "vocab_size", "max_model_len", "eos_token_ids", "pages", "page_size", "max_running", "drafter", "policy", "numerics", "max_rows", "attention", "dtype", "device", "gpu", "products", "graphs", "choices", "threads", "phases", "pid", "spooled", "lost", "training_device", "adapters", "fingerprint", "tensor_parallel", "rank_pids", "prepared")
     class ChoicesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -926,6 +928,7 @@ class EngineInfo(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     model: str
     weight_version: str
     drafter_version: str
@@ -956,7 +959,8 @@ class EngineInfo(_message.Message):
     fingerprint: Fingerprint
     tensor_parallel: int
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_running: _Optional[int] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., numerics: _Optional[str] = ..., max_rows: _Optional[int] = ..., attention: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., gpu: _Optional[str] = ..., products: _Optional[str] = ..., graphs: _Optional[bool] = ..., choices: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., spooled: _Optional[bool] = ..., lost: _Optional[_Mapping[str, str]] = ..., training_device: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
+    prepared: str
+    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[str] = ..., drafter_version: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_running: _Optional[int] = ..., drafter: _Optional[str] = ..., policy: _Optional[str] = ..., numerics: _Optional[str] = ..., max_rows: _Optional[int] = ..., attention: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., gpu: _Optional[str] = ..., products: _Optional[str] = ..., graphs: _Optional[bool] = ..., choices: _Optional[_Mapping[str, str]] = ..., threads: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., spooled: _Optional[bool] = ..., lost: _Optional[_Mapping[str, str]] = ..., training_device: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ..., prepared: _Optional[str] = ...) -> None: ...
 
 class VllmConfigInfo(_message.Message):
     __slots__ = ("model_config", "weight_transfer_config", "parallel_config", "lora_config")
