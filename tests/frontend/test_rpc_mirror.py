@@ -191,7 +191,7 @@ def endpoint_of(operation: Operation, server: LiveServer) -> Endpoint:
     [found] = [
         route
         for route in routes(server)
-        if (route.method, route.path) == (operation.method, operation.path)
+        if (route.method, route.path) == (operation.method, operation.path.replace(":path", ""))
     ]
     return found
 
