@@ -58,7 +58,9 @@ class Containment:
 
     def typed(self, error: Exception, what: str) -> TltError:
         """Return a user's error as it is, and contain any other."""
-        return error if isinstance(error, TltError) else self.contain(error, what)
+        if isinstance(error, TltError) and not isinstance(error, self._ends):
+            return error
+        return self.contain(error, what)
 
     @contextmanager
     def containing(self, what: str) -> Iterator[None]:

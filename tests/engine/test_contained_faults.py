@@ -37,6 +37,10 @@ def broken(*args: Any, **options: Any) -> Any:
     raise KeyError(SECRET)
 
 
+def lost(*args: Any) -> Any:
+    raise EngineFailed("rank 1 has ended")
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     made = checkpoints(tmp_path_factory.mktemp("smallest"))
@@ -208,6 +212,10 @@ def test_faults_that_concern_everybody_end_the_engine(
     with monkeypatch.context() as patched, pytest.raises(KeyError):
         patched.setattr(inner.halt, "_do", broken)
         inner.send(Sleep("s", ["weights"]))
+        inner.step()
+    with monkeypatch.context() as patched, pytest.raises(EngineFailed, match="rank 1"):
+        patched.setattr(inner.pushes, "_apply", lost)
+        inner.send(LookAtWeights("w"))
         inner.step()
     (sequence,) = [each for each in inner.scheduler.running if each.id == "r1"]
     page = sequence.pages.pop()
