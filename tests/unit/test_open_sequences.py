@@ -276,3 +276,27 @@ def test_equal_waits_for_tokens_are_observed_one_by_one() -> None:
         submission.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("others_tokens", "blamed"), [(0, ""), (1, "a")])
+def test_a_key_on_trial_is_blamed_once_others_have_run(others_tokens: int, blamed: str) -> None:
+    def asked(id: str, owner: str) -> GenerateRequest:
+        return GenerateRequest(
+            id=id, token_ids=[ord(owner)], sampling=Sampling(max_tokens=9), seed=1, owner=owner
+        )
+
+    async def main() -> None:
+        sequences, _ = opened()
+        submit(sequences, [asked("a1", "a")])
+        sequences.died(["a1"], EngineFailed("it is gone"))
+        await asyncio.sleep(0.01)
+        submit(sequences, [asked("b1", "b")])
+        for token in range(others_tokens):
+            sequences.dispatch([StepOutput(id="b1", token_ids=[token], logprobs=[-1.0])])
+        submit(sequences, [asked("a2", "a")])
+        await asyncio.sleep(0.01)
+        assert sequences.alone(["b1", "a2"]) == blamed
+        assert sequences.alone(["a2"]) == "a" and sequences.alone(["b1"]) == "b"
+        sequences.end_all(EngineFailed("the test is over"))
+
+    asyncio.run(main())

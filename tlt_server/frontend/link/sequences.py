@@ -155,11 +155,14 @@ class OpenSequences:
             self._end(id, error)
 
     def alone(self, started: Iterable[str]) -> str:
-        """Return the key of the request on trial, or of all that ran; empty where keys differ."""
-        ran = [self._routes[id].request for id in started if id in self._routes]
-        owners = {one.owner for one in ran if one.id == self._on_trial} or {
-            one.owner for one in ran
-        }
+        """Return the key of all that ran, or of the request on trial where each request of another
+        key had got past its first step; else empty.
+        """
+        ran = [self._routes[id] for id in started if id in self._routes]
+        owners = {route.request.owner for route in ran}
+        tried = {route.request.owner for route in ran if route.request.id == self._on_trial}
+        if tried and all(route.tokens for route in ran if route.request.owner not in tried):
+            owners = tried
         return owners.pop() if len(owners) == 1 else ""
 
     def died(self, started: Iterable[str], error: TltError) -> int:
