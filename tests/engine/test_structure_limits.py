@@ -229,7 +229,7 @@ def test_an_unforeseen_error_of_a_compilation_ends_its_sequences_only(
     def broken(grammar: Grammar) -> Any:
         raise Panic
 
-    monkeypatch.setattr(structures._compiler, "_compile", broken)
+    monkeypatch.setattr(structures._compiler, "start", broken)
     monkeypatch.setattr(type(structures._compiler), "_tokenizer", property(broken))
     structure = begun(structures)
     assert not mask(structure).any()
@@ -241,14 +241,14 @@ def test_a_grammar_that_nothing_waits_for_any_more_is_not_compiled(
     structures: Structures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, compiled = threading.Event(), list[str]()
-    original = structures._compiler._compile
+    original = structures._compiler.start
 
     def slow(grammar: Grammar) -> Any:
         assert go.wait(60)
         compiled.append(grammar.text)
         return original(grammar)
 
-    monkeypatch.setattr(structures._compiler, "_compile", slow)
+    monkeypatch.setattr(structures._compiler, "start", slow)
     first, *others = [begun(structures, Grammar(kind="regex", text=f"a{{{i}}}")) for i in range(5)]
     again = begun(structures, Grammar(kind="regex", text="a{1}"))
     del others
@@ -259,3 +259,36 @@ def test_a_grammar_that_nothing_waits_for_any_more_is_not_compiled(
         assert mask(structure).any()
     assert compiled == ["a{0}", "a{1}", "a{3}"]
     assert structures.gauges()["structures_compiled"] == 3
+
+
+def test_ended_sequences_leave_threads_nothing_to_find(structures: Structures) -> None:
+    structures.threads, go = MaskThreads(2), threading.Event()
+    structures.threads.submit("", partial(go.wait, 60))
+    for grammar in GROWING:
+        structure = begun(structures, grammar)
+        wait(structure)
+        structure.commit([A] * 40)
+        assert not structure.ready
+        job = structure._job
+        assert job is not None
+        del structure
+        assert job.cancelled()
+    go.set()
+
+
+def test_what_one_owner_compiles_holds_up_no_other(
+    structures: Structures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, start = threading.Event(), structures._compiler.start
+    grammars = [Grammar(kind="regex", text=f"{letter}{{2}}") for letter in "abcd"]
+
+    def slow(grammar: Grammar) -> Any:
+        assert grammar != grammars[0] or go.wait(60)
+        return start(grammar)
+
+    monkeypatch.setattr(structures._compiler, "start", slow)
+    held = [begun(structures, grammar, "a") for grammar in grammars]
+    other = begun(structures, grammars[-1], "b")
+    assert mask(other).any() and not any(each.ready for each in held)
+    go.set()
+    assert all(mask(each).any() for each in held)

@@ -222,13 +222,13 @@ def test_an_engine_that_only_waits_for_a_grammar_looks_now_and_then(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     go, compiler = threading.Event(), engine.engine._structures._compiler
-    original = compiler._compile
+    original = compiler.start
 
     def slow(grammar: Grammar) -> Any:
         assert go.wait(60)
         return original(grammar)
 
-    monkeypatch.setattr(compiler, "_compile", slow)
+    monkeypatch.setattr(compiler, "start", slow)
     patience_ms: list[int] = []
 
     class Commands:

@@ -49,13 +49,12 @@ def test_masks_and_their_work_are_functions_of_the_tokens(
 ) -> None:
     for seed in range(3):
         here, there, again = (
-            walk(compiler.begin(grammar).result(), seed, aside=aside)
-            for aside in (False, True, True)
+            walk(compiler.start(grammar), seed, aside=aside) for aside in (False, True, True)
         )
         assert here == there == again
-    shared = compiler.begin(grammar).result()
+    shared = compiler.start(grammar)
     for seed in range(3):
-        own = walk(compiler.begin(grammar).result(), seed, aside=True)
+        own = walk(compiler.start(grammar), seed, aside=True)
         seen = walk(shared, seed, aside=True)
         assert [(mask, ends, items) for mask, ends, _, items in seen] == [
             (mask, ends, items) for mask, ends, _, items in own
@@ -106,7 +105,7 @@ def test_an_error_of_the_library_concerns_its_text(
 
 
 def test_a_token_that_does_not_fit_or_ends_the_text_is_not_followed(compiler: Compiler) -> None:
-    text = compiler.begin(Grammar(kind="regex", text="a*")).result()
+    text = compiler.start(Grammar(kind="regex", text="a*"))
     assert text.accepting and int(text.mask_W.view(np.uint32)[EOS // WORD]) >> EOS % WORD & 1
     for token in (EOS, LETTERS.index("b"), VOCAB, -1):
         with pytest.raises(CannotFollow, match="do not fit"):

@@ -45,6 +45,7 @@ class Lexer:
         self.joined = 0  # sequences that have used it
         self._users = 0
         self._spent = 0  # fuel
+        self._compiled_fuel: int | None = None  # once that is known
         self._spoiled = False  # it ran into a limit: no text tells any more what fits
 
     def join(self, user: object) -> None:
@@ -77,8 +78,10 @@ class Lexer:
     @property
     def _compiling(self) -> int:
         """Fuel that compiling it has taken."""
-        done = self.compiled.done() and not self.compiled.cancelled()
-        return self.compiled.result().fuel if done and not self.compiled.exception() else 0
+        if self._compiled_fuel is None and self.compiled.done():
+            failed = self.compiled.cancelled() or self.compiled.exception()
+            self._compiled_fuel = 0 if failed else self.compiled.result().fuel
+        return self._compiled_fuel or 0
 
     @property
     def worn(self) -> bool:
@@ -118,10 +121,14 @@ class KeptLexers:
     def nbytes(self) -> int:
         return sum(lexer.nbytes for lexer in self._lexers.values())
 
-    def get(self, grammar: Grammar) -> Lexer | None:
-        """Return the lexer of a grammar, unless it is of no use to a new sequence."""
+    def get(self, grammar: Grammar, owner: str = "") -> Lexer | None:
+        """Return the lexer of a grammar, unless it is of no use to a new sequence of this owner,
+        who does not wait for what another one has asked for before.
+        """
         found = self._lexers.get(grammar)
         if found is None or found.compiled.cancelled() or (found.worn and found.joined > FEW):
+            return None
+        if found.owner != owner and not found.compiled.done():
             return None
         self._use(grammar, found)
         return found

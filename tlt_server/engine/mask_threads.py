@@ -1,4 +1,4 @@
-"""Threads that find masks of structured outputs, and compile grammars again, as the model runs: the
+"""Threads that find masks of structured outputs, and compile grammars, while the model runs: the
 library lets other threads run meanwhile. The owner (API key) that holds the fewest of them comes
 first, and none holds more than half.
 """
@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 from tlt_server.grammars.compiler import STACK_BYTES
 
 Found = TypeVar("Found")
-NICE = 10  # niceness of these threads: those of the model come first
+NICE = 10  # niceness, after that of the model's threads
 
 
 class _Job(NamedTuple, Generic[Found]):
@@ -25,10 +25,12 @@ class _Job(NamedTuple, Generic[Found]):
 
 
 class MaskThreads:
-    def __init__(self, count: int | None = None) -> None:
-        """`count`: threads, at least two; by default half of the cores."""
+    def __init__(self, count: int | None = None, *, nice: bool = True) -> None:
+        """`count`: threads, at least two; by default half of the cores. `nice`: those of the model
+        come first.
+        """
         self._count = max(2, count or (os.cpu_count() or 1) // 2)
-        self._pool = ThreadPoolExecutor(self._count, "masks", initializer=_be_nice)
+        self._pool = ThreadPoolExecutor(self._count, "masks", _be_nice if nice else None)
         self._lock = threading.Lock()
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by owner, next one first
         self.running = Counter[str]()  # by owner

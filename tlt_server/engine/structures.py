@@ -57,6 +57,7 @@ class Structure:
         shop: Structures,
     ) -> None:
         """`stop_ids` may come wherever the text is complete."""
+        self._job: Future[Advanced] | None = None
         self._grammar, self._owner, self._lexer, self._shop = grammar, owner, lexer, shop
         lexer.join(self)
         self._words = -(-vocab_size // WORD)
@@ -67,11 +68,15 @@ class Structure:
         self._ahead: dict[tuple[int, ...], MaskedText] = {}  # by the tokens after `_text`
         self._account = FUEL
         self._dear = 0  # cheap masks still needed until steps find them
-        self._job: Future[Advanced] | None = None
         self._stop_ids = frozenset(id for id in stop_ids if 0 <= id < vocab_size)
         self._stops_W = np.zeros(self._words, np.int32)
         for id in self._stop_ids:
             self._stops_W.view(np.uint32)[id // WORD] |= np.uint32(1 << id % WORD)
+
+    def __del__(self) -> None:
+        """Call off what a thread was to find for a sequence that has ended."""
+        if self._job is not None:
+            self._job.cancel()
 
     @property
     def quick(self) -> bool:
@@ -246,6 +251,7 @@ class Structures:
         self._vocab_size = vocab_size
         self.kept = KeptLexers()
         self.threads, self.cost = MaskThreads(), Cost()
+        self.compiling = MaskThreads(2, nice=False)  # of grammars that are new
 
     def of(
         self, grammar: Grammar | None, stop_ids: Collection[int], owner: str = ""
@@ -253,9 +259,10 @@ class Structures:
         """Return the structure of a new sequence, whose grammar is compiled in the background."""
         if grammar is None:
             return None
-        found = self.kept.get(grammar)
+        found = self.kept.get(grammar, owner)
         if found is None:
-            found = Lexer(self._counted(self._compiler.begin(grammar)), owner)
+            compiled = self.compiling.submit(owner, partial(self._compiler.start, grammar))
+            found = Lexer(self._counted(compiled), owner)
             self.kept.keep(grammar, found)
         else:
             self.cost.cached += 1
@@ -264,7 +271,7 @@ class Structures:
     def sole(self, grammar: Grammar, owner: str) -> Lexer:
         """Return a lexer for one sequence, which is compiled when its owner has a thread."""
         self.cost.alone += 1
-        compiled = self.threads.submit(owner, partial(self._compiler.again, grammar))
+        compiled = self.threads.submit(owner, partial(self._compiler.start, grammar))
         return Lexer(self._counted(compiled), owner, sole=True)
 
     def prepare(self) -> None:

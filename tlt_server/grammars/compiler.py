@@ -60,34 +60,10 @@ class Compiler:
             with contextlib.suppress(BaseException):
                 _ = self._tokenizer
 
-    def begin(self, grammar: Grammar) -> Future[MaskedText]:
-        """Compile in a thread. The result is the empty output; `InvalidRequest` says what is wrong
-        with the grammar, and where.
+    def start(self, grammar: Grammar) -> MaskedText:
+        """Return the empty output. `InvalidRequest` says what is wrong with the grammar, and where.
+        The calling thread needs a stack of STACK_BYTES.
         """
-        return _submit(self._thread, self._compile, grammar)
-
-    def again(self, grammar: Grammar) -> MaskedText:
-        """Compile in this thread, whose stack has STACK_BYTES, what has compiled before."""
-        return self._compile(grammar)
-
-    def compile(self, grammar: Grammar) -> LLMatcher:
-        """Return a matcher of whole texts. Raise `InvalidRequest` as `begin` does."""
-        return _submit(self._thread, self._matcher, grammar).result()
-
-    def _matcher(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher
-
-        tokenizer = self._tokenizer
-        with _phrased(grammar):
-            source = self._source(grammar)
-            matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # some limits show only here
-        if matcher.is_error():
-            raise InvalidRequest(_phrase(grammar, matcher.get_error()))
-        return matcher
-
-    def _compile(self, grammar: Grammar) -> MaskedText:
         from llguidance import LLInterpreter
 
         tokenizer = self._tokenizer
@@ -102,6 +78,23 @@ class Compiler:
             )
             interpreter.start_without_prompt()
             return MaskedText(interpreter, self._eos_W)
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Return a matcher of whole texts. Raise `InvalidRequest` as `start` does."""
+        return _submit(self._thread, self._matcher, grammar).result()
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        tokenizer = self._tokenizer
+        with _phrased(grammar):
+            source = self._source(grammar)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=self._limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # some limits show only here
+        if matcher.is_error():
+            raise InvalidRequest(_phrase(grammar, matcher.get_error()))
+        return matcher
 
     @cached_property
     def _eos_W(self) -> NDArray[np.int32]:
