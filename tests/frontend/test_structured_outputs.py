@@ -70,6 +70,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: %json {"foo": 1}'}, "the keyword 'foo'"),
     ({"grammar": 'root ::= "a" | ('}, "is not GBNF: Expected ')'"),
     ({"structural_tag": nested(250)}, "structural_tag has more than 64 levels"),
+    ({"json_schema": r'{"properties": {"\ud800": {"foo": 1}}}'}, "half of a character"),
+    ({"grammar": r'start: %json {"properties": {"\ud800": {"foo": 1}}}'}, "half of a character"),
+    ({"structural_tag": r'{"format": {"type": "\ud800"}}'}, "half of a character"),
 ]
 
 

@@ -337,6 +337,17 @@ def test_a_choice_that_cannot_be_held_is_refused(
     assert response.json()["error"]["param"] == "tool_choice"
 
 
+def test_half_a_character_in_a_structure_is_refused(server: LiveServer) -> None:
+    for fields in (
+        {"guided_json": r'{"enum": ["\ud800"]}'},
+        {"guided_json": json.dumps({"properties": {"\ud800": {"x": 1}}, "title": "x" * 100_000})},
+        {"structured_outputs": {"structural_tag": r'{"format": {"type": "\ud800"}}'}},
+    ):
+        response = post(server, CHAT, **says("a", **fields))
+        assert response.status_code == 400, response.text
+        assert "half of a character" in response.json()["error"]["message"]
+
+
 def test_llama_calls_are_read_with_their_special_token(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -90,12 +90,13 @@ def _grammar(text: str) -> Grammar:
 def _check_inner(lark: str, begin: int) -> None:
     """Check the JSON schema that begins there in a grammar."""
     try:
-        schema, _ = json.JSONDecoder().raw_decode(lark, begin)
+        _, end = json.JSONDecoder().raw_decode(lark, begin)
     except (ValueError, RecursionError):
         raise InvalidRequest(
             f"the grammar has no JSON schema after %json at character {begin + 1}"
         ) from None
-    check_schema(schema, f"the JSON schema at character {begin + 1} of the grammar")
+    what = f"the JSON schema at character {begin + 1} of the grammar"
+    check_schema(read_json(lark[begin:end], what), what)
 
 
 def quoted(text: str) -> str:

@@ -39,7 +39,11 @@ MAX_MULTIPLE = 10_000  # limit on the least common multiple of all multipleOf
 def read_json(text: str, what: str = "the JSON schema") -> Any:
     """Return the JSON value of a text. `InvalidRequest` names where it is not JSON."""
     try:
-        return json.loads(text, parse_constant=_no_number)
+        found = json.loads(text, parse_constant=_no_number)
+        json.dumps(found, ensure_ascii=False).encode()  # a sender may escape half a character
+        return found
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what} has half of a character; write a whole one") from None
     except json.JSONDecodeError as error:
         raise InvalidRequest(
             f"{what} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"

@@ -19,6 +19,7 @@ from tlt_server.frontend.generation.structures import is_small
 from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.parsers.pieces import Form
 from tlt_server.frontend.parsers.thinking import CLOSE, OPEN
+from tlt_server.grammars.schemas import read_json
 from tlt_server.grammars.tags import format_of
 
 NO_ARGUMENTS = {"type": "object", "additionalProperties": False}
@@ -113,8 +114,8 @@ def _part(given: StructuredOutputs) -> Tag | None:
     if not is_small(content):
         return None
     try:
-        content = json.loads(content) if isinstance(content, str) else content
-    except (ValueError, RecursionError):
+        content = read_json(content) if isinstance(content, str) else content
+    except InvalidRequest:
         return None
     if is_schema:
         return {"type": "json_schema", "json_schema": content}
