@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.processes import descendants
-from tlt_server.errors import InvalidRequest, QueueFull, Unavailable
+from tlt_server.errors import InvalidRequest, QueueFull, TooLarge, Unavailable
 from tlt_server.frontend.generation import tokenizing
 from tlt_server.frontend.generation.templates import ChatTemplate
 from tlt_server.frontend.generation.text import Text
@@ -205,6 +205,16 @@ def test_a_template_of_the_most_characters_is_rendered(model: Path) -> None:
         assert await render("\U0001f600" * 2**16) == "\U0001f600" * 2**16
         with pytest.raises(InvalidRequest, match="half a character"):
             await render(r"{{ '\ud83d' }}")
+        with pytest.raises(InvalidRequest, match=r"refuses these messages: no \\ud83d"):
+            await render(r"{{ raise_exception('no \ud83d') }}")
+
+    run(model, work)
+
+
+def test_a_text_that_cannot_be_tokenised_does_not_leave_its_process(model: Path) -> None:
+    async def work(reader: Reader, render: Render) -> None:
+        with pytest.raises(TooLarge, match="12000000 characters; the server tokenises at most"):
+            await render("{% for i in range(12) %}{{ 'a' * 10**6 }}{% endfor %}")
 
     run(model, work)
 

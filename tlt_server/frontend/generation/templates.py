@@ -14,10 +14,13 @@ from typing import Any
 
 import jinja2.meta
 
-from tlt_server.errors import InvalidRequest, ModelError
+from tlt_server.errors import InvalidRequest, ModelError, TooLarge
 from tlt_server.frontend.generation.sandbox import environment
+from tlt_server.packed import PackedText
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+# Limit on one text. To tokenise it takes 310 bytes per character.
+MAX_TEXT_CHARS = 10 * 2**20
 
 
 class ChatTemplate:
@@ -148,3 +151,11 @@ def _source(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}; it must be UTF-8 encoded text") from None
+
+
+def check_length(where: str, text: str | PackedText) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise TooLarge(
+            f"{where} has a text of {len(text)} characters; the server tokenises at most "
+            f"{MAX_TEXT_CHARS} at once: send it as token ids"
+        )

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from tlt_server.errors import ContextExceeded, TooLarge
-from tlt_server.frontend.generation.templates import for_template
+from tlt_server.errors import ContextExceeded
+from tlt_server.frontend.generation.templates import check_length, for_template
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.reading import asking
 from tlt_server.frontend.reading.frames import sliced
@@ -24,8 +24,6 @@ INLINE_IDS = 4096
 INLINE_CONVERSATION_BYTES = 4096
 SLICE_CHARS = 2**16
 SLICE_TEXTS = 512
-# Limit on one text. To tokenise it takes 310 bytes per character.
-MAX_TEXT_CHARS = 10 * 2**20
 
 
 async def encode(
@@ -50,11 +48,7 @@ async def encode(
                 f"model has more than {longest} characters)",
                 max_tokens,
             )
-        if len(one) > MAX_TEXT_CHARS:
-            raise TooLarge(
-                f"{where} has a text of {len(one)} characters; the server tokenises at most "
-                f"{MAX_TEXT_CHARS} at once: send it as token ids"
-            )
+        check_length(where, one)
     plain = [one for one in texts if isinstance(one, str)]
     total = sum(map(len, texts))
     if text.tokenizer is None or (

@@ -66,7 +66,9 @@ def answered(work: Callable[[], Any], payload: Payload) -> Iterator[bytes]:
 
 
 def _refusal(error: TltError) -> bytes:
-    return msgspec.msgpack.encode(["e", error.code, error.message, error.retry_after_s])
+    # A client's half of a character is an escape in the message.
+    message = error.message.encode(errors="backslashreplace").decode()
+    return msgspec.msgpack.encode(["e", error.code, message, error.retry_after_s])
 
 
 def bound_memory(more: int) -> None:

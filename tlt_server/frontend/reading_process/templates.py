@@ -28,7 +28,7 @@ import msgspec
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai import messages  # noqa: F401 (messages that come in)
-from tlt_server.frontend.generation.templates import ChatTemplate, for_template
+from tlt_server.frontend.generation.templates import ChatTemplate, check_length, for_template
 from tlt_server.frontend.reading.frames import BlockingChannel
 from tlt_server.frontend.reading.renderer import MEMORY_MB, PROCESSOR_S, READ_BYTES_S
 from tlt_server.frontend.reading_process.answers import Payload, answered, bound_memory
@@ -93,7 +93,9 @@ def _render(payload: Payload) -> PackedText:
     said = for_template(given)
     try:
         template = ChatTemplate.brought(source, tokens)
-        return PackedText.of(template.render(said, tools, options, open_end=open_end))
+        text = template.render(said, tools, options, open_end=open_end)
+        check_length("chat_template", text)
+        return PackedText.of(text)
     except MemoryError:
         raise InvalidRequest(
             f"chat_template needs more than {MEMORY_MB} MiB of memory: simplify it"
