@@ -388,6 +388,20 @@ def test_an_id_that_comes_twice_is_one_sequence() -> None:
     assert scheduler.idle
 
 
+def test_a_prompt_of_one_token_that_is_left_out_is_scored_once() -> None:
+    scheduler, _ = make(24)
+    scheduler.submit([sequence(0, [1], 4, 0)])
+    said: list[StepOutput] = []
+    for tokens in ([], [], [5]):
+        batch = scheduler.next_batch()
+        assert batch is not None
+        scheduler.launched(batch, 0)
+        emission = Emission(tokens=tokens, logprobs=[-1.0] * len(tokens), prompt_logprobs=[None])
+        said += scheduler.commit(batch, [emission])
+        scheduler.check()
+    assert [(output.token_ids, output.prompt_logprobs) for output in said] == [([5], [None])]
+
+
 def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
     scheduler, _ = make(24)
     scheduler.submit([sequence(i, [1, 2, 3], 4, i) for i in range(3)])

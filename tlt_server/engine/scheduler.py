@@ -273,10 +273,9 @@ class Scheduler:
         sequence = chunk.sequence
         chunk.land()
         if emission.prompt_logprobs is not None:
-            sequence.prompt_logprobs = [
-                *(sequence.prompt_logprobs or []),
-                *emission.prompt_logprobs,
-            ]
+            # A prompt of one token comes again after a step that left its sequence out.
+            known = sequence.prompt_logprobs if chunk.start else None
+            sequence.prompt_logprobs = [*(known or []), *emission.prompt_logprobs]
         if not chunk.samples:
             sequence.computed = chunk.end
             self._publish(sequence)
