@@ -37,6 +37,7 @@ VERSION_MUST = (
 )
 _PART = rf"[^/+@{UNSEEN}]*[^./+@{UNSEEN}][^/+@{UNSEEN}]*"
 ADAPTER = rf"^{_PART}(?:/{_PART})*$"
+MAX_ADAPTER = 128  # characters
 ADAPTER_MUST = (
     "have no '+', '@', control or format character, and no part between slashes that is empty or "
     "dots alone, such as math"
@@ -68,6 +69,10 @@ def bearer(api_key: str | None) -> dict[str, str]:
 
 def is_version(name: str) -> bool:
     return len(name) <= MAX_VERSION and re.fullmatch(VERSION, name) is not None
+
+
+def is_adapter(name: str) -> bool:
+    return len(name) <= MAX_ADAPTER and re.fullmatch(ADAPTER, name) is not None
 
 
 def version_of(name: str) -> str:

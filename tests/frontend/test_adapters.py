@@ -162,6 +162,19 @@ def test_an_adapters_directory_by_weight_dir_is_loaded_for_the_model(
         assert server.engine.submitted[-1].lora == "org/tiny"
 
 
+def test_an_adapter_takes_no_name_of_the_model_that_spans_cannot_show(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "adapter_config.json").write_text("{}")
+    settings = {"served_model_name": "qwen+math@2", "max_loras": 1, "weight_root": tmp_path}
+    with live_server(model, **settings) as server:
+        refused = post(server, "/update_weights", weight_dir="step")
+        assert refused.status_code == 400 and not server.engine.weight_commands
+        assert "served_model_name is 'qwen+math@2'" in refused.text
+        assert "POST /load_lora_adapter" in refused.text
+
+
 def test_adapters_have_no_owner(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(
         "a scopes=data name=a\nb scopes=data name=b\n"

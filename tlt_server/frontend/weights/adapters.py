@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tlt_client.arguments import ADAPTER
+from tlt_client.arguments import ADAPTER, MAX_ADAPTER
 from tlt_server.commands import Manifest, PushWeights, UnloadAdapter
 from tlt_server.events import WeightReport
 from tlt_server.frontend.weights.session import WeightSession
@@ -16,7 +16,7 @@ AdapterName = Annotated[
     str,
     Meta(
         min_length=1,
-        max_length=128,
+        max_length=MAX_ADAPTER,
         pattern=ADAPTER,
         description="a name without '+', '@', control and format characters; the model's own: "
         "requests that name the model have it",

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, to_builtins
 
+from tlt_client.arguments import ADAPTER_MUST, is_adapter
 from tlt_client.channels.checkpoint import ADAPTER_CONFIG
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import Source
 from tlt_server.commands import Manifest, Role, TensorEntry
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.weights.requests import DirectoryFields, ManifestFields
+from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.http.parsing import Forms
 from tlt_server.frontend.weights.transfer import GROUP, UpdateFields
 
@@ -90,6 +92,12 @@ def manifest_of(
         if not asked.weight_dir:
             raise InvalidRequest("weight_dir is ''; name a directory below the weight root")
         adapted = _holds_adapter(config.weight_root, asked.weight_dir)
+        if adapted and not is_adapter(config.served_model_name):
+            raise InvalidRequest(
+                f"served_model_name is {shown(config.served_model_name)}, which an adapter by "
+                f"weight_dir has for its name; it must {ADAPTER_MUST}: start the server with "
+                "another, or give the adapter a name by POST /load_lora_adapter"
+            )
         return Manifest(
             role="adapter" if adapted else role,
             adapter=config.served_model_name if adapted else "",
