@@ -251,7 +251,7 @@ class Structures:
         self._vocab_size = vocab_size
         self.kept = KeptLexers()
         self.threads, self.cost = MaskThreads(), Cost()
-        self.compiling = MaskThreads(2, nice=False)  # of grammars that are new
+        self.compiling = MaskThreads(2, nice=False)  # for new grammars
 
     def of(
         self, grammar: Grammar | None, stop_ids: Collection[int], owner: str = ""
