@@ -351,7 +351,7 @@ def test_commands_in_any_order_end_what_they_name(driven: Driven) -> None:
     every()
     for expected in ("length", "stop", "abort", "structure_failed", "deadline_exceeded"):
         assert driven.results[expected] > 10, driven.results
-    assert driven.compared > 100, "hardly a sequence was compared"
+    assert driven.compared > 50, "hardly a sequence was compared"
     assert driven.results["PushWeights: done"] > 20 and driven.results["Pause: done"] > 20
 
 
