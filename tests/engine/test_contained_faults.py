@@ -201,7 +201,7 @@ def test_commands_that_are_not_valid_end_what_they_name(
 def test_faults_that_concern_everybody_end_the_engine(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU's error, a lost rank, memory in doubt, and a structure that is wrong after a fault."""
+    """A GPU's error, a lost rank or step, memory in doubt, and a structure wrong after a fault."""
     inner = engine.engine
     for error in (
         torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
@@ -216,6 +216,10 @@ def test_faults_that_concern_everybody_end_the_engine(
     with monkeypatch.context() as patched, pytest.raises(EngineFailed, match="rank 1"):
         patched.setattr(inner.pushes, "_apply", lost)
         inner.send(LookAtWeights("w"))
+        inner.step()
+    with monkeypatch.context() as patched, pytest.raises(EngineFailed, match="in flight was lost"):
+        patched.setattr(inner.runner, "collect", broken)
+        inner.send(Pause("p", "recompute"))
         inner.step()
     (sequence,) = [each for each in inner.scheduler.running if each.id == "r1"]
     page = sequence.pages.pop()

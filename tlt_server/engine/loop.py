@@ -24,7 +24,7 @@ from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.structures import Structures
 from tlt_server.engine.traces import Recorder
-from tlt_server.errors import TltError
+from tlt_server.errors import EngineFailed, TltError
 from tlt_server.events import ControlReport, WeightReport
 from tlt_server.records import OFF, Cycle, GenerateRequest, StepContext, StepOutput, Strategy
 from tlt_server.speculation.canary import Canary
@@ -227,8 +227,17 @@ class Engine:
 
 
 def settle(scheduler: Scheduler, runner: Runner) -> list[StepOutput]:
-    """Commit every step in flight, because what they compute with is about to change."""
+    """Commit every step in flight, because what they compute with is about to change.
+
+    `EngineFailed` ends the epoch where one is lost, also within a command whose faults are
+    contained: the sequences of that step would wait for it for ever.
+    """
     outputs: list[StepOutput] = []
-    while (finished := runner.collect(busy=False)) is not None:
-        outputs += scheduler.commit(finished.batch, finished.emissions, finished.cycle.strategy)
+    try:
+        while (finished := runner.collect(busy=False)) is not None:
+            outputs += scheduler.commit(finished.batch, finished.emissions, finished.cycle.strategy)
+    except TltError:
+        raise
+    except Exception as error:
+        raise EngineFailed(f"a step in flight was lost ({type(error).__name__})") from error
     return outputs
