@@ -93,6 +93,8 @@ RECORDED = {  # other names of routes with an example; recorded calls test them
     "/areal_set_update_weight_meta",
     "/areal_update_weights_xccl",
     "/v1/models/{name}",
+    "/v1/responses/{id}/input_items",
+    "/v1/responses/{id}/cancel",
     "/v1/tokenize",
     "/v1/detokenize",
     "/tokenizer_info",

@@ -27,6 +27,7 @@ from tlt_server.commands import (
 from tlt_server.engine.gate import StepGate
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.events import WeightReport
+from tlt_server.faults import Containment
 from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.storage import Free, Storage
@@ -47,7 +48,9 @@ class Pair:
         options = Options(("broadcast",), Intake(groups=Groups(WAIT_S)), storage=storage)
         self.transaction = Transaction(live, options, lambda data, where: None)
         scheduler: Any = SimpleNamespace(
-            started=lambda adapter: 0, change_version=lambda version, in_flight: []
+            started=lambda adapter: 0,
+            change_version=lambda version, in_flight: [],
+            faults=Containment(),
         )
         self.pushes = WeightPushes(
             StepGate(), self.transaction, scheduler, lambda live, changed: None, list

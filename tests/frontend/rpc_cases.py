@@ -266,7 +266,6 @@ CASES = [
         methods=("GetRollout",),
         error="not_found",
     ),
-    Case("a rollout of no name", {}, methods=("GetRollout",), error="not_found"),
     Case("the strategy", methods=("GetStrategy",)),
     Case("the strategy, with data", methods=("GetStrategy",), key="data", error="forbidden"),
     Case("no drafts", {"policy": "off"}, methods=("SetStrategy",)),

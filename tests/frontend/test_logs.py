@@ -231,13 +231,15 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
 
 
 def test_the_log_leads_from_a_death_to_the_request_that_ran(
-    keyed: LiveServer, stream: io.StringIO
+    model: Path, stream: io.StringIO
 ) -> None:
+    """Without keys: a key would rest after the second death."""
     killer = {"requests": [{"token_ids": [65, DIES]}]}
-    for step in range(3):
-        ask(keyed, killer, **{"x-request-id": f"step-{step}"})
-        until(lambda: not keyed.client.failure)
-    accesses(stream, 3)
+    with live_server(model) as server:
+        for step in range(3):
+            ask(server, killer, **{"x-request-id": f"step-{step}"})
+            until(lambda: not server.client.failure)
+        accesses(stream, 3)
     batches = {
         line["request_id"]: line["batch"] for line in lines(stream) if line["event"] == "generated"
     }

@@ -193,6 +193,8 @@ def test_a_name_is_one_segment_of_a_path(server: LiveServer, stub: RolloutServic
         assert error.code == "invalid_request" and error.message.startswith(
             f"id is {name!r}; it must have no '/'"
         ), error.message
+    error = refused(lambda: stub.GetRollout(proto.GetRolloutRequest()))
+    assert error.code == "invalid_request" and error.message.startswith("id is empty")
     for name in ("..%2Fstrategy", "?a=b", "#", " ", "\x00", "\u00fc"):
         error = refused(lambda: stub.GetRollout(proto.GetRolloutRequest(id=name)))  # noqa: B023
         assert error.code == "not_found" and error.message.startswith("there is no rollout"), (

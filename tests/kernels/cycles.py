@@ -193,7 +193,7 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
                 np.array([root], np.int32),
                 np.array([count], np.int32),
                 rows.parent_R[:rows_V],
-                rows.token_R[:rows_V],
+                rows.token_R[:rows_V].astype(np.int64),
                 cycle.token_S[:rows_V],
             )
             path, tokens = [root, *found.row_A.tolist()], found.token_E.tolist()
