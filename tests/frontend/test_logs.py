@@ -233,7 +233,7 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
 def test_the_log_leads_from_a_death_to_the_request_that_ran(
     model: Path, stream: io.StringIO
 ) -> None:
-    """Without keys: a key would rest after the second death."""
+    """The server has no keys, because a key would rest after the second death."""
     killer = {"requests": [{"token_ids": [65, DIES]}]}
     with live_server(model) as server:
         for step in range(3):

@@ -50,6 +50,10 @@ class Operation(NamedTuple):
             lambda match: _segment(match[1], content.pop(match[1], ""), match[2] is not None),
             self.path,
         )
+        path = path.replace("//", "/")  # an empty segment is left out
+        if path.endswith("/"):
+            name = self.path.rpartition("{")[2].partition("}")[0].partition(":")[0]
+            raise InvalidRequest(f"{name} is empty; send the {name} that is meant")
         if self.ranged:
             return _part(path, **content)
         if not self.in_query:
@@ -63,8 +67,6 @@ class Operation(NamedTuple):
 
 def _segment(name: str, value: str, several: bool) -> str:
     """Check that a value can be one segment of a path, or `several`."""
-    if not value:
-        raise InvalidRequest(f"{name} is empty; send the {name} that is meant")
     if "/" in value and not several:
         raise InvalidRequest(
             f"{name} is {shown(value)}; it must have no '/', as it is a part of a path"
