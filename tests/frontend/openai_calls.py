@@ -30,7 +30,7 @@ def server(model: Path) -> Iterator[LiveServer]:
 
 
 def post(server: LiveServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=20)
+    return httpx.post(server.url + path, json=body, timeout=120)
 
 
 def done(server: LiveServer, path: str, **body: Any) -> dict[str, Any]:

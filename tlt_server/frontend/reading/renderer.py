@@ -29,7 +29,7 @@ MAX_WAITING_KEY = 64  # templates of one key
 PROCESSOR_S = 2  # time of a core for one template
 READ_BYTES_S = 2**22  # a slow core reads more of a conversation in a second
 MEMORY_MB = 256  # in addition to 16 times the size of the conversation
-TIME_S = 10.0  # until the end of a template on a machine that is busy
+HANGS_S = 120.0  # after which even the busiest machine would have run a template
 START_S = 60.0  # until the process has imported what it needs
 # -P: a module in the current directory is none of ours.
 COMMAND = (sys.executable, "-P", "-m", "tlt_server.frontend.reading_process.templates")
@@ -95,20 +95,16 @@ class Renderer:
 
     async def _run(self, slice: Slice, size: int) -> Any:
         channel = await Channel.over(self._fork())
-        clock = asyncio.get_running_loop().time
         try:
             with await _begun(channel):
-                job, began = Job("", [slice]), clock()
+                job = Job("", [slice])
                 try:
-                    async with asyncio.timeout(TIME_S + size / READ_BYTES_S):
+                    async with asyncio.timeout(HANGS_S + size / READ_BYTES_S):
                         await exchange(channel, job)
-                except TimeoutError:
-                    raise _slow(TIME_S) from None
-                except (OSError, EOFError):
-                    if self._ended:
+                except (TimeoutError, EOFError, OSError) as error:
+                    if self._ended or isinstance(error, TimeoutError):
                         raise _gone() from None
-                    late = clock() - began >= PROCESSOR_S
-                    raise (_slow(PROCESSOR_S) if late else _large()) from None
+                    raise _too_much() from None
                 [text] = await job.done
                 return text
         finally:
@@ -172,18 +168,15 @@ def _killing(process: int) -> Iterator[None]:
         os.close(process)
 
 
-def _slow(seconds: float) -> InvalidRequest:
-    return InvalidRequest(f"chat_template takes more than {seconds:g} s: simplify it")
-
-
-def _large() -> InvalidRequest:
+def _too_much() -> InvalidRequest:
     return InvalidRequest(
-        f"chat_template needs more than {MEMORY_MB} MiB of memory, or nests too deep: simplify it"
+        f"chat_template takes more than {PROCESSOR_S} s of a core or {MEMORY_MB} MiB of memory, or "
+        "nests too deep: simplify it"
     )
 
 
 def _gone() -> Unavailable:
     return Unavailable(
-        "the process that runs chat templates of requests has ended; send this one again",
+        "the process that runs chat templates of requests has ended or hangs; send this one again",
         retry_after_s=1,
     )
