@@ -65,9 +65,9 @@ kernels: $(STAMP)
 check: $(STAMP) lint ## lint and the quick unit tests: under a minute, before each commit
 	"$(BIN)/python" -m pytest tests/unit -m "not slow and not long and not soak and not gpu" $(PYTEST_ARGS) $(ARGS)
 
-test: $(STAMP) tools ## lint, then at least one test of each behaviour that needs no GPU
+test: $(STAMP) tools ## lint, then at least one test of each behaviour that needs no GPU; what fails runs once more
 	@$(MAKE) --no-print-directory -j 2 lint kernels
-	"$(BIN)/python" -m pytest -m "not gpu and not long and not soak" $(PYTEST_ARGS) $(ARGS)
+	"$(BIN)/python" -m tests.again -m "not gpu and not long and not soak" $(PYTEST_ARGS) $(ARGS)
 
 test-long: $(STAMP) tools ## more cases of what `make test` shows: before a release, and after a change of what they test
 	"$(BIN)/python" -m pytest -m "long and not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
