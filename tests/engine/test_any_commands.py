@@ -81,6 +81,8 @@ class Driven:
     requests: dict[str, list[GenerateRequest]] = field(default_factory=dict)
     quiet: dict[bytes, list[int]] = field(default_factory=dict)  # tokens of a run alone
     compared: int = 0
+    before: list[int] = field(default_factory=list)  # changes of weights when the example began
+    unchanged: set[str] = field(default_factory=set)  # ended before any change of the example
 
     def __post_init__(self) -> None:
         self.renew()
@@ -99,10 +101,16 @@ class Driven:
             self.asked[id] = type(command).__name__
         self.engine.send(command)
 
+    def submit(self, requests: list[GenerateRequest]) -> None:
+        named = [msgspec.structs.replace(made, id=made.id or self.id()) for made in requests]
+        self.send(Submit(named))
+
     def step(self) -> None:
+        ended = []
         for output in self.engine.step():
             self.said.setdefault(output.id, []).append(output)
             if output.finish_reason is not None:
+                ended.append(output.id)
                 self.sent[output.id] -= 1
                 self.results[output.error[0] if output.error else output.finish_reason] += 1
             assert self.sent[output.id] >= 0, f"{output.id} has ended too often"
@@ -110,6 +118,8 @@ class Driven:
             if report.id:
                 asked = self.asked.pop(report.id)
                 self.results[f"{asked}: {report.error[0] if report.error else 'done'}"] += 1
+        if self.changes == self.before:
+            self.unchanged.update(ended)
         self.check()
 
     def check(self) -> None:
@@ -125,7 +135,7 @@ class Driven:
         assert all(value >= 0 for name, value in engine.gauges().items() if "error" not in name)
 
     def until(self, done: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 240
         while not done():
             assert time.monotonic() < give_up, (self.sent, self.asked)
             self.step()
@@ -167,9 +177,10 @@ class Driven:
                 self.until(lambda: not self.asked)
         assert {*ADAPTERS} == {*self.engine.pushes.state().adapters}, self.results
         self.forget()
+        self.before = self.changes
 
     def forget(self) -> None:
-        for held in (self.said, self.sent, self.requests):
+        for held in (self.said, self.sent, self.requests, self.unchanged):
             held.clear()
 
     @property
@@ -179,11 +190,13 @@ class Driven:
         return [self.results[f"{kind}: done"] for kind in kinds]
 
     def compare(self) -> None:
-        """Compare what has ended by itself with a run alone."""
+        """Compare what has ended by itself, before any change of weights, with a run alone."""
         ended = [
             (made[0], [token for output in self.said[id] for token in output.token_ids])
             for id, made in self.requests.items()
-            if len(made) == 1 and self.said[id][-1].finish_reason in ("length", "stop")
+            if len(made) == 1
+            and id in self.unchanged
+            and self.said[id][-1].finish_reason in ("length", "stop")
         ]
         self.start_over()
         for request, tokens in ended:
@@ -222,7 +235,7 @@ def request(id: str, kind: int, text: int, adapter: str = "", **fields: Any) -> 
 
 REQUESTS = st.builds(
     request,
-    st.sampled_from(NAMES),
+    st.sampled_from((*NAMES, *("",) * len(NAMES))),  # empty: a name of its own
     st.sampled_from(COMMON * 2 + [len(KINDS) - 1]),
     st.integers(0, 3),
     st.sampled_from((*("",) * 8, *ADAPTERS * 3, "unknown")),
@@ -233,7 +246,7 @@ REQUESTS = st.builds(
     begin_by_s=st.sampled_from((*(None,) * 12, 1.0, 1e12)),
 )
 BATCHES: st.SearchStrategy[Act] = st.lists(REQUESTS, min_size=1, max_size=3).map(
-    lambda made: lambda driven: driven.send(Submit(made))
+    lambda made: lambda driven: driven.submit(made)
 )
 
 
@@ -322,12 +335,10 @@ def driven(request: pytest.FixtureRequest, settings: EngineSettings) -> Iterator
 def drive(driven: Driven, acts: list[Act]) -> None:
     try:
         driven.start_over()
-        before = driven.changes
         for act in acts:
             act(driven)
         driven.settle()
-        if driven.changes == before:
-            driven.compare()
+        driven.compare()
     except Exception:
         driven.renew()  # for hypothesis, which tries the example again
         raise
@@ -351,7 +362,8 @@ def test_commands_in_any_order_end_what_they_name(driven: Driven) -> None:
     every()
     for expected in ("length", "stop", "abort", "structure_failed", "deadline_exceeded"):
         assert driven.results[expected] > 10, driven.results
-    assert driven.compared > 50, "hardly a sequence was compared"
+    # About 520: a push that is staged sooner or later moves it by 20.
+    assert driven.compared > 300, "hardly a sequence was compared"
     assert driven.results["PushWeights: done"] > 20 and driven.results["Pause: done"] > 20
 
 
