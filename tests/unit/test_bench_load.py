@@ -2,7 +2,7 @@
 
 import pytest
 
-from tlt_server.bench.clients import Sent, figures, read_reply
+from tlt_server.bench.clients import Row, Sent, figures, read_reply
 from tlt_server.errors import StartupError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -36,12 +36,18 @@ def test_ways_are_compared_round_by_round_with_the_batch() -> None:
     texts = ["a", "b"]
     found = figures(
         {
-            ("off", "batch"): [Sent(1.0, 100, 0.001, texts), Sent(2.0, 100, 0.001, texts)],
-            ("off", "whole"): [Sent(1.0, 100, 0.002, texts), Sent(4.0, 100, 0.004, ["a", "c"])],
+            Row("off", "batch", None): [Sent(1.0, 100, 0.001, texts), Sent(2.0, 100, 0.001, texts)],
+            Row("off", "whole", None): [
+                Sent(1.0, 100, 0.002, texts),
+                Sent(4.0, 100, 0.004, ["a", "c"]),
+            ],
+            Row("off", "batch", 0): [Sent(4.0, 100, 0.001, texts)] * 2,
+            Row("off", "whole", 0): [Sent(4.0, 100, 0.001, texts)] * 2,
         }
     )
-    batch, whole = found["rows"]
+    batch, whole, *with_logprobs = found["rows"]
     assert batch["of_batch"] == 1 and batch["clients"] == 1
     assert whole["of_batch"] == 0.75 and whole["clients"] == 2
     assert whole["tokens_per_s"] == 62 and whole["frontend_us_per_token"] == 30.0
+    assert [row["of_batch"] for row in with_logprobs] == [1, 1]
     assert found["texts_differing"] == 1

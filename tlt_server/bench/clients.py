@@ -2,9 +2,9 @@
 
 An engine gives its tokens a step at a time for all sequences. One batch hands them to one reply;
 as many clients, whole or streamed, cost the frontend a reply each. Requests are greedy, so the
-texts of all ways are compared. They ask for no log-probs: with them the batch ends in one large
-reply, which takes longer than all the small ones. The ways take turns in each round; `of_batch` is
-the median over rounds of a way's tokens per second over the batch's.
+texts of all ways are compared. Each way is run without log-probs and with that of each token, as
+trainers ask. The ways take turns in each round; `of_batch` is the median over rounds of a way's
+tokens per second over the batch's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import os
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -42,6 +43,7 @@ from tlt_server.errors import StartupError
 from tlt_server.records import parse_strategy
 
 WAYS = ("batch", "whole", "streamed")
+LOGPROBS = (None, 0)  # that a request asks for: none, or the token's own
 PROMPT_TOKENS = 256  # at most
 REPLY_S = 600.0
 
@@ -58,6 +60,14 @@ class _Usage(Struct):
 class _Completion(Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
+
+
+class Row(NamedTuple):
+    """What one round of requests has in common."""
+
+    policy: str
+    way: str
+    logprobs: int | None
 
 
 class Sent(NamedTuple):
@@ -85,9 +95,10 @@ def run(args: argparse.Namespace) -> int:
         SetPolicy("off"),
         SetPolicy("fixed", parse_strategy(FIXED[args.device][0])),
     ]
+    ways = [*product(WAYS, LOGPROBS)]
     console = wide_console()
     flags = serve_flags(args, at_most_what_it_takes(settings.model, tokens + PROMPT_TOKENS))
-    seen: dict[tuple[str, str], list[Sent]] = {}
+    seen: dict[Row, list[Sent]] = {}
     with (
         ServerProcess(
             *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
@@ -95,22 +106,21 @@ def run(args: argparse.Namespace) -> int:
         Client(server.url, timeout_s=60) as client,
         progress_bar(console) as progress,
     ):
-        task = progress.add_task("load", total=len(commands) * (1 + rounds * len(WAYS)))
+        task = progress.add_task("load", total=len(commands) * (1 + rounds * len(ways)))
 
-        def play(command: SetPolicy, way: str) -> Sent:
+        def play(command: SetPolicy, way: str, logprobs: int | None) -> Sent:
             progress.update(task, description=f"{policy_name(command).replace(':', ' ')} {way}")
             set_policy(client, command)
             client.clear_cache()
-            sent = uvloop.run(_send(server, prompts, tokens, way))
+            sent = uvloop.run(_send(server, prompts, tokens, way, logprobs))
             progress.update(task, advance=1)
             return sent
 
         for command in commands:
-            play(command, WAYS[0])  # prepares what a policy's first steps need
+            play(command, *ways[0])  # prepares what a policy's first steps need
         for _ in range(rounds):
-            for command in commands:
-                for way in WAYS:
-                    seen.setdefault((policy_name(command), way), []).append(play(command, way))
+            for command, way in product(commands, ways):
+                seen.setdefault(Row(policy_name(command), *way), []).append(play(command, *way))
         said = {
             "bench": "load",
             "quick": bool(args.quick),
@@ -126,11 +136,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary["texts_differing"] else 0
 
 
-def figures(seen: dict[tuple[str, str], list[Sent]]) -> dict[str, Any]:
-    """Return a row per policy and way, and how many texts differ from the batch's."""
+def figures(seen: dict[Row, list[Sent]]) -> dict[str, Any]:
+    """Return a row per policy, way and log-probs, and how many texts differ from the batch's."""
     rows, differing = [], 0
-    for (policy, way), runs in seen.items():
-        batches = seen[policy, WAYS[0]]
+    for row, runs in seen.items():
+        batches = seen[row._replace(way=WAYS[0])]
         differing += sum(
             own != text
             for run, batch in zip(runs, batches, strict=True)
@@ -142,9 +152,8 @@ def figures(seen: dict[tuple[str, str], list[Sent]]) -> dict[str, Any]:
         ]
         rows.append(
             {
-                "policy": policy,
-                "way": way,
-                "clients": 1 if way == WAYS[0] else len(runs[0].texts),
+                **row._asdict(),
+                "clients": 1 if row.way == WAYS[0] else len(runs[0].texts),
                 "tokens_per_s": round(statistics.median(r.tokens / r.seconds for r in runs)),
                 "of_batch": round(statistics.median(ratios), 3),
                 "frontend_us_per_token": round(
@@ -156,9 +165,16 @@ def figures(seen: dict[tuple[str, str], list[Sent]]) -> dict[str, Any]:
     return {"rows": rows, "texts_differing": differing}
 
 
-async def _send(server: ServerProcess, prompts: list[list[int]], tokens: int, way: str) -> Sent:
+async def _send(
+    server: ServerProcess, prompts: list[list[int]], tokens: int, way: str, logprobs: int | None
+) -> Sent:
     """Send all prompts at once in one of the ways, and wait for the last reply."""
-    asked: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+    asked: dict[str, Any] = {
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "logprobs": logprobs,
+    }
     if way == "streamed":
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
     bodies = (
@@ -255,12 +271,20 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
         title=f"tlt bench load: {summary['clients']} requests of {summary['max_tokens']} tokens, "
         "sent at once by one client or by as many"
     )
-    for heading in ("policy", "way", "tokens/s", "of one batch", "frontend, us per token"):
+    for heading in (
+        "policy",
+        "way",
+        "log-probs",
+        "tokens/s",
+        "of one batch",
+        "frontend, us per token",
+    ):
         table.add_column(heading, justify="left" if heading in ("policy", "way") else "right")
     for row in summary["rows"]:
         table.add_row(
             Text(row["policy"]),
             row["way"],
+            "none" if row["logprobs"] is None else "of each token",
             str(row["tokens_per_s"]),
             f"{row['of_batch']:.2f}x",
             f"{row['frontend_us_per_token']:.1f}",

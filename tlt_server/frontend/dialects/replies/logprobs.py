@@ -7,6 +7,7 @@ stop string is cut off, so they do not depend on how a stream is cut into chunks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Annotated, NamedTuple, TypeVar, cast
@@ -15,10 +16,11 @@ from msgspec import UNSET, Meta, Struct
 
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.pieces import Pieces
+from tlt_server.frontend.http.slices import Weighed
 from tlt_server.records import TokenLogprobs
 
 
-class Logprobs(Struct, frozen=True):
+class Logprobs(Struct, Weighed, frozen=True):
     """The shape of completions. The token itself is always among its `top_logprobs`."""
 
     tokens: Annotated[
@@ -38,6 +40,12 @@ class Logprobs(Struct, frozen=True):
         ),
     ]
     text_offset: Annotated[list[int], Meta(description="where each token begins, in characters")]
+
+    def weight(self) -> float:
+        if hasattr(self.top_logprobs, "__next__"):  # made late
+            return math.inf
+        alternatives = len(self.top_logprobs[-1] or ()) if self.top_logprobs else 0
+        return len(self.tokens) * (4 + 2 * alternatives)
 
 
 class Alternative(Struct, frozen=True):
@@ -59,8 +67,14 @@ class ChatToken(Struct, frozen=True):
     ]
 
 
-class ChatLogprobs(Struct, frozen=True):
+class ChatLogprobs(Struct, Weighed, frozen=True):
     content: Annotated[list[ChatToken], Meta(description="one per token of the answer")]
+
+    def weight(self) -> float:
+        if hasattr(self.content, "__next__"):  # made late
+            return math.inf
+        alternatives = len(self.content[-1].top_logprobs) if self.content else 0
+        return len(self.content) * (4 + 4 * alternatives)
 
 
 class PromptToken(Struct, frozen=True):
@@ -174,14 +188,17 @@ class Speller:
         return ChatLogprobs(made(map(self._chat_token, tokens), told(tokens)))
 
     def _chat_token(self, token: Scored) -> ChatToken:
+        best = token.best
         return ChatToken(
             self.name(token.token_id),
             token.logprob or 0.0,
             [*self._pieces[token.token_id].bytes],
             [
                 Alternative(self.name(other), value, [*self._pieces[other].bytes])
-                for other, value in zip(token.best.token_ids, token.best.logprobs, strict=True)
-            ],
+                for other, value in zip(best.token_ids, best.logprobs, strict=True)
+            ]
+            if best.token_ids
+            else [],
         )
 
     def prompt(self, tokens: Iterable[Scored]) -> PromptLogprobs:
