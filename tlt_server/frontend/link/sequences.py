@@ -46,6 +46,7 @@ class OpenSequences:
         self._counted, self._faults = counted, faults or Containment()
         self._suspects, self._chores = Suspects(), Chores()
         self._routes: dict[str, Route] = {}  # in order of arrival
+        self._left: dict[str, Route] = {}  # ended here before the engine said that it ended them
         self._queue: deque[tuple[list[GenerateRequest], bool]] = (
             deque()
         )  # batches for the engine; True: one request, which goes on trial
@@ -115,7 +116,9 @@ class OpenSequences:
         for output in outputs:
             route = self._routes.get(output.id)
             if route is None:
-                continue  # ended here before the engine knew: aborted, expired or abandoned
+                if output.finish_reason is not None:
+                    self._left.pop(output.id, None)
+                continue
             if output.token_ids:
                 if route.last_s:
                     gaps[route.last_s, len(output.token_ids)] += 1
@@ -155,31 +158,38 @@ class OpenSequences:
             self._end(id, error)
 
     def alone(self, started: Iterable[str]) -> str:
-        """Return the key of all that ran, or of the request on trial where each request of another
-        key had got past its first step; else empty.
+        """Return the key of all that ran, or of the request on trial where this engine had taken
+        each request of another key past its first step; else empty.
         """
-        ran = [self._routes[id] for id in started if id in self._routes]
+        ran = self._ran(started)
         owners = {route.request.owner for route in ran}
         tried = {route.request.owner for route in ran if route.request.id == self._on_trial}
-        if tried and all(route.tokens for route in ran if route.request.owner not in tried):
+        if tried and all(route.stepped for route in ran if route.request.owner not in tried):
             owners = tried
         return owners.pop() if len(owners) == 1 else ""
+
+    def _ran(self, started: Iterable[str]) -> list[Route]:
+        """Return those of these that had not ended in the engine, also where their client left."""
+        known = self._left | self._routes
+        return [known[id] for id in started if id in known]
 
     def died(self, started: Iterable[str], error: TltError) -> int:
         """End what cannot resume, hold the rest until `resume`, and return the number of the rest.
         `started`: ids of the sequences that ran when the engine died.
         """
-        running = [self._routes[id] for id in started if id in self._routes]
+        ran = self._ran(started)
+        self._left.clear()
         tried = next(
             (
                 route.request
-                for route in running
-                if len(running) == 1 or route.request.id == self._on_trial
+                for route in ran
+                if (len(ran) == 1 or route.request.id == self._on_trial)
+                and all(other.stepped for other in ran if other is not route)
             ),
             None,
         )
         self._suspects.crashed(
-            [(route.request, route.tokens) for route in running], tried, time.monotonic()
+            [(route.request, route.tokens) for route in ran], tried, time.monotonic()
         )
         self._clear_queue()
         for route in self._routes.values():
@@ -290,7 +300,7 @@ class OpenSequences:
                 self._end(route.request.id, failed)
         else:
             for route in routes:
-                route.held = not sent
+                route.held, route.stepped = not sent, False
 
     def _slice(
         self, batch: list[GenerateRequest]
@@ -320,6 +330,7 @@ class OpenSequences:
 
     def _finish(self, id: str, finish_reason: str, error: tuple[str, str] | None = None) -> None:
         if id in self._routes:
+            self._leave(self._routes[id])
             self._give(self._routes[id], last_output(id, finish_reason, error))
 
     def _give(self, route: Route, output: StepOutput) -> None:
@@ -328,6 +339,8 @@ class OpenSequences:
             self._take(output, route)
         except Exception as error:
             failed = self._faults.contain(error, f"an output of {output.id}")
+            if output.finish_reason is None:
+                self._leave(route)
             output = last_output(output.id, "error", (failed.code, failed.message))
             self._drop(output.id)
             self._send(Abort([output.id]))
@@ -345,6 +358,11 @@ class OpenSequences:
             if output.finish_reason in ("stop", "length"):
                 self._suspects.completed(route.request)
 
+    def _leave(self, route: Route) -> None:
+        """Remember a sequence that ends here, if the engine may still run it."""
+        if not route.held:
+            self._left[route.request.id] = route
+
     def _drop(self, id: str) -> None:
         """Forget a sequence, unless that was done."""
         if self._routes.pop(id, None) is not None:
@@ -361,7 +379,8 @@ class OpenSequences:
 
         def drop(few: list[str]) -> None:
             for id in few:
-                if self._routes.pop(id, None) is not None:
+                if (route := self._routes.pop(id, None)) is not None:
+                    self._leave(route)
                     self._admission.close(id)
                 self._tried(id)
 

@@ -103,6 +103,7 @@ class Route(Struct, gc=False):
     accepted_s: float = 0.0  # time.monotonic()
     last_s: float = 0.0  # likewise, of the last output with tokens; 0: there was none
     tokens: int = 0  # tokens given so far
+    stepped: bool = False  # the engine that has it now gave some of them
     generated: list[int] = []  # these tokens, of a sequence that can resume; not the request's own
     held: bool = False  # the sequence waits here, and the engine does not know it
     ending: str = ""  # the finish reason that an abort asked for
@@ -115,6 +116,7 @@ class Route(Struct, gc=False):
     def take(self, output: StepOutput) -> None:
         """Count an output in."""
         self.tokens += len(output.token_ids)
+        self.stepped |= bool(output.token_ids)
         if self.submission.resumes:
             self.generated += output.token_ids
 
