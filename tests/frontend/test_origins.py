@@ -14,6 +14,7 @@ import pytest
 from tests.frontend.fake_engine import FAILS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_auth import documented, refusals
+from tests.frontend.test_limits import connect, read_all
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
 
@@ -116,6 +117,43 @@ def test_a_listed_page_can_read_every_refusal(http: httpx.Client, listing: LiveS
     assert (reply.status_code, shown_to(reply)) == (500, LISTED)
 
 
+UNREADABLE = {  # what follows the header Origin in requests that no middleware sees
+    "bad header": "host: localhost\r\na b: c\r\n\r\n",
+    "no host": "\r\n",
+    "two hosts": "host: localhost\r\nhost: localhost\r\n\r\n",
+    "headers too large": "host: localhost\r\n" + "a: " + "b" * 34000,
+    "two lengths": "host: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    "bad chunk": "host: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+}
+
+
+@pytest.mark.parametrize("follows", UNREADABLE)
+@pytest.mark.parametrize("origin", [LISTED, OTHER])
+def test_a_listed_page_can_read_refusals_by_the_parser(
+    follows: str, origin: str, listing: LiveServer
+) -> None:
+    with connect(listing) as connection:
+        lines = f"POST /generate HTTP/1.1\r\norigin: {origin}\r\n"
+        connection.sendall((lines + UNREADABLE[follows]).encode())
+        said = read_all(connection).decode().lower()
+    assert said.startswith("http/1.1 400 ") and "\r\nvary: origin\r\n" in said, said
+    for name, value in (("allow-origin", LISTED), ("expose-headers", "*")):
+        assert (f"\r\naccess-control-{name}: {value}\r\n" in said) == (origin == LISTED), said
+    assert "access-control-allow-credentials" not in said
+
+
+def test_an_origin_counts_for_its_own_request_alone(listing: LiveServer) -> None:
+    with connect(listing) as connection:
+        connection.sendall(
+            f"GET /livez HTTP/1.1\r\nhost: localhost\r\norigin: {LISTED}\r\n\r\n".encode()
+        )
+        first = connection.recv(65536).decode().lower()
+        connection.sendall(b"no request\r\n\r\n")
+        second = read_all(connection).decode().lower()
+    assert first.startswith("http/1.1 200 ") and "access-control-allow-origin" in first
+    assert second.startswith("http/1.1 400 ") and "access-control-allow-origin" not in second
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -170,6 +208,10 @@ def test_without_a_list_no_reply_speaks_of_origins(server: LiveServer) -> None:
     ):
         assert not [name for name in reply.headers if name.startswith("access-control")]
         assert "vary" not in reply.headers
+    with connect(server) as connection:
+        connection.sendall(f"GET / HTTP/1.1\r\norigin: {LISTED}\r\n\r\n".encode())
+        said = read_all(connection).lower()
+    assert said.startswith(b"http/1.1 400 ") and b"vary" not in said and b"origin" not in said
 
 
 def test_without_keys_a_listed_page_calls_this_machine_alone(model: Path) -> None:

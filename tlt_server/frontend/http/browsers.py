@@ -9,7 +9,7 @@ header Host must name this machine too, since a foreign name may lead to a loopb
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple
 
 from starlette.middleware.cors import CORSMiddleware
@@ -62,6 +62,19 @@ class Origins:
 
     def _lists(self, scope: Scope) -> bool:
         return _is_listed(_values(scope, b"origin"), self._listed)
+
+
+def shown_to(headers: Iterable[tuple[bytes, bytes]], listed: Collection[str]) -> dict[str, str]:
+    """Return the headers that show a page of a listed origin the refusal of a request that no
+    middleware sees. `headers`: those of the request that were read.
+    """
+    origins = [value.decode("latin-1") for name, value in headers if name == b"origin"]
+    if not listed:
+        return {}
+    if not _is_listed(origins, listed):
+        return {"vary": "Origin"}
+    shown = {"access-control-allow-origin": origins[0], "access-control-expose-headers": "*"}
+    return {"vary": "Origin", **shown}
 
 
 def foreign(scope: Scope, *, keyed: bool, listed: Collection[str]) -> Foreign | None:

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tlt_server.config import Config
 from tlt_server.errors import InvalidRequest, WrongHttpVersion
+from tlt_server.frontend.http.browsers import shown_to
 from tlt_server.frontend.http.connections import OpenConnections
 from tlt_server.frontend.http.limits import RESTS
 from tlt_server.frontend.http.replies import error_reply
@@ -39,6 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
     max_body_bytes = 2**24
     header_timeout_s = 10.0
     send_timeout_s = 60.0
+    origins: tuple[str, ...] = ()  # of pages that may read refusals
     room: OpenConnections
     arriving: asyncio.Task[None] | None = None  # as long as a TLS handshake lasts
     _headers_due: asyncio.TimerHandle | None = None
@@ -209,12 +211,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, error: InvalidRequest) -> None:
         """Answer a request that no application can see, and close."""
         body = msgspec.json.encode(error_reply(error))
-        self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n"
-            % (error.http_status, HTTPStatus(error.http_status).phrase.encode(), len(body))
-            + body
-        )
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **shown_to(self.headers or (), self.origins),
+        }
+        status = HTTPStatus(error.http_status)
+        lines = [f"HTTP/1.1 {status.value} {status.phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         self.transport.close()
 
     def _await_headers(self) -> None:
@@ -272,6 +278,7 @@ def bounded_protocol(config: Config, room: OpenConnections) -> type[BoundedProto
             "max_body_bytes": config.max_body_mb * 2**20,
             "header_timeout_s": config.header_timeout_s,
             "send_timeout_s": config.send_timeout_s,
+            "origins": config.origins,
             "room": room,
         },
     )
