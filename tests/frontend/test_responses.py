@@ -18,8 +18,9 @@ from tests.frontend.test_tools import ARGUMENTS, CALL
 from tests.tokenizers import FAMILIES
 from tlt_server.errors import NotFound
 from tlt_server.frontend.dialects.openai.messages import ChatMessage
+from tlt_server.frontend.dialects.openai.responses import items
 from tlt_server.frontend.dialects.openai.responses.growing import GrowingResponse, kept_messages
-from tlt_server.frontend.dialects.openai.responses.items import messages_of
+from tlt_server.frontend.dialects.openai.responses.items import Conversation, messages_of
 from tlt_server.frontend.dialects.openai.responses.requests import ResponseRequest
 from tlt_server.frontend.http.keys import EVERYBODY, Caller
 from tlt_server.frontend.rollouts.responses import KeptResponse, ResponseShelf
@@ -330,9 +331,49 @@ def test_input_items_tell_the_whole_conversation(server: LiveServer) -> None:
     assert rest["data"] == found["data"][1::-1] and rest["has_more"] is False
 
 
+ORDERS = ("asc", "desc")
+
+
+def test_pages_of_input_items_add_up_in_either_order(server: LiveServer) -> None:
+    asked = [{"role": "user", "content": f"{i}"} for i in range(23)]
+    id = respond(server, asked)["id"]
+    for order, limit in ((order, limit) for order in ORDERS for limit in (None, 1, 7, 23, 100)):
+        found, after = list[dict[str, Any]](), {}
+        more, sizes = True, list[int]()
+        while more:
+            asks = after if limit is None else {"limit": limit, **after}
+            page = get(server, f"/{id}/input_items", order=order, **asks).json()
+            found, more = found + page["data"], page["has_more"]
+            sizes.append(len(page["data"]))
+            assert [page["first_id"], page["last_id"]] == [page["data"][i]["id"] for i in (0, -1)]
+            after = {"after": page["last_id"]}
+        assert sizes[:-1] == [limit or 20] * (len(sizes) - 1) and 0 < sizes[-1] <= (limit or 20)
+        texts = [item["content"][0]["text"] for item in found]
+        assert texts == [message["content"] for message in asked][:: 1 if order == "asc" else -1]
+        assert get(server, f"/{id}/input_items", order=order, **after).json()["data"] == []
+
+
+def test_a_page_makes_only_the_items_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    item = items._item
+    monkeypatch.setattr(items, "_item", lambda *part: made.append(part[0]) or item(*part))
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+    more = {"reasoning_content": "hm", "tool_calls": [call] * 10**4}
+    conversation = Conversation("resp_1", [ChatMessage(role="assistant", more=more)] * 2)
+    assert len(conversation) == 2 * (10**4 + 1) and not made
+    last = conversation[len(conversation) - 1]
+    assert last["call_id"] == "c" and made == ["function_call"]
+    assert conversation.number_of(last["id"]) == len(conversation) - 1
+    for strange in ("item_01_1", "item_-1_1", "item_20002_1", "item_²_1", "item_1_2", "1", ""):
+        assert conversation.number_of(strange) is None
+    assert conversation.number_of("item_" + "9" * 10**6 + "_1") is None
+
+
 @pytest.mark.parametrize(
     ("query", "says"),
-    [({"limit": 101}, "limit is"), ({"order": "up"}, "order is"), ({"after": "x"}, "after is")],
+    [({"limit": limit}, "limit is") for limit in (101, 0, -1, "1e1", "nan", "", "9" * 5000)]
+    + [({"after": after}, "after is") for after in ("x", "", "item_0_resp", "item_99_1")]
+    + [({"order": "up"}, "order is")],
 )
 def test_a_list_of_input_items_is_bounded(
     server: LiveServer, query: dict[str, Any], says: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tlt_server.errors import InvalidRequest
@@ -13,6 +13,7 @@ from tlt_server.packed import PackedText
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 MAX_ROLE = 256
+MAX_DIGITS = 9  # of an item's number
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
@@ -44,32 +45,59 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[ChatMessage]:
     return [*found, *_closed(open_turn)]
 
 
-def items_of(id: str, messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
-    """Yield the items of a conversation, the inverse of `messages_of`. `id`: of its response."""
-    number = 0
-    for message in messages:
-        for item in _items(message):
-            yield {"id": f"item_{number}_{id.removeprefix('resp_')}", "status": "completed", **item}
-            number += 1
+class Conversation:
+    """The items of a conversation, the inverse of `messages_of`. Each is made when it is read."""
+
+    def __init__(self, id: str, messages: Iterable[ChatMessage]) -> None:
+        """`id`: of the response that the conversation belongs to."""
+        self._suffix = id.removeprefix("resp_")
+        self._parts = [part for message in messages for part in _parts(message)]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def id_of(self, number: int) -> str:
+        return f"item_{number}_{self._suffix}"
+
+    def number_of(self, id: str) -> int | None:
+        """Return the number of an item, None if there is no such item."""
+        number = id.removeprefix("item_").removesuffix(f"_{self._suffix}")
+        if not number.isdecimal() or len(number) > MAX_DIGITS:
+            return None
+        return int(number) if int(number) < len(self) and id == self.id_of(int(number)) else None
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        part = self._parts[number]
+        return {"id": self.id_of(number), "status": "completed", **_item(*part)}
 
 
-def _items(message: ChatMessage) -> Iterator[dict[str, Any]]:
+def _parts(message: ChatMessage) -> Iterator[tuple[str, Any]]:
+    """Yield the kind of each item of a message, and what is in it."""
     more, content = message.more, message.content
     text = content if isinstance(content, str) else ""
     if message.role == "tool":
-        call = more.get("tool_call_id", "")
-        yield {"type": "function_call_output", "call_id": call, "output": text}
+        yield "function_call_output", (more.get("tool_call_id", ""), text)
         return
     if thought := more.get("reasoning_content"):
-        parts = [{"type": "reasoning_text", "text": thought}]
-        yield {"type": "reasoning", "summary": [], "content": parts}
+        yield "reasoning", thought
     calls = more.get("tool_calls", ())
     if text or not (calls or thought):
-        kind = "output_text" if message.role == "assistant" else "input_text"
-        parts = [{"type": kind, "text": text}]
-        yield {"type": "message", "role": message.role, "content": parts}
+        yield "message", (message.role, text)
     for call in calls:
-        yield {"type": "function_call", "call_id": call["id"], **call["function"]}
+        yield "function_call", call
+
+
+def _item(kind: str, value: Any) -> dict[str, Any]:
+    match kind, value:
+        case "function_call_output", (call, text):
+            return {"type": kind, "call_id": call, "output": text}
+        case "reasoning", thought:
+            parts = [{"type": "reasoning_text", "text": thought}]
+            return {"type": kind, "summary": [], "content": parts}
+        case "message", (role, text):
+            part = "output_text" if role == "assistant" else "input_text"
+            return {"type": kind, "role": role, "content": [{"type": part, "text": text}]}
+    return {"type": kind, "call_id": value["id"], **value["function"]}
 
 
 def _closed(turn: dict[str, Any] | None) -> Iterator[ChatMessage]:

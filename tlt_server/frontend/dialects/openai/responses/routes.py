@@ -18,7 +18,7 @@ from tlt_server.frontend.dialects.openai.responses.growing import (
     Keep,
     kept_messages,
 )
-from tlt_server.frontend.dialects.openai.responses.items import items_of, messages_of
+from tlt_server.frontend.dialects.openai.responses.items import Conversation, messages_of
 from tlt_server.frontend.dialects.openai.responses.replies import (
     EVENTS,
     CancelledResponse,
@@ -38,7 +38,7 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import NoFields, shown
 from tlt_server.frontend.http.queries import count, word
-from tlt_server.frontend.http.replies import json_response, unexpected
+from tlt_server.frontend.http.replies import json_response, sliced_response, unexpected
 from tlt_server.frontend.service import Service
 
 FIELDS = (*ResponseRequest.__struct_fields__, *ResponseRequest.refused, "tokens")
@@ -127,22 +127,26 @@ async def delete(service: Service, request: Request) -> Response:
 )
 async def input_items(service: Service, request: Request) -> Response:
     """List the items from which a response that is kept was made, those before it included."""
-    kept = service.responses.find(request.path_params["id"], caller_of(request))
+    caller = caller_of(request)
+    kept = service.responses.find(request.path_params["id"], caller)
     limit = count(request, "limit", 1, 100, 20)
-    items = [*items_of(kept.id, kept_messages(kept)[:-1])]
+    items = Conversation(kept.id, kept_messages(kept)[:-1])
+    numbers = range(len(items))
     if word(request, "order", ("asc", "desc"), "desc") == "desc":
-        items.reverse()
+        numbers = numbers[::-1]
     after = request.query_params.get("after")
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise InvalidRequest(
-            f"after is {shown(after)}, which is no item of this response: send the last_id that "
-            "came"
-        )
-    begin = ids.index(after) + 1 if after is not None else 0
-    found = items[begin : begin + limit]
+    if after is not None:
+        before = items.number_of(after)
+        if before is None:
+            raise InvalidRequest(
+                f"after is {shown(after)}, which is no item of this response: send the last_id "
+                "that came"
+            )
+        numbers = numbers[numbers.index(before) + 1 :]
+    found = [items[number] for number in numbers[:limit]]
     first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
-    return json_response(InputItems(found, first, last, begin + limit < len(items)))
+    turn = service.generations.share.of(caller.name)
+    return sliced_response(InputItems(found, first, last, limit < len(numbers)), turn)
 
 
 @ROUTES.post(
